@@ -214,7 +214,8 @@ comment on type ratelimit.retired_decision is
 -- Neither column makes PostgreSQL write the table anew, which a call with an older snapshot would find empty.
 alter table ratelimit.policies
   add column overridden boolean not null default false,
-  add column shadow     boolean not null default false;
+  add column shadow     boolean not null default false,
+  add column ends_at    timestamptz constraint policies_ends_at_check check (ends_at is null);
 -- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
 -- it keeps them visible to older snapshots.
 cluster ratelimit.policies using policies_pkey;
@@ -223,6 +224,8 @@ comment on column ratelimit.policies.overridden is
   'Some key has had an override; until then nothing looks for one.';
 comment on column ratelimit.policies.shadow is
   'The policy watches: what it would deny is allowed, and marked shadowed.';
+comment on column ratelimit.policies.ends_at is
+  'When the numbers end, of the row that ratelimit.with_override makes for a call; null in the table.';
 
 -- The columns from stepped on are those of ratelimit.policies.
 create table ratelimit.overrides (
@@ -419,7 +422,8 @@ $names$;
 drop table ratelimit.overrides, ratelimit.shard;
 alter table ratelimit.policies
   drop column overridden,
-  drop column shadow;
+  drop column shadow,
+  drop column ends_at;
 comment on type ratelimit.decision is
   'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when it is the first answer under a live idempotency key, given again.';
 

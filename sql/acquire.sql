@@ -136,6 +136,10 @@ begin
 
       -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
+        if v_policy.ends_at is not null then
+          select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+          continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
+        end if;
         if v_idempotency_key is not null then
           select k.* into v_first
             from {{ .idempotency_keys }} as k
@@ -168,6 +172,10 @@ begin
       end if;
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then

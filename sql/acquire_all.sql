@@ -7,8 +7,8 @@
 --   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first, and remembers the
 --      idempotency key before the next one is charged. If another session took the tokens in between, or if a bucket has the
 --      idempotency key already, live or expired, the charges are rolled back.
--- acquire_batch decides what these steps do not: there it is a batch of one request. So it does in a read-only transaction, as
--- those of a standby are, which cannot read ephemeral buckets.
+-- acquire_batch decides what these steps do not: there it is a batch of one request. So it does where an override has an end, and in a
+-- read-only transaction, as those of a standby are, which cannot read ephemeral buckets.
 create or replace function ratelimit_acquire_all(
     in  policies        text[],
     in  keys            text[],
@@ -105,6 +105,8 @@ begin
             v_policy := with_override(v_policy, v_override);
           end if;
           v_sorted[v_i] := v_policy;
+          v_simple      := v_policy.ends_at is null;  -- an element may fit now, and not when the others do
+          exit when not v_simple;
         end if;
         if v_policy.durable then
           select b.level, b.refilled_at into v_level, v_refilled_at from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
@@ -246,7 +248,8 @@ shadowed: the request is granted, and a shadow policy would have denied an eleme
 binding: the number of the element that decides, from 1. Of a denial it is the element with the longest wait, of a
   grant the element whose bucket covers the fewest repeats of its charge.
 decisions: one decision for each element, about all that the request charges to the bucket of the element. allowed and
-  retry_after are as if the bucket were asked alone, remaining and reset_after as after the whole request.
+  retry_after are as if the bucket were asked alone, remaining and reset_after as after the whole request. Where the
+  override of an element ends before the longest wait, the element of a denied request waits by the numbers of the policy.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
   another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only transaction. DETAIL
   begins with the number of the element if there are several.

@@ -106,6 +106,10 @@ begin
 
       -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
+        if v_policy.ends_at is not null then
+          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+        end if;
         if v_idempotency_key is not null then
           select k.* into v_first
             from {{ .idempotency_keys }} as k
@@ -153,6 +157,10 @@ begin
       end if;
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then

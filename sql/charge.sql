@@ -99,6 +99,9 @@ begin
       v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+      if v_policy.ends_at is not null then
+        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      end if;
       exit when v_idempotency_key is null;
       insert into {{ .idempotency_keys }} as k
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)

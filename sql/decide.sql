@@ -3,7 +3,7 @@
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
 -- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with the
--- numbers that apply; levels and refilled_at, as stored, and after it as they are to be stored; levels_now, the level now.
+-- numbers that apply; own, the policy without those of an override, null if no policy has overrides; levels and refilled_at, as stored, and after it as they are to be stored; levels_now, the level now.
 --
 -- wanted tells the buckets that are charged. The answers are parallel to the elements: remaining, retry_us, reset_us, capacities,
 -- replayed and shadowed; granted tells of its request whether it is granted, null: refused; charged, whether a bucket is charged for
@@ -17,7 +17,7 @@
 -- Then the answers are worked out, from the buckets as they were after each request.
 create or replace function ratelimit.decide(
     in    requests bigint[], in idempotency_keys text[], in charges bigint[], in buckets integer[], in same integer[], in twins integer[], in bad boolean[],
-    inout known ratelimit.idempotency_keys[], in numbers ratelimit.policies[], inout levels bigint[], inout refilled_at timestamptz[],
+    inout known ratelimit.idempotency_keys[], in numbers ratelimit.policies[], in own ratelimit.policies[], inout levels bigint[], inout refilled_at timestamptz[],
     in    levels_now bigint[], in now timestamptz,
     out wanted boolean[], out remaining bigint[], out retry_us bigint[], out reset_us bigint[], out capacities bigint[],
     out replayed boolean[], out shadowed boolean[], out granted boolean[], out charged boolean[], out fits boolean[], out kept boolean[],
@@ -144,10 +144,12 @@ begin
                  case
                    when e.fits or (e.p).shadow then 0
                    when (e.known).cost is not null then left_us(e.known, decide.now)
+                   when (e.p).ends_at is not null then wait_past_end(e.charge, e.level, e.refilled_at, decide.now, e.p, own[e.bucket])
                    when e.charge <= (e.p).capacity then wait_until(microtokens(e.charge), e.level, e.refilled_at, decide.now, e.p)
                  end as retry_us,
                  case
                    when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
+                   when (e.p).ends_at is not null then wait_past_end(null, e.level, e.refilled_at, decide.now, e.p, own[e.bucket])
                    else wait_until((e.p).full_level, e.level, e.refilled_at, decide.now, e.p)
                  end as reset_us,
                  coalesce((e.known).capacity, (e.p).capacity) as capacity
@@ -155,7 +157,62 @@ begin
                     from unnest(decide.buckets, charges, decide.fits, v_then_level, v_then_at)
                          with ordinality as u (bucket, charge, fits, level, refilled_at, place)
                   offset 0) as e) as a;
+  if own is not null then
+    retry_us := waits_of_all(requests, charges, buckets, decide.known, numbers, own, granted, v_then_level, v_then_at, now, retry_us);
+  end if;
 end;
 $$;
-comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], integer[], integer[], boolean[], ratelimit.idempotency_keys[], ratelimit.policies[], bigint[], timestamptz[], bigint[], timestamptz) is
+comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], integer[], integer[], boolean[], ratelimit.idempotency_keys[], ratelimit.policies[], ratelimit.policies[], bigint[], timestamptz[], bigint[], timestamptz) is
   'Decides the requests of a batch one after another, from buckets and idempotency keys as they were read.';
+
+-- retry_us, where overrides end: the longest wait of a denied request is to be the first instant at which all its elements fit. An
+-- element may fit until its override ends, and then no more. While there is one whose override is over by the longest wait, it waits
+-- by the numbers of the policy.
+create or replace function ratelimit.waits_of_all(
+    requests bigint[], charges bigint[], buckets integer[], known ratelimit.idempotency_keys[], numbers ratelimit.policies[],
+    own ratelimit.policies[], granted boolean[], levels bigint[], refilled_at timestamptz[], now timestamptz, retry_us bigint[])
+  returns bigint[]
+  language plpgsql
+  immutable
+as $$
+declare
+  v_count   integer := cardinality(requests);
+  v_start   integer;       -- the first element of a request
+  v_end     integer := 0;  -- the last
+  v_policy  ratelimit.policies;
+  v_left_us bigint[];      -- parallel to the elements: microseconds until the numbers end; null: they do not, or do not count any more
+  v_longest bigint;
+  v_over    boolean;       -- an override is over by then
+begin
+  for v_i in 1..v_count loop
+    v_policy := numbers[buckets[v_i]];
+    if v_policy.ends_at is not null and known[v_i].cost is null and charges[v_i] > 0 and not v_policy.shadow then
+      v_left_us[v_i] := microseconds(v_policy.ends_at - now)::bigint;
+    end if;
+  end loop;
+  while v_left_us is not null and v_end < v_count loop
+    v_start := v_end + 1;
+    v_end   := v_start;
+    while requests[v_end + 1] = requests[v_start] loop
+      v_end := v_end + 1;
+    end loop;
+    while granted[v_start] is false loop
+      select case when count(u.wait_us) = count(*) then max(u.wait_us) end into v_longest from unnest(retry_us[v_start:v_end]) as u (wait_us);
+      v_over := false;
+      for v_i in v_start..v_end loop
+        continue when (v_left_us[v_i] <= v_longest) is not true;
+        v_over         := true;
+        retry_us[v_i]  := own_wait(charges[v_i], levels[v_i], refilled_at[v_i], now, own[buckets[v_i]]);
+        if retry_us[v_i] is not null then
+          retry_us[v_i] := greatest(retry_us[v_i], v_left_us[v_i]);
+        end if;
+        v_left_us[v_i] := null;
+      end loop;
+      exit when not v_over;
+    end loop;
+  end loop;
+  return retry_us;
+end;
+$$;
+comment on function ratelimit.waits_of_all(bigint[], bigint[], integer[], ratelimit.idempotency_keys[], ratelimit.policies[], ratelimit.policies[], boolean[], bigint[], timestamptz[], timestamptz, bigint[]) is
+  'The waits of the elements of a batch, where an override may end before all elements of a request fit.';

@@ -77,8 +77,15 @@ declare
   v_denied ratelimit.packed;
 begin
   select array_agg(e.place), array_agg(whole_tokens(e.level_now)),
-         array_agg(case when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p) end),
-         array_agg(wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)), array_agg((e.p).capacity)
+         array_agg(case
+                     when (e.p).ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, v_policy)
+                     when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p)
+                   end),
+         array_agg(case
+                     when (e.p).ends_at is null then wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)
+                     else wait_past_end(null, e.level, e.refilled_at, v_now, e.p, v_policy)
+                   end),
+         array_agg((e.p).capacity)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us, v_denied.capacity
     from (select unnest(b.elements) as place, unnest(b.charges) as cost, b.*
             from (select u.*, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as level_now

@@ -8,10 +8,84 @@ create or replace function ratelimit.with_override(policy ratelimit.policies, ov
 as $$
   select row(policy.id, policy.name, override.capacity, override.refill, override.every, policy.stepped, policy.durable, policy.remember,
              override.tick, override.every_us, override.tick_us, override.full_level, override.gain, override.tick_gain, override.round_up,
-             policy.remember_us, policy.overridden, policy.shadow)::ratelimit.policies
+             policy.remember_us, policy.overridden, policy.shadow, nullif(override.expires_at, 'infinity'))::ratelimit.policies
 $$;
 comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
-  'A policy with the numbers of an override.';
+  'A policy with the numbers of an override, and when they end.';
+
+-- A wait by the numbers of an override holds if it is over before they end. From then on the numbers of the policy apply, to the
+-- bucket as it is stored: the wait is the later of the end and the wait by them. level and refilled_at are null for a bucket without
+-- a row, which is full by the numbers that apply.
+create or replace function ratelimit.wait_past_end(
+    tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, numbers ratelimit.policies, policy ratelimit.policies)
+  returns bigint
+  language plpgsql
+  immutable
+as $$
+declare
+  v_end_us  bigint := microseconds(numbers.ends_at - now)::bigint;
+  v_wait_us bigint := own_wait(tokens, level, refilled_at, now, numbers);
+begin
+  if v_end_us is null or v_wait_us < v_end_us then
+    return v_wait_us;
+  end if;
+  v_wait_us := own_wait(tokens, level, refilled_at, now, policy);
+  return case when v_wait_us is not null then greatest(v_wait_us, v_end_us) end;
+end;
+$$;
+comment on function ratelimit.wait_past_end(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.policies) is
+  'Microseconds until a bucket holds tokens, where an override may end first; null tokens are a full bucket, and null is never.';
+
+create or replace function ratelimit.own_wait(tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, policy ratelimit.policies)
+  returns bigint language sql immutable
+as $$
+  select case
+    when tokens > policy.capacity then null
+    when level is null then 0
+    else ratelimit.wait_until(coalesce(ratelimit.microtokens(tokens), policy.full_level), level, refilled_at, now, policy)
+  end
+$$;
+comment on function ratelimit.own_wait(bigint, bigint, timestamptz, timestamptz, ratelimit.policies) is
+  'Microseconds until a bucket holds tokens by the numbers of a policy, as of wait_past_end.';
+
+-- The bucket of a key whose override has an end, as of one snapshot.
+create or replace function ratelimit.look_past_end(
+    in numbers ratelimit.policies, in key text, in now timestamptz, in tokens bigint, out level bigint, out retry_us bigint, out reset_us bigint)
+  language plpgsql
+  stable
+as $$
+declare
+  v_key    text collate "C" := key;
+  v_own    ratelimit.policies := own_numbers(numbers);
+  v_bucket ratelimit.buckets;
+begin
+  if numbers.durable then
+    select b.* into v_bucket from buckets as b where b.policy_id = numbers.id and b.key = v_key;
+  else
+    select b.* into v_bucket from ephemeral_buckets as b where b.policy_id = numbers.id and b.key = v_key;
+  end if;
+  level    := case when v_bucket.level is null then microtokens(numbers.capacity) else refilled(v_bucket.level, v_bucket.refilled_at, now, numbers) end;
+  retry_us := case when tokens = 0 then 0 else wait_past_end(tokens, v_bucket.level, v_bucket.refilled_at, now, numbers, v_own) end;
+  reset_us := wait_past_end(null, v_bucket.level, v_bucket.refilled_at, now, numbers, v_own);
+end;
+$$;
+comment on function ratelimit.look_past_end(ratelimit.policies, text, timestamptz, bigint) is
+  'The level of a bucket now, and the waits for tokens and until it is full, where an override may end first.';
+
+create or replace function ratelimit.own_numbers(numbers ratelimit.policies)
+  returns ratelimit.policies
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy ratelimit.policies;
+begin
+  select p.* into v_policy from policies as p where p.id = numbers.id;
+  return v_policy;
+end;
+$$;
+comment on function ratelimit.own_numbers(ratelimit.policies) is
+  'The policy of a key, without the numbers of its override.';
 
 -- A call that may have waited for a session that changed the numbers reads them again, if the policy has overrides or the bucket has
 -- no row. A policy that was dropped meanwhile stays

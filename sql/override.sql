@@ -62,8 +62,8 @@ stepped, durable, remember and shadow stay the values of the policy.
 capacity: as in ratelimit_define_policy. null: the capacity of the policy as of this call. 0 blocks the key.
 refill: as in ratelimit_define_policy. null: the refill of the policy as of this call.
 every: as in ratelimit_define_policy. null: the interval of the policy as of this call.
-expires_at: a time in the future, from which on the numbers of the policy apply again. null: the override stays until
-  it is removed.
+expires_at: a time in the future, from which on the numbers of the policy apply again, counted from when the bucket was
+  last written. retry_after and reset_after of the key allow for it. null: the override stays until it is removed.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
 Locks: the override, and the row of the policy against changes, until the transaction ends. Acquires do not wait for
   it.

@@ -55,7 +55,9 @@ begin
      where b.policy_id = v_policy.id
        and b.key       = v_key;
   end if;
-  if not found then  -- full
+  if v_policy.ends_at is not null then
+    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+  elsif not found then  -- full
     v_level    := microtokens(v_policy.capacity);
     v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
     v_reset_us := 0;
@@ -95,7 +97,9 @@ begin
      where b.policy_id = policy.id
        and b.key       = v_key;
   end if;
-  if not found then  -- full
+  if policy.ends_at is not null then
+    select b.level, b.reset_us into level, reset_us from look_past_end(policy, v_key, now, 0) as b;
+  elsif not found then  -- full
     level    := microtokens(policy.capacity);
     reset_us := 0;
   end if;

@@ -59,6 +59,9 @@ begin
     return answer_of(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+  if v_policy.ends_at is not null then
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+  end if;
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;

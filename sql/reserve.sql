@@ -88,8 +88,9 @@ begin
       -- 2. The update. max_wait counts without days, which may have 23 or 25 hours. The update rounds the refill down to whole
       --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
-      if v_wanted > 0 then
-        v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
+      --    Where an override ends within max_wait, step 3c decides.
+      v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
+      if v_wanted > 0 and (v_policy.ends_at <= v_until) is not true then
         update {{ .buckets }} as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -127,6 +128,14 @@ begin
                          when v_cost = 0 then 0::bigint
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
+      if v_policy.ends_at is not null then
+        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+        if v_wanted = 0 or not v_has_row then
+          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy)) end;
+        else  -- as the row will be stored
+          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+        end if;
+      end if;
 
       -- 3a. Too long to wait, or too deep a debt.
       if v_wanted = 0
@@ -172,10 +181,17 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      if v_level < 0 then
+        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy)));
+      end if;
+    end if;
+
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
       if v_level < 0 then
-        v_ready_at := v_refilled_at + duration(short_wait(0, v_level, 0, v_policy));
+        v_ready_at := coalesce(v_ready_at, v_refilled_at + duration(short_wait(0, v_level, 0, v_policy)));
       end if;
       insert into {{ .idempotency_keys }} as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
@@ -197,6 +213,9 @@ begin
 
     -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
+      if v_policy.ends_at is not null then
+        return waiting_of(v_level, greatest(0, microseconds(v_ready_at - clock()))::double precision, v_reset_us, v_policy.capacity, v_policy.shadow);
+      end if;
       return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,
                                                          v_policy.tick_gain, v_policy.round_up))::double precision,
                         v_reset_us, v_policy.capacity, v_policy.shadow);

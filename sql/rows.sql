@@ -2,7 +2,8 @@
 -- policy. But for live_{{ .idempotency_keys }}, keys are theirs, in order, and the arrays after it are parallel to it.
 
 -- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
--- a row. A bucket whose row the caller has just created stands for one without.
+-- a row. A bucket whose row the caller has just created stands for one without. That is full by the numbers that apply, and by those of
+-- the policy once an override has ended.
 create or replace function ratelimit.rows_of_{{ .buckets }}(
     in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
     out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
@@ -13,7 +14,7 @@ declare
   v_policy alias for policy;
   v_now    alias for now;
 begin
-  select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
+  select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens(greatest((u.p).capacity, v_policy.capacity))) order by u.n),
          array_agg(coalesce(b.refilled_at, v_now) order by u.n),
          array_agg(case when b.level is null then microtokens((u.p).capacity) else refilled(b.level, b.refilled_at, v_now, u.p) end order by u.n),
          array_agg(b.level is not null order by u.n)

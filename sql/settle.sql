@@ -126,6 +126,9 @@ begin
                                  v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    end if;
     update {{ .buckets }} as b
        set level = v_level, refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id

@@ -17,11 +17,11 @@ begin
   if not pg_is_in_recovery() then
     return query
       select s.name, s.key, whole_tokens(s.level_now),
-             duration(case when (s.numbers).capacity > 0 then wait_until(microtokens(1), s.level, s.refilled_at, v_now, s.numbers) end),
-             duration(wait_until((s.numbers).full_level, s.level, s.refilled_at, v_now, s.numbers)),
+             duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
+             duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              (s.numbers).capacity, s.overridden
         from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
-                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
+                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
                              case when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p
@@ -41,11 +41,11 @@ begin
   else
     return query
       select s.name, s.key, whole_tokens(s.level_now),
-             duration(case when (s.numbers).capacity > 0 then wait_until(microtokens(1), s.level, s.refilled_at, v_now, s.numbers) end),
-             duration(wait_until((s.numbers).full_level, s.level, s.refilled_at, v_now, s.numbers)),
+             duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
+             duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              (s.numbers).capacity, s.overridden
         from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
-                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
+                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
                              case when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p

@@ -144,7 +144,11 @@ begin
       returning u.*, b.level, b.refilled_at
     )
     select array_agg(u.place), array_agg(whole_tokens(u.level)),
-           array_agg(short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)), array_agg((u.p).capacity)
+           array_agg(case
+                       when (u.p).ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
+                       else wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)
+                     end),
+           array_agg((u.p).capacity)
       into places, remaining, reset_us, capacities
       from (select e.place, t.p, t.refilled_at,
                    t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level

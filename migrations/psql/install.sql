@@ -2713,7 +2713,8 @@ comment on type ratelimit.retired_decision is
 -- Neither column makes PostgreSQL write the table anew, which a call with an older snapshot would find empty.
 alter table ratelimit.policies
   add column overridden boolean not null default false,
-  add column shadow     boolean not null default false;
+  add column shadow     boolean not null default false,
+  add column ends_at    timestamptz constraint policies_ends_at_check check (ends_at is null);
 -- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
 -- it keeps them visible to older snapshots.
 cluster ratelimit.policies using policies_pkey;
@@ -2722,6 +2723,8 @@ comment on column ratelimit.policies.overridden is
   'Some key has had an override; until then nothing looks for one.';
 comment on column ratelimit.policies.shadow is
   'The policy watches: what it would deny is allowed, and marked shadowed.';
+comment on column ratelimit.policies.ends_at is
+  'When the numbers end, of the row that ratelimit.with_override makes for a call; null in the table.';
 
 -- The columns from stepped on are those of ratelimit.policies.
 create table ratelimit.overrides (
@@ -3693,10 +3696,84 @@ create or replace function ratelimit.with_override(policy ratelimit.policies, ov
 as $$
   select row(policy.id, policy.name, override.capacity, override.refill, override.every, policy.stepped, policy.durable, policy.remember,
              override.tick, override.every_us, override.tick_us, override.full_level, override.gain, override.tick_gain, override.round_up,
-             policy.remember_us, policy.overridden, policy.shadow)::ratelimit.policies
+             policy.remember_us, policy.overridden, policy.shadow, nullif(override.expires_at, 'infinity'))::ratelimit.policies
 $$;
 comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
-  'A policy with the numbers of an override.';
+  'A policy with the numbers of an override, and when they end.';
+
+-- A wait by the numbers of an override holds if it is over before they end. From then on the numbers of the policy apply, to the
+-- bucket as it is stored: the wait is the later of the end and the wait by them. level and refilled_at are null for a bucket without
+-- a row, which is full by the numbers that apply.
+create or replace function ratelimit.wait_past_end(
+    tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, numbers ratelimit.policies, policy ratelimit.policies)
+  returns bigint
+  language plpgsql
+  immutable
+as $$
+declare
+  v_end_us  bigint := microseconds(numbers.ends_at - now)::bigint;
+  v_wait_us bigint := own_wait(tokens, level, refilled_at, now, numbers);
+begin
+  if v_end_us is null or v_wait_us < v_end_us then
+    return v_wait_us;
+  end if;
+  v_wait_us := own_wait(tokens, level, refilled_at, now, policy);
+  return case when v_wait_us is not null then greatest(v_wait_us, v_end_us) end;
+end;
+$$;
+comment on function ratelimit.wait_past_end(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.policies) is
+  'Microseconds until a bucket holds tokens, where an override may end first; null tokens are a full bucket, and null is never.';
+
+create or replace function ratelimit.own_wait(tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, policy ratelimit.policies)
+  returns bigint language sql immutable
+as $$
+  select case
+    when tokens > policy.capacity then null
+    when level is null then 0
+    else ratelimit.wait_until(coalesce(ratelimit.microtokens(tokens), policy.full_level), level, refilled_at, now, policy)
+  end
+$$;
+comment on function ratelimit.own_wait(bigint, bigint, timestamptz, timestamptz, ratelimit.policies) is
+  'Microseconds until a bucket holds tokens by the numbers of a policy, as of wait_past_end.';
+
+-- The bucket of a key whose override has an end, as of one snapshot.
+create or replace function ratelimit.look_past_end(
+    in numbers ratelimit.policies, in key text, in now timestamptz, in tokens bigint, out level bigint, out retry_us bigint, out reset_us bigint)
+  language plpgsql
+  stable
+as $$
+declare
+  v_key    text collate "C" := key;
+  v_own    ratelimit.policies := own_numbers(numbers);
+  v_bucket ratelimit.buckets;
+begin
+  if numbers.durable then
+    select b.* into v_bucket from buckets as b where b.policy_id = numbers.id and b.key = v_key;
+  else
+    select b.* into v_bucket from ephemeral_buckets as b where b.policy_id = numbers.id and b.key = v_key;
+  end if;
+  level    := case when v_bucket.level is null then microtokens(numbers.capacity) else refilled(v_bucket.level, v_bucket.refilled_at, now, numbers) end;
+  retry_us := case when tokens = 0 then 0 else wait_past_end(tokens, v_bucket.level, v_bucket.refilled_at, now, numbers, v_own) end;
+  reset_us := wait_past_end(null, v_bucket.level, v_bucket.refilled_at, now, numbers, v_own);
+end;
+$$;
+comment on function ratelimit.look_past_end(ratelimit.policies, text, timestamptz, bigint) is
+  'The level of a bucket now, and the waits for tokens and until it is full, where an override may end first.';
+
+create or replace function ratelimit.own_numbers(numbers ratelimit.policies)
+  returns ratelimit.policies
+  language plpgsql
+  stable
+as $$
+declare
+  v_policy ratelimit.policies;
+begin
+  select p.* into v_policy from policies as p where p.id = numbers.id;
+  return v_policy;
+end;
+$$;
+comment on function ratelimit.own_numbers(ratelimit.policies) is
+  'The policy of a key, without the numbers of its override.';
 
 -- A call that may have waited for a session that changed the numbers reads them again, if the policy has overrides or the bucket has
 -- no row. A policy that was dropped meanwhile stays
@@ -4033,8 +4110,8 @@ stepped, durable, remember and shadow stay the values of the policy.
 capacity: as in ratelimit_define_policy. null: the capacity of the policy as of this call. 0 blocks the key.
 refill: as in ratelimit_define_policy. null: the refill of the policy as of this call.
 every: as in ratelimit_define_policy. null: the interval of the policy as of this call.
-expires_at: a time in the future, from which on the numbers of the policy apply again. null: the override stays until
-  it is removed.
+expires_at: a time in the future, from which on the numbers of the policy apply again, counted from when the bucket was
+  last written. retry_after and reset_after of the key allow for it. null: the override stays until it is removed.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
 Locks: the override, and the row of the policy against changes, until the transaction ends. Acquires do not wait for
   it.
@@ -4261,6 +4338,10 @@ begin
 
       -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
+        if v_policy.ends_at is not null then
+          select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+          continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
+        end if;
         if v_idempotency_key is not null then
           select k.* into v_first
             from idempotency_keys as k
@@ -4293,6 +4374,10 @@ begin
       end if;
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
@@ -4424,6 +4509,10 @@ as $$
 
       -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
+        if v_policy.ends_at is not null then
+          select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+          continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
+        end if;
         if v_idempotency_key is not null then
           select k.* into v_first
             from ephemeral_idempotency_keys as k
@@ -4456,6 +4545,10 @@ as $$
       end if;
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
@@ -4546,7 +4639,9 @@ begin
      where b.policy_id = v_policy.id
        and b.key       = v_key;
   end if;
-  if not found then  -- full
+  if v_policy.ends_at is not null then
+    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+  elsif not found then  -- full
     v_level    := microtokens(v_policy.capacity);
     v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
     v_reset_us := 0;
@@ -4585,7 +4680,9 @@ begin
      where b.policy_id = policy.id
        and b.key       = v_key;
   end if;
-  if not found then  -- full
+  if policy.ends_at is not null then
+    select b.level, b.reset_us into level, reset_us from look_past_end(policy, v_key, now, 0) as b;
+  elsif not found then  -- full
     level    := microtokens(policy.capacity);
     reset_us := 0;
   end if;
@@ -4655,6 +4752,9 @@ begin
     return answer_of(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+  if v_policy.ends_at is not null then
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+  end if;
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;
 $$;
@@ -4869,6 +4969,9 @@ begin
       v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+      if v_policy.ends_at is not null then
+        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      end if;
       exit when v_idempotency_key is null;
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
@@ -4982,6 +5085,9 @@ as $$
       v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+      if v_policy.ends_at is not null then
+        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      end if;
       exit when v_idempotency_key is null;
       insert into ephemeral_idempotency_keys as k
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
@@ -5138,6 +5244,9 @@ begin
                                  v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    end if;
     update buckets as b
        set level = v_level, refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
@@ -5260,6 +5369,9 @@ as $$
                                  v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    end if;
     update ephemeral_buckets as b
        set level = v_level, refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
@@ -5359,8 +5471,9 @@ begin
       -- 2. The update. max_wait counts without days, which may have 23 or 25 hours. The update rounds the refill down to whole
       --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
-      if v_wanted > 0 then
-        v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
+      --    Where an override ends within max_wait, step 3c decides.
+      v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
+      if v_wanted > 0 and (v_policy.ends_at <= v_until) is not true then
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -5398,6 +5511,14 @@ begin
                          when v_cost = 0 then 0::bigint
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
+      if v_policy.ends_at is not null then
+        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+        if v_wanted = 0 or not v_has_row then
+          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy)) end;
+        else  -- as the row will be stored
+          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+        end if;
+      end if;
 
       -- 3a. Too long to wait, or too deep a debt.
       if v_wanted = 0
@@ -5443,10 +5564,17 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      if v_level < 0 then
+        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy)));
+      end if;
+    end if;
+
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
       if v_level < 0 then
-        v_ready_at := v_refilled_at + duration(short_wait(0, v_level, 0, v_policy));
+        v_ready_at := coalesce(v_ready_at, v_refilled_at + duration(short_wait(0, v_level, 0, v_policy)));
       end if;
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
@@ -5477,6 +5605,9 @@ begin
 
     -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
+      if v_policy.ends_at is not null then
+        return waiting_of(v_level, greatest(0, microseconds(v_ready_at - clock()))::double precision, v_reset_us, v_policy.capacity, v_policy.shadow);
+      end if;
       return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,
                                                          v_policy.tick_gain, v_policy.round_up))::double precision,
                         v_reset_us, v_policy.capacity, v_policy.shadow);
@@ -5549,8 +5680,9 @@ as $$
       -- 2. The update. max_wait counts without days, which may have 23 or 25 hours. The update rounds the refill down to whole
       --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
-      if v_wanted > 0 then
-        v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
+      --    Where an override ends within max_wait, step 3c decides.
+      v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
+      if v_wanted > 0 and (v_policy.ends_at <= v_until) is not true then
         update ephemeral_buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -5588,6 +5720,14 @@ as $$
                          when v_cost = 0 then 0::bigint
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
+      if v_policy.ends_at is not null then
+        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+        if v_wanted = 0 or not v_has_row then
+          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy)) end;
+        else  -- as the row will be stored
+          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+        end if;
+      end if;
 
       -- 3a. Too long to wait, or too deep a debt.
       if v_wanted = 0
@@ -5633,10 +5773,17 @@ as $$
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      if v_level < 0 then
+        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy)));
+      end if;
+    end if;
+
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
       if v_level < 0 then
-        v_ready_at := v_refilled_at + duration(short_wait(0, v_level, 0, v_policy));
+        v_ready_at := coalesce(v_ready_at, v_refilled_at + duration(short_wait(0, v_level, 0, v_policy)));
       end if;
       insert into ephemeral_idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
@@ -5667,6 +5814,9 @@ as $$
 
     -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
+      if v_policy.ends_at is not null then
+        return waiting_of(v_level, greatest(0, microseconds(v_ready_at - clock()))::double precision, v_reset_us, v_policy.capacity, v_policy.shadow);
+      end if;
       return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,
                                                          v_policy.tick_gain, v_policy.round_up))::double precision,
                         v_reset_us, v_policy.capacity, v_policy.shadow);
@@ -5784,6 +5934,10 @@ begin
 
       -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
+        if v_policy.ends_at is not null then
+          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+        end if;
         if v_idempotency_key is not null then
           select k.* into v_first
             from idempotency_keys as k
@@ -5831,6 +5985,10 @@ begin
       end if;
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
@@ -5957,6 +6115,10 @@ as $$
 
       -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
+        if v_policy.ends_at is not null then
+          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+        end if;
         if v_idempotency_key is not null then
           select k.* into v_first
             from ephemeral_idempotency_keys as k
@@ -6004,6 +6166,10 @@ as $$
       end if;
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
@@ -6337,7 +6503,11 @@ begin
       returning u.*, b.level, b.refilled_at
     )
     select array_agg(u.place), array_agg(whole_tokens(u.level)),
-           array_agg(short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)), array_agg((u.p).capacity)
+           array_agg(case
+                       when (u.p).ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
+                       else wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)
+                     end),
+           array_agg((u.p).capacity)
       into places, remaining, reset_us, capacities
       from (select e.place, t.p, t.refilled_at,
                    t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
@@ -6581,7 +6751,11 @@ begin
       returning u.*, b.level, b.refilled_at
     )
     select array_agg(u.place), array_agg(whole_tokens(u.level)),
-           array_agg(short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)), array_agg((u.p).capacity)
+           array_agg(case
+                       when (u.p).ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
+                       else wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)
+                     end),
+           array_agg((u.p).capacity)
       into places, remaining, reset_us, capacities
       from (select e.place, t.p, t.refilled_at,
                    t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
@@ -6750,8 +6924,15 @@ declare
   v_denied ratelimit.packed;
 begin
   select array_agg(e.place), array_agg(whole_tokens(e.level_now)),
-         array_agg(case when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p) end),
-         array_agg(wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)), array_agg((e.p).capacity)
+         array_agg(case
+                     when (e.p).ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, v_policy)
+                     when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p)
+                   end),
+         array_agg(case
+                     when (e.p).ends_at is null then wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)
+                     else wait_past_end(null, e.level, e.refilled_at, v_now, e.p, v_policy)
+                   end),
+         array_agg((e.p).capacity)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us, v_denied.capacity
     from (select unnest(b.elements) as place, unnest(b.charges) as cost, b.*
             from (select u.*, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as level_now
@@ -6859,8 +7040,15 @@ declare
   v_denied ratelimit.packed;
 begin
   select array_agg(e.place), array_agg(whole_tokens(e.level_now)),
-         array_agg(case when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p) end),
-         array_agg(wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)), array_agg((e.p).capacity)
+         array_agg(case
+                     when (e.p).ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, v_policy)
+                     when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p)
+                   end),
+         array_agg(case
+                     when (e.p).ends_at is null then wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)
+                     else wait_past_end(null, e.level, e.refilled_at, v_now, e.p, v_policy)
+                   end),
+         array_agg((e.p).capacity)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us, v_denied.capacity
     from (select unnest(b.elements) as place, unnest(b.charges) as cost, b.*
             from (select u.*, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as level_now
@@ -7001,7 +7189,8 @@ comment on function ratelimit.remember_ephemeral_idempotency_keys(ratelimit.poli
 -- policy. But for live_idempotency_keys, keys are theirs, in order, and the arrays after it are parallel to it.
 
 -- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
--- a row. A bucket whose row the caller has just created stands for one without.
+-- a row. A bucket whose row the caller has just created stands for one without. That is full by the numbers that apply, and by those of
+-- the policy once an override has ended.
 create or replace function ratelimit.rows_of_buckets(
     in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
     out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
@@ -7012,7 +7201,7 @@ declare
   v_policy alias for policy;
   v_now    alias for now;
 begin
-  select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
+  select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens(greatest((u.p).capacity, v_policy.capacity))) order by u.n),
          array_agg(coalesce(b.refilled_at, v_now) order by u.n),
          array_agg(case when b.level is null then microtokens((u.p).capacity) else refilled(b.level, b.refilled_at, v_now, u.p) end order by u.n),
          array_agg(b.level is not null order by u.n)
@@ -7161,7 +7350,8 @@ comment on function ratelimit.write_buckets(ratelimit.policies, text[], boolean[
 -- policy. But for live_ephemeral_idempotency_keys, keys are theirs, in order, and the arrays after it are parallel to it.
 
 -- Reads the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level now; whether there is
--- a row. A bucket whose row the caller has just created stands for one without.
+-- a row. A bucket whose row the caller has just created stands for one without. That is full by the numbers that apply, and by those of
+-- the policy once an override has ended.
 create or replace function ratelimit.rows_of_ephemeral_buckets(
     in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
     out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
@@ -7172,7 +7362,7 @@ declare
   v_policy alias for policy;
   v_now    alias for now;
 begin
-  select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens((u.p).capacity)) order by u.n),
+  select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens(greatest((u.p).capacity, v_policy.capacity))) order by u.n),
          array_agg(coalesce(b.refilled_at, v_now) order by u.n),
          array_agg(case when b.level is null then microtokens((u.p).capacity) else refilled(b.level, b.refilled_at, v_now, u.p) end order by u.n),
          array_agg(b.level is not null order by u.n)
@@ -7389,14 +7579,14 @@ comment on function ratelimit.in_locking_order(ratelimit.policies[]) is
 --
 -- policies is parallel to names, and known to the elements: the grant that a live idempotency key remembers. The others are
 -- parallel to the buckets: the policy with the numbers that apply to the key; the level as stored, and when; the level
--- now; whether there is a row.
+-- now; whether there is a row. own is null if no policy has overrides; else it has the policies without the numbers of an override.
 --
 -- Locks and writes nothing.
 create or replace function ratelimit.look_at_buckets(
     in  names text[], in first integer[], in keys text[], in created boolean[],
     in  buckets integer[], in charges bigint[], in idempotency_keys text[], in now timestamptz,
     out policies ratelimit.policies[], out known ratelimit.idempotency_keys[],
-    out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
+    out numbers ratelimit.policies[], out own ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
   language plpgsql
   stable
 as $$
@@ -7417,6 +7607,9 @@ begin
       v_read := rows_of_buckets(v_policy, keys[v_from:v_to], created[v_from:v_to], now);
     else
       v_read := rows_of_ephemeral_buckets(v_policy, keys[v_from:v_to], created[v_from:v_to], now);
+    end if;
+    if v_policy.overridden then
+      own[v_from:v_to] := array_fill(v_policy, array[v_to - v_from + 1]);
     end if;
     numbers     := numbers || v_read.numbers;
     levels      := levels || v_read.levels;
@@ -7449,7 +7642,7 @@ comment on function ratelimit.look_at_buckets(text[], integer[], text[], boolean
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
 -- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with the
--- numbers that apply; levels and refilled_at, as stored, and after it as they are to be stored; levels_now, the level now.
+-- numbers that apply; own, the policy without those of an override, null if no policy has overrides; levels and refilled_at, as stored, and after it as they are to be stored; levels_now, the level now.
 --
 -- wanted tells the buckets that are charged. The answers are parallel to the elements: remaining, retry_us, reset_us, capacities,
 -- replayed and shadowed; granted tells of its request whether it is granted, null: refused; charged, whether a bucket is charged for
@@ -7463,7 +7656,7 @@ comment on function ratelimit.look_at_buckets(text[], integer[], text[], boolean
 -- Then the answers are worked out, from the buckets as they were after each request.
 create or replace function ratelimit.decide(
     in    requests bigint[], in idempotency_keys text[], in charges bigint[], in buckets integer[], in same integer[], in twins integer[], in bad boolean[],
-    inout known ratelimit.idempotency_keys[], in numbers ratelimit.policies[], inout levels bigint[], inout refilled_at timestamptz[],
+    inout known ratelimit.idempotency_keys[], in numbers ratelimit.policies[], in own ratelimit.policies[], inout levels bigint[], inout refilled_at timestamptz[],
     in    levels_now bigint[], in now timestamptz,
     out wanted boolean[], out remaining bigint[], out retry_us bigint[], out reset_us bigint[], out capacities bigint[],
     out replayed boolean[], out shadowed boolean[], out granted boolean[], out charged boolean[], out fits boolean[], out kept boolean[],
@@ -7590,10 +7783,12 @@ begin
                  case
                    when e.fits or (e.p).shadow then 0
                    when (e.known).cost is not null then left_us(e.known, decide.now)
+                   when (e.p).ends_at is not null then wait_past_end(e.charge, e.level, e.refilled_at, decide.now, e.p, own[e.bucket])
                    when e.charge <= (e.p).capacity then wait_until(microtokens(e.charge), e.level, e.refilled_at, decide.now, e.p)
                  end as retry_us,
                  case
                    when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
+                   when (e.p).ends_at is not null then wait_past_end(null, e.level, e.refilled_at, decide.now, e.p, own[e.bucket])
                    else wait_until((e.p).full_level, e.level, e.refilled_at, decide.now, e.p)
                  end as reset_us,
                  coalesce((e.known).capacity, (e.p).capacity) as capacity
@@ -7601,10 +7796,65 @@ begin
                     from unnest(decide.buckets, charges, decide.fits, v_then_level, v_then_at)
                          with ordinality as u (bucket, charge, fits, level, refilled_at, place)
                   offset 0) as e) as a;
+  if own is not null then
+    retry_us := waits_of_all(requests, charges, buckets, decide.known, numbers, own, granted, v_then_level, v_then_at, now, retry_us);
+  end if;
 end;
 $$;
-comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], integer[], integer[], boolean[], ratelimit.idempotency_keys[], ratelimit.policies[], bigint[], timestamptz[], bigint[], timestamptz) is
+comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], integer[], integer[], boolean[], ratelimit.idempotency_keys[], ratelimit.policies[], ratelimit.policies[], bigint[], timestamptz[], bigint[], timestamptz) is
   'Decides the requests of a batch one after another, from buckets and idempotency keys as they were read.';
+
+-- retry_us, where overrides end: the longest wait of a denied request is to be the first instant at which all its elements fit. An
+-- element may fit until its override ends, and then no more. While there is one whose override is over by the longest wait, it waits
+-- by the numbers of the policy.
+create or replace function ratelimit.waits_of_all(
+    requests bigint[], charges bigint[], buckets integer[], known ratelimit.idempotency_keys[], numbers ratelimit.policies[],
+    own ratelimit.policies[], granted boolean[], levels bigint[], refilled_at timestamptz[], now timestamptz, retry_us bigint[])
+  returns bigint[]
+  language plpgsql
+  immutable
+as $$
+declare
+  v_count   integer := cardinality(requests);
+  v_start   integer;       -- the first element of a request
+  v_end     integer := 0;  -- the last
+  v_policy  ratelimit.policies;
+  v_left_us bigint[];      -- parallel to the elements: microseconds until the numbers end; null: they do not, or do not count any more
+  v_longest bigint;
+  v_over    boolean;       -- an override is over by then
+begin
+  for v_i in 1..v_count loop
+    v_policy := numbers[buckets[v_i]];
+    if v_policy.ends_at is not null and known[v_i].cost is null and charges[v_i] > 0 and not v_policy.shadow then
+      v_left_us[v_i] := microseconds(v_policy.ends_at - now)::bigint;
+    end if;
+  end loop;
+  while v_left_us is not null and v_end < v_count loop
+    v_start := v_end + 1;
+    v_end   := v_start;
+    while requests[v_end + 1] = requests[v_start] loop
+      v_end := v_end + 1;
+    end loop;
+    while granted[v_start] is false loop
+      select case when count(u.wait_us) = count(*) then max(u.wait_us) end into v_longest from unnest(retry_us[v_start:v_end]) as u (wait_us);
+      v_over := false;
+      for v_i in v_start..v_end loop
+        continue when (v_left_us[v_i] <= v_longest) is not true;
+        v_over         := true;
+        retry_us[v_i]  := own_wait(charges[v_i], levels[v_i], refilled_at[v_i], now, own[buckets[v_i]]);
+        if retry_us[v_i] is not null then
+          retry_us[v_i] := greatest(retry_us[v_i], v_left_us[v_i]);
+        end if;
+        v_left_us[v_i] := null;
+      end loop;
+      exit when not v_over;
+    end loop;
+  end loop;
+  return retry_us;
+end;
+$$;
+comment on function ratelimit.waits_of_all(bigint[], bigint[], integer[], ratelimit.idempotency_keys[], ratelimit.policies[], ratelimit.policies[], boolean[], bigint[], timestamptz[], timestamptz, bigint[]) is
+  'The waits of the elements of a batch, where an override may end before all elements of a request fit.';
 
 -- Decides requests one after another at one instant, whatever they ask for. The fast path is take; this is the rest.
 --
@@ -7719,7 +7969,7 @@ begin
 
       -- 3. Decide.
       v_verdict := decide(requests, idempotency_keys, v_batch.charges, v_batch.bucket_numbers, v_batch.same, v_batch.twins, v_batch.bad, v_look.known,
-                          v_numbers, v_look.levels, v_look.refilled_at, v_look.levels_now, v_now);
+                          v_numbers, v_look.own, v_look.levels, v_look.refilled_at, v_look.levels_now, v_now);
 
       -- 4. To be done so?
       if not true = any (v_verdict.wanted) then
@@ -8151,8 +8401,8 @@ comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[],
 --   3. Each bucket is charged by a conditional update, in the order of policy and key, durable ones first, and remembers the
 --      idempotency key before the next one is charged. If another session took the tokens in between, or if a bucket has the
 --      idempotency key already, live or expired, the charges are rolled back.
--- acquire_batch decides what these steps do not: there it is a batch of one request. So it does in a read-only transaction, as
--- those of a standby are, which cannot read ephemeral buckets.
+-- acquire_batch decides what these steps do not: there it is a batch of one request. So it does where an override has an end, and in a
+-- read-only transaction, as those of a standby are, which cannot read ephemeral buckets.
 create or replace function ratelimit_acquire_all(
     in  policies        text[],
     in  keys            text[],
@@ -8248,6 +8498,8 @@ begin
             v_policy := with_override(v_policy, v_override);
           end if;
           v_sorted[v_i] := v_policy;
+          v_simple      := v_policy.ends_at is null;  -- an element may fit now, and not when the others do
+          exit when not v_simple;
         end if;
         if v_policy.durable then
           select b.level, b.refilled_at into v_level, v_refilled_at from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
@@ -8388,7 +8640,8 @@ shadowed: the request is granted, and a shadow policy would have denied an eleme
 binding: the number of the element that decides, from 1. Of a denial it is the element with the longest wait, of a
   grant the element whose bucket covers the fewest repeats of its charge.
 decisions: one decision for each element, about all that the request charges to the bucket of the element. allowed and
-  retry_after are as if the bucket were asked alone, remaining and reset_after as after the whole request.
+  retry_after are as if the bucket were asked alone, remaining and reset_after as after the whole request. Where the
+  override of an element ends before the longest wait, the element of a denied request waits by the numbers of the policy.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
   another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only transaction. DETAIL
   begins with the number of the element if there are several.
@@ -8661,6 +8914,10 @@ begin
 
       -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
+        if v_policy.ends_at is not null then
+          select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+          continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
+        end if;
         if v_idempotency_key is not null then
           select k.* into v_first
             from idempotency_keys as k
@@ -8693,6 +8950,10 @@ begin
       end if;
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+
+    if v_policy.ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
@@ -8961,7 +9222,9 @@ begin
      where b.policy_id = v_policy.id
        and b.key       = v_key;
   end if;
-  if not found then  -- full
+  if v_policy.ends_at is not null then
+    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+  elsif not found then  -- full
     v_level    := microtokens(v_policy.capacity);
     v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
     v_reset_us := 0;
@@ -9369,11 +9632,11 @@ begin
   if not pg_is_in_recovery() then
     return query
       select s.name, s.key, whole_tokens(s.level_now),
-             duration(case when (s.numbers).capacity > 0 then wait_until(microtokens(1), s.level, s.refilled_at, v_now, s.numbers) end),
-             duration(wait_until((s.numbers).full_level, s.level, s.refilled_at, v_now, s.numbers)),
+             duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
+             duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              (s.numbers).capacity, s.overridden
         from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
-                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
+                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
                              case when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p
@@ -9393,11 +9656,11 @@ begin
   else
     return query
       select s.name, s.key, whole_tokens(s.level_now),
-             duration(case when (s.numbers).capacity > 0 then wait_until(microtokens(1), s.level, s.refilled_at, v_now, s.numbers) end),
-             duration(wait_until((s.numbers).full_level, s.level, s.refilled_at, v_now, s.numbers)),
+             duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
+             duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              (s.numbers).capacity, s.overridden
         from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
-                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
+                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
                              case when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p

@@ -202,7 +202,8 @@ $names$;
 drop table ratelimit.overrides, ratelimit.shard;
 alter table ratelimit.policies
   drop column overridden,
-  drop column shadow;
+  drop column shadow,
+  drop column ends_at;
 comment on type ratelimit.decision is
   'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when it is the first answer under a live idempotency key, given again.';
 

@@ -543,3 +543,63 @@ func TestVectors_64_DeliveredRate(t *testing.T) {
 		}
 	})
 }
+
+// Until its override ends a blocked key waits for that, and then for the numbers of the policy, which count from when the bucket was
+// last written. A bucket without a row is full by then.
+func TestOverride_EveryWaitOutlastsIt(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10).Take("p", "free", 1)
+		db.Execute("select ratelimit_override('p', key, 0, expires_at => $1) from unnest('{k,new}'::text[]) as u (key)", kit.T0.Add(5*kit.Second))
+		db.Execute("select ratelimit_override('p', 'more', 20, expires_at => $1)", kit.T0.Add(5*kit.Second))
+		for sql, want := range map[string]string{
+			"select retry_after from ratelimit_acquire('p', 'k', 3)":                                                 "00:00:05",
+			"select retry_after from ratelimit_acquire('p', 'k', 7, 'i')":                                            "00:00:07",
+			"select retry_after from ratelimit_acquire('p', 'k', 11)":                                                "never",
+			"select retry_after from ratelimit_acquire('p', 'new', 10)":                                              "00:00:05",
+			"select retry_after from ratelimit_peek('p', 'k', 7)":                                                    "00:00:07",
+			"select retry_after from ratelimit_acquire_up_to('p', 'k', 9, 7)":                                        "00:00:07",
+			"select wait from ratelimit_reserve('p', 'k', '1 hour', 7)":                                              "00:00:07",
+			"select wait from ratelimit_reserve('p', 'new', '1 hour', 7)":                                            "00:00:05",
+			"select retry_after from ratelimit_status('p', key => 'k')":                                              "00:00:05",
+			"select retry_after from ratelimit_acquire_many('{p,p}', '{new,k}', '{1,7}') where request = 2":          "00:00:07",
+			"select retry_after from ratelimit_acquire_many('{p,p}', '{new,k}', '{1,7}', '{i,j}') where request = 2": "00:00:07",
+			"select retry_after from ratelimit_acquire_many('{p,p}', '{new,k}', '{1,7}') where request = 1":          "00:00:05",
+			"select retry_after from ratelimit_acquire_all('{p,p}', '{new,k}', '{1,7}')":                             "00:00:07",
+			"select retry_after from ratelimit_acquire_all('{p,p}', '{free,new}', '{9,10}')":                         "00:00:05",
+			// What fits until its override ends may not do so when the others begin to.
+			"select retry_after from ratelimit_acquire_all('{p,p}', '{more,k}', '{15,7}')":                                     "never",
+			"select retry_after from ratelimit_acquire_all('{p,p}', '{more,new}', '{10,7}')":                                   "00:00:05",
+			"select (retry_after_us[1] || ' us')::interval from ratelimit_acquire_packed('{p}', '{k}', '{7}')":                 "00:00:07",
+			"select (retry_after_us[2] || ' us')::interval from ratelimit_acquire_packed('{p,p}', '{free,k}', '{1,7}', '{2}')": "00:00:07",
+		} {
+			require.Equal(t, []string{want}, kit.Column(t, db.DB, "select coalesce(("+sql+")::text, 'never')"), sql)
+		}
+		db.At(kit.T0.Add(7 * kit.Second))
+		require.Equal(t, kit.Allowed(0, 10*kit.Second, 10), db.Acquire("p", "k", 7))
+	})
+}
+
+// A grant is full again by the numbers of the policy if its override ends before that.
+func TestOverride_ResetAfterOutlastsIt(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 1)
+		db.Execute("select ratelimit_override('p', 'k', 20, 10, expires_at => $1)", kit.T0.Add(kit.Second))
+		// Of 20 there are 9, and of 10 there would be 4 or fewer when the override ends.
+		for sql, want := range map[string]string{
+			"select reset_after from ratelimit_acquire('p', 'k', 5)":                                      "00:00:06",
+			"select reset_after from ratelimit_acquire('p', 'k', 5, 'i')":                                 "00:00:06",
+			"select reset_after from ratelimit_acquire_up_to('p', 'k', 5)":                                "00:00:06",
+			"select reset_after from ratelimit_reserve('p', 'k', '0', 5)":                                 "00:00:06",
+			"select reset_after from ratelimit_charge('p', 'k', 5)":                                       "00:00:06",
+			"select reset_after from ratelimit_refund('p', 'k', 0)":                                       "00:00:01",
+			"select reset_after from ratelimit_charge('p', 'k', 0)":                                       "00:00:01",
+			"select reset_after from ratelimit_peek('p', 'k')":                                            "00:00:01",
+			"select reset_after from ratelimit_acquire_many('{p,p}', '{k,b}', '{5,1}') where request = 1": "00:00:06",
+			"select (decisions[1]).reset_after from ratelimit_acquire_all('{p,p}', '{k,b}', '{5,1}')":     "00:00:06",
+		} {
+			session := db.Begin()
+			require.Equal(t, []string{want}, kit.ColumnOf(t, session, "select ("+sql+")::text"), sql)
+			session.Execute("rollback")
+		}
+	})
+}

@@ -192,7 +192,7 @@ func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, k
 
 	d := kit.NoError(limiter.Acquire(ctx, policy.Name, key))(t)
 	require.Equal(t, client.Decision{RetryAfter: d.RetryAfter}, d)
-	require.True(t, d.Never())
+	require.InDelta(t, time.Until(block.ExpiresAt).Hours(), d.RetryAfter.Hours(), 1)
 	for _, want := range []bool{true, false} {
 		require.Equal(t, want, kit.NoError(limiter.RemoveOverride(ctx, policy.Name, key))(t))
 	}

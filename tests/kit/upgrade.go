@@ -94,7 +94,7 @@ var Edits = []Edit{
 }
 
 // NextColumn goes with a migration that adds the column next to ratelimit.policies: overridden makes whole rows of it.
-var NextColumn = Edit{"overridden.sql", "policy.shadow)", "policy.shadow, policy.next)"}
+var NextColumn = Edit{"overridden.sql", "'infinity'))", "'infinity'), policy.next)"}
 
 func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
 	db := &TestDB{DB: pgtest.Empty(t), T: t}

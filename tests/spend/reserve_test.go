@@ -105,3 +105,21 @@ func TestReserve_IsDeniedBelowTheFloor(t *testing.T) {
 	db.SetClock(now)
 	require.EqualValues(t, -kit.MaxTokens, ask(reserve(year, kit.MaxTokens)).Remaining, "the refill since then counts")
 }
+
+// The tokens come by the numbers of the policy once the override has ended, from when the bucket was last written.
+func TestReserve_TheWaitOutlastsAnOverride(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 100, 1, kit.Second, durability).Take("p", "k", 100)
+		db.Execute("select ratelimit_override('p', 'k', refill => 10, expires_at => $1)", kit.T0.Add(2*kit.Second))
+		within := kit.Denied(0, 1500*kit.Ms, 10*kit.Second, 100)
+		within.ResetAfter = kit.Micros(100 * kit.Second)
+		require.Equal(t, within, db.MustSpend(reserve(kit.Second, 15)).Decision)
+		past := within
+		past.RetryAfter = kit.Micros(20 * kit.Second)
+		require.Equal(t, past, db.MustSpend(reserve(5*kit.Second, 20)).Decision, "by the override 2 s")
+		require.Equal(t, waits(20*kit.Second, kit.Allowed(-20, 120*kit.Second, 100)), db.MustSpend(reserve(20*kit.Second, 20, "i")).Decision)
+		require.EqualValues(t, -1, db.PeekAt(kit.T0.Add(20*kit.Second-kit.Us), "p", "k", 0).Remaining)
+		require.EqualValues(t, 0, db.PeekAt(kit.T0.Add(20*kit.Second), "p", "k", 0).Remaining)
+		require.True(t, db.AcquireAt(kit.T0.Add(20*kit.Second), "p", "k", 20, "i").Replayed)
+	})
+}

@@ -86,11 +86,10 @@ type rules struct {
 
 // at returns the policy with the numbers that apply.
 func (r rules) at(now time.Time) model.Policy {
-	p := r.policy
 	if r.override != nil && r.override.Live(now) {
-		p.Capacity, p.Refill, p.Every = r.override.Capacity, r.override.Refill, r.override.Every
+		return r.policy.With(*r.override)
 	}
-	return p
+	return r.policy
 }
 
 // takes reports whether the answer says that tokens were taken.
@@ -210,6 +209,9 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *kit.
 			return left
 		}
 		d, err = s.Ask(p, now, op.Cost, op.IdempotencyKey)
+		if after := s.AskAfterEnd(p, now, op.Cost, d); answer != nil && answer.Decision != nil && !op.whole.granted && after == *answer.Decision {
+			d = after
+		}
 		if !d.Allowed || answer != nil && !op.whole.granted {
 			break
 		}

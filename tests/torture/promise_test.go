@@ -42,10 +42,11 @@ func TestWholePromises_FindPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
 	for name, retryAfter := range map[string]string{
-		"a microsecond short": "retry_after - interval '1 microsecond'",
-		"a microsecond long":  "retry_after + interval '1 microsecond'",
-		"the shortest wait":   "(select min(d.retry_after) from unnest(decisions) as d where not d.allowed)",
-		"an end to for ever":  "coalesce(retry_after, '1 day')",
+		"a microsecond short":    "retry_after - interval '1 microsecond'",
+		"a microsecond long":     "retry_after + interval '1 microsecond'",
+		"the shortest wait":      "(select min(d.retry_after) from unnest(decisions) as d where not d.allowed)",
+		"an end to for ever":     "coalesce(retry_after, '1 day')",
+		"the first longest wait": "retry_after",
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -55,6 +56,9 @@ func TestWholePromises_FindPlantedBugs(t *testing.T) {
 				create or replace function asked(policies text[], keys text[], costs bigint[], out allowed boolean, out retry_after interval)
 				  language sql
 				as $$ select allowed, ` + retryAfter + ` from ratelimit_acquire_all(policies, keys, costs) $$`)
+			if retryAfter == "retry_after" {
+				p.Mutate(kit.Mutation{Pattern: "exit when not v_over", Replacement: "exit"}, "ratelimit.waits_of_all")
+			}
 			for range 20 {
 				for _, verdict := range kit.Verdicts(p, randomWholePromises(random, kit.MaxSpan)) {
 					if !slices.Contains(goodVerdicts, verdict) {
@@ -80,9 +84,11 @@ type wholePromise struct {
 // A promisedBucket is as in its promise; a Refill of 0 refills nothing.
 type promisedBucket struct {
 	kit.Promise
-	Durable    bool `json:"durable"`
-	Shadow     bool `json:"shadow"`
-	Overridden bool `json:"overridden"` // the numbers are an override's, and the policy has others
+	Durable    bool        `json:"durable"`
+	Shadow     bool        `json:"shadow"`
+	Overridden bool        `json:"overridden"` // the numbers are an override's,
+	Ends       int64       `json:"ends"`       // so many microseconds from now, 0 for never,
+	Own        kit.Promise `json:"own"`        // and the policy has these
 }
 
 type promisedCharge struct {
@@ -102,7 +108,7 @@ func randomWholePromise(random *rand.Rand, most int64) (p wholePromise) {
 	oneIn := func(n int) bool { return random.IntN(n) == 0 }
 	first := kit.RandomPromise(random, most)
 	for bucket := range 1 + random.IntN(4) {
-		b := promisedBucket{first, oneIn(2), oneIn(6), oneIn(4)}
+		b := promisedBucket{Promise: first, Durable: oneIn(2), Shadow: oneIn(6), Overridden: oneIn(2), Own: kit.RandomPromise(random, most)}
 		switch {
 		case bucket == 0:
 		case oneIn(2):
@@ -110,8 +116,23 @@ func randomWholePromise(random *rand.Rand, most int64) (p wholePromise) {
 		default: // which one is longest should be a close thing
 			b.Promise = beside(random, first)
 		}
+		if oneIn(3) {
+			b.Own = beside(random, b.Promise)
+		}
+		switch wait := float64(b.Cost*1_000_000-b.Level) / 1e6 / float64(b.Refill) * float64(b.Every); random.IntN(4) {
+		case 0:
+			b.Ends = kit.RandomPromise(random, most).Every
+		case 1, 2: // about when it has enough
+			b.Ends = 1 + int64(random.Float64()*2*max(0, wait))
+		}
 		if oneIn(12) {
 			b.Refill = 0
+		}
+		if oneIn(12) {
+			b.Own.Refill = 0
+		}
+		if b.Overridden && oneIn(6) {
+			b.Capacity = 0 // a block
 		}
 		p.Buckets = append(p.Buckets, b)
 
@@ -202,15 +223,14 @@ func newWholePromises(t *testing.T) *kit.TestDB {
 		      from json_array_elements(cases) with ordinality as e (c, i)
 		     cross join rows from (json_to_recordset(e.c -> 'buckets')
 		                             as (capacity bigint, refill bigint, every bigint, stepped boolean, level bigint, age bigint,
-		                                 durable boolean, shadow boolean, overridden boolean))
-		           with ordinality as b (capacity, refill, every, stepped, level, age, durable, shadow, overridden, j);
-		  perform ratelimit_define_policy(c.policy,
-		                                  case when overridden then 7 else c.capacity end,
-		                                  case when overridden then 3 else c.refill end,
-		                                  case when overridden then interval '1 second' else (c.every || ' microseconds')::interval end,
-		                                  c.stepped, c.durable, shadow => c.shadow)
-		     from c;
-		  perform ratelimit_override(c.policy, 'k', c.capacity, c.refill, (c.every || ' microseconds')::interval)
+		                                 durable boolean, shadow boolean, overridden boolean, ends bigint, own json))
+		           with ordinality as b (capacity, refill, every, stepped, level, age, durable, shadow, overridden, ends, own, j);
+		  perform ratelimit_define_policy(c.policy, n.capacity, n.refill, (n.every || ' microseconds')::interval, c.stepped, c.durable, shadow => c.shadow)
+		     from c
+		    cross join lateral json_to_record(case when c.overridden then c.own else json_build_object('capacity', c.capacity, 'refill', c.refill, 'every', c.every) end)
+		          as n (capacity bigint, refill bigint, every bigint);
+		  perform ratelimit_override(c.policy, 'k', c.capacity, c.refill, (c.every || ' microseconds')::interval,
+		                             case when c.ends > 0 then v_now + (c.ends || ' microseconds')::interval end)
 		     from c where c.overridden;
 		  insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at)
 		  select p.id, 'k', c.level, v_now - (c.age || ' microseconds')::interval, v_now

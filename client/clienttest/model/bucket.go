@@ -15,12 +15,16 @@ type Policy struct {
 	Durable          bool
 	Remember         Micros
 	Shadow           bool
+
+	ends time.Time // when the numbers are those of an override that expires,
+	then *Policy   // and what they are from then on
 }
 
 // A Bucket held Level microtokens at an instant. Below zero is debt.
 type Bucket struct {
 	Level      *big.Int // never changed in place
 	RefilledAt time.Time
+	untouched  bool // without a row: full by whatever numbers apply
 }
 
 var million = big.NewInt(1_000_000)
@@ -31,7 +35,7 @@ func microtokens(tokens int64) *big.Int {
 
 // Full is a bucket that nobody has taken from.
 func (p Policy) Full(now time.Time) Bucket {
-	return Bucket{microtokens(p.Capacity), now}
+	return Bucket{microtokens(p.Capacity), now, true}
 }
 
 // Refilled is the bucket as of now. A clock that reads less than it did credits nothing, and the
@@ -51,15 +55,49 @@ func (p Policy) Refilled(b Bucket, now time.Time) Bucket {
 
 // Peek answers whether cost tokens are there, and what is there.
 func (p Policy) Peek(b Bucket, now time.Time, cost int64) Decision {
-	switch {
-	case cost > p.Capacity:
-		return p.answer(b, now, Never)
-	case cost == 0: // allowed even in debt
+	if cost == 0 { // allowed even in debt
 		return p.answer(b, now, 0)
-	default:
-		return p.answer(b, now, p.wait(b, now, microtokens(cost)))
+	}
+	return p.answer(b, now, p.retryAfter(b, now, cost))
+}
+
+func (p Policy) retryAfter(b Bucket, now time.Time, cost int64) Micros {
+	return p.pastEnd(b, now, waitFor(now, cost, microtokens(cost)))
+}
+
+// waitFor is the wait for a target that a cost needs.
+func waitFor(now time.Time, cost int64, target *big.Int) func(Policy, Bucket) Micros {
+	return func(p Policy, b Bucket) Micros {
+		if cost > p.Capacity {
+			return Never
+		}
+		return p.wait(b, now, target)
 	}
 }
+
+// pastEnd is a wait by the numbers that apply, if it is over before they end; from then on it is the wait by the policy's own.
+func (p Policy) pastEnd(b Bucket, now time.Time, wait func(Policy, Bucket) Micros) Micros {
+	first := wait(p, b)
+	if p.then == nil || first != Never && first.After(now).Before(p.ends) {
+		return first
+	}
+	return p.afterEnd(b, now, wait)
+}
+
+// afterEnd is a wait by the policy's own numbers: not before they apply.
+func (p Policy) afterEnd(b Bucket, now time.Time, wait func(Policy, Bucket) Micros) Micros {
+	if b.untouched {
+		b = p.then.Full(now)
+	}
+	then := wait(*p.then, b)
+	if then == Never {
+		return Never
+	}
+	return max(then, p.left(now))
+}
+
+// left is how long the numbers of an override still apply.
+func (p Policy) left(now time.Time) Micros { return Micros(p.ends.UnixMicro() - now.UnixMicro()) }
 
 // Take answers the grant of a cost that is there, and returns the bucket without it.
 func (p Policy) Take(b Bucket, now time.Time, cost int64) (Bucket, Decision) {
@@ -91,7 +129,7 @@ func (b Bucket) remaining() int64 {
 }
 
 func (p Policy) resetAfter(b Bucket, now time.Time) Micros {
-	return p.wait(b, now, microtokens(p.Capacity))
+	return p.pastEnd(b, now, func(p Policy, b Bucket) Micros { return p.wait(b, now, microtokens(p.Capacity)) })
 }
 
 // wait searches for the least time after which the bucket holds target microtokens, at most the capacity.

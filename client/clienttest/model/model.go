@@ -128,7 +128,7 @@ func (m *Model) rules(now time.Time, id BucketID) (Policy, error) {
 		return Policy{}, UnknownPolicy
 	}
 	if o, ok := m.overrides[id]; ok && o.Live(now) {
-		p.Capacity, p.Refill, p.Every = o.Capacity, o.Refill, o.Every
+		p = p.With(o)
 	}
 	return p, nil
 }

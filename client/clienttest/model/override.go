@@ -17,6 +17,16 @@ func (o Override) Live(now time.Time) bool {
 	return o.Expires.IsZero() || now.Before(o.Expires)
 }
 
+// With returns the policy with the numbers of an override, which is live, and what comes after them.
+func (p Policy) With(o Override) Policy {
+	numbers := p
+	numbers.Capacity, numbers.Refill, numbers.Every = o.Capacity, o.Refill, o.Every
+	if !o.Expires.IsZero() {
+		numbers.ends, numbers.then = o.Expires, &p
+	}
+	return numbers
+}
+
 // Override gives a bucket numbers of its own, in place of those that an earlier override gave it.
 func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Time) error {
 	if !(Override{Expires: expires}).Live(now) {

@@ -57,6 +57,9 @@ func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey strin
 	if refused != nil {
 		return Whole{}, refused
 	}
+	if !granted {
+		m.awaitAll(now, rules, sums, answers)
+	}
 	if granted {
 		for id, p := range rules {
 			m.states[id], answers[id], _ = m.states[id].Acquire(p, now, sums[id], idempotencyKey)
@@ -82,6 +85,38 @@ func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey strin
 	whole.Replayed = granted && replayed && !charged || !granted && waits
 	whole.Shadowed = granted && shadowed
 	return whole, nil
+}
+
+// awaitAll makes the longest wait of a denial the first instant at which all buckets cover: a bucket that covers until its
+// override ends may not do so when the others begin to.
+func (m *Model) awaitAll(now time.Time, rules map[BucketID]Policy, sums map[BucketID]int64, answers map[BucketID]Decision) {
+	over := map[BucketID]bool{}
+	for again := true; again; {
+		again = false
+		var longest Micros
+		for _, d := range answers {
+			if d.RetryAfter == Never {
+				return
+			}
+			longest = max(longest, d.RetryAfter)
+		}
+		for id, p := range rules {
+			if over[id] || p.then == nil || p.left(now) > longest {
+				continue
+			}
+			answers[id] = m.states[id].AskAfterEnd(p, now, sums[id], answers[id])
+			over[id], again = true, true
+		}
+	}
+}
+
+// AskAfterEnd is an answer of Ask in a denied request whose other buckets do not cover before the override of this one ends.
+func (s State) AskAfterEnd(p Policy, now time.Time, charge int64, d Decision) Decision {
+	if p.then == nil || p.Shadow || d.Replayed || charge == 0 {
+		return d
+	}
+	d.Allowed, d.RetryAfter = false, p.afterEnd(s.at(p, now), now, waitFor(now, charge, microtokens(charge)))
+	return d
 }
 
 // rank is least for the decision that binds: those of shadow policies come last, then those about no tokens;

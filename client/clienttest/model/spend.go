@@ -95,11 +95,12 @@ func (s State) Reserve(p Policy, now time.Time, longest Micros, cost int64, idem
 	}
 	answer := s.Peek(p, now, cost)
 	taken, after := p.Take(s.at(p, now), now, cost)
-	if answer.RetryAfter > 0 { // by the bucket as it is; Take rounds its refill down
-		answer.RetryAfter = p.wait(taken, now, new(big.Int))
+	if answer.RetryAfter != 0 && cost <= p.Capacity { // by the bucket as it is; Take rounds its refill down
+		answer.RetryAfter = p.pastEnd(taken, now, waitFor(now, cost, new(big.Int)))
 	}
 	wait, next := answer.RetryAfter, s
-	answer.Allowed = cost == 0 || wait == 0 || wait != Never && wait <= longest && taken.Level.Cmp(p.floor()) >= 0
+	answer.Allowed = cost == 0 || wait == 0 ||
+		cost <= p.Capacity && wait != Never && wait <= longest && taken.Level.Cmp(p.floor()) >= 0
 	if answer.Allowed && cost > 0 {
 		g := grant{charge: cost, answer: after}
 		if wait > 0 {
