@@ -225,6 +225,20 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
 
   return query
     select 'warning',
+           format('The server uses %s transaction ids a second since the last checkpoint: at this rate autovacuum freezes all tables every %s hours.',
+                  round(u.used / u.seconds), round(m.most / (u.used / u.seconds) / 3600, 1)),
+           'Share calls: a Combiner and ratelimit_acquire_packed use two ids for a call, a plain grant one for itself. To freeze less often, '
+           'and then restart: alter system set autovacuum_freeze_max_age = 1000000000;'
+      from pg_control_checkpoint() as c
+     cross join lateral (select pg_snapshot_xmax(pg_current_snapshot())::text::numeric
+                                - split_part(c.next_xid, ':', 1)::numeric * 4294967296 - split_part(c.next_xid, ':', 2)::numeric as used,
+                                extract(epoch from v_now - c.checkpoint_time) as seconds) as u
+     cross join (select current_setting('autovacuum_freeze_max_age')::numeric as most) as m
+     where not v_standby
+       and u.seconds >= 30
+       and u.used / u.seconds > m.most / 86400;  -- all within a day
+  return query
+    select 'warning',
            format('The setting %s of the server is off, so nothing vacuums the tables.', s.name),
            format('alter system set %s = on; select pg_reload_conf();', s.name)
       from pg_settings as s

@@ -27,8 +27,11 @@ type instructions struct {
 	pg       *postgres
 	version  string // of the server
 	valgrind string
-	counted  map[string]float64 // by cell
+	counted  map[string]writing // by cell
 }
+
+// A writing is what a decision executes and writes: instructions, transaction ids, and bytes of WAL without full pages.
+type writing struct{ instructions, ids, wal float64 }
 
 const instructionsDatabase = "instructions"
 
@@ -169,7 +172,7 @@ func (i *instructions) prepare(ctx context.Context) (err error) {
 }
 
 func (i *instructions) run(_ context.Context, cell string) (sample, error) {
-	return sample{"instructions": i.counted[cell]}, nil
+	return sample{"instructions": i.counted[cell].instructions}, nil
 }
 
 // tickingClock makes each transaction that writes a millisecond, for 1 % of a decision: how long ago a bucket was asked for is in some of the arithmetic.
@@ -179,18 +182,24 @@ const tickingClock = `create or replace function ratelimit.clock() returns times
 // cleaned is done before each statement, so that none finds what others have left.
 const cleaned = "truncate ratelimit.idempotency_keys;\nvacuum ratelimit.buckets, ratelimit.ephemeral_buckets, bare;\n"
 
-// A session calls the function of the marker before and after what is counted, and valgrind writes what it has counted since.
+// A session calls the function of the marker before and after what is counted, and valgrind writes what it has counted since. A session
+// that is not counted prints which transaction id and which byte of WAL is next.
 const (
-	marker     = "pg_backend_pid"
-	markedLine = "execute mark;\n"
+	marker      = "pg_backend_pid"
+	markedLine  = "execute mark;\n"
+	countedMark = "prepare mark as select " + marker + "();\n"
+	writtenMark = "prepare mark as select pg_snapshot_xmax(pg_current_snapshot()) || ' ' || pg_current_wal_insert_lsn() - '0/0' as mark;\n"
 )
 
-var since = regexp.MustCompile(`(?m)^summary: (\d+)$`)
+var (
+	since   = regexp.MustCompile(`(?m)^summary: (\d+)$`)
+	written = regexp.MustCompile(`mark = "(\d+) (\d+)"`)
+)
 
-// count returns the instructions of a decision by cell, all from one session.
-func (i *instructions) count(ctx context.Context, cells []string) (map[string]float64, error) {
+// count returns what a decision executes and writes by cell, each from one session.
+func (i *instructions) count(ctx context.Context, cells []string) (map[string]writing, error) {
 	var statements []counted
-	session := "prepare mark as select " + marker + "();\n" + markedLine + markedLine + markedLine
+	session := markedLine + markedLine + markedLine
 	for n, c := range countedStatements {
 		if slices.Contains(cells, c.cell()) {
 			statements = append(statements, c)
@@ -198,11 +207,12 @@ func (i *instructions) count(ctx context.Context, cells []string) (map[string]fl
 		}
 	}
 	// What is new to the database, such as the keys that are replayed, is known from here on.
-	if err := i.session(ctx, session); err != nil {
+	printed, err := i.session(ctx, writtenMark+session)
+	if err != nil {
 		return nil, err
 	}
 	out := filepath.Join(i.pg.data, "callgrind.out")
-	err := i.session(ctx, session, i.valgrind, "--tool=callgrind", "--callgrind-out-file="+out, "--combine-dumps=yes", "--dump-before="+marker,
+	_, err = i.session(ctx, countedMark+session, i.valgrind, "--tool=callgrind", "--callgrind-out-file="+out, "--combine-dumps=yes", "--dump-before="+marker,
 		"--toggle-collect=pgstat_report_stat", "--collect-atstart=yes") // but for the statistics that it sends once a second of real time
 	if err != nil {
 		return nil, err
@@ -220,21 +230,26 @@ func (i *instructions) count(ctx context.Context, cells []string) (map[string]fl
 		return nil, fmt.Errorf("valgrind has %d counts of %d statements", len(counts), len(statements))
 	}
 	mark := counts[2] // the second mark in a row, for which all is warm
-	decisions := map[string]float64{}
+	marks := written.FindAllStringSubmatch(printed, -1)
+	if len(marks) != 3+2*len(statements) {
+		return nil, fmt.Errorf("the session has printed %d marks of %d statements", len(marks), len(statements))
+	}
+	decisions := map[string]writing{}
 	for n, c := range statements {
-		decisions[c.cell()] = (counts[4+2*n] - mark) / float64(c.calls()*max(1, c.keys))
+		count, begin, end := float64(c.calls()*max(1, c.keys)), marks[3+2*n], marks[4+2*n]
+		decisions[c.cell()] = writing{(counts[4+2*n] - mark) / count, (number(end[1]) - number(begin[1])) / count, (number(end[2]) - number(begin[2])) / count}
 	}
 	return decisions, nil
 }
 
 // session runs statements in a server of one process, perhaps by way of another program, as the owner of
-// its data.
-func (i *instructions) session(ctx context.Context, statements string, by ...string) error {
+// its data, and returns what it prints.
+func (i *instructions) session(ctx context.Context, statements string, by ...string) (string, error) {
 	info, err := os.Stat(i.pg.data)
 	if err != nil {
-		return err
+		return "", err
 	}
-	command := slices.Concat(by, []string{filepath.Join(i.pg.bin, "postgres"), "--single", "-D", i.pg.data, "-c", "synchronous_commit=off", instructionsDatabase})
+	command := slices.Concat(by, []string{filepath.Join(i.pg.bin, "postgres"), "--single", "-D", i.pg.data, "-c", "synchronous_commit=off", "-c", "full_page_writes=off", instructionsDatabase})
 	cmd := exec.CommandContext(ctx, command[0], command[1:]...)
 	cmd.Dir = i.pg.data
 	cmd.Stdin = strings.NewReader(statements)
@@ -246,9 +261,9 @@ func (i *instructions) session(ctx context.Context, statements string, by ...str
 		err = errors.New("a statement failed")
 	}
 	if err != nil {
-		return fmt.Errorf("%s: %w\n%s", command[0], err, out)
+		return "", fmt.Errorf("%s: %w\n%s", command[0], err, out)
 	}
-	return nil
+	return string(out), nil
 }
 
 // calls is how many of them are counted.

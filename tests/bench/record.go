@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// recordFile has what calls cost when somebody last looked, in instructions of a decision. A test compares.
+// recordFile has what calls cost when somebody last looked: instructions, transaction ids and WAL of a decision. A test compares.
 const recordFile = "instructions.md"
 
 // tolerance is how much dearer a call may get unnoticed. Between runs of one version the counts differ by half of it at most.
@@ -24,26 +24,26 @@ type record struct {
 
 // recorded is a row. The reason is that of the last time when the figure rose.
 type recorded struct {
-	name   string
-	count  float64
+	name string
+	writing
 	reason string
 }
 
 const recordHead = `# Instructions of a decision
 
-What the processor executes for one decision, counted by valgrind in a server of one process. ` + "`make instructions`" + ` counts
-again, and fails if a call takes over 2 % more than is recorded here. ` + "`make instructions-renew REASON='…'`" + ` records what is
-counted: a figure falls by itself, and rises by more than that with a reason only. The statements are in
-[instructions.go](instructions.go); their server is
+What the processor executes for one decision, counted by valgrind in a server of one process, and the transaction ids and the bytes
+of WAL, without full pages, that the decision writes. ` + "`make instructions`" + ` counts again, and fails if a call takes over 2 % more
+than is recorded here, or more ids. ` + "`make instructions-renew REASON='…'`" + ` records what is counted: instructions fall by
+themselves, and rise by more than that with a reason only. The statements are in [instructions.go](instructions.go); their server is
 
 `
 
 func (r record) String() string {
 	var b strings.Builder
 	b.WriteString(recordHead)
-	fmt.Fprintf(&b, "    %s\n\n| call | instructions | why it rose |\n|---|---:|---|\n", r.server)
+	fmt.Fprintf(&b, "    %s\n\n| call | instructions | transaction ids | WAL bytes | why it rose |\n|---|---:|---:|---:|---|\n", r.server)
 	for _, c := range r.calls {
-		fmt.Fprintf(&b, "| %s | %.0f | %s |\n", c.name, c.count, c.reason)
+		fmt.Fprintf(&b, "| %s | %.0f | %.3g | %.0f | %s |\n", c.name, c.instructions, c.ids, c.wal, c.reason)
 	}
 	return b.String()
 }
@@ -54,12 +54,12 @@ func parseRecord(text string) (r record, err error) {
 			r.server = strings.TrimSpace(server)
 		}
 		cells := strings.Split(line, " | ")
-		if len(cells) != 3 || strings.HasPrefix(line, "| call") {
+		if len(cells) != 5 || strings.HasPrefix(line, "| call") {
 			continue
 		}
-		c := recorded{name: strings.TrimPrefix(cells[0], "| "), count: number(cells[1])}
-		c.reason = strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(cells[2]), "|"))
-		if c.count <= 0 {
+		c := recorded{strings.TrimPrefix(cells[0], "| "), writing{number(cells[1]), number(cells[2]), number(cells[3])}, ""}
+		c.reason = strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(cells[4]), "|"))
+		if c.instructions <= 0 {
 			return r, fmt.Errorf("%s: no figure in %q", recordFile, line)
 		}
 		r.calls = append(r.calls, c)
@@ -80,7 +80,7 @@ func (r record) find(name string) *recorded {
 }
 
 // dearer tells which counts, by name, are above the record by more than the tolerance, and which are not in it.
-func (r record) dearer(counts map[string]float64) (complaints []string) {
+func (r record) dearer(counts map[string]writing) (complaints []string) {
 	for _, name := range countedNames() {
 		count, ok := counts[name]
 		if !ok {
@@ -89,30 +89,34 @@ func (r record) dearer(counts map[string]float64) (complaints []string) {
 		c := r.find(name)
 		switch {
 		case c == nil:
-			complaints = append(complaints, fmt.Sprintf("%s takes %.0f instructions, and is not recorded", name, count))
-		case count > c.count*(1+tolerance):
-			complaints = append(complaints, fmt.Sprintf("%s takes %.0f instructions, %.1f %% more than the %.0f recorded", name, count, 100*(count/c.count-1), c.count))
+			complaints = append(complaints, fmt.Sprintf("%s takes %.0f instructions, and is not recorded", name, count.instructions))
+		case count.instructions > c.instructions*(1+tolerance):
+			complaints = append(complaints, fmt.Sprintf("%s takes %.0f instructions, %.1f %% more than the %.0f recorded",
+				name, count.instructions, 100*(count.instructions/c.instructions-1), c.instructions))
+		case count.ids > c.ids*(1+tolerance):
+			complaints = append(complaints, fmt.Sprintf("%s takes %.3g transaction ids, more than the %.3g recorded", name, count.ids, c.ids))
 		}
 	}
 	return complaints
 }
 
-// renewed is the record with new counts. What differs by less than the tolerance stays, so that no figure creeps up.
-func (r record) renewed(server string, counts map[string]float64, reason string) (record, error) {
+// renewed is the record with new counts. Instructions that differ by less than the tolerance stay, so that none creeps up.
+func (r record) renewed(server string, counts map[string]writing, reason string) (record, error) {
 	next := record{server: server}
 	for _, name := range countedNames() {
-		c, old := recorded{name: name, count: math.Round(counts[name])}, r.find(name)
+		c, old := recorded{name, counts[name], ""}, r.find(name)
+		c.instructions = math.Round(c.instructions)
 		switch {
 		case old == nil:
-		case r.server != server || c.count > old.count*(1+tolerance):
+		case r.server != server || c.instructions > old.instructions*(1+tolerance):
 			if reason == "" {
-				return record{}, fmt.Errorf("%s would rise from %.0f to %.0f, or be of another server: say why", name, old.count, c.count)
+				return record{}, fmt.Errorf("%s would rise from %.0f to %.0f, or be of another server: say why", name, old.instructions, c.instructions)
 			}
 			c.reason = strings.ReplaceAll(reason, "|", "/")
-		case c.count < old.count*(1-tolerance):
+		case c.instructions < old.instructions*(1-tolerance):
 			c.reason = old.reason
 		default:
-			c = *old
+			c.instructions, c.reason = old.instructions, old.reason
 		}
 		next.calls = append(next.calls, c)
 	}
@@ -127,9 +131,9 @@ func countedNames() (names []string) {
 }
 
 // countByName counts all statements.
-func (i *instructions) countByName(ctx context.Context) (map[string]float64, error) {
+func (i *instructions) countByName(ctx context.Context) (map[string]writing, error) {
 	counted, err := i.count(ctx, i.cells())
-	counts := map[string]float64{}
+	counts := map[string]writing{}
 	for _, c := range countedStatements {
 		counts[c.name] = counted[c.cell()]
 	}
@@ -158,8 +162,8 @@ func renewRecord(ctx context.Context, file, reason string) (err error) {
 		return err
 	}
 	for _, c := range next.calls {
-		if old := r.find(c.name); old != nil && old.count != c.count {
-			fmt.Printf("%s %.0f, was %.0f\n", c.name, c.count, old.count)
+		if old := r.find(c.name); old != nil && old.writing != c.writing {
+			fmt.Printf("%s %.0f, was %.0f\n", c.name, c.instructions, old.instructions)
 		}
 	}
 	for _, old := range r.calls {

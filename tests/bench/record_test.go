@@ -58,7 +58,7 @@ func TestInstructions_NoCallTakesMoreThanIsRecorded(t *testing.T) {
 	require.NoError(t, err)
 	for name, count := range counts {
 		if c := r.find(name); c != nil {
-			t.Logf("%-20s %8.0f %+6.2f %%", name, count, 100*(count/c.count-1))
+			t.Logf("%-20s %8.0f %+6.2f %%", name, count.instructions, 100*(count.instructions/c.instructions-1))
 		}
 	}
 	complaints := r.dearer(counts)
@@ -101,30 +101,31 @@ func TestRecord_IsAsItIsWritten(t *testing.T) {
 
 func TestRecord_NoticesThreePercent(t *testing.T) {
 	t.Parallel()
-	r := record{server: "this", calls: []recorded{{name: "acquire", count: 300_000}, {name: "peek", count: 200_000, reason: "then"}}}
-	require.Empty(t, r.dearer(map[string]float64{"acquire": 300_000 * 1.019, "peek": 100_000}))
+	r := record{server: "this", calls: []recorded{{"acquire", writing{300_000, 1, 200}, ""}, {"peek", writing{instructions: 200_000}, "then"}}}
+	require.Empty(t, r.dearer(map[string]writing{"acquire": {300_000 * 1.019, 1, 300}, "peek": {instructions: 100_000}}))
 	require.Equal(t, []string{"acquire takes 309000 instructions, 3.0 % more than the 300000 recorded"},
-		r.dearer(map[string]float64{"acquire": 300_000 * 1.03, "peek": 200_000}))
-	require.Equal(t, []string{"denied takes 1 instructions, and is not recorded"}, r.dearer(map[string]float64{"denied": 1}))
+		r.dearer(map[string]writing{"acquire": {instructions: 300_000 * 1.03}, "peek": {instructions: 200_000}}))
+	require.Equal(t, []string{"acquire takes 2 transaction ids, more than the 1 recorded"}, r.dearer(map[string]writing{"acquire": {300_000, 2, 200}}))
+	require.Equal(t, []string{"denied takes 1 instructions, and is not recorded"}, r.dearer(map[string]writing{"denied": {instructions: 1}}))
 }
 
 func TestRecord_RisesWithAReasonOnly(t *testing.T) {
 	t.Parallel()
 	old := record{server: "this"}
-	counts := map[string]float64{}
+	counts := map[string]writing{}
 	for _, name := range countedNames() {
-		old.calls = append(old.calls, recorded{name: name, count: 1000, reason: "then"})
-		counts[name] = 1000
+		old.calls = append(old.calls, recorded{name, writing{1000, 1, 200}, "then"})
+		counts[name] = writing{1000, 1, 200}
 	}
-	counts["acquire"], counts["peek"], counts["denied"] = 1030, 1019, 900
+	counts["acquire"], counts["peek"], counts["denied"] = writing{1030, 1, 200}, writing{1019, 0, 0}, writing{900, 1, 200}
 	_, err := old.renewed("this", counts, "")
 	require.ErrorContains(t, err, "acquire would rise from 1000 to 1030")
 
 	next, err := old.renewed("this", counts, "now")
 	require.NoError(t, err)
-	require.Equal(t, &recorded{"acquire", 1030, "now"}, next.find("acquire"))
-	require.Equal(t, &recorded{"peek", 1000, "then"}, next.find("peek"), "what is within the tolerance stays")
-	require.Equal(t, &recorded{"denied", 900, "then"}, next.find("denied"))
+	require.Equal(t, &recorded{"acquire", writing{1030, 1, 200}, "now"}, next.find("acquire"))
+	require.Equal(t, &recorded{"peek", writing{1000, 0, 0}, "then"}, next.find("peek"), "what is within the tolerance stays")
+	require.Equal(t, &recorded{"denied", writing{900, 1, 200}, "then"}, next.find("denied"))
 
 	again, err := parseRecord(next.String())
 	require.NoError(t, err)

@@ -74,7 +74,7 @@ var (
 	referenceName = regexp.MustCompile(`\bratelimit[_.]\w+`)
 	referenceFact = regexp.MustCompile(`(?m)^(\w+): (.*)$`)
 	referenceCell = regexp.MustCompile(`\{[^}]*\}`)
-	referenceCost = regexp.MustCompile(`(?m)^\| (\S+) \| (\d+) \|`)
+	referenceCost = regexp.MustCompile(`(?m)^\| (\S+) \| (\d+) \| (\S+) \| (\d+) \|`)
 )
 
 func TestDocs_ReferenceIsGenerated(t *testing.T) {
@@ -104,10 +104,14 @@ func reference(t *testing.T) string {
 	}
 	record, err := os.ReadFile("../../tests/bench/instructions.md")
 	require.NoError(t, err)
-	counts := map[string]float64{}
+	counts, writes := map[string]float64{}, map[string]string{}
 	for _, line := range referenceCost.FindAllStringSubmatch(string(record), -1) {
-		counts["{"+line[1]+"}"], err = strconv.ParseFloat(line[2], 64)
+		cell := "{" + line[1] + "}"
+		counts[cell], err = strconv.ParseFloat(line[2], 64)
 		require.NoError(t, err)
+		if line[3] != "0" {
+			writes[cell] = strings.Replace(fmt.Sprintf(" (%s ids, %s B)", line[3], line[4]), "(1 ids", "(1 id", 1)
+		}
 	}
 
 	var contents, body strings.Builder
@@ -125,7 +129,7 @@ func reference(t *testing.T) string {
 			if cost := referenceCosts[name]; cost != "" {
 				fmt.Fprintf(&body, "- **Cost**: %s.\n", referenceCell.ReplaceAllStringFunc(cost, func(cell string) string {
 					require.Contains(t, counts, cell)
-					return fmt.Sprintf("%.2g", counts[cell]/counts["{acquire}"])
+					return fmt.Sprintf("%.2g", counts[cell]/counts["{acquire}"]) + writes[cell]
 				}))
 			}
 		}

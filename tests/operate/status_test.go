@@ -358,3 +358,25 @@ func psql(t *testing.T, db *kit.TestDB, name string) {
 	require.NoError(t, err, "%s", out)
 	require.NotContains(t, out, "ERROR")
 }
+
+// Each plain grant is a transaction id, and after autovacuum_freeze_max_age of them the server vacuums every table.
+func TestDoctor_FindsThatTransactionIDsAreBurnt(t *testing.T) {
+	t.Parallel()
+	db, _ := kit.NewPrivateDB(t, "autovacuum=off", "autovacuum_freeze_max_age=100000")
+	find := func() []string {
+		return kit.Column(t, db.DB, "select finding || ' ' || remedy from ratelimit_doctor() where finding like '%transaction ids%'")
+	}
+	db.SetClock(kit.T0)
+	db.DefinePolicy("p", 1000, 1, kit.Second)
+	db.Execute("checkpoint")
+	db.Execute("update test_clock set now = (select checkpoint_time + interval '100 seconds' from pg_control_checkpoint())")
+	require.Empty(t, find())
+	for range 200 {
+		db.Take("p", "k", 1)
+	}
+	found := find()
+	require.Len(t, found, 1)
+	require.Regexp(t, `^The server uses 2 transaction ids a second since the last checkpoint: at this rate autovacuum freezes all tables every 13\.\d hours\. Share calls:`, found[0])
+	db.Execute("update test_clock set now = now - interval '71 seconds'")
+	require.Empty(t, find(), "29 s are too few to tell")
+}
