@@ -43,7 +43,7 @@ func DocsFiles(t testing.TB) (files []DocsFile) {
 	return files
 }
 
-var docsTags = []string{"sql", "psql", "go", "sh", "text", "js", "python", "yaml"}
+var docsTags = []string{"sql", "psql", "go", "sh", "text", "yaml"}
 
 func DocsBlocks(text string) (blocks []DocsBlock, err error) {
 	var open *DocsBlock

@@ -69,7 +69,7 @@ func described(err error) error {
 
 var nameOf = regexp.MustCompile(`ratelimit_\w+`)
 
-// The exit codes, which docs/server.md lists.
+// The exit codes, which --help lists.
 const (
 	exitDone        = 0
 	exitError       = 1

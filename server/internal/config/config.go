@@ -88,7 +88,7 @@ func Settings() []Setting { return new(settings).list() }
 func (c *settings) list() []Setting {
 	return []Setting{
 		{"DATABASE_URL", "", "the database, such as postgres://app@db/app", into(&c.databaseURL, text)},
-		{"SHARD_URLS", "", "in its place, the databases of all shards, in their order, separated by white space", into(&c.shardURLs, text)},
+		{"SHARD_URLS", "", "in its place, the databases of all shards, in order, separated by white space", into(&c.shardURLs, text)},
 		{"GRPC_ADDR", "127.0.0.1:8081", "where gRPC listens; off for nowhere", into(&c.GRPCAddr, address)},
 		{"HTTP_ADDR", "127.0.0.1:8080", "where JSON over HTTP, health and metrics listen; off for nowhere", into(&c.HTTPAddr, address)},
 		{"DEFAULT_CAPACITY", "", "defines the policy default with so many tokens, unless it is there", into(&c.capacity, text)},
@@ -104,7 +104,7 @@ func (c *settings) list() []Setting {
 		{"MAX_CALLS", "1000", "calls under way; others are refused", into(&c.MaxCalls, number)},
 		{"CALL_TIMEOUT", "2s", "the longest time for a call; a gRPC deadline may be shorter", into(&c.CallTimeout, timeout)},
 		{"STOP_TIMEOUT", "10s", "the longest time for calls under way when the server stops", into(&c.StopTimeout, timeout)},
-		{"LOCK_TIMEOUT", "500ms", "the longest wait for a bucket that others have locked; 0 leaves it to the database, for a pooler that refuses the setting", into(&c.LockTimeout, timeoutOrNone)},
+		{"LOCK_TIMEOUT", "500ms", "the longest wait for a locked bucket; 0 leaves it to the database, for a pooler that refuses the setting", into(&c.LockTimeout, timeoutOrNone)},
 		{"DATABASE_CALLS", "2", "calls to the database that carry the requests of all callers, at a time", into(&c.DatabaseCalls, number)},
 		{"NO_FLUSH", "false", "true answers before a grant is on disk: a crash of the database may forget the last 0.6 s", into(&c.NoFlush, boolean)},
 		{"DENIAL_CACHE", "false", "true repeats the denials of 131,072 buckets from memory until their retry_after", into(&c.DenialCache, boolean)},
