@@ -1,6 +1,7 @@
 package packages
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 
@@ -48,4 +49,47 @@ func (s *source) export(naming func(step) string, templates map[string]string) (
 		}
 	}
 	return all, nil
+}
+
+// goose makes a file for each migration; each direction is one statement to goose, which runs it in a transaction.
+func goose(s *source) (Files, error) {
+	return s.export(step.name, map[string]string{".sql": "goose"})
+}
+
+// golangMigrate makes two files for each migration. golang-migrate sends a file as one message, which PostgreSQL runs as one
+// transaction; with x-multi-statement it would cut the file at each semicolon.
+func golangMigrate(s *source) (Files, error) {
+	return s.export(step.name, map[string]string{".up.sql": "up", ".down.sql": "down"})
+}
+
+// dbmate makes a file for each migration; dbmate runs each direction in a transaction.
+func dbmate(s *source) (Files, error) {
+	return s.export(step.name, map[string]string{".sql": "dbmate"})
+}
+
+// supabase makes a file for each migration of the Supabase CLI, which knows no way back. The CLI sends the statements one by
+// one, so the file begins its transaction itself.
+func supabase(s *source) (Files, error) {
+	return s.export(step.name, map[string]string{".sql": "supabase"})
+}
+
+// flyway makes a versioned migration and its undo for each migration. Flyway runs a file in a transaction, and would replace
+// what looks like one of its placeholders.
+func flyway(s *source) (Files, error) {
+	naming := func(kind string) func(step) string {
+		return func(s step) string { return kind + strings.Replace(s.name(), "_", "__", 1) }
+	}
+	files, err := s.export(naming("V"), map[string]string{".sql": "up"})
+	if err != nil {
+		return nil, err
+	}
+	if files, err = files.with(s.export(naming("U"), map[string]string{".sql": "down"})); err != nil {
+		return nil, err
+	}
+	for name, text := range files {
+		if strings.Contains(string(text), "${") {
+			return nil, errors.New(name + " has a placeholder of Flyway")
+		}
+	}
+	return files, nil
 }
