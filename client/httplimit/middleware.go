@@ -138,3 +138,89 @@ func ask(ctx context.Context, limiter client.Acquirer, charges []client.Charge, 
 	}
 	return d, err
 }
+
+// An Option changes the middleware: [Policies], [IdempotencyKey], [Observe] and [RefuseWith] return one.
+type Option func(*middleware)
+
+// Policies are the definitions, as [client.Limiter.DefinePolicy] is given them or [client.Limiter.Policies]
+// returns them. With them RateLimit-Policy has w, the seconds in which an empty bucket fills, for each bucket
+// that has the policy's capacity. Policies that only watch are not reported. Later changes
+// are not seen. Defaults to none.
+func Policies(policies ...client.Policy) Option {
+	quotas := make(map[string]quota, len(policies))
+	for _, p := range policies {
+		quotas[p.Name] = newQuota(p)
+	}
+	return func(m *middleware) { m.quotas = quotas }
+}
+
+// IdempotencyKey is the function that returns the idempotency key under which a request is charged, so that the same
+// request sent again is not charged again: see [client.IdempotencyKey]. An empty string is no key. Defaults to
+// none.
+//
+// The program chooses the key. A function that returns a header of the HTTP client, such as Idempotency-Key,
+// lets that client pass as often as it likes for one charge: it repeats the header, and changes everything else.
+// Such a function is safe only behind a proxy or middleware that answers a repeated header without running the handler.
+func IdempotencyKey(of func(*http.Request) string) Option {
+	return func(m *middleware) { m.idempotencyKey = of }
+}
+
+// Observe is called for every request that has charges, before the handler runs or the refusal is written. Defaults
+// to a warning through log/slog's default logger when there was no answer, at most once a second.
+func Observe(see func(*http.Request, Event)) Option {
+	return func(m *middleware) { m.observe = see }
+}
+
+// RefuseWith answers requests that are refused, with e.Status or as it likes. RateLimit, RateLimit-Policy and
+// Retry-After are in the header already. The client gets all that it writes, so it should not write e.Charges or
+// e.Err. Defaults to [Refuse].
+func RefuseWith(refuse func(w http.ResponseWriter, r *http.Request, e Event)) Option {
+	return func(m *middleware) { m.refuse = refuse }
+}
+
+var errIdempotencyKey = fmt.Errorf("httplimit: %w: the idempotency key is no text of 1 to 512 bytes", client.ErrInvalidArgument)
+
+// A Failure decides how a request ends when the limiter has not answered within a timeout, or failed.
+// There is no default: [Closed], [Open] and [Local] make one.
+//
+// Some errors are about the request, and a client could provoke them to get past the limit:
+// [client.ErrUnknownPolicy], [client.ErrInvalidArgument] and [client.ErrIdempotencyMismatch]. With these the
+// request is refused in each mode: see [Invalid].
+type Failure struct {
+	timeout time.Duration
+	local   client.Acquirer
+	outcome Outcome
+}
+
+// Closed refuses the request with 503. It is for handlers that must not run without a limit, such as a login.
+func Closed(timeout time.Duration) Failure {
+	return newFailure(Failure{timeout: timeout, outcome: FailedClosed})
+}
+
+// Open lets the request pass, without the fields of the header.
+func Open(timeout time.Duration) Failure {
+	return newFailure(Failure{timeout: timeout, outcome: FailedOpen})
+}
+
+// Local asks another limiter, usually a [Memory]. Its denials are answered like other denials, but RateLimit and
+// RateLimit-Policy are left out: the numbers hold for one process only. When it fails too, the request is refused
+// with 503.
+func Local(timeout time.Duration, limiter client.Acquirer) Failure {
+	if limiter == nil {
+		panic("httplimit: Local: no limiter")
+	}
+	return newFailure(Failure{timeout: timeout, outcome: FailedClosed, local: limiter})
+}
+
+func newFailure(f Failure) Failure {
+	if f.timeout <= 0 {
+		panic("httplimit: the timeout must be positive")
+	}
+	return f
+}
+
+// isInvalid reports whether err is about the request, and not about the database.
+func isInvalid(err error) bool {
+	return errors.Is(err, client.ErrInvalidArgument) || errors.Is(err, client.ErrUnknownPolicy) ||
+		errors.Is(err, client.ErrIdempotencyMismatch)
+}
