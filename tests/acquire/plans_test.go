@@ -1,11 +1,14 @@
 package acquire
 
 import (
+	"context"
 	"fmt"
+	"regexp"
 	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/stretchr/testify/require"
 )
@@ -46,7 +49,7 @@ func TestPlans_ReadOnlyWhatTheyNeed(t *testing.T) {
 				for _, call := range planCalls {
 					for _, key := range []string{"b", "b", "g7", "a3"} {
 						sql := strings.ReplaceAll(call, "KEY", key)
-						if n := session.RowsRead(sql); n >= atMost {
+						if n := rowsRead(session, sql); n >= atMost {
 							t.Errorf("%d %s", n, sql)
 						}
 					}
@@ -96,7 +99,7 @@ func TestPlans_LockInOrder(t *testing.T) {
 	}
 	settings = append(settings, strings.Join(all, "; "))
 	db.Policy("p", 1000, 1, kit.ADay).Policy("e", 1000, 1, kit.ADay, kit.Ephemeral).Policy("o", 1000, 1, kit.ADay)
-	planner := db.Planner()
+	planner := newPlanner(db)
 	const fill = `
 		insert into ratelimit.%[1]s (policy_id, key, level, refilled_at, due_at)
 		select 99, 'k' || i, 1, now(), now() from generate_series(%[2]d, %[3]d) as i`
@@ -113,20 +116,20 @@ func TestPlans_LockInOrder(t *testing.T) {
 		kit.Execute(t, db.Connect(t), rows, pgx.QueryExecModeSimpleProtocol)
 		for _, setting := range settings {
 			locking := map[string]bool{}
-			for _, plan := range planner.PlansOf(setting+";"+strings.Join(pinned, ";"), lockingCalls) {
+			for _, plan := range planner.plansOf(setting+";"+strings.Join(pinned, ";"), lockingCalls) {
 				var want string
 				switch { // an outer side that comes in order, and an inner side that finds one row
-				case strings.HasPrefix(plan.Statement, "with taken as ( update"):
+				case strings.HasPrefix(plan.statement, "with taken as ( update"):
 					want = `Update on (ephemeral_)?buckets b_1; Nested Loop; (Subquery|Function) Scan on (unnest )?u(_\d)?; .*Tid Scan on (ephemeral_)?buckets b_1; Limit; Index Scan Backward using \w+ on \S+ b(_\d)?;`
-				case strings.Contains(plan.Statement, "skip locked"):
+				case strings.Contains(plan.statement, "skip locked"):
 					want = `LockRows; (Sort; .*|Index Scan using \w+_pkey on)`
-				case strings.Contains(plan.Statement, "for update"):
+				case strings.Contains(plan.statement, "for update"):
 					want = `(^|Nested Loop Left Join; .*Subquery Scan on b; |Nested Loop Left Join; .*)Limit; LockRows; Index Scan Backward using \w+ on`
 				default:
 					continue
 				}
-				locking[plan.Statement] = true
-				require.Regexp(t, want, plan.Nodes, "%s, %s: %s", rows, setting, plan.Statement)
+				locking[plan.statement] = true
+				require.Regexp(t, want, plan.nodes, "%s, %s: %s", rows, setting, plan.statement)
 			}
 			require.Len(t, locking, 14, "take, with and without what was seen, take_any, lock_asked_of, lock, drop_policy; durable and ephemeral")
 		}
@@ -143,4 +146,63 @@ var lockingCalls = []string{
 	"select from ratelimit_override('POLICY', 'another', 5)",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,new}')",
 	"select from ratelimit_drop_policy('POLICY')",
+}
+
+// rowsRead runs SQL and counts the rows of the package's tables that it read.
+func rowsRead(s *kit.Session, sql string) (rows int64) {
+	count := func() (rows int64) {
+		require.NoError(s.Db.T, s.QueryRow(context.Background(), `
+			select sum(seq_tup_read + idx_tup_fetch)::bigint from pg_stat_xact_user_tables where schemaname = 'ratelimit'`).Scan(&rows))
+		return rows
+	}
+	s.Execute("begin")
+	before := count()
+	s.Execute(sql)
+	rows = count() - before
+	s.Execute("commit")
+	return rows
+}
+
+// A plan is what the server made of a statement of a function.
+type plan struct{ statement, nodes string }
+
+var planNode = regexp.MustCompile(`(?m)^ *(?:->  )?(.*)  \(cost=`)
+
+// A planner is a session that returns the plans of the statements of functions.
+type planner struct {
+	t     testing.TB
+	conn  *pgx.Conn
+	plans []plan
+}
+
+func newPlanner(db *kit.TestDB) *planner {
+	p := &planner{t: db.T}
+	config := kit.NoError(pgx.ParseConfig(db.URL))(db.T)
+	config.OnNotice = func(_ *pgconn.PgConn, notice *pgconn.Notice) {
+		if _, text, found := strings.Cut(notice.Message, "Query Text: "); found {
+			var nodes strings.Builder
+			for _, node := range planNode.FindAllStringSubmatch(text, -1) {
+				nodes.WriteString(node[1] + "; ")
+			}
+			text, _, _ = strings.Cut(text[:planNode.FindStringIndex(text)[0]], "\nQuery Parameters: ") // since PostgreSQL 16
+			p.plans = append(p.plans, plan{strings.Join(strings.Fields(text), " "), nodes.String()})
+		}
+	}
+	p.conn = kit.NoError(pgx.ConnectConfig(context.Background(), config))(db.T)
+	db.T.Cleanup(func() { _ = p.conn.Close(context.Background()) })
+	kit.Execute(db.T, p.conn, "load 'auto_explain'")
+	return p
+}
+
+// plansOf runs calls that are rolled back, for a durable and an ephemeral policy, and returns the plans of all statements.
+func (p *planner) plansOf(settings string, calls []string) []plan {
+	kit.Execute(p.t, p.conn, "reset all; discard plans; "+settings+`; set search_path = ratelimit, public;
+		set auto_explain.log_min_duration = 0; set auto_explain.log_nested_statements = on;
+		set client_min_messages = log; set log_min_messages = panic`, pgx.QueryExecModeSimpleProtocol)
+	p.plans = nil
+	for _, policy := range []string{"p", "e"} {
+		all := strings.ReplaceAll(strings.Join(calls, "; "), "POLICY", policy)
+		kit.Execute(p.t, p.conn, "begin; "+all+"; rollback", pgx.QueryExecModeSimpleProtocol)
+	}
+	return p.plans
 }

@@ -26,21 +26,74 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
+// A docsFile is one page, by its path from the repository's root.
+type docsFile struct {
+	path   string
+	text   string
+	blocks []docsBlock
+}
+
+type docsBlock struct {
+	tag, text string
+	line      int // of its first line
+}
+
+func docsFiles(t testing.TB) (files []docsFile) {
+	var paths []string
+	for _, pattern := range []string{"../../*.md", "../../docs/*.md", "../../docs/examples/*.md", "../../pg_cron/*.md"} {
+		found := kit.NoError(filepath.Glob(pattern))(t)
+		require.NotEmpty(t, found, pattern)
+		paths = append(paths, found...)
+	}
+	for _, path := range paths {
+		text := kit.NoError(os.ReadFile(path))(t)
+		blocks, err := docsBlocks(string(text))
+		require.NoError(t, err, path)
+		files = append(files, docsFile{strings.TrimPrefix(path, "../../"), string(text), blocks})
+	}
+	return files
+}
+
+var docsTags = []string{"sql", "psql", "go", "sh", "text", "yaml"}
+
+func docsBlocks(text string) (blocks []docsBlock, err error) {
+	var open *docsBlock
+	for i, line := range strings.Split(text, "\n") {
+		fence, isFence := strings.CutPrefix(strings.TrimLeft(line, " "), "```")
+		switch {
+		case isFence && open == nil:
+			if !slices.Contains(docsTags, fence) {
+				return nil, fmt.Errorf("line %d: a block has the tag %q; the tags are %v", i+1, fence, docsTags)
+			}
+			open = &docsBlock{tag: fence, line: i + 2}
+		case isFence:
+			blocks = append(blocks, *open)
+			open = nil
+		case open != nil:
+			open.text += line + "\n"
+		}
+	}
+	if open != nil {
+		return nil, fmt.Errorf("line %d: a block does not end", open.line)
+	}
+	return blocks, nil
+}
+
 func TestDocs_SQL(t *testing.T) {
 	t.Parallel()
 	ran, files := 0, 0
-	for _, file := range kit.DocsFiles(t) {
-		t.Run(file.Path, func(t *testing.T) {
+	for _, file := range docsFiles(t) {
+		t.Run(file.path, func(t *testing.T) {
 			files++
 			session := newDocsSession(t)
-			for _, block := range file.Blocks {
+			for _, block := range file.blocks {
 				did, err := session.run(block)
-				require.NoError(t, err, "%s, the block of line %d", file.Path, block.Line)
+				require.NoError(t, err, "%s, the block of line %d", file.path, block.line)
 				ran += did
 			}
 		})
 	}
-	if files == len(kit.DocsFiles(t)) {
+	if files == len(docsFiles(t)) {
 		require.Greater(t, ran, 50, "statements")
 	}
 }
@@ -49,7 +102,7 @@ func TestDocs_SQL(t *testing.T) {
 func TestDocs_SQLChecker(t *testing.T) {
 	t.Parallel()
 	session := newDocsSession(t)
-	require.NoError(t, kit.ErrorOf(session.run(kit.DocsBlock{Tag: "sql", Text: "select ratelimit_define_policy('p', 5, 1, '1 second');\n"})))
+	require.NoError(t, kit.ErrorOf(session.run(docsBlock{tag: "sql", text: "select ratelimit_define_policy('p', 5, 1, '1 second');\n"})))
 	const statement = "=> select allowed, remaining, reset_after from ratelimit_peek('p', 'k', 5);\n"
 	const right = " allowed | remaining | reset_after\n---------+-----------+-------------\n t       | 5         | 00:00:00\n"
 	for name, test := range map[string]struct{ tag, text string }{
@@ -73,9 +126,9 @@ func TestDocs_SQLChecker(t *testing.T) {
 		"a failing statement":   {"sql", "select 1;\nselect 1 / 0;\n"},
 		"no end":                {"sql", "select 1;\nselect 2\n"},
 	} {
-		assert.Error(t, kit.ErrorOf(session.run(kit.DocsBlock{Tag: test.tag, Text: test.text})), name)
+		assert.Error(t, kit.ErrorOf(session.run(docsBlock{tag: test.tag, text: test.text})), name)
 	}
-	did, err := session.run(kit.DocsBlock{Tag: "psql", Text: statement + right + "(1 row)\n\n=> select 1 / 0;\nERROR:  division by zero\n"})
+	did, err := session.run(docsBlock{tag: "psql", text: statement + right + "(1 row)\n\n=> select 1 / 0;\nERROR:  division by zero\n"})
 	require.NoError(t, err)
 	require.Equal(t, 2, did)
 
@@ -85,7 +138,7 @@ func TestDocs_SQLChecker(t *testing.T) {
 		"a tag with more": "```sql skip\nselect 1;\n```\n",
 		"no end":          "```sql\nselect 1;\n",
 	} {
-		assert.Error(t, kit.ErrorOf(kit.DocsBlocks(text)), name)
+		assert.Error(t, kit.ErrorOf(docsBlocks(text)), name)
 	}
 }
 
@@ -105,10 +158,10 @@ func newDocsSession(t *testing.T) *docsSession {
 var docsRole = regexp.MustCompile(`\b(to|role) app\b`)
 
 // run returns how many statements it ran.
-func (s *docsSession) run(block kit.DocsBlock) (ran int, err error) {
-	switch block.Tag {
+func (s *docsSession) run(block docsBlock) (ran int, err error) {
+	switch block.tag {
 	case "sql":
-		statements, rest := docsStatements(block.Text)
+		statements, rest := docsStatements(block.text)
 		if rest != "" {
 			return 0, fmt.Errorf("no semicolon ends %q", rest)
 		}
@@ -120,7 +173,7 @@ func (s *docsSession) run(block kit.DocsBlock) (ran int, err error) {
 		}
 		return ran, nil
 	case "psql":
-		for text := strings.TrimSpace(block.Text); text != "" || ran == 0; ran++ {
+		for text := strings.TrimSpace(block.text); text != "" || ran == 0; ran++ {
 			prompted, ok := strings.CutPrefix(text, "=> ")
 			if !ok {
 				return ran, fmt.Errorf("no prompt before %.60q", text)
@@ -315,10 +368,10 @@ func TestDocs_GoCompiles(t *testing.T) {
 	require.Error(t, err, "a block that does not compile is found: %s", out)
 
 	var files []string
-	for _, file := range kit.DocsFiles(t) {
-		for _, block := range file.Blocks {
-			if block.Tag == "go" {
-				files = append(files, docsGo(fmt.Sprintf("//line %s:%d\n", file.Path, block.Line), block.Text))
+	for _, file := range docsFiles(t) {
+		for _, block := range file.blocks {
+			if block.tag == "go" {
+				files = append(files, docsGo(fmt.Sprintf("//line %s:%d\n", file.path, block.line), block.text))
 			}
 		}
 	}
@@ -366,38 +419,38 @@ func TestDocs_LinksFilesAndTargetsAreThere(t *testing.T) {
 	makefile, err := os.ReadFile("../../Makefile")
 	require.NoError(t, err)
 	anchors := map[string][]string{}
-	files := kit.DocsFiles(t)
+	files := docsFiles(t)
 	for _, file := range files {
-		for _, heading := range docsHeading.FindAllStringSubmatch(file.Text, -1) {
+		for _, heading := range docsHeading.FindAllStringSubmatch(file.text, -1) {
 			anchor := regexp.MustCompile(`[^\w -]`).ReplaceAllString(strings.ToLower(heading[1]), "")
-			anchors[file.Path] = append(anchors[file.Path], strings.ReplaceAll(anchor, " ", "-"))
+			anchors[file.path] = append(anchors[file.path], strings.ReplaceAll(anchor, " ", "-"))
 		}
 	}
 	for _, file := range files {
-		prose := file.Text
-		for _, block := range file.Blocks {
-			prose = strings.Replace(prose, block.Text, "", 1)
-			if block.Tag != "sh" {
+		prose := file.text
+		for _, block := range file.blocks {
+			prose = strings.Replace(prose, block.text, "", 1)
+			if block.tag != "sh" {
 				continue
 			}
-			for _, path := range docsPath.FindAllString(block.Text, -1) {
-				assert.NoError(t, kit.ErrorOf(os.Stat(filepath.Join("../..", path))), file.Path)
+			for _, path := range docsPath.FindAllString(block.text, -1) {
+				assert.NoError(t, kit.ErrorOf(os.Stat(filepath.Join("../..", path))), file.path)
 			}
-			for _, target := range docsTarget.FindAllStringSubmatch(block.Text, -1) {
-				assert.True(t, strings.Contains(string(makefile), "\n"+target[1]+":"), "%s: make %s", file.Path, target[1])
+			for _, target := range docsTarget.FindAllStringSubmatch(block.text, -1) {
+				assert.True(t, strings.Contains(string(makefile), "\n"+target[1]+":"), "%s: make %s", file.path, target[1])
 			}
 		}
 		for _, link := range docsLink.FindAllStringSubmatch(prose, -1) {
 			if strings.Contains(link[1], "://") {
 				continue
 			}
-			at := file.Path
+			at := file.path
 			if link[1] != "" {
-				at = filepath.Join(filepath.Dir(file.Path), link[1])
-				assert.NoError(t, kit.ErrorOf(os.Stat(filepath.Join("../..", at))), "%s links to %s", file.Path, link[1])
+				at = filepath.Join(filepath.Dir(file.path), link[1])
+				assert.NoError(t, kit.ErrorOf(os.Stat(filepath.Join("../..", at))), "%s links to %s", file.path, link[1])
 			}
 			if link[2] != "" {
-				assert.Contains(t, anchors[at], link[2], "%s links to %s#%s", file.Path, link[1], link[2])
+				assert.Contains(t, anchors[at], link[2], "%s links to %s#%s", file.path, link[1], link[2])
 			}
 		}
 	}

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 )
@@ -174,3 +176,12 @@ func (g *Gate) Session() *Session {
 }
 
 func (g *Gate) Open() { g.Keeper.Execute("select pg_advisory_unlock(1)") }
+
+// PoolAs is a pool whose sessions have a role.
+func PoolAs(t *testing.T, db *pgtest.DB, role string) *pgxpool.Pool {
+	config := NoError(pgxpool.ParseConfig(db.URL))(t)
+	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error { return ErrorOf(conn.Exec(ctx, "set role "+role)) }
+	pool := NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
+	t.Cleanup(pool.Close)
+	return pool
+}
