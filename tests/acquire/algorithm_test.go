@@ -1,3 +1,5 @@
+// Package acquire tests what a decision is: arithmetic and published vectors, retry_after as a promise, denials, idempotency,
+// several limits and batches, transactions, concurrency, bad input, and plans of the statements.
 package acquire
 
 import (
@@ -10,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/pgratelimit/pgratelimit/tests/vectors"
 	"github.com/stretchr/testify/require"
 )
@@ -603,3 +606,5 @@ func TestOverride_ResetAfterOutlastsIt(t *testing.T) {
 		}
 	})
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -1,13 +1,18 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"os"
+	"path/filepath"
 	"runtime"
 	"runtime/debug"
 	"slices"
+	"strconv"
 	"strings"
+	"syscall"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 )
@@ -78,4 +83,65 @@ func modules(paths ...string) (text string) {
 		}
 	}
 	return text
+}
+
+// cpuOf returns the CPU time that processes and their children have used, from /proc.
+func cpuOf(pids ...int) (used time.Duration) {
+	for _, pid := range pids {
+		used += cpuOfStat(pid, 11, 12, 13, 14) // utime, stime, and those of children that have ended
+		for _, child := range children(pid) {
+			used += cpuOfStat(child, 11, 12)
+		}
+	}
+	return used
+}
+
+func cpuOfStat(pid int, indexes ...int) (used time.Duration) {
+	fields := statOf(pid)
+	for _, i := range indexes {
+		if i < len(fields) { // else it has ended
+			ticks, _ := strconv.Atoi(fields[i])
+			used += time.Duration(ticks) * time.Second / 100 // USER_HZ is 100 on all Linux
+		}
+	}
+	return used
+}
+
+// children lists those of a process.
+func children(pid int) (list []int) {
+	files, _ := filepath.Glob("/proc/[0-9]*/stat")
+	for _, file := range files {
+		child, _ := strconv.Atoi(filepath.Base(filepath.Dir(file)))
+		if fields := statOf(child); len(fields) > 1 && fields[1] == strconv.Itoa(pid) {
+			list = append(list, child)
+		}
+	}
+	return list
+}
+
+// statOf returns what /proc says about a process, from its state and its parent on.
+func statOf(pid int) []string {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return nil // it has ended
+	}
+	return strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:])) // after its name, which may contain anything
+}
+
+// cpuOwn returns the CPU time that this process has used.
+func cpuOwn() time.Duration {
+	var usage syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &usage); err != nil {
+		return 0
+	}
+	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+}
+
+// memory returns the machine's memory in megabytes.
+func memory() int {
+	info, _ := os.ReadFile("/proc/meminfo")
+	_, rest, _ := strings.Cut(string(info), "MemTotal:")
+	kilobytes, _, _ := strings.Cut(strings.TrimSpace(rest), " ")
+	n, _ := strconv.Atoi(kilobytes)
+	return n / 1024
 }

@@ -1,3 +1,4 @@
+// Package operate tests what an operator does: clean-up, pg_cron, status and doctor, durability, standbys, poolers, shards, and the fields of HTTP.
 package operate
 
 import (
@@ -10,6 +11,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
 
@@ -500,3 +502,5 @@ func TestCleanup_TakesOrphansInBatchesToo(t *testing.T) {
 		require.Len(t, db.Rows(), 2)
 	}
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -1,3 +1,4 @@
+// Package schema tests what is installed, and how: each way to install, upgrade and uninstall, the packages, and the rules of the catalogs.
 package schema
 
 import (
@@ -570,3 +571,5 @@ func readTree(t *testing.T, dir string) map[string]string {
 	require.NotEmpty(t, files)
 	return files
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -1,3 +1,4 @@
+// Package spend tests charges, settlements, reservations, partial grants and refunds, and the guards that raise an error in place of a denial.
 package spend
 
 import (
@@ -9,6 +10,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
 
@@ -525,3 +527,5 @@ func TestSpend_AnEnforcedBucketBindsBeforeShadowBuckets(t *testing.T) {
 		require.Equal(t, len(charges), kit.SendBatch(t, db.Pool, kit.AcquireAllMany, r)[0].Whole.Binding)
 	}
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -1,4 +1,4 @@
-"""A database for the tests: PGHOST and the other variables name it, and it has pgratelimit installed. tests/client/python_test.go
+"""A database for the tests: PGHOST and the other variables name it, and it has pgratelimit installed. tests/client/languages_test.go
 starts them with one of their own."""
 
 from __future__ import annotations

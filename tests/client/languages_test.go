@@ -10,6 +10,22 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+// The Node client has tests of its own.
+func TestNode_OwnTests(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	kit.RunNode(t, pgtest.New(t).URL, nil, "npm", "test")
+}
+
+// Sessions belong to other clients after each transaction.
+func TestNode_PgBouncer(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	db, pooler := pgtest.New(t), pgtest.StartPooler(t)
+	t.Log(pooler)
+	kit.RunNode(t, pooler.URL(db.Name), nil, "node", "--test", "--test-concurrency=1", "test/vectors.test.js", "test/drivers.test.js")
+}
+
 // withPython runs Python with the drivers, which may be there for the system's Python only, while another one comes first.
 const withPython = `for python in python3 /usr/bin/python3; do
 	$python -c 'import asyncpg, psycopg, psycopg_pool, sys; sys.exit(sys.version_info < (3, 11))' && exec $python "$@"
