@@ -3,8 +3,10 @@ package docs
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"os"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -136,7 +138,84 @@ func reference(t *testing.T) string {
 		fmt.Fprintf(&contents, "\n- %s: %s", group.title, strings.Join(links, " · "))
 	}
 	require.Empty(t, sections, "they are in no group of referenceGroups")
-	return contents.String() + "\n" + body.String()
+	referenceRights(t, &body)
+	return contents.String() + "\n- [Rights](#rights)\n" + body.String()
+}
+
+// A referenceBody is a function, and what its text names: tables that it may read or write, and functions of the package.
+type referenceBody struct {
+	Name, Source, Role, Path string
+	Private, Definer         bool
+}
+
+var (
+	referenceRead  = regexp.MustCompile(`\b(?:from|join|table)\s+(?:ratelimit\.)?(\w+)`)
+	referenceWrite = regexp.MustCompile(`\b(?:insert into|update|delete from)\s+(?:ratelimit\.)?(\w+)`)
+	referenceCall  = regexp.MustCompile(`\b(\w+)\(`)
+)
+
+// referenceRights writes which tables the public functions touch, themselves or by the private functions that they call.
+func referenceRights(t *testing.T, body *strings.Builder) {
+	db := pgtest.New(t)
+	rows, err := db.Pool.Query(t.Context(), `
+		select proname::text as name, regexp_replace(prosrc, '--[^\n]*|''([^'']|'''')*''', '', 'g') as source, private, prosecdef as definer,
+		       coalesce(substring(obj_description(p.oid, 'pg_proc') from 'Role: ([^.,]*)'), '') as role,
+		       coalesce(substring(proconfig::text from 'search_path=([^"]*)'), '') as path
+		  from `+kit.PackageFunctions+` as p order by proname`)
+	require.NoError(t, err)
+	functions, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[referenceBody])
+	require.NoError(t, err)
+	tables := map[string]bool{}
+	for _, table := range kit.Column(t, db, "select relname::text from pg_class where relnamespace = 'ratelimit'::regnamespace and relkind = 'r'") {
+		tables[table] = true
+	}
+	byName := map[string]*referenceBody{}
+	for i := range functions {
+		byName[functions[i].Name] = &functions[i]
+	}
+	named := func(in *regexp.Regexp, source string, known func(string) bool) (names []string) {
+		for _, match := range in.FindAllStringSubmatch(source, -1) {
+			if known(match[1]) && !slices.Contains(names, match[1]) {
+				names = append(names, match[1])
+			}
+		}
+		return names
+	}
+	isTable := func(name string) bool { return tables[name] }
+	isFunction := func(name string) bool { return byName[name] != nil }
+	touched := func(name string, of *regexp.Regexp) string {
+		seen, found := map[string]bool{}, map[string]bool{}
+		var look func(string)
+		look = func(name string) {
+			if seen[name] {
+				return
+			}
+			seen[name] = true
+			for _, table := range named(of, byName[name].Source, isTable) {
+				found["`"+strings.TrimPrefix(table, "ephemeral_")+"`"] = true
+			}
+			for _, call := range named(referenceCall, byName[name].Source, isFunction) {
+				look(call)
+			}
+		}
+		look(name)
+		return cmp.Or(strings.Join(slices.Sorted(maps.Keys(found)), ", "), "none")
+	}
+	body.WriteString("\n## Rights\n\nEach function runs with the rights of the owner of the package (SECURITY DEFINER) and the search_path " +
+		"`ratelimit, pg_temp`, but for those that run with the rights of the caller. It touches these tables of schema `ratelimit`, itself or by a private " +
+		"function; `buckets` and `idempotency_keys` stand for their ephemeral twins, too:\n\n| function | rights of | reads | writes | granted to the role |\n|---|---|---|---|---|\n")
+	for _, f := range functions {
+		if f.Private {
+			require.False(t, f.Definer && f.Path == "", f.Name)
+			continue
+		}
+		of := "caller"
+		if f.Definer {
+			of = "owner"
+			require.Equal(t, "ratelimit, pg_temp", f.Path, f.Name)
+		}
+		fmt.Fprintf(body, "| `%s` | %s | %s | %s | %s |\n", f.Name, of, touched(f.Name, referenceRead), touched(f.Name, referenceWrite), f.Role)
+	}
 }
 
 // referenceSection writes what the comment of a function or a type says, by its lines: sentences, "name: meaning" of an argument or
