@@ -23,11 +23,11 @@ var Installers = map[string]func(t *testing.T, url string){
 	"psql": func(t *testing.T, url string) { PsqlFile(t, url, "install.sql") },
 	"tern --conn-string": func(t *testing.T, url string) {
 		createSchema(t, url)
-		Run(t, "../..", nil, "go", TernMigrate(url)...)
+		Run(t, "../..", nil, Tern(), TernMigrate(url)...)
 	},
 	"tern with PG variables": func(t *testing.T, url string) {
 		createSchema(t, url)
-		Run(t, "../../migrations", PgVariables(t, url), "go", "tool", "tern", "migrate")
+		Run(t, "../../migrations", PgVariables(t, url), Tern(), "migrate")
 	},
 	"make install": func(t *testing.T, url string) { Run(t, "../..", nil, "make", "install", "DATABASE_URL="+url) },
 }

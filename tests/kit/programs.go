@@ -19,8 +19,17 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+// Tern is the path of the program that "go tool tern" runs. To find it takes go longer than tern takes to migrate.
+var Tern = sync.OnceValue(func() string {
+	path, err := Command("../..", nil, "go", "tool", "-n", "tern").Output()
+	if err != nil {
+		panic(err)
+	}
+	return strings.TrimSpace(string(path))
+})
+
 func TernMigrate(url string) []string {
-	return []string{"tool", "tern", "migrate", "--config", "migrations/tern.conf", "--migrations", "migrations", "--conn-string", url}
+	return []string{"migrate", "--config", "migrations/tern.conf", "--migrations", "migrations", "--conn-string", url}
 }
 
 func Command(dir string, env []string, name string, args ...string) *exec.Cmd {

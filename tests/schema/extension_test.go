@@ -409,7 +409,7 @@ func testExtensionOtherWays(t *testing.T, s extensionServer) {
 	// PostgreSQL keeps tern itself away.
 	db := s.with(t, "create extension pgratelimit")
 	before := stateOf(t, db.DB)
-	_, err := kit.Command("../..", nil, "go", append(kit.TernMigrate(db.URL), "--destination", "0")...).Output()
+	_, err := kit.Command("../..", nil, kit.Tern(), append(kit.TernMigrate(db.URL), "--destination", "0")...).Output()
 	var exit *exec.ExitError
 	require.ErrorAs(t, err, &exit)
 	require.Contains(t, string(exit.Stderr), "extension pgratelimit requires it")

@@ -51,20 +51,22 @@ func TestInstall_AsEveryKindOfRole(t *testing.T) {
 		"owner of the database":                      "alter database %[2]s owner to %[1]s; create schema limits authorization %[1]s",
 		"superuser":                                  "create schema limits; alter role %[1]s superuser",
 	} {
+		prepared := func(t *testing.T) (role string, db *pgtest.DB) {
+			role, db = kit.NewRole(t), pgtest.Empty(t)
+			db.Exec(t, fmt.Sprintf(prepare, role, db.Name))
+			return role, db
+		}
+		role, db := prepared(t)
+		kit.Installers["Up"](t, kit.WithSettings(t, db.URL, "search_path", "limits"))
+		want := schemaAsMine(t, role, db)
 		for way, install := range kit.Installers {
 			t.Run(circumstance+"/"+way, func(t *testing.T) {
 				t.Parallel()
-				role := kit.NewRole(t)
-				want, got := pgtest.Empty(t), pgtest.Empty(t)
-				for _, db := range []*pgtest.DB{want, got} {
-					db.Exec(t, fmt.Sprintf(prepare, role, db.Name))
-				}
+				role, got := prepared(t)
 				before := kit.FingerprintOf(t, got)
-				kit.Installers["Up"](t, kit.WithSettings(t, want.URL, "search_path", "limits"))
-
 				url := kit.WithSettings(t, got.URL, "search_path", "limits", "role", role)
 				install(t, url)
-				sameSchemaOf(t, role, want, got)
+				require.Equal(t, want, schemaAsMine(t, role, got))
 				require.Equal(t, []string{fmt.Sprintf("ratelimit.schema_version (%d)", kit.NewestMigration(t))}, kit.RowsOf(t, got))
 
 				use(t, got, "limits")
@@ -148,7 +150,7 @@ func TestDown_LeavesOnlyTheVersionTable(t *testing.T) {
 	kit.Installers["Up"](t, db.URL)
 	use(t, db, "public")
 
-	kit.Run(t, "../..", nil, "go", append(kit.TernMigrate(db.URL), "--destination", "0")...)
+	kit.Run(t, "../..", nil, kit.Tern(), append(kit.TernMigrate(db.URL), "--destination", "0")...)
 	require.Equal(t, before, beforeInstall(kit.FingerprintOf(t, db)))
 	require.Equal(t, []string{"ratelimit.schema_version (0)"}, kit.RowsOf(t, db))
 
@@ -294,7 +296,7 @@ func TestInstall_AgainReplacesFunctionsAndKeepsGrants(t *testing.T) {
 	for name, reinstall := range map[string]func(t *testing.T, db *pgtest.DB){
 		"InstallCodePackage": func(t *testing.T, db *pgtest.DB) { kit.ReinstallCode(t, db.Connect(t)) },
 		"tern code install": func(t *testing.T, db *pgtest.DB) {
-			kit.Run(t, "../..", nil, "go", "tool", "tern", "code", "install", "sql", "--config", "migrations/tern.conf", "--conn-string", db.URL)
+			kit.Run(t, "../..", nil, kit.Tern(), "code", "install", "sql", "--config", "migrations/tern.conf", "--conn-string", db.URL)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -455,7 +457,7 @@ func TestInstall_ByTernIntoAPlantedSchema(t *testing.T) {
 		pgx.QueryExecModeSimpleProtocol)
 	before := stateOf(t, db)
 
-	_, err := kit.Command("../..", nil, "go", kit.TernMigrate(db.URL)...).Output()
+	_, err := kit.Command("../..", nil, kit.Tern(), kit.TernMigrate(db.URL)...).Output()
 	var exit *exec.ExitError
 	require.ErrorAs(t, err, &exit)
 	require.Contains(t, string(exit.Stderr), "schema ratelimit belongs to another role")

@@ -341,10 +341,10 @@ func sameButExtension(t *testing.T, want, got *kit.TestDB) {
 	require.Equal(t, withoutExtension(kit.FingerprintOf(t, want.DB)), withoutExtension(kit.FingerprintOf(t, got.DB)))
 }
 
+var ofExtension = regexp.MustCompile(`^(object |comment on )?extension pgratelimit\b|^object schema pg_(toast_)?temp_`)
+
 func withoutExtension(schema string) string {
-	return strings.Join(slices.DeleteFunc(strings.Split(schema, "\n"), func(line string) bool {
-		return regexp.MustCompile(`^(object |comment on )?extension pgratelimit\b|^object schema pg_(toast_)?temp_`).MatchString(line)
-	}), "\n")
+	return strings.Join(slices.DeleteFunc(strings.Split(schema, "\n"), ofExtension.MatchString), "\n")
 }
 
 // An update leaves a temporary function to its session, which may end a moment later than its connection.
