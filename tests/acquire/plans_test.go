@@ -3,7 +3,6 @@ package acquire
 import (
 	"context"
 	"fmt"
-	"regexp"
 	"strings"
 	"testing"
 
@@ -166,8 +165,6 @@ func rowsRead(s *kit.Session, sql string) (rows int64) {
 // A plan is what the server made of a statement of a function.
 type plan struct{ statement, nodes string }
 
-var planNode = regexp.MustCompile(`(?m)^ *(?:->  )?(.*)  \(cost=`)
-
 // A planner is a session that returns the plans of the statements of functions.
 type planner struct {
 	t     testing.TB
@@ -180,12 +177,16 @@ func newPlanner(db *kit.TestDB) *planner {
 	config := kit.NoError(pgx.ParseConfig(db.URL))(db.T)
 	config.OnNotice = func(_ *pgconn.PgConn, notice *pgconn.Notice) {
 		if _, text, found := strings.Cut(notice.Message, "Query Text: "); found {
-			var nodes strings.Builder
-			for _, node := range planNode.FindAllStringSubmatch(text, -1) {
-				nodes.WriteString(node[1] + "; ")
+			var statement, nodes string
+			for line := range strings.Lines(text) {
+				if node, _, found := strings.Cut(line, "  (cost="); found {
+					nodes += strings.TrimPrefix(strings.TrimLeft(node, " "), "->  ") + "; "
+				} else if nodes == "" {
+					statement += line
+				}
 			}
-			text, _, _ = strings.Cut(text[:planNode.FindStringIndex(text)[0]], "\nQuery Parameters: ") // since PostgreSQL 16
-			p.plans = append(p.plans, plan{strings.Join(strings.Fields(text), " "), nodes.String()})
+			statement, _, _ = strings.Cut(statement, "\nQuery Parameters: ") // since PostgreSQL 16
+			p.plans = append(p.plans, plan{strings.Join(strings.Fields(statement), " "), nodes})
 		}
 	}
 	p.conn = kit.NoError(pgx.ConnectConfig(context.Background(), config))(db.T)
