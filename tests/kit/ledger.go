@@ -52,7 +52,8 @@ func NewLedger(db *TestDB, policy string, capacity int64, timeout time.Duration)
 // Load starts callers of these limiters, three of four with idempotency keys and at buckets of their own.
 // For three of four requests a bucket has enough.
 func (l *Ledger) Load(t testing.TB, limiters ...client.Acquirer) *Load {
-	const callers, requests = 32, 200
+	const callers = 32
+	requests := min(200, max(1, l.Capacity*2/3))
 	var keyed, bare atomic.Int64
 	all := NewLoad(t)
 	all.Start(callers, func(caller int) error {

@@ -154,31 +154,35 @@ func (l *waitingLine) wait(t *testing.T, callers int) {
 
 	promises := l.promises()
 	require.Len(t, promises, callers)
-	inLine := make([]promise, 0, callers)
+	var tokens, atOnce []time.Time // when each token is there, and when the callers returned who need not wait
 	for i := range callers {
-		promised := promises[l.promised(i)]
-		inLine = append(inLine, promised)
-		if returned[i].IsZero() {
-			continue
-		}
-		late := returned[i].Sub(promised.ready)
-		require.GreaterOrEqual(t, late, time.Duration(0), "nobody is early")
-		l.late = append(l.late, late)
-	}
-	l.rate(promises, returned)
-	slices.SortFunc(inLine, func(a, b promise) int { return a.ready.Compare(b.ready) })
-	for i, promised := range inLine {
 		before := ahead + i + 1
 		if i >= stay {
 			before += hour
 		}
-		want := emptied.RefilledAt.Add(time.Duration(before) * kit.Second / 50)
-		if promised.atOnce {
-			require.False(t, promised.ready.Before(want), "a caller who need not wait came when his token was there")
-		} else {
-			require.Equal(t, want.UnixMicro(), promised.ready.UnixMicro(), "one token each 20 ms, and in line from the first on")
-		}
+		tokens = append(tokens, time.UnixMicro(emptied.RefilledAt.Add(time.Duration(before)*kit.Second/50).UnixMicro()))
 	}
+	for i := range callers {
+		promised := promises[l.promised(i)]
+		if !returned[i].IsZero() {
+			late := returned[i].Sub(promised.ready)
+			require.GreaterOrEqual(t, late, time.Duration(0), "nobody is early")
+			l.late = append(l.late, late)
+		}
+		if promised.atOnce {
+			atOnce = append(atOnce, returned[i])
+			continue
+		}
+		token := slices.IndexFunc(tokens, promised.ready.Equal)
+		require.GreaterOrEqual(t, token, 0, "one token each 20 ms, in line from the first on, and for one caller")
+		tokens = slices.Delete(tokens, token, token+1)
+	}
+	slices.SortFunc(atOnce, time.Time.Compare)
+	require.Len(t, atOnce, len(tokens))
+	for i, at := range atOnce { // by the clock of before the lock some came earlier
+		require.False(t, at.Before(tokens[i]), "a caller who need not wait had a token that was there")
+	}
+	l.rate(promises, returned)
 
 	require.Equal(t, callers, l.calls.reserves, "each asks once")
 	require.EqualValues(t, l.gaveUp, l.calls.settles.Load())
