@@ -7918,6 +7918,8 @@ declare
   v_reset_us    bigint[];
   v_written     bigint;
   v_remembered  boolean;
+  v_refused     boolean[];          -- parallel to the elements: it is the one that its request is refused for
+  v_place       integer;
   v_over        boolean   := false; -- nothing is taken, and the locks are to be rolled back
   v_packed      ratelimit.packed;
 begin
@@ -8064,14 +8066,20 @@ begin
              group by a.request) as r;
   end if;
   if v_verdict.refused is not null then
-    select array_agg(requests[r.place] order by r.place), array_agg(f.error_code order by r.place), array_agg(f.error_message order by r.place),
-           array_agg(detail_of_element(f.error_message, f.error_detail, r.place - array_position(requests, requests[r.place]) + 1,
-                                       cardinality(array_positions(requests, requests[r.place]))) order by r.place),
-           array_agg(f.error_hint order by r.place)
+    v_refused := array_fill(false, array[cardinality(requests)]);
+    foreach v_place in array v_verdict.refused loop
+      v_refused[v_place] := true;
+    end loop;
+    select array_agg(r.request order by r.place), array_agg(f.error_code order by r.place), array_agg(f.error_message order by r.place),
+           array_agg(detail_of_element(f.error_message, f.error_detail, r.element, r.elements) order by r.place), array_agg(f.error_hint order by r.place)
       into v_packed.refused, v_packed.error_codes, v_packed.error_messages, v_packed.error_details, v_packed.error_hints
-      from unnest(v_verdict.refused) as r (place)
-     cross join lateral refusal(policies[r.place], keys[r.place], case when v_batch.bad[r.place] then costs[r.place] else v_batch.charges[r.place] end,
-                                decide_in_order.idempotency_keys[r.place], v_verdict.known[r.place]) as f;
+      from (select u.*, u.place - min(u.place) over same + 1 as element, count(*) over same as elements
+              from unnest(requests, policies, keys, costs, v_batch.charges, v_batch.bad, decide_in_order.idempotency_keys, v_refused)
+                   with ordinality as u (request, policy, key, cost, charge, bad, idempotency_key, refused, place)
+            window same as (partition by u.request)
+            offset 0) as r
+     cross join lateral refusal(r.policy, r.key, case when r.bad then r.cost else r.charge end, r.idempotency_key, v_verdict.known[r.place]) as f
+     where r.refused;
   end if;
   return v_packed;
 end;
