@@ -44,7 +44,7 @@ type Decision struct {
 }
 
 // Never reports whether no wait would help: the cost is above the capacity, or the policy refills nothing
-// and the bucket holds less than the cost.
+// and the bucket holds less than the cost. A block that ends is no such denial.
 func (d Decision) Never() bool {
 	return d.RetryAfter == never
 }

@@ -213,13 +213,13 @@ func ExampleLimiter_Override() {
 
 	for _, user := range []string{"user:1", "user:42", "user:66"} {
 		d := must(limiter.Acquire(ctx, "api", user))
-		fmt.Println(user, d.Allowed, d.Remaining, d.Capacity, d.Never())
+		fmt.Println(user, d.Allowed, d.Remaining, d.Capacity, d.RetryAfter.Round(time.Hour))
 	}
 	fmt.Println(must(limiter.RemoveOverride(ctx, "api", "user:66")))
 	// Output:
-	// user:1 true 99 100 false
-	// user:42 true 4999 5000 false
-	// user:66 false 0 0 true
+	// user:1 true 99 100 0s
+	// user:42 true 4999 5000 0s
+	// user:66 false 0 0 24h0m0s
 	// true
 }
 

@@ -15,7 +15,7 @@ type Override struct {
 	Policy, Key string
 
 	// Capacity is the number of tokens in a full bucket: up to 9,000,000,000,000. [Zero] blocks: every cost
-	// above 0 is denied, and [Decision.Never].
+	// above 0 is denied until ExpiresAt; without that it is [Decision.Never].
 	Capacity int64
 
 	// Refill is how many tokens the bucket gains in the time Every, as in a [Policy]. [Zero] refills nothing.

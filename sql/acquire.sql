@@ -207,8 +207,8 @@ A repeat under a live idempotency key gets the first answer with replayed true, 
   is empty by now.
 The calling program chooses the idempotency key, one for each operation. A key chosen by the clients of the program
   would let a client pass every time.
-cost: whole tokens, 0 or more. A cost above the capacity is always denied. A cost of 0 takes nothing and ignores the
-  idempotency key.
+cost: whole tokens, 0 or more. A cost above the capacity that applies to the key is denied. A cost of 0 takes nothing and
+  ignores the idempotency key.
 idempotency_key: 1 to 512 bytes. The grant is remembered for the interval remember of the policy. null: a repeat is
   charged again.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with

@@ -192,7 +192,7 @@ retry_after of a denial is the time until the bucket holds at_least.
 A repeat under a live idempotency key has the same taken. For ratelimit_acquire the grant has the cost taken.
 A shadow policy returns taken = at_most, although it takes what an enforced policy would.
 at_most: whole tokens, 1 or more.
-at_least: whole tokens, 1 to at_most. An at_least above the capacity is always denied.
+at_least: whole tokens, 1 to at_most. An at_least above the capacity is denied.
 idempotency_key: as in ratelimit_acquire.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
   fewer tokens than at_least or more than at_most, RL004 for a live idempotency key whose grant was settled, 25006 in

@@ -3,7 +3,8 @@
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
 -- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with the
--- numbers that apply; own, the policy without those of an override, null if no policy has overrides; levels and refilled_at, as stored, and after it as they are to be stored; levels_now, the level now.
+-- numbers that apply; own, the policy without those of an override, null
+-- where a policy has had none; levels and refilled_at, as stored, and after it as they are to be stored; levels_now, the level now.
 --
 -- wanted tells the buckets that are charged. The answers are parallel to the elements: remaining, retry_us, reset_us, capacities,
 -- replayed and shadowed; granted tells of its request whether it is granted, null: refused; charged, whether a bucket is charged for
@@ -158,7 +159,7 @@ begin
                          with ordinality as u (bucket, charge, fits, level, refilled_at, place)
                   offset 0) as e) as a;
   if own is not null then
-    retry_us := waits_of_all(requests, charges, buckets, decide.known, numbers, own, granted, v_then_level, v_then_at, now, retry_us);
+    retry_us := waits_of_all(requests, charges, buckets, replayed, numbers, own, granted, v_then_level, v_then_at, now, retry_us);
   end if;
 end;
 $$;
@@ -169,7 +170,7 @@ comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], inte
 -- element may fit until its override ends, and then no more. While there is one whose override is over by the longest wait, it waits
 -- by the numbers of the policy.
 create or replace function ratelimit.waits_of_all(
-    requests bigint[], charges bigint[], buckets integer[], known ratelimit.idempotency_keys[], numbers ratelimit.policies[],
+    requests bigint[], charges bigint[], buckets integer[], replayed boolean[], numbers ratelimit.policies[],
     own ratelimit.policies[], granted boolean[], levels bigint[], refilled_at timestamptz[], now timestamptz, retry_us bigint[])
   returns bigint[]
   language plpgsql
@@ -186,8 +187,8 @@ declare
 begin
   for v_i in 1..v_count loop
     v_policy := numbers[buckets[v_i]];
-    if v_policy.ends_at is not null and known[v_i].cost is null and charges[v_i] > 0 and not v_policy.shadow then
-      v_left_us[v_i] := microseconds(v_policy.ends_at - now)::bigint;
+    if v_policy.ends_at is not null and replayed[v_i] is false and charges[v_i] > 0 and not v_policy.shadow then
+      v_left_us[v_i] := left_of_numbers(v_policy, now);
     end if;
   end loop;
   while v_left_us is not null and v_end < v_count loop
@@ -214,5 +215,5 @@ begin
   return retry_us;
 end;
 $$;
-comment on function ratelimit.waits_of_all(bigint[], bigint[], integer[], ratelimit.idempotency_keys[], ratelimit.policies[], ratelimit.policies[], boolean[], bigint[], timestamptz[], timestamptz, bigint[]) is
+comment on function ratelimit.waits_of_all(bigint[], bigint[], integer[], boolean[], ratelimit.policies[], ratelimit.policies[], boolean[], bigint[], timestamptz[], timestamptz, bigint[]) is
   'The waits of the elements of a batch, where an override may end before all elements of a request fit.';

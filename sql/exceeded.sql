@@ -57,7 +57,7 @@ declare
   v_hint    text    := case
     when v_retry_s is not null then format('Try again in %s.', ratelimit.counted(v_retry_s, 'second'))
     when cost > denial.capacity then format('A cost of %s never fits a bucket of %s.', cost, denial.capacity)
-    else 'The bucket does not refill by itself.'
+    else 'The bucket will not hold so many tokens by itself.'
   end;
 begin
   if http or current_setting('request.method', true) <> '' then

@@ -23,7 +23,7 @@ create or replace function ratelimit.wait_past_end(
   immutable
 as $$
 declare
-  v_end_us  bigint := microseconds(numbers.ends_at - now)::bigint;
+  v_end_us  bigint := left_of_numbers(numbers, now);
   v_wait_us bigint := own_wait(tokens, level, refilled_at, now, numbers);
 begin
   if v_end_us is null or v_wait_us < v_end_us then
@@ -36,8 +36,16 @@ $$;
 comment on function ratelimit.wait_past_end(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.policies) is
   'Microseconds until a bucket holds tokens, where an override may end first; null tokens are a full bucket, and null is never.';
 
+create or replace function ratelimit.left_of_numbers(numbers ratelimit.policies, now timestamptz)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case when numbers.ends_at is not null then least(ratelimit.microseconds(numbers.ends_at - now), 3155760000000000000)::bigint end
+$$;
+comment on function ratelimit.left_of_numbers(ratelimit.policies, timestamptz) is
+  'Microseconds until the numbers of an override end, null if they do not; it saturates as wait_for does.';
+
 create or replace function ratelimit.own_wait(tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, policy ratelimit.policies)
-  returns bigint language sql immutable
+  returns bigint language sql immutable parallel safe
 as $$
   select case
     when tokens > policy.capacity then null

@@ -65,10 +65,12 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
+        v_own    := v_policy;
         v_policy := with_override(v_policy, v_override);
       end if;
     end if;
@@ -129,11 +131,12 @@ begin
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
       if v_policy.ends_at is not null then
-        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+        v_own      := own_numbers(v_policy);
+        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_own);
         if v_wanted = 0 or not v_has_row then
-          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy)) end;
+          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_own) end;
         else  -- as the row will be stored
-          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_own);
         end if;
       end if;
 
@@ -182,9 +185,9 @@ begin
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
     if v_policy.ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_own);
       if v_level < 0 then
-        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy)));
+        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_own));
       end if;
     end if;
 
@@ -229,7 +232,8 @@ comment on function ratelimit_reserve(text, text, interval, bigint, text) is
 'Takes cost tokens now if the bucket will hold them within max_wait, and returns how long to wait before using them.
 Tokens that are not there yet are debt, which refill pays. So callers are served in order: each waits for its own
   tokens and for the tokens of earlier callers. ratelimit_acquire is denied while there is debt.
-A wait above max_wait, or a debt below the floor (see ratelimit_charge), is a denial and takes nothing.
+A wait above max_wait, a debt below the floor (see ratelimit_charge), or a cost above the capacity that applies now is a
+  denial and takes nothing.
 A repeat under a live idempotency key has the rest of the wait. Until the wait is over ratelimit_acquire under the key
   is denied, with that rest as retry_after.
 Tokens that are given back do not shorten the wait of earlier reservations.

@@ -107,7 +107,7 @@ func TestFake_Overrides(t *testing.T) {
 	require.Equal(t, []client.Override{plan}, list(client.OfPolicy("other")))
 	require.Empty(t, list(client.OfKey("l")))
 	require.Equal(t, []client.Override{block}, list(client.OfKey("k"), client.MaxRows(1)))
-	require.True(t, noError(fake.Acquire(ctx, "api", "k"))(t).Never())
+	require.Equal(t, time.Minute, noError(fake.Acquire(ctx, "api", "k"))(t).RetryAfter)
 	now = now.Add(time.Minute)
 	require.True(t, noError(fake.Acquire(ctx, "api", "k"))(t).Allowed)
 	require.Equal(t, []client.Override{plan}, list())

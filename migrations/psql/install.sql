@@ -3711,7 +3711,7 @@ create or replace function ratelimit.wait_past_end(
   immutable
 as $$
 declare
-  v_end_us  bigint := microseconds(numbers.ends_at - now)::bigint;
+  v_end_us  bigint := left_of_numbers(numbers, now);
   v_wait_us bigint := own_wait(tokens, level, refilled_at, now, numbers);
 begin
   if v_end_us is null or v_wait_us < v_end_us then
@@ -3724,8 +3724,16 @@ $$;
 comment on function ratelimit.wait_past_end(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.policies) is
   'Microseconds until a bucket holds tokens, where an override may end first; null tokens are a full bucket, and null is never.';
 
+create or replace function ratelimit.left_of_numbers(numbers ratelimit.policies, now timestamptz)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case when numbers.ends_at is not null then least(ratelimit.microseconds(numbers.ends_at - now), 3155760000000000000)::bigint end
+$$;
+comment on function ratelimit.left_of_numbers(ratelimit.policies, timestamptz) is
+  'Microseconds until the numbers of an override end, null if they do not; it saturates as wait_for does.';
+
 create or replace function ratelimit.own_wait(tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, policy ratelimit.policies)
-  returns bigint language sql immutable
+  returns bigint language sql immutable parallel safe
 as $$
   select case
     when tokens > policy.capacity then null
@@ -3863,7 +3871,7 @@ declare
   v_hint    text    := case
     when v_retry_s is not null then format('Try again in %s.', ratelimit.counted(v_retry_s, 'second'))
     when cost > denial.capacity then format('A cost of %s never fits a bucket of %s.', cost, denial.capacity)
-    else 'The bucket does not refill by itself.'
+    else 'The bucket will not hold so many tokens by itself.'
   end;
 begin
   if http or current_setting('request.method', true) <> '' then
@@ -4417,8 +4425,8 @@ A repeat under a live idempotency key gets the first answer with replayed true, 
   is empty by now.
 The calling program chooses the idempotency key, one for each operation. A key chosen by the clients of the program
   would let a client pass every time.
-cost: whole tokens, 0 or more. A cost above the capacity is always denied. A cost of 0 takes nothing and ignores the
-  idempotency key.
+cost: whole tokens, 0 or more. A cost above the capacity that applies to the key is denied. A cost of 0 takes nothing and
+  ignores the idempotency key.
 idempotency_key: 1 to 512 bytes. The grant is remembered for the interval remember of the policy. null: a repeat is
   charged again.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
@@ -5448,10 +5456,12 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
+        v_own    := v_policy;
         v_policy := with_override(v_policy, v_override);
       end if;
     end if;
@@ -5512,11 +5522,12 @@ begin
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
       if v_policy.ends_at is not null then
-        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+        v_own      := own_numbers(v_policy);
+        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_own);
         if v_wanted = 0 or not v_has_row then
-          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy)) end;
+          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_own) end;
         else  -- as the row will be stored
-          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_own);
         end if;
       end if;
 
@@ -5565,9 +5576,9 @@ begin
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
     if v_policy.ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_own);
       if v_level < 0 then
-        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy)));
+        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_own));
       end if;
     end if;
 
@@ -5620,7 +5631,8 @@ comment on function ratelimit_reserve(text, text, interval, bigint, text) is
 'Takes cost tokens now if the bucket will hold them within max_wait, and returns how long to wait before using them.
 Tokens that are not there yet are debt, which refill pays. So callers are served in order: each waits for its own
   tokens and for the tokens of earlier callers. ratelimit_acquire is denied while there is debt.
-A wait above max_wait, or a debt below the floor (see ratelimit_charge), is a denial and takes nothing.
+A wait above max_wait, a debt below the floor (see ratelimit_charge), or a cost above the capacity that applies now is a
+  denial and takes nothing.
 A repeat under a live idempotency key has the rest of the wait. Until the wait is over ratelimit_acquire under the key
   is denied, with that rest as retry_after.
 Tokens that are given back do not shorten the wait of earlier reservations.
@@ -5657,10 +5669,12 @@ as $$
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
+        v_own    := v_policy;
         v_policy := with_override(v_policy, v_override);
       end if;
     end if;
@@ -5721,11 +5735,12 @@ as $$
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
       if v_policy.ends_at is not null then
-        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+        v_own      := own_numbers(v_policy);
+        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_own);
         if v_wanted = 0 or not v_has_row then
-          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy)) end;
+          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_own) end;
         else  -- as the row will be stored
-          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_own);
         end if;
       end if;
 
@@ -5774,9 +5789,9 @@ as $$
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
     if v_policy.ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_own);
       if v_level < 0 then
-        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy)));
+        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_own));
       end if;
     end if;
 
@@ -6028,7 +6043,7 @@ retry_after of a denial is the time until the bucket holds at_least.
 A repeat under a live idempotency key has the same taken. For ratelimit_acquire the grant has the cost taken.
 A shadow policy returns taken = at_most, although it takes what an enforced policy would.
 at_most: whole tokens, 1 or more.
-at_least: whole tokens, 1 to at_most. An at_least above the capacity is always denied.
+at_least: whole tokens, 1 to at_most. An at_least above the capacity is denied.
 idempotency_key: as in ratelimit_acquire.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
   fewer tokens than at_least or more than at_most, RL004 for a live idempotency key whose grant was settled, 25006 in
@@ -7642,7 +7657,8 @@ comment on function ratelimit.look_at_buckets(text[], integer[], text[], boolean
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
 -- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with the
--- numbers that apply; own, the policy without those of an override, null if no policy has overrides; levels and refilled_at, as stored, and after it as they are to be stored; levels_now, the level now.
+-- numbers that apply; own, the policy without those of an override, null
+-- where a policy has had none; levels and refilled_at, as stored, and after it as they are to be stored; levels_now, the level now.
 --
 -- wanted tells the buckets that are charged. The answers are parallel to the elements: remaining, retry_us, reset_us, capacities,
 -- replayed and shadowed; granted tells of its request whether it is granted, null: refused; charged, whether a bucket is charged for
@@ -7797,7 +7813,7 @@ begin
                          with ordinality as u (bucket, charge, fits, level, refilled_at, place)
                   offset 0) as e) as a;
   if own is not null then
-    retry_us := waits_of_all(requests, charges, buckets, decide.known, numbers, own, granted, v_then_level, v_then_at, now, retry_us);
+    retry_us := waits_of_all(requests, charges, buckets, replayed, numbers, own, granted, v_then_level, v_then_at, now, retry_us);
   end if;
 end;
 $$;
@@ -7808,7 +7824,7 @@ comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], inte
 -- element may fit until its override ends, and then no more. While there is one whose override is over by the longest wait, it waits
 -- by the numbers of the policy.
 create or replace function ratelimit.waits_of_all(
-    requests bigint[], charges bigint[], buckets integer[], known ratelimit.idempotency_keys[], numbers ratelimit.policies[],
+    requests bigint[], charges bigint[], buckets integer[], replayed boolean[], numbers ratelimit.policies[],
     own ratelimit.policies[], granted boolean[], levels bigint[], refilled_at timestamptz[], now timestamptz, retry_us bigint[])
   returns bigint[]
   language plpgsql
@@ -7825,8 +7841,8 @@ declare
 begin
   for v_i in 1..v_count loop
     v_policy := numbers[buckets[v_i]];
-    if v_policy.ends_at is not null and known[v_i].cost is null and charges[v_i] > 0 and not v_policy.shadow then
-      v_left_us[v_i] := microseconds(v_policy.ends_at - now)::bigint;
+    if v_policy.ends_at is not null and replayed[v_i] is false and charges[v_i] > 0 and not v_policy.shadow then
+      v_left_us[v_i] := left_of_numbers(v_policy, now);
     end if;
   end loop;
   while v_left_us is not null and v_end < v_count loop
@@ -7853,7 +7869,7 @@ begin
   return retry_us;
 end;
 $$;
-comment on function ratelimit.waits_of_all(bigint[], bigint[], integer[], ratelimit.idempotency_keys[], ratelimit.policies[], ratelimit.policies[], boolean[], bigint[], timestamptz[], timestamptz, bigint[]) is
+comment on function ratelimit.waits_of_all(bigint[], bigint[], integer[], boolean[], ratelimit.policies[], ratelimit.policies[], boolean[], bigint[], timestamptz[], timestamptz, bigint[]) is
   'The waits of the elements of a batch, where an override may end before all elements of a request fit.';
 
 -- Decides requests one after another at one instant, whatever they ask for. The fast path is take; this is the rest.

@@ -553,7 +553,8 @@ func TestOverride_EveryWaitOutlastsIt(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10).Take("p", "free", 1)
 		db.Execute("select ratelimit_override('p', key, 0, expires_at => $1) from unnest('{k,new}'::text[]) as u (key)", kit.T0.Add(5*kit.Second))
-		db.Execute("select ratelimit_override('p', 'more', 20, expires_at => $1)", kit.T0.Add(5*kit.Second))
+		db.Execute("select ratelimit_override('p', key, 20, expires_at => $1) from unnest('{more,twin}'::text[]) as u (key)", kit.T0.Add(5*kit.Second))
+		db.Execute("select ratelimit_override('p', 'far', 0, expires_at => '294276-12-31')")
 		for sql, want := range map[string]string{
 			"select retry_after from ratelimit_acquire('p', 'k', 3)":                                                 "00:00:05",
 			"select retry_after from ratelimit_acquire('p', 'k', 7, 'i')":                                            "00:00:07",
@@ -570,10 +571,13 @@ func TestOverride_EveryWaitOutlastsIt(t *testing.T) {
 			"select retry_after from ratelimit_acquire_all('{p,p}', '{new,k}', '{1,7}')":                             "00:00:07",
 			"select retry_after from ratelimit_acquire_all('{p,p}', '{free,new}', '{9,10}')":                         "00:00:05",
 			// What fits until its override ends may not do so when the others begin to.
-			"select retry_after from ratelimit_acquire_all('{p,p}', '{more,k}', '{15,7}')":                                     "never",
-			"select retry_after from ratelimit_acquire_all('{p,p}', '{more,new}', '{10,7}')":                                   "00:00:05",
-			"select (retry_after_us[1] || ' us')::interval from ratelimit_acquire_packed('{p}', '{k}', '{7}')":                 "00:00:07",
-			"select (retry_after_us[2] || ' us')::interval from ratelimit_acquire_packed('{p,p}', '{free,k}', '{1,7}', '{2}')": "00:00:07",
+			"select retry_after from ratelimit_acquire_all('{p,p}', '{more,k}', '{15,7}')":   "never",
+			"select retry_after from ratelimit_acquire_all('{p,p}', '{more,new}', '{10,7}')": "00:00:05",
+			// The first answer to a request of the same call stays.
+			"select array[retry_after_us[2], retry_after_us[3]] from ratelimit_acquire_packed('{p,p,p}', '{twin,twin,k}', '{15,15,8}', '{1,2}', '{i,i}')": "{0,8000000}",
+			"select retry_after from ratelimit_acquire('p', 'far', 1)":                                                                                    "876600000:00:00",
+			"select (retry_after_us[1] || ' us')::interval from ratelimit_acquire_packed('{p}', '{k}', '{7}')":                                            "00:00:07",
+			"select (retry_after_us[2] || ' us')::interval from ratelimit_acquire_packed('{p,p}', '{free,k}', '{1,7}', '{2}')":                            "00:00:07",
 		} {
 			require.Equal(t, []string{want}, kit.Column(t, db.DB, "select coalesce(("+sql+")::text, 'never')"), sql)
 		}

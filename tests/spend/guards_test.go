@@ -78,7 +78,7 @@ func TestEnforce_TellsWhenAndNeverWhose(t *testing.T) {
 	for call, want := range map[string][2]string{
 		"('p', 'secret', 6)":      {`{"policy": "p", "cost": 6, "remaining": 5, "retry_after": 7, "capacity": 10}`, "Try again in 7 seconds."},
 		"('p', 'secret', 11)":     {`{"policy": "p", "cost": 11, "remaining": 5, "retry_after": null, "capacity": 10}`, "A cost of 11 never fits a bucket of 10."},
-		"('budget', 'secret', 1)": {`{"policy": "budget", "cost": 1, "remaining": 0, "retry_after": null, "capacity": 5}`, "The bucket does not refill by itself."},
+		"('budget', 'secret', 1)": {`{"policy": "budget", "cost": 1, "remaining": 0, "retry_after": null, "capacity": 5}`, "The bucket will not hold so many tokens by itself."},
 	} {
 		e := db.Refused("RL429", "select ratelimit_enforce"+call)
 		require.Equal(t, want, [2]string{e.Detail, e.Hint})

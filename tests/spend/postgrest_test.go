@@ -236,7 +236,7 @@ func TestPostgREST_DocumentsOfEveryPath(t *testing.T) {
 		{"select ratelimit_enforce('odd', 'k', 11)", "A cost of 11 never fits a bucket of 10.", "", `"odd";r=6;t=2`, `"odd";q=10;w=18`},
 		{"select ratelimit_enforce('odd', 'plan', 2)", "Try again in 1.75 seconds.", "2", `"odd";r=1;t=2`, `"odd";q=5`},
 		{"select ratelimit_enforce('odd', 'blocked')", "A cost of 1 never fits a bucket of 0.", "", `"odd";r=0;t=1`, `"odd";q=0`},
-		{"select ratelimit_enforce('budget', 'k', 7)", "The bucket does not refill by itself.", "", `"budget";r=6`, `"budget";q=10`},
+		{"select ratelimit_enforce('budget', 'k', 7)", "The bucket will not hold so many tokens by itself.", "", `"budget";r=6`, `"budget";q=10`},
 		{"select ratelimit_enforce(" + kit.Quoted(odd) + ", 'k', 7)", "Try again in 7 seconds.", "7", `"a \"quoted\" \\ ???X-Evil: 1";r=6;t=4`, `"a \"quoted\" \\ ???X-Evil: 1";q=10;w=28`},
 		{"insert into orders (customer) select 'k' from generate_series(1, 7)", "Try again in 1.75 seconds.", "2", `"odd";r=6;t=2`, `"odd";q=10;w=18`},
 		{"insert into orders_of_sizes (customer, size) values ('k', 7), ('a', 1)", "Try again in 1.75 seconds.", "2", `"odd";r=6;t=2`, `"odd";q=10;w=18`},

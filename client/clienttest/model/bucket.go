@@ -78,7 +78,7 @@ func waitFor(now time.Time, cost int64, target *big.Int) func(Policy, Bucket) Mi
 // pastEnd is a wait by the numbers that apply, if it is over before they end; from then on it is the wait by the policy's own.
 func (p Policy) pastEnd(b Bucket, now time.Time, wait func(Policy, Bucket) Micros) Micros {
 	first := wait(p, b)
-	if p.then == nil || first != Never && first.After(now).Before(p.ends) {
+	if p.then == nil || first != Never && first < p.left(now) {
 		return first
 	}
 	return p.afterEnd(b, now, wait)
@@ -97,7 +97,9 @@ func (p Policy) afterEnd(b Bucket, now time.Time, wait func(Policy, Bucket) Micr
 }
 
 // left is how long the numbers of an override still apply.
-func (p Policy) left(now time.Time) Micros { return Micros(p.ends.UnixMicro() - now.UnixMicro()) }
+func (p Policy) left(now time.Time) Micros {
+	return min(Longest, Micros(p.ends.UnixMicro()-now.UnixMicro()))
+}
 
 // Take answers the grant of a cost that is there, and returns the bucket without it.
 func (p Policy) Take(b Bucket, now time.Time, cost int64) (Bucket, Decision) {

@@ -36,7 +36,7 @@ begin
     select b.level, b.refilled_at into v_level, v_refilled_at from {{ .buckets }} as b where b.policy_id = policy.id and b.key = v_key;
   end if;
   numbers     := array[v_numbers];
-  levels      := array[coalesce(v_level, microtokens(v_numbers.capacity))];
+  levels      := array[coalesce(v_level, microtokens(greatest(v_numbers.capacity, policy.capacity)))];
   levels_now  := array[case when v_level is null then microtokens(v_numbers.capacity) else refilled(v_level, v_refilled_at, now, v_numbers) end];
   refilled_at := array[coalesce(v_refilled_at, now)];
   has_row     := array[v_level is not null];
