@@ -22,7 +22,8 @@ const (
 // call of [Limiter.Reserve], and sleeps for its Wait: it does not ask again. Callers are served in the order of
 // their calls, and none is early.
 //
-// When the tokens would come after the deadline of ctx, or never, Wait fails at once, with [ErrTooLate], and has taken nothing.
+// When the tokens would come after the deadline of ctx, or never, Wait fails at once, with [ErrTooLate], and has taken nothing. So it
+// does while an override blocks the key, or has a capacity below the cost.
 // Without a deadline it waits for up to 365 days. Either way the [Reservation] has the time that the wait would have taken.
 //
 // When ctx ends first, Wait gives the tokens back by [Limiter.Settle] at a cost of 0, for up to 5 seconds under a context of

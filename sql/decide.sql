@@ -2,9 +2,9 @@
 -- that it needs, and its answer has the buckets and idempotency keys as they are to be stored.
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
--- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with the
--- numbers that apply; own, the policy without those of an override, null
--- where a policy has had none; levels and refilled_at, as stored, and after it as they are to be stored; levels_now, the level now.
+-- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with
+-- the numbers that apply; own, the policy without those of an override, null where a policy has had none; levels and refilled_at,
+-- as stored, and after it as they are to be stored; levels_now, the level now.
 --
 -- wanted tells the buckets that are charged. The answers are parallel to the elements: remaining, retry_us, reset_us, capacities,
 -- replayed and shadowed; granted tells of its request whether it is granted, null: refused; charged, whether a bucket is charged for
