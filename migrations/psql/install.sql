@@ -3703,7 +3703,7 @@ comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overri
 
 -- A wait by the numbers of an override holds if it is over before they end. From then on the numbers of the policy apply, to the
 -- bucket as it is stored: the wait is the later of the end and the wait by them. level and refilled_at are null for a bucket without
--- a row, which is full by the numbers that apply.
+-- a row, which is full by the numbers that apply. Names are qualified: Citus calls the function on other nodes.
 create or replace function ratelimit.wait_past_end(
     tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, numbers ratelimit.policies, policy ratelimit.policies)
   returns bigint
@@ -3711,13 +3711,13 @@ create or replace function ratelimit.wait_past_end(
   immutable
 as $$
 declare
-  v_end_us  bigint := left_of_numbers(numbers, now);
-  v_wait_us bigint := own_wait(tokens, level, refilled_at, now, numbers);
+  v_end_us  bigint := ratelimit.left_of_numbers(numbers, now);
+  v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, numbers);
 begin
   if v_end_us is null or v_wait_us < v_end_us then
     return v_wait_us;
   end if;
-  v_wait_us := own_wait(tokens, level, refilled_at, now, policy);
+  v_wait_us := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
   return case when v_wait_us is not null then greatest(v_wait_us, v_end_us) end;
 end;
 $$;
