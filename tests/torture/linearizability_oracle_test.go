@@ -234,7 +234,8 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *kit.
 	case takesAll:
 		left[0], d, taken, err = s.AcquireUpTo(p, now, op.Cost, op.atLeast, op.IdempotencyKey)
 	}
-	if op.spends() && d.Replayed && (op.met || op.kind == settles && s.HasNoRow()) { // it may have made the row before it saw the key
+	// It may have made the row before it saw the key, or that the grant which it had read has expired.
+	if op.spends() && d.Replayed && (op.met || op.kind == settles && s.HasNoRow()) || op.kind == settles && d.Shadowed && s.HasNoRow() {
 		left = append(left, s.Touch(p, now))
 	}
 	if answer == nil {
