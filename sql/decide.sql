@@ -203,11 +203,8 @@ begin
       for v_i in v_start..v_end loop
         continue when (v_left_us[v_i] <= v_longest) is not true;
         v_over         := true;
-        retry_us[v_i]  := own_wait(charges[v_i], levels[v_i], refilled_at[v_i], now, own[buckets[v_i]]);
-        if retry_us[v_i] is not null then
-          retry_us[v_i] := greatest(retry_us[v_i], v_left_us[v_i]);
-        end if;
         v_left_us[v_i] := null;
+        retry_us[v_i]  := wait_after_end(charges[v_i], levels[v_i], refilled_at[v_i], now, numbers[buckets[v_i]], own[buckets[v_i]]);
       end loop;
       exit when not v_over;
     end loop;

@@ -23,18 +23,31 @@ create or replace function ratelimit.wait_past_end(
   immutable
 as $$
 declare
-  v_end_us  bigint := ratelimit.left_of_numbers(numbers, now);
   v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, numbers);
 begin
-  if v_end_us is null or v_wait_us < v_end_us then
+  if numbers.ends_at is null or v_wait_us < ratelimit.left_of_numbers(numbers, now) then
     return v_wait_us;
   end if;
-  v_wait_us := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
-  return case when v_wait_us is not null then greatest(v_wait_us, v_end_us) end;
+  return ratelimit.wait_after_end(tokens, level, refilled_at, now, numbers, policy);
 end;
 $$;
 comment on function ratelimit.wait_past_end(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.policies) is
   'Microseconds until a bucket holds tokens, where an override may end first; null tokens are a full bucket, and null is never.';
+
+create or replace function ratelimit.wait_after_end(
+    tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, numbers ratelimit.policies, policy ratelimit.policies)
+  returns bigint
+  language plpgsql
+  immutable
+as $$
+declare
+  v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
+begin
+  return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.left_of_numbers(numbers, now)) end;
+end;
+$$;
+comment on function ratelimit.wait_after_end(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.policies) is
+  'Microseconds until a bucket holds tokens by the numbers of its policy, once an override has ended; as of wait_past_end.';
 
 create or replace function ratelimit.left_of_numbers(numbers ratelimit.policies, now timestamptz)
   returns bigint language sql immutable parallel safe

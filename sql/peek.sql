@@ -32,7 +32,9 @@ begin
       v_policy := with_override(v_policy, v_override);
     end if;
   end if;
-  if v_policy.durable then
+  if v_policy.ends_at is not null then
+    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+  elsif v_policy.durable then
     select refilled(b.level, b.refilled_at, v_now, v_policy),
            case
              when v_cost = 0 then 0::bigint
@@ -55,9 +57,7 @@ begin
      where b.policy_id = v_policy.id
        and b.key       = v_key;
   end if;
-  if v_policy.ends_at is not null then
-    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
-  elsif not found then  -- full
+  if not found then  -- full
     v_level    := microtokens(v_policy.capacity);
     v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
     v_reset_us := 0;
@@ -84,7 +84,9 @@ as $$
 declare
   v_key text collate "C" := key;
 begin
-  if policy.durable then
+  if policy.ends_at is not null then
+    select b.level, b.reset_us into level, reset_us from look_past_end(policy, v_key, now, 0) as b;
+  elsif policy.durable then
     select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
       into level, reset_us
       from buckets as b
@@ -97,9 +99,7 @@ begin
      where b.policy_id = policy.id
        and b.key       = v_key;
   end if;
-  if policy.ends_at is not null then
-    select b.level, b.reset_us into level, reset_us from look_past_end(policy, v_key, now, 0) as b;
-  elsif not found then  -- full
+  if not found then  -- full
     level    := microtokens(policy.capacity);
     reset_us := 0;
   end if;

@@ -3711,18 +3711,31 @@ create or replace function ratelimit.wait_past_end(
   immutable
 as $$
 declare
-  v_end_us  bigint := ratelimit.left_of_numbers(numbers, now);
   v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, numbers);
 begin
-  if v_end_us is null or v_wait_us < v_end_us then
+  if numbers.ends_at is null or v_wait_us < ratelimit.left_of_numbers(numbers, now) then
     return v_wait_us;
   end if;
-  v_wait_us := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
-  return case when v_wait_us is not null then greatest(v_wait_us, v_end_us) end;
+  return ratelimit.wait_after_end(tokens, level, refilled_at, now, numbers, policy);
 end;
 $$;
 comment on function ratelimit.wait_past_end(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.policies) is
   'Microseconds until a bucket holds tokens, where an override may end first; null tokens are a full bucket, and null is never.';
+
+create or replace function ratelimit.wait_after_end(
+    tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, numbers ratelimit.policies, policy ratelimit.policies)
+  returns bigint
+  language plpgsql
+  immutable
+as $$
+declare
+  v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
+begin
+  return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.left_of_numbers(numbers, now)) end;
+end;
+$$;
+comment on function ratelimit.wait_after_end(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.policies) is
+  'Microseconds until a bucket holds tokens by the numbers of its policy, once an override has ended; as of wait_past_end.';
 
 create or replace function ratelimit.left_of_numbers(numbers ratelimit.policies, now timestamptz)
   returns bigint language sql immutable parallel safe
@@ -4624,7 +4637,9 @@ begin
       v_policy := with_override(v_policy, v_override);
     end if;
   end if;
-  if v_policy.durable then
+  if v_policy.ends_at is not null then
+    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+  elsif v_policy.durable then
     select refilled(b.level, b.refilled_at, v_now, v_policy),
            case
              when v_cost = 0 then 0::bigint
@@ -4647,9 +4662,7 @@ begin
      where b.policy_id = v_policy.id
        and b.key       = v_key;
   end if;
-  if v_policy.ends_at is not null then
-    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
-  elsif not found then  -- full
+  if not found then  -- full
     v_level    := microtokens(v_policy.capacity);
     v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
     v_reset_us := 0;
@@ -4675,7 +4688,9 @@ as $$
 declare
   v_key text collate "C" := key;
 begin
-  if policy.durable then
+  if policy.ends_at is not null then
+    select b.level, b.reset_us into level, reset_us from look_past_end(policy, v_key, now, 0) as b;
+  elsif policy.durable then
     select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
       into level, reset_us
       from buckets as b
@@ -4688,9 +4703,7 @@ begin
      where b.policy_id = policy.id
        and b.key       = v_key;
   end if;
-  if policy.ends_at is not null then
-    select b.level, b.reset_us into level, reset_us from look_past_end(policy, v_key, now, 0) as b;
-  elsif not found then  -- full
+  if not found then  -- full
     level    := microtokens(policy.capacity);
     reset_us := 0;
   end if;
@@ -7857,11 +7870,8 @@ begin
       for v_i in v_start..v_end loop
         continue when (v_left_us[v_i] <= v_longest) is not true;
         v_over         := true;
-        retry_us[v_i]  := own_wait(charges[v_i], levels[v_i], refilled_at[v_i], now, own[buckets[v_i]]);
-        if retry_us[v_i] is not null then
-          retry_us[v_i] := greatest(retry_us[v_i], v_left_us[v_i]);
-        end if;
         v_left_us[v_i] := null;
+        retry_us[v_i]  := wait_after_end(charges[v_i], levels[v_i], refilled_at[v_i], now, numbers[buckets[v_i]], own[buckets[v_i]]);
       end loop;
       exit when not v_over;
     end loop;
@@ -9223,7 +9233,9 @@ begin
       v_policy := with_override(v_policy, v_override);
     end if;
   end if;
-  if v_policy.durable then
+  if v_policy.ends_at is not null then
+    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+  elsif v_policy.durable then
     select refilled(b.level, b.refilled_at, v_now, v_policy),
            case
              when v_cost = 0 then 0::bigint
@@ -9246,9 +9258,7 @@ begin
      where b.policy_id = v_policy.id
        and b.key       = v_key;
   end if;
-  if v_policy.ends_at is not null then
-    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
-  elsif not found then  -- full
+  if not found then  -- full
     v_level    := microtokens(v_policy.capacity);
     v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
     v_reset_us := 0;

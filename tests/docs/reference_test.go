@@ -95,7 +95,8 @@ func TestDocs_ReferenceIsGenerated(t *testing.T) {
 
 // reference is the generated part of the page.
 func reference(t *testing.T) string {
-	rows, err := pgtest.New(t).Pool.Query(t.Context(), referenceQuery)
+	db := pgtest.New(t)
+	rows, err := db.Pool.Query(t.Context(), referenceQuery)
 	require.NoError(t, err)
 	fields, err := pgx.CollectRows(rows, pgx.RowToStructByName[referenceField])
 	require.NoError(t, err)
@@ -138,7 +139,7 @@ func reference(t *testing.T) string {
 		fmt.Fprintf(&contents, "\n- %s: %s", group.title, strings.Join(links, " · "))
 	}
 	require.Empty(t, sections, "they are in no group of referenceGroups")
-	referenceRights(t, &body)
+	referenceRights(t, db, &body)
 	return contents.String() + "\n- [Rights](#rights)\n" + body.String()
 }
 
@@ -155,8 +156,7 @@ var (
 )
 
 // referenceRights writes which tables the public functions touch, themselves or by the private functions that they call.
-func referenceRights(t *testing.T, body *strings.Builder) {
-	db := pgtest.New(t)
+func referenceRights(t *testing.T, db *pgtest.DB, body *strings.Builder) {
 	rows, err := db.Pool.Query(t.Context(), `
 		select proname::text as name, regexp_replace(prosrc, '--[^\n]*|''([^'']|'''')*''', '', 'g') as source, private, prosecdef as definer,
 		       coalesce(substring(obj_description(p.oid, 'pg_proc') from 'Role: ([^.,]*)'), '') as role,

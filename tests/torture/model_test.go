@@ -112,9 +112,9 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 		"a repeat with another cost is a repeat":        {"ratelimit.decide", kit.Mutation{Pattern: `if known\[v_i\]\.cost <> charges\[v_i\] then`, Replacement: "if false then"}},
 		"a shadow denies":                               {"ratelimit.decide", kit.Mutation{Pattern: `\(fits\[v_i\] or numbers\[v_b\]\.shadow\)`, Replacement: "fits[v_i]"}},
 		"an answer is of after the batch":               {"ratelimit.decide", kit.Mutation{Pattern: `v_then_level\[v_i\] := levels\[v_b\];`, Replacement: "v_then_level[v_i] := null;"}},
-		"a wait that an override just does not outlast": {"ratelimit.wait_past_end", kit.Mutation{Pattern: `v_wait_us < v_end_us`, Replacement: "v_wait_us <= v_end_us"}},
-		"an override that ends denies for ever":         {"ratelimit.wait_past_end", kit.Mutation{Pattern: `v_end_us is null or`, Replacement: "true or"}},
-		"a wait is over before the override is":         {"ratelimit.wait_past_end", kit.Mutation{Pattern: `greatest\(v_wait_us, v_end_us\)`, Replacement: "v_wait_us"}},
+		"a wait that an override just does not outlast": {"ratelimit.wait_past_end", kit.Mutation{Pattern: `v_wait_us < ratelimit`, Replacement: "v_wait_us <= ratelimit"}},
+		"an override that ends denies for ever":         {"ratelimit.wait_past_end", kit.Mutation{Pattern: `numbers\.ends_at is null or`, Replacement: "true or"}},
+		"a wait is over before the override is":         {"ratelimit.wait_after_end", kit.Mutation{Pattern: `greatest\(v_wait_us, ratelimit\.left_of_numbers\(numbers, now\)\)`, Replacement: "v_wait_us"}},
 		"no row of a batch is full by the override":     {"ratelimit.rows_of_buckets", kit.Mutation{Pattern: `greatest\(\(u\.p\)\.capacity, v_policy\.capacity\)`, Replacement: "(u.p).capacity"}},
 		"a cost of 0 waits for debt to be paid":         {"ratelimit.decide", kit.Mutation{Pattern: `fits\[v_i\] := charges\[v_i\] = 0 or`, Replacement: "fits[v_i] :="}},
 	} {

@@ -41,24 +41,28 @@ func TestTorture_WholesKeepTheirPromises(t *testing.T) {
 func TestWholePromises_FindPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	for name, retryAfter := range map[string]string{
-		"a microsecond short":    "retry_after - interval '1 microsecond'",
-		"a microsecond long":     "retry_after + interval '1 microsecond'",
-		"the shortest wait":      "(select min(d.retry_after) from unnest(decisions) as d where not d.allowed)",
-		"an end to for ever":     "coalesce(retry_after, '1 day')",
-		"the first longest wait": "retry_after",
+	promised := func(retryAfter string) func(*kit.TestDB) {
+		return func(db *kit.TestDB) {
+			db.Execute(`
+				create or replace function asked(policies text[], keys text[], costs bigint[], out allowed boolean, out retry_after interval)
+				  language sql
+				as $$ select allowed, ` + retryAfter + ` from ratelimit_acquire_all(policies, keys, costs) $$`)
+		}
+	}
+	for name, plant := range map[string]func(*kit.TestDB){
+		"a microsecond short": promised("retry_after - interval '1 microsecond'"),
+		"a microsecond long":  promised("retry_after + interval '1 microsecond'"),
+		"the shortest wait":   promised("(select min(d.retry_after) from unnest(decisions) as d where not d.allowed)"),
+		"an end to for ever":  promised("coalesce(retry_after, '1 day')"),
+		"the first longest wait": func(db *kit.TestDB) {
+			db.Mutate(kit.Mutation{Pattern: "exit when not v_over", Replacement: "exit"}, "ratelimit.waits_of_all")
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
 			p := newWholePromises(t)
-			p.Execute(`
-				create or replace function asked(policies text[], keys text[], costs bigint[], out allowed boolean, out retry_after interval)
-				  language sql
-				as $$ select allowed, ` + retryAfter + ` from ratelimit_acquire_all(policies, keys, costs) $$`)
-			if retryAfter == "retry_after" {
-				p.Mutate(kit.Mutation{Pattern: "exit when not v_over", Replacement: "exit"}, "ratelimit.waits_of_all")
-			}
+			plant(p)
 			for range 100 {
 				for _, verdict := range kit.Verdicts(p, randomWholePromises(random, kit.MaxSpan)) {
 					if !slices.Contains(goodVerdicts, verdict) {

@@ -57,13 +57,12 @@ func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey strin
 	if refused != nil {
 		return Whole{}, refused
 	}
-	if !granted {
-		m.awaitAll(now, rules, sums, answers)
-	}
 	if granted {
 		for id, p := range rules {
 			m.states[id], answers[id], _ = m.states[id].Acquire(p, now, sums[id], idempotencyKey)
 		}
+	} else {
+		m.awaitAll(now, rules, sums, answers)
 	}
 
 	var whole Whole
