@@ -215,17 +215,33 @@ comment on type ratelimit.retired_decision is
 alter table ratelimit.policies
   add column overridden boolean not null default false,
   add column shadow     boolean not null default false,
-  add column ends_at    timestamptz constraint policies_ends_at_check check (ends_at is null);
+  add column ends_at    timestamptz,
+  add column period     interval,
+  add column time_zone  text,
+  add column anchor     timestamp,
+  add column turned_at  timestamptz,
+  add column turns_at   timestamptz,
+  add constraint policies_quota_check check (num_nulls(ends_at, period, time_zone, anchor) in (0, 4) and num_nonnulls(turned_at, turns_at) = 0);
 -- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
 -- it keeps them visible to older snapshots.
 cluster ratelimit.policies using policies_pkey;
 alter table ratelimit.policies set without cluster;
 comment on column ratelimit.policies.overridden is
-  'Some key has had an override; until then nothing looks for one.';
+  'Some key has had an override, or the policy is a quota; until then nothing looks for an override.';
 comment on column ratelimit.policies.shadow is
   'The policy watches: what it would deny is allowed, and marked shadowed.';
 comment on column ratelimit.policies.ends_at is
-  'When the numbers end, of the row that ratelimit.with_override makes for a call; null in the table.';
+  'When the numbers end, of the row that ratelimit.with_override makes for a call. In the table it is null, or the far future for a quota.';
+comment on column ratelimit.policies.period is
+  'Of a quota, which is full at each turn of its calendar, and has refill 0.';
+comment on column ratelimit.policies.time_zone is
+  'Of a quota: the name of the time zone of its turns.';
+comment on column ratelimit.policies.anchor is
+  'Of a quota: the local time of one turn.';
+comment on column ratelimit.policies.turned_at is
+  'The last turn, of the row that ratelimit.turning makes for a call; null in the table.';
+comment on column ratelimit.policies.turns_at is
+  'The next turn, of the row that ratelimit.turning makes for a call; null in the table.';
 
 -- The columns from stepped on are those of ratelimit.policies.
 create table ratelimit.overrides (
@@ -243,6 +259,8 @@ create table ratelimit.overrides (
   gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
   tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
   round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
+  time_zone  text,
+  anchor     timestamp,
   constraint overrides_pkey primary key (policy_id, key)
 );
 create index overrides_expires_at_idx on ratelimit.overrides (expires_at);
@@ -252,6 +270,10 @@ comment on column ratelimit.overrides.expires_at is
   'From when on the override is as good as absent; infinity for never.';
 comment on column ratelimit.overrides.stepped is
   'That of the policy.';
+comment on column ratelimit.overrides.time_zone is
+  'Of a quota''s key: the name of the time zone of its turns.';
+comment on column ratelimit.overrides.anchor is
+  'Of a quota''s key: the local time of one turn.';
 
 -- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
 -- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
@@ -271,19 +293,25 @@ alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop n
 
 -- A column that is null in every row slows no statement down: the planner finds nothing missing, and no row is written anew.
 alter table ratelimit.idempotency_keys
-  add column ready_at timestamptz,
-  add column settled  bigint,
-  add column taken    bigint;
+  add column ready_at   timestamptz,
+  add column settled    bigint,
+  add column taken      bigint,
+  add column granted_at timestamptz;
 alter table ratelimit.ephemeral_idempotency_keys
-  add column ready_at timestamptz,
-  add column settled  bigint,
-  add column taken    bigint;
+  add column ready_at   timestamptz,
+  add column settled    bigint,
+  add column taken      bigint,
+  add column granted_at timestamptz;
 comment on column ratelimit.idempotency_keys.ready_at is
   'When a reserved grant begins to hold; null for a grant that held at once.';
 comment on column ratelimit.idempotency_keys.settled is
   'The real cost, in place of cost, once the grant is settled.';
 comment on column ratelimit.idempotency_keys.taken is
   'The microtokens that a charge took which was cut at the floor; null for all of cost.';
+comment on column ratelimit.idempotency_keys.granted_at is
+  'When a quota granted; null for another policy.';
+comment on column ratelimit.ephemeral_idempotency_keys.granted_at is
+  'When a quota granted; null for another policy.';
 comment on column ratelimit.ephemeral_idempotency_keys.ready_at is
   'When a reserved grant begins to hold; null for a grant that held at once.';
 comment on column ratelimit.ephemeral_idempotency_keys.settled is
@@ -385,6 +413,17 @@ $functions$;
 drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
 alter type ratelimit.retired_decision rename to decision;
 
+-- Without quotas, what is used of one is missing in its bucket.
+update ratelimit.buckets as b
+   set level = b.level + p.full_level
+  from ratelimit.policies as p
+ where p.id = b.policy_id
+   and p.period is not null;
+update ratelimit.ephemeral_buckets as b
+   set level = b.level + p.full_level
+  from ratelimit.policies as p
+ where p.id = b.policy_id
+   and p.period is not null;
 -- Without refill 0, such a policy refills as slowly as one can.
 update ratelimit.policies
    set refill = 1,
@@ -406,8 +445,8 @@ update ratelimit.idempotency_keys set reset_after = interval '365250 days' where
 update ratelimit.ephemeral_idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 alter table ratelimit.idempotency_keys alter column reset_after set not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
-alter table ratelimit.idempotency_keys drop column ready_at, drop column settled, drop column taken;
-alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled, drop column taken;
+alter table ratelimit.idempotency_keys drop column ready_at, drop column settled, drop column taken, drop column granted_at;
+alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled, drop column taken, drop column granted_at;
 alter table ratelimit.buckets drop column room;
 alter table ratelimit.ephemeral_buckets drop column room;
 do $names$
@@ -423,7 +462,12 @@ drop table ratelimit.overrides, ratelimit.shard;
 alter table ratelimit.policies
   drop column overridden,
   drop column shadow,
-  drop column ends_at;
+  drop column ends_at,
+  drop column period,
+  drop column time_zone,
+  drop column anchor,
+  drop column turned_at,
+  drop column turns_at;
 comment on type ratelimit.decision is
   'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when it is the first answer under a live idempotency key, given again.';
 

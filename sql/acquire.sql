@@ -75,8 +75,14 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_quota           ratelimit.partial_decision;
   begin
     if v_policy.overridden then
+      if v_policy.period is not null then
+        v_quota := take_quota_of_{{ .buckets }}(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
+        return (v_quota.allowed, v_quota.remaining, v_quota.retry_after, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
+                v_quota.shadowed)::ratelimit.decision;
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);

@@ -52,6 +52,9 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
+      if v_policy.period is not null then
+        return take_quota_of_{{ .buckets }}(v_policy, v_key, at_most, at_least, v_idempotency_key);
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);

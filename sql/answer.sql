@@ -124,11 +124,11 @@ as $$
 declare
   v_replay ratelimit.decision;
 begin
-  if granted.cost not between at_least and at_most then
+  if granted.cost not between at_least and at_most and at_least < at_most then
     perform ratelimit.another_cost(format('%L was granted with cost %s and is requested again for %s to %s.',
                                           granted.idempotency_key, granted.cost, at_least, at_most));
   end if;
-  v_replay := ratelimit.answer_again(granted, granted.cost, now, shadow);
+  v_replay := ratelimit.answer_again(granted, case when at_least = at_most then at_most else granted.cost end, now, shadow);
   return ratelimit.partial_of(v_replay, case when shadow then at_most else granted.cost end);
 end;
 $$;

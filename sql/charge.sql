@@ -85,7 +85,7 @@ begin
           v_policy := numbers_again(v_policy, v_key, v_now);
         end if;
         exit when v_has_row;
-        v_level       := microtokens(v_policy.capacity);
+        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
         v_refilled_at := v_now;
         insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
@@ -95,25 +95,26 @@ begin
       end loop;
 
       -- 3. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
-      v_held        := refilled(v_level, v_refilled_at, v_now, v_policy);
-      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+      v_held        := level_now(v_level, v_refilled_at, v_now, v_policy);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, lowest_level(v_policy));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
       if v_policy.ends_at is not null then
-        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+        v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
       insert into {{ .idempotency_keys }} as k
-             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
+             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at, granted_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us),
+              case when v_policy.period is not null then v_now end)
       {{ template "include/unless_live.sql" . }};
       exit when found;
     end loop;
 
     -- 4. The level.
     update {{ .buckets }} as b
-       set level = v_level, refilled_at = v_refilled_at, room = null
+       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -125,7 +126,8 @@ comment on function ratelimit_charge(text, text, bigint, text) is
 'Takes cost tokens from one bucket whatever the bucket holds.
 It is for usage that is known only afterwards. allowed is always true.
 Tokens that the bucket does not hold are debt: remaining goes below zero, and refill pays the debt first. Debt ends at
-  a floor: 9000000000000 tokens, or the refill of 10000 years if that is less and not 0. The rest of a charge that
+  a floor: 9000000000000 tokens, or the refill of 10000 years if that is less and not 0. Of a quota at most 9000000000000
+  tokens are used. The rest of a charge that
   reaches the floor is dropped.
 A repeat under a live idempotency key gets the first answer and takes nothing, also after a settlement.
 cost: whole tokens, 0 to 9000000000000. A cost of 0 takes nothing and ignores the idempotency key.

@@ -222,7 +222,7 @@ create or replace function ratelimit.check_numbers(capacity bigint, refill bigin
   returns void language plpgsql
 as $$
 declare
-  v_missing constant text := 'A new policy needs capacity, refill and every.';
+  v_missing constant text := 'A new policy needs capacity, refill and every, or capacity and period.';
 begin
   if (capacity between 0 and 9000000000000) is not true then
     perform ratelimit.refuse('capacity', capacity::text,
@@ -244,18 +244,46 @@ $$;
 comment on function ratelimit.check_numbers(bigint, bigint, interval) is
   'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
 
-create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
+-- A quota has a calendar in place of refill, every and stepped.
+create or replace function ratelimit.check_calendar(capacity bigint, refill bigint, every interval, stepped boolean, period interval, time_zone text, anchor timestamp)
   returns void language plpgsql
 as $$
+declare
+  v_only_quotas constant text := 'Only a quota has a calendar. Leave it out, or drop the policy and define it anew with a period.';
+  v_no_refill   constant text := 'A quota is full at each turn of its calendar and gains nothing in between. Leave it out, or drop the policy and define it anew.';
+  v_months      integer;
 begin
-  perform ratelimit.check_numbers(capacity, refill, every);
-  if remember is not null then
-    perform ratelimit.check_span('remember', remember);
+  if period is null then
+    if time_zone is not null then
+      perform ratelimit.refuse('time_zone', time_zone, v_only_quotas);
+    elsif anchor is not null then
+      perform ratelimit.refuse('anchor', anchor::text, v_only_quotas);
+    end if;
+    return;
+  end if;
+  if refill is not null then
+    perform ratelimit.refuse('refill', refill::text, v_no_refill);
+  elsif every is not null then
+    perform ratelimit.refuse('every', every::text, v_no_refill);
+  elsif stepped is not null then
+    perform ratelimit.refuse('stepped', stepped::text, v_no_refill);
+  end if;
+  perform ratelimit.check_numbers(capacity, 0, '1 day');
+  v_months := extract(year from period) * 12 + extract(month from period);
+  if (isfinite(period) and (v_months = 0 and period = make_interval(days => extract(day from period)::integer)
+                                         and extract(day from period) between 1 and 365250
+                            or period = make_interval(months => v_months) and extract(day from period) = 0
+                                         and v_months between 1 and 12000)) is not true then
+    perform ratelimit.refuse('period', period::text, 'Pass whole days or whole months, such as ''7 days'', ''1 month'' or ''1 year'', of 1 day to 1000 years.');
+  elsif time_zone <> 'UTC' and (time_zone !~ '/' or time_zone ~ '^(posix|right)/' or not exists (select from pg_catalog.pg_timezone_names as z where z.name = time_zone)) then
+    perform ratelimit.refuse('time_zone', time_zone, 'Pass ''UTC'', or a name with a slash that pg_timezone_names lists, such as ''Europe/Berlin''.');
+  elsif (extract(year from anchor) between 1 and 9999) is not true or anchor < timestamp '0001-01-01' then
+    perform ratelimit.refuse('anchor', anchor::text, 'Pass a local time of the years 1 to 9999, such as ''2024-01-31 00:00''.');
   end if;
 end;
 $$;
-comment on function ratelimit.check_policy(bigint, bigint, interval, interval) is
-  'Raises 22023 for the first argument of a policy definition that is missing or out of range.';
+comment on function ratelimit.check_calendar(bigint, bigint, interval, boolean, interval, text, timestamp) is
+  'Raises 22023 for the first argument of a quota that is out of range, or that a policy of another kind has.';
 
 create or replace function ratelimit.unknown_policy(policy text)
   returns void language plpgsql

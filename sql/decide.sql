@@ -73,7 +73,7 @@ begin
           v_earlier := twins[v_earlier];
         end loop;
         if v_earlier is not null and charges[v_earlier] <> charges[v_i] then
-          known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null, null)::ratelimit.idempotency_keys;
+          known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null, null, null)::ratelimit.idempotency_keys;
         elsif v_earlier is not null then
           replayed[v_i]     := true;
           v_then_level[v_i] := v_then_level[v_earlier];
@@ -145,12 +145,12 @@ begin
                  case
                    when e.fits or (e.p).shadow then 0
                    when (e.known).cost is not null then left_us(e.known, decide.now)
-                   when (e.p).ends_at is not null then wait_past_end(e.charge, e.level, e.refilled_at, decide.now, e.p, own[e.bucket])
+                   when (e.p).ends_at is not null then wait_past_end(e.charge, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
                    when e.charge <= (e.p).capacity then wait_until(microtokens(e.charge), e.level, e.refilled_at, decide.now, e.p)
                  end as retry_us,
                  case
                    when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
-                   when (e.p).ends_at is not null then wait_past_end(null, e.level, e.refilled_at, decide.now, e.p, own[e.bucket])
+                   when (e.p).ends_at is not null then wait_past_end(null, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
                    else wait_until((e.p).full_level, e.level, e.refilled_at, decide.now, e.p)
                  end as reset_us,
                  coalesce((e.known).capacity, (e.p).capacity) as capacity
@@ -204,7 +204,7 @@ begin
         continue when (v_left_us[v_i] <= v_longest) is not true;
         v_over         := true;
         v_left_us[v_i] := null;
-        retry_us[v_i]  := wait_after_end(charges[v_i], levels[v_i], refilled_at[v_i], now, numbers[buckets[v_i]], own[buckets[v_i]]);
+        retry_us[v_i]  := wait_after_end(charges[v_i], stored_level(levels[v_i], numbers[buckets[v_i]]), refilled_at[v_i], now, numbers[buckets[v_i]], own[buckets[v_i]]);
       end loop;
       exit when not v_over;
     end loop;

@@ -138,6 +138,9 @@ begin
       end if;
 
       -- 5. Write and remember.
+      if v_look.own is not null then
+        v_verdict.levels := array(select stored_level(u.level, v_numbers[u.n]) from unnest(v_verdict.levels) with ordinality as u (level, n) order by u.n);
+      end if;
       v_in_order := in_locking_order(v_policies);
       for v_n in 1..cardinality(v_in_order) loop
         v_policy := v_policies[v_in_order[v_n]];

@@ -38,7 +38,7 @@ comment on function ratelimit.decide_left(text[], text[], bigint[], bigint[], te
   'Decides the elements of a batch that were not granted at first sight.';
 
 -- The denials of all policies, as of one snapshot, because the function is STABLE: a policy could be redefined between two reads. A
--- shadow policy denies nothing.
+-- shadow policy denies nothing, and a quota is left to decide_in_order.
 create or replace function ratelimit.denied(policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
   returns ratelimit.packed
   language plpgsql
@@ -55,7 +55,7 @@ begin
     v_names := array(select distinct denied.policies[u.place] collate "C" from unnest(places) as u (place));
   end if;
   foreach v_name in array v_names loop
-    select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow;
+    select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow and p.period is null;
     continue when not found;
     if v_policy.durable then
       v_part := denied_in_buckets(v_policy, policies, keys, costs, places, now);

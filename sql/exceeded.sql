@@ -11,15 +11,18 @@ declare
   v_retry_s    numeric := ceil(microseconds(denial.retry_after) / 1000000);
   v_reset_s    numeric := microseconds(denial.reset_after) / 1000000;
   v_window_s   numeric;  -- fills an empty bucket; null where the numbers are not those of the policy, or it does not refill
-  v_token_s    numeric;  -- until there is more, as if the bucket were refilled evenly
+  v_token_s    numeric;  -- until there is more, as if a bucket that refills did so evenly
+  v_is_quota   boolean;
 begin
-  select ceil(short_wait(p.full_level, 0, 0, p) / 1000000.0)
-    into v_window_s
+  select case when p.capacity = denial.capacity then
+           ceil(coalesce(extract(epoch from t.turns_at - t.turned_at), short_wait(p.full_level, 0, 0, p) / 1000000.0))
+         end, p.period is not null
+    into v_window_s, v_is_quota
     from policies as p
-   where p.name     = http_fields.policy collate "C"
-     and p.capacity = denial.capacity;
+    left join lateral turning(p, clock()) as t on p.period is not null
+   where p.name = http_fields.policy collate "C";
   v_token_s := case when v_reset_s is not null then
-                 least(v_retry_s, greatest(1, ceil(v_reset_s / greatest(1, denial.capacity - denial.remaining))))
+                 least(v_retry_s, greatest(1, ceil(v_reset_s / case when v_is_quota then 1 else greatest(1, denial.capacity - denial.remaining) end)))
                end;
   return json_strip_nulls(json_build_object(
     'Retry-After',      v_retry_s::text,

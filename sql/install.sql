@@ -24,6 +24,7 @@
 {{ template "arithmetic.sql" . }}
 {{ template "checks.sql" . }}
 {{ template "answer.sql" . }}
+{{ template "calendar.sql" . }}
 {{ template "overridden.sql" . }}
 {{ template "exceeded.sql" . }}
 
@@ -34,6 +35,8 @@
 {{ template "override.sql" . }}
 
 -- Buckets.
+{{ template "quota.sql" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") }}
+{{ template "quota.sql" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
 {{ template "acquire.sql" . }}
 {{ template "peek.sql" . }}
 {{ template "refund.sql" . }}

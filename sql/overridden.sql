@@ -8,7 +8,8 @@ create or replace function ratelimit.with_override(policy ratelimit.policies, ov
 as $$
   select row(policy.id, policy.name, override.capacity, override.refill, override.every, policy.stepped, policy.durable, policy.remember,
              override.tick, override.every_us, override.tick_us, override.full_level, override.gain, override.tick_gain, override.round_up,
-             policy.remember_us, policy.overridden, policy.shadow, nullif(override.expires_at, 'infinity'))::ratelimit.policies
+             policy.remember_us, policy.overridden, policy.shadow, coalesce(nullif(override.expires_at, 'infinity'), policy.ends_at),
+             policy.period, override.time_zone, override.anchor, null, null)::ratelimit.policies
 $$;
 comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
   'A policy with the numbers of an override, and when they end.';
@@ -41,8 +42,12 @@ create or replace function ratelimit.wait_after_end(
   immutable
 as $$
 declare
-  v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
+  v_wait_us bigint;
 begin
+  if policy.period is not null then
+    policy := ratelimit.turning(policy, now);
+  end if;
+  v_wait_us := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
   return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.left_of_numbers(numbers, now)) end;
 end;
 $$;
@@ -63,6 +68,7 @@ as $$
   select case
     when tokens > policy.capacity then null
     when level is null then 0
+    when policy.period is not null then ratelimit.wait_for_turn(tokens, level, refilled_at, now, policy)
     else ratelimit.wait_until(coalesce(ratelimit.microtokens(tokens), policy.full_level), level, refilled_at, now, policy)
   end
 $$;
@@ -80,12 +86,15 @@ declare
   v_own    ratelimit.policies := own_numbers(numbers);
   v_bucket ratelimit.buckets;
 begin
+  if numbers.period is not null then
+    numbers := turning(numbers, now);
+  end if;
   if numbers.durable then
     select b.* into v_bucket from buckets as b where b.policy_id = numbers.id and b.key = v_key;
   else
     select b.* into v_bucket from ephemeral_buckets as b where b.policy_id = numbers.id and b.key = v_key;
   end if;
-  level    := case when v_bucket.level is null then microtokens(numbers.capacity) else refilled(v_bucket.level, v_bucket.refilled_at, now, numbers) end;
+  level    := case when v_bucket.level is null then microtokens(numbers.capacity) else level_now(v_bucket.level, v_bucket.refilled_at, now, numbers) end;
   retry_us := case when tokens = 0 then 0 else wait_past_end(tokens, v_bucket.level, v_bucket.refilled_at, now, numbers, v_own) end;
   reset_us := wait_past_end(null, v_bucket.level, v_bucket.refilled_at, now, numbers, v_own);
 end;
@@ -125,7 +134,9 @@ begin
   if not found then
     return policy;
   end if;
-  if v_policy.overridden then
+  if v_policy.period is not null then
+    return quota_of_key(v_policy, key, now);
+  elsif v_policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > now;
     if found then
       v_policy := with_override(v_policy, v_override);

@@ -6,7 +6,9 @@ create or replace function ratelimit_override(
     capacity   bigint      default null,
     refill     bigint      default null,
     every      interval    default null,
-    expires_at timestamptz default null)
+    expires_at timestamptz default null,
+    time_zone  text        default null,
+    anchor     timestamp   default null)
   returns void
   language plpgsql
   volatile
@@ -19,6 +21,8 @@ declare
   v_capacity   bigint;
   v_refill     bigint;
   v_every      interval;
+  v_time_zone  text;
+  v_anchor     timestamp;
   v_expires_at timestamptz := coalesce(ratelimit_override.expires_at, 'infinity');
 begin
   perform check_name('policy', policy);
@@ -41,27 +45,38 @@ begin
   v_capacity := coalesce(ratelimit_override.capacity, v_policy.capacity);
   v_refill   := coalesce(ratelimit_override.refill, v_policy.refill);
   v_every    := coalesce(ratelimit_override.every, v_policy.every);
+  if v_policy.period is not null then
+    select o.time_zone, o.anchor into v_time_zone, v_anchor from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > clock();
+  end if;
+  v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, v_policy.time_zone);
+  v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, v_policy.anchor);
+  perform check_calendar(v_capacity, ratelimit_override.refill, ratelimit_override.every, null, v_policy.period, v_time_zone, v_anchor);
   perform check_numbers(v_capacity, v_refill, v_every);
 
   update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
-  insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at)
-  values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at)
+  insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, time_zone, anchor)
+  values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at, v_time_zone, v_anchor)
   on conflict on constraint overrides_pkey do update
      set capacity   = excluded.capacity,
          refill     = excluded.refill,
          every      = excluded.every,
          stepped    = excluded.stepped,
-         expires_at = excluded.expires_at;
+         expires_at = excluded.expires_at,
+         time_zone  = excluded.time_zone,
+         anchor     = excluded.anchor;
 end;
 $$;
-comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz) is
+comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp) is
 'Gives one key of a policy numbers of its own, in place of an earlier override of the key.
 The override applies to calls that begin after the transaction commits. A bucket with a row keeps its level, cut to
   the new capacity. A bucket without a row is full at the new capacity.
-stepped, durable, remember and shadow stay the values of the policy.
+stepped, durable, remember, shadow and period stay the values of the policy.
 capacity: as in ratelimit_define_policy. null: the capacity of the policy as of this call. 0 blocks the key.
 refill: as in ratelimit_define_policy. null: the refill of the policy as of this call.
 every: as in ratelimit_define_policy. null: the interval of the policy as of this call.
+time_zone: as in ratelimit_define_policy, for a quota only. null: that of the live override of the key, or else of the
+  policy as of this call.
+anchor: likewise.
 expires_at: a time in the future, from which on the numbers of the policy apply again, counted from when the bucket was
   last written. retry_after and reset_after of the key allow for it. null: the override stays until it is removed.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
@@ -122,14 +137,15 @@ comment on function ratelimit.check_listing(text, text, integer) is
   'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
 
 create or replace function ratelimit_overrides(policy text default null, key text default null, max_rows integer default 1000)
-  returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz)
+  returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz, time_zone text, anchor timestamp)
   language sql
   stable
   security definer
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, $2, $3);
-  select p.name, o.key, o.capacity, o.refill, o.every, nullif(o.expires_at, 'infinity')
+  select p.name, o.key, o.capacity, case when p.period is null then o.refill end, case when p.period is null then o.every end,
+         nullif(o.expires_at, 'infinity'), o.time_zone, o.anchor
     from policies as p
    cross join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = $2 collate "C"  -- through the primary key
                        union all
@@ -145,7 +161,9 @@ policy: null lists the overrides of all policies.
 key: null lists the overrides of all keys.
 max_rows: 1 or more.
 capacity: whole tokens.
+refill: null for a quota, as every is.
 expires_at: null if the override stays until it is removed.
+time_zone: null unless the policy is a quota, as anchor is.
 Errors: 22023 for a bad argument, RL001 for an unknown policy.
 Locks: nothing.
 Writes: nothing.

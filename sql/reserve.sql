@@ -65,9 +65,15 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_quota           ratelimit.partial_decision;
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
+      if v_policy.period is not null then
+        v_quota := take_quota_of_{{ .buckets }}(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
+        return (v_quota.allowed, v_quota.retry_after, v_quota.remaining, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
+                v_quota.shadowed)::ratelimit.reservation;
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_own    := v_policy;
@@ -238,6 +244,7 @@ A repeat under a live idempotency key has the rest of the wait. Until the wait i
   is denied, with that rest as retry_after.
 Tokens that are given back do not shorten the wait of earlier reservations.
 A shadow policy returns wait 0.
+A quota lends nothing of a period that has not begun: it grants with wait 0, or denies.
 max_wait: 0 to 365 days, without months and years. 0 takes only tokens that the bucket holds now.
 cost: as in ratelimit_acquire.
 idempotency_key: as in ratelimit_acquire. The grant is remembered until remember after the end of the wait.

@@ -14,6 +14,20 @@ declare
   v_policy alias for policy;
   v_now    alias for now;
 begin
+  if v_policy.period is not null then
+    select array_agg(filling(u.p, b.refilled_at) order by u.n), array_agg(microtokens((u.p).capacity) + coalesce(b.level, 0) order by u.n),
+           array_agg(coalesce(b.refilled_at, v_now) order by u.n),
+           array_agg(coalesce(level_now(b.level, b.refilled_at, v_now, u.p), microtokens((u.p).capacity)) order by u.n),
+           array_agg(b.level is not null order by u.n)
+      into numbers, levels, refilled_at, levels_now, has_row
+      from (select u.key, u.created, u.n, quota_of_key(v_policy, u.key, v_now) as p
+              from unnest(keys, created) with ordinality as u (key, created, n)
+            offset 0) as u
+      left join lateral (select b.level, b.refilled_at
+                           from {{ .buckets }} as b
+                          {{ template "include/newest.sql" }}) as b on u.created is not true;
+    return;
+  end if;
   select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens(greatest((u.p).capacity, v_policy.capacity))) order by u.n),
          array_agg(coalesce(b.refilled_at, v_now) order by u.n),
          array_agg(case when b.level is null then microtokens((u.p).capacity) else refilled(b.level, b.refilled_at, v_now, u.p) end order by u.n),
@@ -81,7 +95,7 @@ begin
           for update;
       exit when found;
       insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
-      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)  -- due at once, as in ratelimit_charge
+      values (v_policy_id, v_key, stored_level(microtokens(numbers[v_n].capacity), numbers[v_n]), now, now)  -- due at once, as in ratelimit_charge
       on conflict on constraint {{ .buckets }}_pkey do nothing;
       v_created[v_n] := found;
       exit when found;

@@ -94,9 +94,12 @@ begin
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
+          if v_back > 0 and v_first.granted_at < v_policy.turned_at then
+            v_back := 0;  -- the period of the grant is over
+          end if;
         end if;
         exit when v_has_row or v_back >= 0;
-        v_level       := microtokens(v_policy.capacity);
+        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
         v_refilled_at := v_now;
         insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
@@ -122,15 +125,15 @@ begin
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
-                                 v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+    v_level       := moved_level(level_now(v_level, v_refilled_at, v_now, v_policy), v_back,
+                                 v_policy.full_level, lowest_level(v_policy));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     if v_policy.ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
     update {{ .buckets }} as b
-       set level = v_level, refilled_at = v_refilled_at, room = null
+       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -145,6 +148,7 @@ Any function that takes an idempotency key can have made the grant. The level mo
   is the bucket after the settlement.
 The first settlement stands. A repeat with the same cost has replayed true and changes nothing.
 After a settlement any request under the key fails with RL004, but a charge is replayed.
+What the grant of a quota took too much is not given back once its period is over.
 Under a shadow policy a missing grant is no error: nothing is charged, and shadowed is true.
 idempotency_key: the key of the grant.
 cost: the real cost in whole tokens, 0 to 9000000000000.

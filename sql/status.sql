@@ -20,9 +20,10 @@ begin
              duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              (s.numbers).capacity, s.overridden
-        from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
+        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when o.key is null then row(p.*)::ratelimit.policies
+                             case when p.period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
+                                  when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p
                         join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
@@ -30,7 +31,7 @@ begin
                        where (v_name is null or p.name = v_name)
                          and (v_key is null or b.key = v_key)
                       offset 0) as u
-               order by refilled(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
+               order by level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
                limit at_most) as s
        order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
   elsif exists (select from policies as p where p.name = v_name and not p.durable) then
@@ -44,9 +45,10 @@ begin
              duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              (s.numbers).capacity, s.overridden
-        from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
+        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when o.key is null then row(p.*)::ratelimit.policies
+                             case when p.period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
+                                  when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p
                         join buckets as b on b.policy_id = p.id
@@ -54,7 +56,7 @@ begin
                        where (v_name is null or p.name = v_name)
                          and (v_key is null or b.key = v_key)
                       offset 0) as u
-               order by refilled(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
+               order by level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
                limit at_most) as s
        order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
   end if;

@@ -40,7 +40,9 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if policy.overridden
+  if policy.period is not null then
+    return;  -- left to decide_in_order
+  elsif policy.overridden
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
     if asked is null then
       asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);

@@ -2714,17 +2714,33 @@ comment on type ratelimit.retired_decision is
 alter table ratelimit.policies
   add column overridden boolean not null default false,
   add column shadow     boolean not null default false,
-  add column ends_at    timestamptz constraint policies_ends_at_check check (ends_at is null);
+  add column ends_at    timestamptz,
+  add column period     interval,
+  add column time_zone  text,
+  add column anchor     timestamp,
+  add column turned_at  timestamptz,
+  add column turns_at   timestamptz,
+  add constraint policies_quota_check check (num_nulls(ends_at, period, time_zone, anchor) in (0, 4) and num_nonnulls(turned_at, turns_at) = 0);
 -- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
 -- it keeps them visible to older snapshots.
 cluster ratelimit.policies using policies_pkey;
 alter table ratelimit.policies set without cluster;
 comment on column ratelimit.policies.overridden is
-  'Some key has had an override; until then nothing looks for one.';
+  'Some key has had an override, or the policy is a quota; until then nothing looks for an override.';
 comment on column ratelimit.policies.shadow is
   'The policy watches: what it would deny is allowed, and marked shadowed.';
 comment on column ratelimit.policies.ends_at is
-  'When the numbers end, of the row that ratelimit.with_override makes for a call; null in the table.';
+  'When the numbers end, of the row that ratelimit.with_override makes for a call. In the table it is null, or the far future for a quota.';
+comment on column ratelimit.policies.period is
+  'Of a quota, which is full at each turn of its calendar, and has refill 0.';
+comment on column ratelimit.policies.time_zone is
+  'Of a quota: the name of the time zone of its turns.';
+comment on column ratelimit.policies.anchor is
+  'Of a quota: the local time of one turn.';
+comment on column ratelimit.policies.turned_at is
+  'The last turn, of the row that ratelimit.turning makes for a call; null in the table.';
+comment on column ratelimit.policies.turns_at is
+  'The next turn, of the row that ratelimit.turning makes for a call; null in the table.';
 
 -- The columns from stepped on are those of ratelimit.policies.
 create table ratelimit.overrides (
@@ -2742,6 +2758,8 @@ create table ratelimit.overrides (
   gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
   tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
   round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
+  time_zone  text,
+  anchor     timestamp,
   constraint overrides_pkey primary key (policy_id, key)
 );
 create index overrides_expires_at_idx on ratelimit.overrides (expires_at);
@@ -2751,6 +2769,10 @@ comment on column ratelimit.overrides.expires_at is
   'From when on the override is as good as absent; infinity for never.';
 comment on column ratelimit.overrides.stepped is
   'That of the policy.';
+comment on column ratelimit.overrides.time_zone is
+  'Of a quota''s key: the name of the time zone of its turns.';
+comment on column ratelimit.overrides.anchor is
+  'Of a quota''s key: the local time of one turn.';
 
 -- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
 -- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
@@ -2770,19 +2792,25 @@ alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop n
 
 -- A column that is null in every row slows no statement down: the planner finds nothing missing, and no row is written anew.
 alter table ratelimit.idempotency_keys
-  add column ready_at timestamptz,
-  add column settled  bigint,
-  add column taken    bigint;
+  add column ready_at   timestamptz,
+  add column settled    bigint,
+  add column taken      bigint,
+  add column granted_at timestamptz;
 alter table ratelimit.ephemeral_idempotency_keys
-  add column ready_at timestamptz,
-  add column settled  bigint,
-  add column taken    bigint;
+  add column ready_at   timestamptz,
+  add column settled    bigint,
+  add column taken      bigint,
+  add column granted_at timestamptz;
 comment on column ratelimit.idempotency_keys.ready_at is
   'When a reserved grant begins to hold; null for a grant that held at once.';
 comment on column ratelimit.idempotency_keys.settled is
   'The real cost, in place of cost, once the grant is settled.';
 comment on column ratelimit.idempotency_keys.taken is
   'The microtokens that a charge took which was cut at the floor; null for all of cost.';
+comment on column ratelimit.idempotency_keys.granted_at is
+  'When a quota granted; null for another policy.';
+comment on column ratelimit.ephemeral_idempotency_keys.granted_at is
+  'When a quota granted; null for another policy.';
 comment on column ratelimit.ephemeral_idempotency_keys.ready_at is
   'When a reserved grant begins to hold; null for a grant that held at once.';
 comment on column ratelimit.ephemeral_idempotency_keys.settled is
@@ -3354,7 +3382,7 @@ create or replace function ratelimit.check_numbers(capacity bigint, refill bigin
   returns void language plpgsql
 as $$
 declare
-  v_missing constant text := 'A new policy needs capacity, refill and every.';
+  v_missing constant text := 'A new policy needs capacity, refill and every, or capacity and period.';
 begin
   if (capacity between 0 and 9000000000000) is not true then
     perform ratelimit.refuse('capacity', capacity::text,
@@ -3376,18 +3404,46 @@ $$;
 comment on function ratelimit.check_numbers(bigint, bigint, interval) is
   'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
 
-create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
+-- A quota has a calendar in place of refill, every and stepped.
+create or replace function ratelimit.check_calendar(capacity bigint, refill bigint, every interval, stepped boolean, period interval, time_zone text, anchor timestamp)
   returns void language plpgsql
 as $$
+declare
+  v_only_quotas constant text := 'Only a quota has a calendar. Leave it out, or drop the policy and define it anew with a period.';
+  v_no_refill   constant text := 'A quota is full at each turn of its calendar and gains nothing in between. Leave it out, or drop the policy and define it anew.';
+  v_months      integer;
 begin
-  perform ratelimit.check_numbers(capacity, refill, every);
-  if remember is not null then
-    perform ratelimit.check_span('remember', remember);
+  if period is null then
+    if time_zone is not null then
+      perform ratelimit.refuse('time_zone', time_zone, v_only_quotas);
+    elsif anchor is not null then
+      perform ratelimit.refuse('anchor', anchor::text, v_only_quotas);
+    end if;
+    return;
+  end if;
+  if refill is not null then
+    perform ratelimit.refuse('refill', refill::text, v_no_refill);
+  elsif every is not null then
+    perform ratelimit.refuse('every', every::text, v_no_refill);
+  elsif stepped is not null then
+    perform ratelimit.refuse('stepped', stepped::text, v_no_refill);
+  end if;
+  perform ratelimit.check_numbers(capacity, 0, '1 day');
+  v_months := extract(year from period) * 12 + extract(month from period);
+  if (isfinite(period) and (v_months = 0 and period = make_interval(days => extract(day from period)::integer)
+                                         and extract(day from period) between 1 and 365250
+                            or period = make_interval(months => v_months) and extract(day from period) = 0
+                                         and v_months between 1 and 12000)) is not true then
+    perform ratelimit.refuse('period', period::text, 'Pass whole days or whole months, such as ''7 days'', ''1 month'' or ''1 year'', of 1 day to 1000 years.');
+  elsif time_zone <> 'UTC' and (time_zone !~ '/' or time_zone ~ '^(posix|right)/' or not exists (select from pg_catalog.pg_timezone_names as z where z.name = time_zone)) then
+    perform ratelimit.refuse('time_zone', time_zone, 'Pass ''UTC'', or a name with a slash that pg_timezone_names lists, such as ''Europe/Berlin''.');
+  elsif (extract(year from anchor) between 1 and 9999) is not true or anchor < timestamp '0001-01-01' then
+    perform ratelimit.refuse('anchor', anchor::text, 'Pass a local time of the years 1 to 9999, such as ''2024-01-31 00:00''.');
   end if;
 end;
 $$;
-comment on function ratelimit.check_policy(bigint, bigint, interval, interval) is
-  'Raises 22023 for the first argument of a policy definition that is missing or out of range.';
+comment on function ratelimit.check_calendar(bigint, bigint, interval, boolean, interval, text, timestamp) is
+  'Raises 22023 for the first argument of a quota that is out of range, or that a policy of another kind has.';
 
 create or replace function ratelimit.unknown_policy(policy text)
   returns void language plpgsql
@@ -3605,11 +3661,11 @@ as $$
 declare
   v_replay ratelimit.decision;
 begin
-  if granted.cost not between at_least and at_most then
+  if granted.cost not between at_least and at_most and at_least < at_most then
     perform ratelimit.another_cost(format('%L was granted with cost %s and is requested again for %s to %s.',
                                           granted.idempotency_key, granted.cost, at_least, at_most));
   end if;
-  v_replay := ratelimit.answer_again(granted, granted.cost, now, shadow);
+  v_replay := ratelimit.answer_again(granted, case when at_least = at_most then at_most else granted.cost end, now, shadow);
   return ratelimit.partial_of(v_replay, case when shadow then at_most else granted.cost end);
 end;
 $$;
@@ -3686,6 +3742,151 @@ $$;
 comment on function ratelimit.detail_of_element(text, text, bigint, bigint) is
   'The DETAIL of an error about one element, with the number of the element if there are several.';
 
+-- Quotas: buckets that are full at each turn of a calendar, and gain nothing in between.
+--
+-- Turn n is the anchor and n periods, a local time of the time zone, for every whole n. Each is counted from the anchor: a month after
+-- 31 January is 28 February, and two months are 31 March. So nothing runs at a turn: a call finds out which turns are around it.
+--
+-- The row of a quota's bucket has a level of 0 microtokens or less: what was used, and not what is there. refilled_at is the last write. Nothing
+-- is used if a turn lies after that. So another capacity keeps what was used, and another calendar fills nothing by itself.
+--
+-- Where a function reads the numbers of a quota, it passes them through turning. For that a quota counts as overridden, and
+-- as numbers that end: the code about neither is left as it is. Names are qualified: Citus calls the functions on other nodes.
+create or replace function ratelimit.turning(policy ratelimit.policies, at timestamptz)
+  returns ratelimit.policies
+  language plpgsql
+  immutable
+as $$
+declare
+  v_anchor constant timestamp := policy.anchor;
+  v_period constant interval  := policy.period;
+  v_zone   constant text      := policy.time_zone;
+  v_local  constant timestamp := at at time zone v_zone;
+  v_months constant integer   := extract(year from v_period) * 12 + extract(month from v_period);
+  v_turn   integer;
+begin
+  -- By local time, which is a turn too far at most; the instants of the turns decide.
+  v_turn := case when v_months > 0 then
+              floor(((extract(year from v_local) - extract(year from v_anchor)) * 12 + extract(month from v_local) - extract(month from v_anchor)) / v_months)
+            else
+              floor(extract(epoch from v_local - v_anchor) / extract(epoch from v_period))
+            end;
+  policy.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
+  while policy.turned_at > at loop
+    v_turn           := v_turn - 1;
+    policy.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
+  end loop;
+  policy.turns_at := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
+  while policy.turns_at <= at loop
+    v_turn           := v_turn + 1;
+    policy.turned_at := policy.turns_at;
+    policy.turns_at  := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
+  end loop;
+  return policy;
+end;
+$$;
+comment on function ratelimit.turning(ratelimit.policies, timestamptz) is
+  'A quota with the turns around an instant: the last one not after it, and the next one.';
+
+create or replace function ratelimit.used_level(level bigint, refilled_at timestamptz, turned_at timestamptz)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case when refilled_at < turned_at then 0 else level end
+$$;
+comment on function ratelimit.used_level(bigint, timestamptz, timestamptz) is
+  'The stored level of a quota''s bucket now: what is used of the period that runs, in microtokens, as 0 or less.';
+
+create or replace function ratelimit.level_now(level bigint, refilled_at timestamptz, now timestamptz, numbers ratelimit.policies)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case
+    when numbers.period is null then ratelimit.refilled(level, refilled_at, now, numbers)
+    else numbers.full_level::bigint + ratelimit.used_level(level, refilled_at, numbers.turned_at)
+  end
+$$;
+comment on function ratelimit.level_now(bigint, timestamptz, timestamptz, ratelimit.policies) is
+  'The level of a bucket now, in microtokens, from its row; a quota is as of turning.';
+
+create or replace function ratelimit.stored_level(level bigint, numbers ratelimit.policies)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case when numbers.period is null then level else level - numbers.full_level::bigint end
+$$;
+comment on function ratelimit.stored_level(bigint, ratelimit.policies) is
+  'The level that a row has, from the microtokens that the bucket holds.';
+
+create or replace function ratelimit.lowest_level(policy ratelimit.policies)
+  returns numeric language sql immutable parallel safe
+as $$
+  select case
+    when policy.period is null then ratelimit.floor_level(policy.gain, policy.every_us)
+    else policy.full_level - ratelimit.deepest_debt()
+  end
+$$;
+comment on function ratelimit.lowest_level(ratelimit.policies) is
+  'The level that no charge goes below, in microtokens.';
+
+-- A quota whose row was written at refilled_at, in the words of a bucket that refills: by now it has filled it, or it gains nothing.
+create or replace function ratelimit.filling(numbers ratelimit.policies, refilled_at timestamptz)
+  returns ratelimit.policies
+  language plpgsql
+  immutable
+as $$
+begin
+  if refilled_at < numbers.turned_at then
+    numbers.gain     := 20000000000000000000000000;  -- 2 * 10^19 microtokens each microsecond: more than any bucket lacks
+    numbers.every_us := 1;
+  end if;
+  return numbers;
+end;
+$$;
+comment on function ratelimit.filling(ratelimit.policies, timestamptz) is
+  'The numbers by which ratelimit.refilled tells the level of a quota''s bucket.';
+
+create or replace function ratelimit.wait_for_turn(tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, quota ratelimit.policies)
+  returns bigint
+  language plpgsql
+  immutable
+as $$
+begin
+  if quota.full_level + ratelimit.used_level(level, refilled_at, quota.turned_at) >= coalesce(ratelimit.microtokens(tokens), quota.full_level) then
+    return 0;
+  elsif refilled_at > now then  -- by a clock that was ahead
+    quota := ratelimit.turning(quota, refilled_at);
+  end if;
+  return ratelimit.microseconds(quota.turns_at - now)::bigint;
+end;
+$$;
+comment on function ratelimit.wait_for_turn(bigint, bigint, timestamptz, timestamptz, ratelimit.policies) is
+  'Microseconds until the bucket of a quota, as of turning, holds tokens; null tokens are a full bucket.';
+
+create or replace function ratelimit.unused(quota ratelimit.policies, level bigint, refilled_at timestamptz, now timestamptz)
+  returns boolean language sql immutable parallel safe
+as $$
+  select ratelimit.used_level(level, refilled_at, (ratelimit.turning(quota, now)).turned_at) = 0
+$$;
+comment on function ratelimit.unused(ratelimit.policies, bigint, timestamptz, timestamptz) is
+  'Whether the row of a quota''s bucket says that nothing is used of the period that runs.';
+
+create or replace function ratelimit.quota_of_key(policy ratelimit.policies, key text, now timestamptz)
+  returns ratelimit.policies
+  language plpgsql
+  stable
+as $$
+declare
+  v_override ratelimit.overrides;
+  v_key      text collate "C" := key;
+begin
+  select o.* into v_override from ratelimit.overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > now;
+  if found then
+    policy := ratelimit.with_override(policy, v_override);
+  end if;
+  return ratelimit.turning(policy, now);
+end;
+$$;
+comment on function ratelimit.quota_of_key(ratelimit.policies, text, timestamptz) is
+  'A quota with the numbers of the override of a key that is live, and the turns around an instant.';
+
 -- An override is the numbers of a policy for one key. It is live until it expires. ratelimit.overrides has the derived
 -- columns of ratelimit.policies, so the arithmetic takes them from either.
 --
@@ -3696,7 +3897,8 @@ create or replace function ratelimit.with_override(policy ratelimit.policies, ov
 as $$
   select row(policy.id, policy.name, override.capacity, override.refill, override.every, policy.stepped, policy.durable, policy.remember,
              override.tick, override.every_us, override.tick_us, override.full_level, override.gain, override.tick_gain, override.round_up,
-             policy.remember_us, policy.overridden, policy.shadow, nullif(override.expires_at, 'infinity'))::ratelimit.policies
+             policy.remember_us, policy.overridden, policy.shadow, coalesce(nullif(override.expires_at, 'infinity'), policy.ends_at),
+             policy.period, override.time_zone, override.anchor, null, null)::ratelimit.policies
 $$;
 comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
   'A policy with the numbers of an override, and when they end.';
@@ -3729,8 +3931,12 @@ create or replace function ratelimit.wait_after_end(
   immutable
 as $$
 declare
-  v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
+  v_wait_us bigint;
 begin
+  if policy.period is not null then
+    policy := ratelimit.turning(policy, now);
+  end if;
+  v_wait_us := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
   return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.left_of_numbers(numbers, now)) end;
 end;
 $$;
@@ -3751,6 +3957,7 @@ as $$
   select case
     when tokens > policy.capacity then null
     when level is null then 0
+    when policy.period is not null then ratelimit.wait_for_turn(tokens, level, refilled_at, now, policy)
     else ratelimit.wait_until(coalesce(ratelimit.microtokens(tokens), policy.full_level), level, refilled_at, now, policy)
   end
 $$;
@@ -3768,12 +3975,15 @@ declare
   v_own    ratelimit.policies := own_numbers(numbers);
   v_bucket ratelimit.buckets;
 begin
+  if numbers.period is not null then
+    numbers := turning(numbers, now);
+  end if;
   if numbers.durable then
     select b.* into v_bucket from buckets as b where b.policy_id = numbers.id and b.key = v_key;
   else
     select b.* into v_bucket from ephemeral_buckets as b where b.policy_id = numbers.id and b.key = v_key;
   end if;
-  level    := case when v_bucket.level is null then microtokens(numbers.capacity) else refilled(v_bucket.level, v_bucket.refilled_at, now, numbers) end;
+  level    := case when v_bucket.level is null then microtokens(numbers.capacity) else level_now(v_bucket.level, v_bucket.refilled_at, now, numbers) end;
   retry_us := case when tokens = 0 then 0 else wait_past_end(tokens, v_bucket.level, v_bucket.refilled_at, now, numbers, v_own) end;
   reset_us := wait_past_end(null, v_bucket.level, v_bucket.refilled_at, now, numbers, v_own);
 end;
@@ -3813,7 +4023,9 @@ begin
   if not found then
     return policy;
   end if;
-  if v_policy.overridden then
+  if v_policy.period is not null then
+    return quota_of_key(v_policy, key, now);
+  elsif v_policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > now;
     if found then
       v_policy := with_override(v_policy, v_override);
@@ -3838,15 +4050,18 @@ declare
   v_retry_s    numeric := ceil(microseconds(denial.retry_after) / 1000000);
   v_reset_s    numeric := microseconds(denial.reset_after) / 1000000;
   v_window_s   numeric;  -- fills an empty bucket; null where the numbers are not those of the policy, or it does not refill
-  v_token_s    numeric;  -- until there is more, as if the bucket were refilled evenly
+  v_token_s    numeric;  -- until there is more, as if a bucket that refills did so evenly
+  v_is_quota   boolean;
 begin
-  select ceil(short_wait(p.full_level, 0, 0, p) / 1000000.0)
-    into v_window_s
+  select case when p.capacity = denial.capacity then
+           ceil(coalesce(extract(epoch from t.turns_at - t.turned_at), short_wait(p.full_level, 0, 0, p) / 1000000.0))
+         end, p.period is not null
+    into v_window_s, v_is_quota
     from policies as p
-   where p.name     = http_fields.policy collate "C"
-     and p.capacity = denial.capacity;
+    left join lateral turning(p, clock()) as t on p.period is not null
+   where p.name = http_fields.policy collate "C";
   v_token_s := case when v_reset_s is not null then
-                 least(v_retry_s, greatest(1, ceil(v_reset_s / greatest(1, denial.capacity - denial.remaining))))
+                 least(v_retry_s, greatest(1, ceil(v_reset_s / case when v_is_quota then 1 else greatest(1, denial.capacity - denial.remaining) end)))
                end;
   return json_strip_nulls(json_build_object(
     'Retry-After',      v_retry_s::text,
@@ -3901,14 +4116,17 @@ comment on function ratelimit.rate_limit_exceeded(text, bigint, ratelimit.decisi
 -- A bucket that clean-up removed while a policy was lowered was full by the lower capacity, and is full by the higher one once
 -- the policy is raised again.
 create or replace function ratelimit_define_policy(
-    policy   text,
-    capacity bigint   default null,
-    refill   bigint   default null,
-    every    interval default null,
-    stepped  boolean  default null,
-    durable  boolean  default null,
-    remember interval default null,
-    shadow   boolean  default null)
+    policy    text,
+    capacity  bigint    default null,
+    refill    bigint    default null,
+    every     interval  default null,
+    stepped   boolean   default null,
+    durable   boolean   default null,
+    remember  interval  default null,
+    shadow    boolean   default null,
+    period    interval  default null,
+    time_zone text      default null,
+    anchor    timestamp default null)
   returns void
   language plpgsql
   volatile
@@ -3916,20 +4134,37 @@ create or replace function ratelimit_define_policy(
   set search_path = ratelimit, pg_temp
 as $$
 declare
-  v_name    text collate "C" := ratelimit_define_policy.policy;
-  v_policy  policies;
-  v_id      bigint;
-  v_stepped boolean;
-  v_durable boolean;
+  v_name      text collate "C" := ratelimit_define_policy.policy;
+  v_policy    policies;
+  v_id        bigint;
+  v_stepped   boolean;
+  v_durable   boolean;
+  v_period    interval;
+  v_time_zone text;
+  v_anchor    timestamp;
 begin
   perform check_name('policy', v_name);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
-  perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
-                       coalesce(ratelimit_define_policy.refill, v_policy.refill),
-                       coalesce(ratelimit_define_policy.every, v_policy.every),
-                       ratelimit_define_policy.remember);
-  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow)
+  if v_policy.id is not null and v_policy.period is null and ratelimit_define_policy.period is not null then
+    perform refuse('period', ratelimit_define_policy.period::text, 'The policy refills. Drop it and define it anew; its buckets will be full.');
+  end if;
+  v_period    := coalesce(ratelimit_define_policy.period, v_policy.period);
+  v_time_zone := coalesce(ratelimit_define_policy.time_zone, v_policy.time_zone, case when v_period is not null then 'UTC' end);
+  v_anchor    := coalesce(ratelimit_define_policy.anchor, v_policy.anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
+  perform check_calendar(coalesce(ratelimit_define_policy.capacity, v_policy.capacity), ratelimit_define_policy.refill, ratelimit_define_policy.every,
+                         ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
+  if v_period is not null then
+    refill := 0;  -- as of calendar.sql
+    every  := interval '1 day';
+  end if;
+  perform check_numbers(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
+                        coalesce(ratelimit_define_policy.every, v_policy.every));
+  if ratelimit_define_policy.remember is not null then
+    perform check_span('remember', ratelimit_define_policy.remember);
+  end if;
+  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, ends_at, period, time_zone, anchor)
   values (hashtextextended(gen_random_uuid()::text, 0),
           v_name,
           coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
@@ -3938,15 +4173,27 @@ begin
           coalesce(ratelimit_define_policy.stepped, false),
           coalesce(ratelimit_define_policy.durable, true),
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
-          coalesce(ratelimit_define_policy.shadow, false))
+          coalesce(ratelimit_define_policy.shadow, false),
+          v_period is not null,
+          case when v_period is not null then timestamptz '294276-01-01 00:00 UTC' end,
+          v_period,
+          v_time_zone,
+          v_anchor)
   on conflict on constraint policies_pkey do update
-     set capacity = excluded.capacity,
-         refill   = excluded.refill,
-         every    = excluded.every,
-         stepped  = coalesce(ratelimit_define_policy.stepped, p.stepped),
-         remember = coalesce(ratelimit_define_policy.remember, p.remember),
-         shadow   = coalesce(ratelimit_define_policy.shadow, p.shadow)
+     set capacity  = excluded.capacity,
+         refill    = excluded.refill,
+         every     = excluded.every,
+         stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
+         remember  = coalesce(ratelimit_define_policy.remember, p.remember),
+         shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
+         period    = excluded.period,
+         time_zone = excluded.time_zone,
+         anchor    = excluded.anchor
+   where (p.period is null) = (excluded.period is null)
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
+  if not found then  -- another session has created the policy meanwhile
+    perform refuse('period', v_period::text, 'Another session has just created the policy as one of the other kind: drop it, or choose another name.');
+  end if;
 
   if v_policy.stepped is distinct from v_stepped then  -- another session may have created the policy meanwhile
     update overrides as o set stepped = v_stepped where o.policy_id = v_id;
@@ -3959,17 +4206,19 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean) is
+comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp) is
 'Creates a policy, or changes the policy of that name.
 null keeps the value of an existing policy.
 A change applies to the next call about each bucket. Levels stay, cut to the new capacity. The time since a bucket was
   last written is credited at the new rate. Overrides keep their numbers.
+A policy with a period is a quota: its buckets are full at each turn of a calendar, and gain nothing in between. What was
+  used stays used when its capacity changes. Another period, time_zone or anchor fills no bucket by itself.
 policy: 1 to 512 bytes, case-sensitive.
 capacity: the most tokens that a bucket holds, 0 to 9000000000000. With 0 each cost above 0 is denied. A new policy
   needs it.
 refill: the tokens that a bucket gains in each interval every, 0 to 9000000000000. With 0 only ratelimit_refund and
-  ratelimit_reset fill a bucket. A new policy needs it.
-every: 1 microsecond to 365250 days, without months and years. A new policy needs it.
+  ratelimit_reset fill a bucket. A new policy that is no quota needs it.
+every: 1 microsecond to 365250 days, without months and years. A new policy that is no quota needs it.
 stepped: true refills at the end of each interval every, false by the microsecond. A new policy has false.
 durable: false keeps buckets and idempotency keys in unlogged tables: after a crash buckets are full. It cannot be
   changed. A new policy has true.
@@ -3977,6 +4226,11 @@ remember: how long a grant is remembered under its idempotency key, 1 microsecon
   hours.
 shadow: true grants requests that the policy would deny, takes nothing for them, and returns shadowed true. A new
   policy has false.
+period: whole days or whole months, 1 day to 1000 years, in place of refill, every and stepped. A policy cannot become
+  a quota, or cease to be one.
+time_zone: the time zone of the turns, UTC or a name with a slash of pg_timezone_names. A new quota has UTC.
+anchor: the local time of one turn, of the years 1 to 9999. The others are whole periods from it: a month after
+  31 January is 28 or 29 February. A new quota has 2001-01-01 00:00, which is the start of a week, a month and a year.
 Errors: 22023 for a bad argument, for a new policy without capacity, refill or every, for a bucket that would take
   more than 10000 years to fill, and for a durable other than that of the policy. 25006 in a read-only transaction.
 Locks: the row of the policy until the transaction ends. Acquires do not wait for it.
@@ -4048,13 +4302,15 @@ Role: administrator.';
 
 create or replace function ratelimit_policies()
   returns table (policy text, capacity bigint, refill bigint, every interval,
-                 stepped boolean, durable boolean, remember interval, shadow boolean)
+                 stepped boolean, durable boolean, remember interval, shadow boolean,
+                 period interval, time_zone text, anchor timestamp)
   language sql
   stable
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select p.name, p.capacity, p.refill, p.every, p.stepped, p.durable, p.remember, p.shadow
+  select p.name, p.capacity, case when p.period is null then p.refill end, case when p.period is null then p.every end,
+         case when p.period is null then p.stepped end, p.durable, p.remember, p.shadow, p.period, p.time_zone, p.anchor
     from policies as p
    order by p.name
 $$;
@@ -4062,6 +4318,8 @@ comment on function ratelimit_policies() is
 'Lists the policies, by name.
 The columns are the arguments of ratelimit_define_policy.
 capacity: whole tokens.
+refill: null for a quota, as every and stepped are.
+period: null unless the policy is a quota, as time_zone and anchor are.
 Errors: none.
 Locks: nothing.
 Writes: nothing.
@@ -4075,7 +4333,9 @@ create or replace function ratelimit_override(
     capacity   bigint      default null,
     refill     bigint      default null,
     every      interval    default null,
-    expires_at timestamptz default null)
+    expires_at timestamptz default null,
+    time_zone  text        default null,
+    anchor     timestamp   default null)
   returns void
   language plpgsql
   volatile
@@ -4088,6 +4348,8 @@ declare
   v_capacity   bigint;
   v_refill     bigint;
   v_every      interval;
+  v_time_zone  text;
+  v_anchor     timestamp;
   v_expires_at timestamptz := coalesce(ratelimit_override.expires_at, 'infinity');
 begin
   perform check_name('policy', policy);
@@ -4110,27 +4372,38 @@ begin
   v_capacity := coalesce(ratelimit_override.capacity, v_policy.capacity);
   v_refill   := coalesce(ratelimit_override.refill, v_policy.refill);
   v_every    := coalesce(ratelimit_override.every, v_policy.every);
+  if v_policy.period is not null then
+    select o.time_zone, o.anchor into v_time_zone, v_anchor from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > clock();
+  end if;
+  v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, v_policy.time_zone);
+  v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, v_policy.anchor);
+  perform check_calendar(v_capacity, ratelimit_override.refill, ratelimit_override.every, null, v_policy.period, v_time_zone, v_anchor);
   perform check_numbers(v_capacity, v_refill, v_every);
 
   update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
-  insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at)
-  values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at)
+  insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, time_zone, anchor)
+  values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at, v_time_zone, v_anchor)
   on conflict on constraint overrides_pkey do update
      set capacity   = excluded.capacity,
          refill     = excluded.refill,
          every      = excluded.every,
          stepped    = excluded.stepped,
-         expires_at = excluded.expires_at;
+         expires_at = excluded.expires_at,
+         time_zone  = excluded.time_zone,
+         anchor     = excluded.anchor;
 end;
 $$;
-comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz) is
+comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp) is
 'Gives one key of a policy numbers of its own, in place of an earlier override of the key.
 The override applies to calls that begin after the transaction commits. A bucket with a row keeps its level, cut to
   the new capacity. A bucket without a row is full at the new capacity.
-stepped, durable, remember and shadow stay the values of the policy.
+stepped, durable, remember, shadow and period stay the values of the policy.
 capacity: as in ratelimit_define_policy. null: the capacity of the policy as of this call. 0 blocks the key.
 refill: as in ratelimit_define_policy. null: the refill of the policy as of this call.
 every: as in ratelimit_define_policy. null: the interval of the policy as of this call.
+time_zone: as in ratelimit_define_policy, for a quota only. null: that of the live override of the key, or else of the
+  policy as of this call.
+anchor: likewise.
 expires_at: a time in the future, from which on the numbers of the policy apply again, counted from when the bucket was
   last written. retry_after and reset_after of the key allow for it. null: the override stays until it is removed.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
@@ -4191,14 +4464,15 @@ comment on function ratelimit.check_listing(text, text, integer) is
   'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
 
 create or replace function ratelimit_overrides(policy text default null, key text default null, max_rows integer default 1000)
-  returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz)
+  returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz, time_zone text, anchor timestamp)
   language sql
   stable
   security definer
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, $2, $3);
-  select p.name, o.key, o.capacity, o.refill, o.every, nullif(o.expires_at, 'infinity')
+  select p.name, o.key, o.capacity, case when p.period is null then o.refill end, case when p.period is null then o.every end,
+         nullif(o.expires_at, 'infinity'), o.time_zone, o.anchor
     from policies as p
    cross join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = $2 collate "C"  -- through the primary key
                        union all
@@ -4214,7 +4488,9 @@ policy: null lists the overrides of all policies.
 key: null lists the overrides of all keys.
 max_rows: 1 or more.
 capacity: whole tokens.
+refill: null for a quota, as every is.
 expires_at: null if the override stays until it is removed.
+time_zone: null unless the policy is a quota, as anchor is.
 Errors: 22023 for a bad argument, RL001 for an unknown policy.
 Locks: nothing.
 Writes: nothing.
@@ -4222,6 +4498,286 @@ Role: administrator.';
 
 
 -- Buckets.
+-- Takes from the bucket of a quota, in buckets, for ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to: as many whole tokens as there
+-- are, at_most, or none if there are fewer than at_least. The steps, locks and writes are those of the last. A period that has not begun
+-- lends nothing, so to reserve is to acquire. calendar.sql says what the level of a row is.
+create or replace function ratelimit.take_quota_of_buckets(
+    policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
+  returns ratelimit.partial_decision
+  language plpgsql
+  volatile
+as $$
+declare
+  v_key             text collate "C" := key;
+  v_idempotency_key text collate "C" := idempotency_key;
+  v_now             timestamptz := clock();
+  v_quota           ratelimit.policies := quota_of_key(policy, v_key, v_now);
+  v_own             ratelimit.policies := policy;  -- without the numbers of an override
+  v_taken           bigint := at_most;
+  v_wanted          bigint;
+  v_level           bigint;       -- as the row has it
+  v_refilled_at     timestamptz;  -- when the row was written
+  v_held            bigint;       -- microtokens in the bucket
+  v_retry_us        bigint;
+  v_reset_us        bigint;
+  v_has_row         boolean;      -- a bucket without a row is full
+  v_first           ratelimit.idempotency_keys;
+  v_answer          ratelimit.decision;
+  v_rounds          integer;
+begin
+  -- 1. The idempotency key.
+  if v_idempotency_key is not null then
+    select k.* into v_first
+      from idempotency_keys as k
+     where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+    if v_first.expires_at > v_now then
+      return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
+    end if;
+  end if;
+
+  loop
+    -- 2. The update.
+    if v_taken between 1 and v_quota.capacity then
+      v_wanted := microtokens(v_taken);
+      update buckets as b
+         set level       = used_level(b.level, b.refilled_at, v_quota.turned_at) - v_wanted,
+             refilled_at = greatest(b.refilled_at, v_now),
+             room        = null
+       where b.policy_id = policy.id
+         and b.key       = v_key
+         and used_level(b.level, b.refilled_at, v_quota.turned_at) >= v_wanted - microtokens(v_quota.capacity)
+      returning b.level, b.refilled_at into v_level, v_refilled_at;
+      exit when found;
+    end if;
+
+    -- 3. The bucket, as of now: the update may have waited.
+    v_now   := clock();
+    v_own   := own_numbers(v_quota);
+    v_quota := quota_of_key(v_own, v_key, v_now);
+    select b.level, b.refilled_at into v_level, v_refilled_at
+      from buckets as b
+     where b.policy_id = policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, v_quota.turned_at), 0);
+    v_taken   := least(at_most, whole_tokens(v_held));
+
+    -- 3a. Too few tokens.
+    if at_most = 0 or v_taken < at_least then
+      v_retry_us := case when at_most = 0 then 0
+                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_own) end;
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_own);
+      if v_idempotency_key is not null then
+        select k.* into v_first
+          from idempotency_keys as k
+         where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
+        end if;
+      end if;
+      if v_quota.shadow and at_most > 0 then
+        v_answer := shadow_of(v_held, v_reset_us, v_quota.capacity);
+        return partial_of(v_answer, at_most);
+      end if;
+      v_answer := answer_of(v_held, v_retry_us, v_reset_us, v_quota.capacity);
+      return partial_of(v_answer, 0);
+    end if;
+
+    -- 3b. No row. The insert may wait for a session that creates the same one.
+    if not v_has_row then
+      v_wanted      := microtokens(v_taken);
+      v_level       := -v_wanted;
+      v_refilled_at := v_now;
+      insert into buckets (policy_id, key, level, refilled_at, due_at)
+      values (policy.id, v_key, v_level, v_refilled_at, v_quota.turns_at)
+      on conflict on constraint buckets_pkey do nothing;
+      exit when found;
+    end if;
+
+    -- Again. Each round but the first is due to another session.
+    v_rounds := coalesce(v_rounds, 0) + 1;
+    if v_rounds = 1000 then
+      perform too_many_rounds(v_quota.name, v_key);  -- raises 40001
+    end if;
+  end loop;
+  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_own);
+  v_held     := microtokens(v_quota.capacity) + v_level;
+
+  -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
+  if v_idempotency_key is not null then
+    insert into idempotency_keys as k
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
+    values (policy.id, v_key, v_idempotency_key, v_taken,
+            tokens_above_debt(v_held), duration(v_reset_us), v_quota.capacity, v_now + duration(v_quota.remember_us), v_now)
+    on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled,
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
+         where k.expires_at <= v_now;
+    if not found then
+      update buckets as b
+         set level = b.level + v_wanted
+       where b.policy_id = policy.id
+         and b.key       = v_key;
+      select k.* into v_first
+        from idempotency_keys as k
+       where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
+    end if;
+  end if;
+  v_answer := grant_of(v_held, v_reset_us, v_quota.capacity);
+  return partial_of(v_answer, case when v_quota.shadow then at_most else v_taken end);
+end;
+$$;
+comment on function ratelimit.take_quota_of_buckets(ratelimit.policies, text, bigint, bigint, text) is
+  'The steps of ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to for a quota.';
+
+-- Takes from the bucket of a quota, in ephemeral_buckets, for ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to: as many whole tokens as there
+-- are, at_most, or none if there are fewer than at_least. The steps, locks and writes are those of the last. A period that has not begun
+-- lends nothing, so to reserve is to acquire. calendar.sql says what the level of a row is.
+create or replace function ratelimit.take_quota_of_ephemeral_buckets(
+    policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
+  returns ratelimit.partial_decision
+  language plpgsql
+  volatile
+as $$
+declare
+  v_key             text collate "C" := key;
+  v_idempotency_key text collate "C" := idempotency_key;
+  v_now             timestamptz := clock();
+  v_quota           ratelimit.policies := quota_of_key(policy, v_key, v_now);
+  v_own             ratelimit.policies := policy;  -- without the numbers of an override
+  v_taken           bigint := at_most;
+  v_wanted          bigint;
+  v_level           bigint;       -- as the row has it
+  v_refilled_at     timestamptz;  -- when the row was written
+  v_held            bigint;       -- microtokens in the bucket
+  v_retry_us        bigint;
+  v_reset_us        bigint;
+  v_has_row         boolean;      -- a bucket without a row is full
+  v_first           ratelimit.idempotency_keys;
+  v_answer          ratelimit.decision;
+  v_rounds          integer;
+begin
+  -- 1. The idempotency key.
+  if v_idempotency_key is not null then
+    select k.* into v_first
+      from ephemeral_idempotency_keys as k
+     where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+    if v_first.expires_at > v_now then
+      return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
+    end if;
+  end if;
+
+  loop
+    -- 2. The update.
+    if v_taken between 1 and v_quota.capacity then
+      v_wanted := microtokens(v_taken);
+      update ephemeral_buckets as b
+         set level       = used_level(b.level, b.refilled_at, v_quota.turned_at) - v_wanted,
+             refilled_at = greatest(b.refilled_at, v_now),
+             room        = null
+       where b.policy_id = policy.id
+         and b.key       = v_key
+         and used_level(b.level, b.refilled_at, v_quota.turned_at) >= v_wanted - microtokens(v_quota.capacity)
+      returning b.level, b.refilled_at into v_level, v_refilled_at;
+      exit when found;
+    end if;
+
+    -- 3. The bucket, as of now: the update may have waited.
+    v_now   := clock();
+    v_own   := own_numbers(v_quota);
+    v_quota := quota_of_key(v_own, v_key, v_now);
+    select b.level, b.refilled_at into v_level, v_refilled_at
+      from ephemeral_buckets as b
+     where b.policy_id = policy.id
+       and b.key       = v_key;
+    v_has_row := found;
+    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, v_quota.turned_at), 0);
+    v_taken   := least(at_most, whole_tokens(v_held));
+
+    -- 3a. Too few tokens.
+    if at_most = 0 or v_taken < at_least then
+      v_retry_us := case when at_most = 0 then 0
+                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_own) end;
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_own);
+      if v_idempotency_key is not null then
+        select k.* into v_first
+          from ephemeral_idempotency_keys as k
+         where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        if v_first.expires_at > v_now then
+          return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
+        end if;
+      end if;
+      if v_quota.shadow and at_most > 0 then
+        v_answer := shadow_of(v_held, v_reset_us, v_quota.capacity);
+        return partial_of(v_answer, at_most);
+      end if;
+      v_answer := answer_of(v_held, v_retry_us, v_reset_us, v_quota.capacity);
+      return partial_of(v_answer, 0);
+    end if;
+
+    -- 3b. No row. The insert may wait for a session that creates the same one.
+    if not v_has_row then
+      v_wanted      := microtokens(v_taken);
+      v_level       := -v_wanted;
+      v_refilled_at := v_now;
+      insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+      values (policy.id, v_key, v_level, v_refilled_at, v_quota.turns_at)
+      on conflict on constraint ephemeral_buckets_pkey do nothing;
+      exit when found;
+    end if;
+
+    -- Again. Each round but the first is due to another session.
+    v_rounds := coalesce(v_rounds, 0) + 1;
+    if v_rounds = 1000 then
+      perform too_many_rounds(v_quota.name, v_key);  -- raises 40001
+    end if;
+  end loop;
+  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_own);
+  v_held     := microtokens(v_quota.capacity) + v_level;
+
+  -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
+  if v_idempotency_key is not null then
+    insert into ephemeral_idempotency_keys as k
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
+    values (policy.id, v_key, v_idempotency_key, v_taken,
+            tokens_above_debt(v_held), duration(v_reset_us), v_quota.capacity, v_now + duration(v_quota.remember_us), v_now)
+    on conflict on constraint ephemeral_idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled,
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
+         where k.expires_at <= v_now;
+    if not found then
+      update ephemeral_buckets as b
+         set level = b.level + v_wanted
+       where b.policy_id = policy.id
+         and b.key       = v_key;
+      select k.* into v_first
+        from ephemeral_idempotency_keys as k
+       where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
+    end if;
+  end if;
+  v_answer := grant_of(v_held, v_reset_us, v_quota.capacity);
+  return partial_of(v_answer, case when v_quota.shadow then at_most else v_taken end);
+end;
+$$;
+comment on function ratelimit.take_quota_of_ephemeral_buckets(ratelimit.policies, text, bigint, bigint, text) is
+  'The steps of ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to for a quota.';
+
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
 -- The steps. Steps 1 and 4 are for an acquire with an idempotency key. An idempotency key that has not expired is live.
@@ -4298,8 +4854,14 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_quota           ratelimit.partial_decision;
   begin
     if v_policy.overridden then
+      if v_policy.period is not null then
+        v_quota := take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
+        return (v_quota.allowed, v_quota.remaining, v_quota.retry_after, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
+                v_quota.shadowed)::ratelimit.decision;
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);
@@ -4414,7 +4976,8 @@ begin
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
       if not found then
         update buckets as b
@@ -4469,8 +5032,14 @@ as $$
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_quota           ratelimit.partial_decision;
   begin
     if v_policy.overridden then
+      if v_policy.period is not null then
+        v_quota := take_quota_of_ephemeral_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
+        return (v_quota.allowed, v_quota.remaining, v_quota.retry_after, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
+                v_quota.shadowed)::ratelimit.decision;
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);
@@ -4585,7 +5154,8 @@ as $$
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
       if not found then
         update ephemeral_buckets as b
@@ -4745,13 +5315,16 @@ begin
     if found then
       v_policy := with_override(v_policy, v_override);
     end if;
+    if v_policy.period is not null then
+      v_policy := turning(v_policy, v_now);
+    end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_policy.durable then
     update buckets as b
-       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
-                         + microtokens(v_amount),
+       set level       = stored_level(least(level_now(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                                      + microtokens(v_amount), v_policy),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
@@ -4760,8 +5333,8 @@ begin
     returning b.level, b.refilled_at into v_level, v_refilled_at;
   else
     update ephemeral_buckets as b
-       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
-                         + microtokens(v_amount),
+       set level       = stored_level(least(level_now(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                                      + microtokens(v_amount), v_policy),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
@@ -4775,6 +5348,7 @@ begin
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
   if v_policy.ends_at is not null then
     v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    v_level    := level_now(v_level, v_refilled_at, v_now, v_policy);
   end if;
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;
@@ -4976,7 +5550,7 @@ begin
           v_policy := numbers_again(v_policy, v_key, v_now);
         end if;
         exit when v_has_row;
-        v_level       := microtokens(v_policy.capacity);
+        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
         v_refilled_at := v_now;
         insert into buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
@@ -4986,18 +5560,19 @@ begin
       end loop;
 
       -- 3. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
-      v_held        := refilled(v_level, v_refilled_at, v_now, v_policy);
-      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+      v_held        := level_now(v_level, v_refilled_at, v_now, v_policy);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, lowest_level(v_policy));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
       if v_policy.ends_at is not null then
-        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+        v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
       insert into idempotency_keys as k
-             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
+             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at, granted_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us),
+              case when v_policy.period is not null then v_now end)
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -5006,14 +5581,15 @@ begin
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
       exit when found;
     end loop;
 
     -- 4. The level.
     update buckets as b
-       set level = v_level, refilled_at = v_refilled_at, room = null
+       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -5024,7 +5600,8 @@ comment on function ratelimit_charge(text, text, bigint, text) is
 'Takes cost tokens from one bucket whatever the bucket holds.
 It is for usage that is known only afterwards. allowed is always true.
 Tokens that the bucket does not hold are debt: remaining goes below zero, and refill pays the debt first. Debt ends at
-  a floor: 9000000000000 tokens, or the refill of 10000 years if that is less and not 0. The rest of a charge that
+  a floor: 9000000000000 tokens, or the refill of 10000 years if that is less and not 0. Of a quota at most 9000000000000
+  tokens are used. The rest of a charge that
   reaches the floor is dropped.
 A repeat under a live idempotency key gets the first answer and takes nothing, also after a settlement.
 cost: whole tokens, 0 to 9000000000000. A cost of 0 takes nothing and ignores the idempotency key.
@@ -5092,7 +5669,7 @@ as $$
           v_policy := numbers_again(v_policy, v_key, v_now);
         end if;
         exit when v_has_row;
-        v_level       := microtokens(v_policy.capacity);
+        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
         v_refilled_at := v_now;
         insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
@@ -5102,18 +5679,19 @@ as $$
       end loop;
 
       -- 3. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
-      v_held        := refilled(v_level, v_refilled_at, v_now, v_policy);
-      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+      v_held        := level_now(v_level, v_refilled_at, v_now, v_policy);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, lowest_level(v_policy));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
       if v_policy.ends_at is not null then
-        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+        v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
       insert into ephemeral_idempotency_keys as k
-             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at)
+             (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at, granted_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
-              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
+              whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us),
+              case when v_policy.period is not null then v_now end)
       on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -5122,14 +5700,15 @@ as $$
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
       exit when found;
     end loop;
 
     -- 4. The level.
     update ephemeral_buckets as b
-       set level = v_level, refilled_at = v_refilled_at, room = null
+       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -5233,9 +5812,12 @@ begin
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
+          if v_back > 0 and v_first.granted_at < v_policy.turned_at then
+            v_back := 0;  -- the period of the grant is over
+          end if;
         end if;
         exit when v_has_row or v_back >= 0;
-        v_level       := microtokens(v_policy.capacity);
+        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
         v_refilled_at := v_now;
         insert into buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
@@ -5261,15 +5843,15 @@ begin
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
-                                 v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+    v_level       := moved_level(level_now(v_level, v_refilled_at, v_now, v_policy), v_back,
+                                 v_policy.full_level, lowest_level(v_policy));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     if v_policy.ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
     update buckets as b
-       set level = v_level, refilled_at = v_refilled_at, room = null
+       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -5283,6 +5865,7 @@ Any function that takes an idempotency key can have made the grant. The level mo
   is the bucket after the settlement.
 The first settlement stands. A repeat with the same cost has replayed true and changes nothing.
 After a settlement any request under the key fails with RL004, but a charge is replayed.
+What the grant of a quota took too much is not given back once its period is over.
 Under a shadow policy a missing grant is no error: nothing is charged, and shadowed is true.
 idempotency_key: the key of the grant.
 cost: the real cost in whole tokens, 0 to 9000000000000.
@@ -5358,9 +5941,12 @@ as $$
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
+          if v_back > 0 and v_first.granted_at < v_policy.turned_at then
+            v_back := 0;  -- the period of the grant is over
+          end if;
         end if;
         exit when v_has_row or v_back >= 0;
-        v_level       := microtokens(v_policy.capacity);
+        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
         v_refilled_at := v_now;
         insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
@@ -5386,15 +5972,15 @@ as $$
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
-                                 v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+    v_level       := moved_level(level_now(v_level, v_refilled_at, v_now, v_policy), v_back,
+                                 v_policy.full_level, lowest_level(v_policy));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     if v_policy.ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
     update ephemeral_buckets as b
-       set level = v_level, refilled_at = v_refilled_at, room = null
+       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -5469,9 +6055,15 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_quota           ratelimit.partial_decision;
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
+      if v_policy.period is not null then
+        v_quota := take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
+        return (v_quota.allowed, v_quota.retry_after, v_quota.remaining, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
+                v_quota.shadowed)::ratelimit.reservation;
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_own    := v_policy;
@@ -5613,7 +6205,8 @@ begin
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
       if not found then
         update buckets as b
@@ -5650,6 +6243,7 @@ A repeat under a live idempotency key has the rest of the wait. Until the wait i
   is denied, with that rest as retry_after.
 Tokens that are given back do not shorten the wait of earlier reservations.
 A shadow policy returns wait 0.
+A quota lends nothing of a period that has not begun: it grants with wait 0, or denies.
 max_wait: 0 to 365 days, without months and years. 0 takes only tokens that the bucket holds now.
 cost: as in ratelimit_acquire.
 idempotency_key: as in ratelimit_acquire. The grant is remembered until remember after the end of the wait.
@@ -5682,9 +6276,15 @@ as $$
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_quota           ratelimit.partial_decision;
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
+      if v_policy.period is not null then
+        v_quota := take_quota_of_ephemeral_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
+        return (v_quota.allowed, v_quota.retry_after, v_quota.remaining, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
+                v_quota.shadowed)::ratelimit.reservation;
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_own    := v_policy;
@@ -5826,7 +6426,8 @@ as $$
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
       if not found then
         update ephemeral_buckets as b
@@ -5908,6 +6509,9 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
+      if v_policy.period is not null then
+        return take_quota_of_buckets(v_policy, v_key, at_most, at_least, v_idempotency_key);
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);
@@ -6032,7 +6636,8 @@ begin
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
       if not found then
         update buckets as b
@@ -6089,6 +6694,9 @@ as $$
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
+      if v_policy.period is not null then
+        return take_quota_of_ephemeral_buckets(v_policy, v_key, at_most, at_least, v_idempotency_key);
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);
@@ -6213,7 +6821,8 @@ as $$
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
       if not found then
         update ephemeral_buckets as b
@@ -6415,7 +7024,9 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if policy.overridden
+  if policy.period is not null then
+    return;  -- left to decide_in_order
+  elsif policy.overridden
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
     if asked is null then
       asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);
@@ -6663,7 +7274,9 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if policy.overridden
+  if policy.period is not null then
+    return;  -- left to decide_in_order
+  elsif policy.overridden
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
     if asked is null then
       asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);
@@ -7127,16 +7740,18 @@ declare
 begin
   if new then
     insert into idempotency_keys as k
-           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us)
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
+           case when v_policy.period is not null then v_now end
       from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place]);
   else
     insert into idempotency_keys as k
-           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us)
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
+           case when v_policy.period is not null then v_now end
       from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place])
     on conflict on constraint idempotency_keys_pkey do update
@@ -7147,7 +7762,8 @@ begin
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
   end if;
   get diagnostics v_stored = row_count;
@@ -7183,16 +7799,18 @@ declare
 begin
   if new then
     insert into ephemeral_idempotency_keys as k
-           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us)
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
+           case when v_policy.period is not null then v_now end
       from unnest(places, remember_ephemeral_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place]);
   else
     insert into ephemeral_idempotency_keys as k
-           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
-           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us)
+           g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
+           case when v_policy.period is not null then v_now end
       from unnest(places, remember_ephemeral_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place])
     on conflict on constraint ephemeral_idempotency_keys_pkey do update
@@ -7203,7 +7821,8 @@ begin
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
   end if;
   get diagnostics v_stored = row_count;
@@ -7229,6 +7848,24 @@ declare
   v_policy alias for policy;
   v_now    alias for now;
 begin
+  if v_policy.period is not null then
+    select array_agg(filling(u.p, b.refilled_at) order by u.n), array_agg(microtokens((u.p).capacity) + coalesce(b.level, 0) order by u.n),
+           array_agg(coalesce(b.refilled_at, v_now) order by u.n),
+           array_agg(coalesce(level_now(b.level, b.refilled_at, v_now, u.p), microtokens((u.p).capacity)) order by u.n),
+           array_agg(b.level is not null order by u.n)
+      into numbers, levels, refilled_at, levels_now, has_row
+      from (select u.key, u.created, u.n, quota_of_key(v_policy, u.key, v_now) as p
+              from unnest(keys, created) with ordinality as u (key, created, n)
+            offset 0) as u
+      left join lateral (select b.level, b.refilled_at
+                           from buckets as b
+                          where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b on u.created is not true;
+    return;
+  end if;
   select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens(greatest((u.p).capacity, v_policy.capacity))) order by u.n),
          array_agg(coalesce(b.refilled_at, v_now) order by u.n),
          array_agg(case when b.level is null then microtokens((u.p).capacity) else refilled(b.level, b.refilled_at, v_now, u.p) end order by u.n),
@@ -7300,7 +7937,7 @@ begin
           for update;
       exit when found;
       insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)  -- due at once, as in ratelimit_charge
+      values (v_policy_id, v_key, stored_level(microtokens(numbers[v_n].capacity), numbers[v_n]), now, now)  -- due at once, as in ratelimit_charge
       on conflict on constraint buckets_pkey do nothing;
       v_created[v_n] := found;
       exit when found;
@@ -7390,6 +8027,24 @@ declare
   v_policy alias for policy;
   v_now    alias for now;
 begin
+  if v_policy.period is not null then
+    select array_agg(filling(u.p, b.refilled_at) order by u.n), array_agg(microtokens((u.p).capacity) + coalesce(b.level, 0) order by u.n),
+           array_agg(coalesce(b.refilled_at, v_now) order by u.n),
+           array_agg(coalesce(level_now(b.level, b.refilled_at, v_now, u.p), microtokens((u.p).capacity)) order by u.n),
+           array_agg(b.level is not null order by u.n)
+      into numbers, levels, refilled_at, levels_now, has_row
+      from (select u.key, u.created, u.n, quota_of_key(v_policy, u.key, v_now) as p
+              from unnest(keys, created) with ordinality as u (key, created, n)
+            offset 0) as u
+      left join lateral (select b.level, b.refilled_at
+                           from ephemeral_buckets as b
+                          where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b on u.created is not true;
+    return;
+  end if;
   select array_agg(u.p order by u.n), array_agg(coalesce(b.level, microtokens(greatest((u.p).capacity, v_policy.capacity))) order by u.n),
          array_agg(coalesce(b.refilled_at, v_now) order by u.n),
          array_agg(case when b.level is null then microtokens((u.p).capacity) else refilled(b.level, b.refilled_at, v_now, u.p) end order by u.n),
@@ -7461,7 +8116,7 @@ begin
           for update;
       exit when found;
       insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy_id, v_key, microtokens(numbers[v_n].capacity), now, now)  -- due at once, as in ratelimit_charge
+      values (v_policy_id, v_key, stored_level(microtokens(numbers[v_n].capacity), numbers[v_n]), now, now)  -- due at once, as in ratelimit_charge
       on conflict on constraint ephemeral_buckets_pkey do nothing;
       v_created[v_n] := found;
       exit when found;
@@ -7740,7 +8395,7 @@ begin
           v_earlier := twins[v_earlier];
         end loop;
         if v_earlier is not null and charges[v_earlier] <> charges[v_i] then
-          known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null, null)::ratelimit.idempotency_keys;
+          known[v_i] := row(null, charges[v_earlier], null, null, null, null, null, idempotency_keys[v_i], null, null, null, null)::ratelimit.idempotency_keys;
         elsif v_earlier is not null then
           replayed[v_i]     := true;
           v_then_level[v_i] := v_then_level[v_earlier];
@@ -7812,12 +8467,12 @@ begin
                  case
                    when e.fits or (e.p).shadow then 0
                    when (e.known).cost is not null then left_us(e.known, decide.now)
-                   when (e.p).ends_at is not null then wait_past_end(e.charge, e.level, e.refilled_at, decide.now, e.p, own[e.bucket])
+                   when (e.p).ends_at is not null then wait_past_end(e.charge, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
                    when e.charge <= (e.p).capacity then wait_until(microtokens(e.charge), e.level, e.refilled_at, decide.now, e.p)
                  end as retry_us,
                  case
                    when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
-                   when (e.p).ends_at is not null then wait_past_end(null, e.level, e.refilled_at, decide.now, e.p, own[e.bucket])
+                   when (e.p).ends_at is not null then wait_past_end(null, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
                    else wait_until((e.p).full_level, e.level, e.refilled_at, decide.now, e.p)
                  end as reset_us,
                  coalesce((e.known).capacity, (e.p).capacity) as capacity
@@ -7871,7 +8526,7 @@ begin
         continue when (v_left_us[v_i] <= v_longest) is not true;
         v_over         := true;
         v_left_us[v_i] := null;
-        retry_us[v_i]  := wait_after_end(charges[v_i], levels[v_i], refilled_at[v_i], now, numbers[buckets[v_i]], own[buckets[v_i]]);
+        retry_us[v_i]  := wait_after_end(charges[v_i], stored_level(levels[v_i], numbers[buckets[v_i]]), refilled_at[v_i], now, numbers[buckets[v_i]], own[buckets[v_i]]);
       end loop;
       exit when not v_over;
     end loop;
@@ -8022,6 +8677,9 @@ begin
       end if;
 
       -- 5. Write and remember.
+      if v_look.own is not null then
+        v_verdict.levels := array(select stored_level(u.level, v_numbers[u.n]) from unnest(v_verdict.levels) with ordinality as u (level, n) order by u.n);
+      end if;
       v_in_order := in_locking_order(v_policies);
       for v_n in 1..cardinality(v_in_order) loop
         v_policy := v_policies[v_in_order[v_n]];
@@ -8153,7 +8811,7 @@ comment on function ratelimit.decide_left(text[], text[], bigint[], bigint[], te
   'Decides the elements of a batch that were not granted at first sight.';
 
 -- The denials of all policies, as of one snapshot, because the function is STABLE: a policy could be redefined between two reads. A
--- shadow policy denies nothing.
+-- shadow policy denies nothing, and a quota is left to decide_in_order.
 create or replace function ratelimit.denied(policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
   returns ratelimit.packed
   language plpgsql
@@ -8170,7 +8828,7 @@ begin
     v_names := array(select distinct denied.policies[u.place] collate "C" from unnest(places) as u (place));
   end if;
   foreach v_name in array v_names loop
-    select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow;
+    select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow and p.period is null;
     continue when not found;
     if v_policy.durable then
       v_part := denied_in_buckets(v_policy, policies, keys, costs, places, now);
@@ -8887,8 +9545,14 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_quota           ratelimit.partial_decision;
   begin
     if v_policy.overridden then
+      if v_policy.period is not null then
+        v_quota := take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
+        return (v_quota.allowed, v_quota.remaining, v_quota.retry_after, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
+                v_quota.shadowed)::ratelimit.decision;
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);
@@ -9003,7 +9667,8 @@ begin
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now;
       if not found then
         update buckets as b
@@ -9397,8 +10062,14 @@ begin
     with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
-              and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0) as removable
+           or case
+                when p.period is not null then
+                  unused(row(p.*)::ratelimit.policies, b.level, b.refilled_at, v_now)
+                  and (o.key is null or unused(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), b.level, b.refilled_at, v_now))
+                else
+                  wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
+                  and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0)
+              end as removable
       from buckets as b
       left join policies as p on p.id = b.policy_id
       left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key and o.expires_at > v_now
@@ -9412,11 +10083,19 @@ begin
     returning 1
   ), postponed as (
     update buckets as b
-       set due_at = v_now + (select duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up), v_most_us),
-                                                            case when o.key is not null then
-                                                              coalesce(wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up), v_most_us)
-                                                            end),
-                                                   v_most_us))
+       set due_at = (select case
+                              when p.period is not null then
+                                greatest((turning(row(p.*)::ratelimit.policies, v_now)).turns_at,
+                                         case when o.key is not null then
+                                           (turning(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), v_now)).turns_at
+                                         end)
+                              else
+                                v_now + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up), v_most_us),
+                                                         case when o.key is not null then
+                                                           coalesce(wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up), v_most_us)
+                                                         end),
+                                                v_most_us))
+                            end
                                from policies as p
                                left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key
                                                            and o.expires_at > v_now
@@ -9429,8 +10108,14 @@ begin
     with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
-              and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0) as removable
+           or case
+                when p.period is not null then
+                  unused(row(p.*)::ratelimit.policies, b.level, b.refilled_at, v_now)
+                  and (o.key is null or unused(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), b.level, b.refilled_at, v_now))
+                else
+                  wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
+                  and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0)
+              end as removable
       from ephemeral_buckets as b
       left join policies as p on p.id = b.policy_id
       left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key and o.expires_at > v_now
@@ -9444,11 +10129,19 @@ begin
     returning 1
   ), postponed as (
     update ephemeral_buckets as b
-       set due_at = v_now + (select duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up), v_most_us),
-                                                            case when o.key is not null then
-                                                              coalesce(wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up), v_most_us)
-                                                            end),
-                                                   v_most_us))
+       set due_at = (select case
+                              when p.period is not null then
+                                greatest((turning(row(p.*)::ratelimit.policies, v_now)).turns_at,
+                                         case when o.key is not null then
+                                           (turning(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), v_now)).turns_at
+                                         end)
+                              else
+                                v_now + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up), v_most_us),
+                                                         case when o.key is not null then
+                                                           coalesce(wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up), v_most_us)
+                                                         end),
+                                                v_most_us))
+                            end
                                from policies as p
                                left join overrides as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key
                                                            and o.expires_at > v_now
@@ -9669,9 +10362,10 @@ begin
              duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              (s.numbers).capacity, s.overridden
-        from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
+        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when o.key is null then row(p.*)::ratelimit.policies
+                             case when p.period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
+                                  when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p
                         join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
@@ -9679,7 +10373,7 @@ begin
                        where (v_name is null or p.name = v_name)
                          and (v_key is null or b.key = v_key)
                       offset 0) as u
-               order by refilled(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
+               order by level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
                limit at_most) as s
        order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
   elsif exists (select from policies as p where p.name = v_name and not p.durable) then
@@ -9693,9 +10387,10 @@ begin
              duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              (s.numbers).capacity, s.overridden
-        from (select u.*, refilled(u.level, u.refilled_at, v_now, u.numbers) as level_now
+        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when o.key is null then row(p.*)::ratelimit.policies
+                             case when p.period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
+                                  when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p
                         join buckets as b on b.policy_id = p.id
@@ -9703,7 +10398,7 @@ begin
                        where (v_name is null or p.name = v_name)
                          and (v_key is null or b.key = v_key)
                       offset 0) as u
-               order by refilled(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
+               order by level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
                limit at_most) as s
        order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
   end if;

@@ -165,6 +165,17 @@ $functions$;
 drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
 alter type ratelimit.retired_decision rename to decision;
 
+-- Without quotas, what is used of one is missing in its bucket.
+update ratelimit.buckets as b
+   set level = b.level + p.full_level
+  from ratelimit.policies as p
+ where p.id = b.policy_id
+   and p.period is not null;
+update ratelimit.ephemeral_buckets as b
+   set level = b.level + p.full_level
+  from ratelimit.policies as p
+ where p.id = b.policy_id
+   and p.period is not null;
 -- Without refill 0, such a policy refills as slowly as one can.
 update ratelimit.policies
    set refill = 1,
@@ -186,8 +197,8 @@ update ratelimit.idempotency_keys set reset_after = interval '365250 days' where
 update ratelimit.ephemeral_idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
 alter table ratelimit.idempotency_keys alter column reset_after set not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
-alter table ratelimit.idempotency_keys drop column ready_at, drop column settled, drop column taken;
-alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled, drop column taken;
+alter table ratelimit.idempotency_keys drop column ready_at, drop column settled, drop column taken, drop column granted_at;
+alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled, drop column taken, drop column granted_at;
 alter table ratelimit.buckets drop column room;
 alter table ratelimit.ephemeral_buckets drop column room;
 do $names$
@@ -203,7 +214,12 @@ drop table ratelimit.overrides, ratelimit.shard;
 alter table ratelimit.policies
   drop column overridden,
   drop column shadow,
-  drop column ends_at;
+  drop column ends_at,
+  drop column period,
+  drop column time_zone,
+  drop column anchor,
+  drop column turned_at,
+  drop column turns_at;
 comment on type ratelimit.decision is
   'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when it is the first answer under a live idempotency key, given again.';
 

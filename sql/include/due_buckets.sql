@@ -8,8 +8,14 @@
 with due as materialized (
     select b.ctid as row_id,
            p.id is null
-           or wait_for(p.full_level, b.level, b.refilled_at, {{ $now }}, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
-              and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, {{ $now }}, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0) as removable
+           or case
+                when p.period is not null then
+                  unused(row(p.*)::ratelimit.policies, b.level, b.refilled_at, {{ $now }})
+                  and (o.key is null or unused(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), b.level, b.refilled_at, {{ $now }}))
+                else
+                  wait_for(p.full_level, b.level, b.refilled_at, {{ $now }}, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
+                  and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, {{ $now }}, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0)
+              end as removable
       from {{ .table }} as b
       left join {{ $policies }} as p on p.id = b.policy_id
       left join {{ $overrides }} as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key and o.expires_at > {{ $now }}
@@ -23,11 +29,19 @@ with due as materialized (
     returning 1
   ), postponed as (
     update {{ .table }} as b
-       set due_at = {{ $now }} + (select duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, {{ $now }}, p.every_us, p.tick_us, p.tick_gain, p.round_up), {{ $most_us }}),
-                                                            case when o.key is not null then
-                                                              coalesce(wait_for(o.full_level, b.level, b.refilled_at, {{ $now }}, o.every_us, o.tick_us, o.tick_gain, o.round_up), {{ $most_us }})
-                                                            end),
-                                                   {{ $most_us }}))
+       set due_at = (select case
+                              when p.period is not null then
+                                greatest((turning(row(p.*)::ratelimit.policies, {{ $now }})).turns_at,
+                                         case when o.key is not null then
+                                           (turning(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), {{ $now }})).turns_at
+                                         end)
+                              else
+                                {{ $now }} + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, {{ $now }}, p.every_us, p.tick_us, p.tick_gain, p.round_up), {{ $most_us }}),
+                                                         case when o.key is not null then
+                                                           coalesce(wait_for(o.full_level, b.level, b.refilled_at, {{ $now }}, o.every_us, o.tick_us, o.tick_gain, o.round_up), {{ $most_us }})
+                                                         end),
+                                                {{ $most_us }}))
+                            end
                                from {{ $policies }} as p
                                left join {{ $overrides }} as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key
                                                            and o.expires_at > {{ $now }}

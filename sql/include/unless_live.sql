@@ -9,6 +9,7 @@ on conflict on constraint {{ .idempotency_keys }}_pkey do update
                expires_at  = excluded.expires_at,
                ready_at    = excluded.ready_at,
                settled     = excluded.settled,
-               taken       = excluded.taken
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
          where k.expires_at <= v_now
 {{- /**/ -}}

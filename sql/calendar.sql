@@ -1,0 +1,144 @@
+-- Quotas: buckets that are full at each turn of a calendar, and gain nothing in between.
+--
+-- Turn n is the anchor and n periods, a local time of the time zone, for every whole n. Each is counted from the anchor: a month after
+-- 31 January is 28 February, and two months are 31 March. So nothing runs at a turn: a call finds out which turns are around it.
+--
+-- The row of a quota's bucket has a level of 0 microtokens or less: what was used, and not what is there. refilled_at is the last write. Nothing
+-- is used if a turn lies after that. So another capacity keeps what was used, and another calendar fills nothing by itself.
+--
+-- Where a function reads the numbers of a quota, it passes them through turning. For that a quota counts as overridden, and
+-- as numbers that end: the code about neither is left as it is. Names are qualified: Citus calls the functions on other nodes.
+create or replace function ratelimit.turning(policy ratelimit.policies, at timestamptz)
+  returns ratelimit.policies
+  language plpgsql
+  immutable
+as $$
+declare
+  v_anchor constant timestamp := policy.anchor;
+  v_period constant interval  := policy.period;
+  v_zone   constant text      := policy.time_zone;
+  v_local  constant timestamp := at at time zone v_zone;
+  v_months constant integer   := extract(year from v_period) * 12 + extract(month from v_period);
+  v_turn   integer;
+begin
+  -- By local time, which is a turn too far at most; the instants of the turns decide.
+  v_turn := case when v_months > 0 then
+              floor(((extract(year from v_local) - extract(year from v_anchor)) * 12 + extract(month from v_local) - extract(month from v_anchor)) / v_months)
+            else
+              floor(extract(epoch from v_local - v_anchor) / extract(epoch from v_period))
+            end;
+  policy.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
+  while policy.turned_at > at loop
+    v_turn           := v_turn - 1;
+    policy.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
+  end loop;
+  policy.turns_at := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
+  while policy.turns_at <= at loop
+    v_turn           := v_turn + 1;
+    policy.turned_at := policy.turns_at;
+    policy.turns_at  := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
+  end loop;
+  return policy;
+end;
+$$;
+comment on function ratelimit.turning(ratelimit.policies, timestamptz) is
+  'A quota with the turns around an instant: the last one not after it, and the next one.';
+
+create or replace function ratelimit.used_level(level bigint, refilled_at timestamptz, turned_at timestamptz)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case when refilled_at < turned_at then 0 else level end
+$$;
+comment on function ratelimit.used_level(bigint, timestamptz, timestamptz) is
+  'The stored level of a quota''s bucket now: what is used of the period that runs, in microtokens, as 0 or less.';
+
+create or replace function ratelimit.level_now(level bigint, refilled_at timestamptz, now timestamptz, numbers ratelimit.policies)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case
+    when numbers.period is null then ratelimit.refilled(level, refilled_at, now, numbers)
+    else numbers.full_level::bigint + ratelimit.used_level(level, refilled_at, numbers.turned_at)
+  end
+$$;
+comment on function ratelimit.level_now(bigint, timestamptz, timestamptz, ratelimit.policies) is
+  'The level of a bucket now, in microtokens, from its row; a quota is as of turning.';
+
+create or replace function ratelimit.stored_level(level bigint, numbers ratelimit.policies)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case when numbers.period is null then level else level - numbers.full_level::bigint end
+$$;
+comment on function ratelimit.stored_level(bigint, ratelimit.policies) is
+  'The level that a row has, from the microtokens that the bucket holds.';
+
+create or replace function ratelimit.lowest_level(policy ratelimit.policies)
+  returns numeric language sql immutable parallel safe
+as $$
+  select case
+    when policy.period is null then ratelimit.floor_level(policy.gain, policy.every_us)
+    else policy.full_level - ratelimit.deepest_debt()
+  end
+$$;
+comment on function ratelimit.lowest_level(ratelimit.policies) is
+  'The level that no charge goes below, in microtokens.';
+
+-- A quota whose row was written at refilled_at, in the words of a bucket that refills: by now it has filled it, or it gains nothing.
+create or replace function ratelimit.filling(numbers ratelimit.policies, refilled_at timestamptz)
+  returns ratelimit.policies
+  language plpgsql
+  immutable
+as $$
+begin
+  if refilled_at < numbers.turned_at then
+    numbers.gain     := 20000000000000000000000000;  -- 2 * 10^19 microtokens each microsecond: more than any bucket lacks
+    numbers.every_us := 1;
+  end if;
+  return numbers;
+end;
+$$;
+comment on function ratelimit.filling(ratelimit.policies, timestamptz) is
+  'The numbers by which ratelimit.refilled tells the level of a quota''s bucket.';
+
+create or replace function ratelimit.wait_for_turn(tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, quota ratelimit.policies)
+  returns bigint
+  language plpgsql
+  immutable
+as $$
+begin
+  if quota.full_level + ratelimit.used_level(level, refilled_at, quota.turned_at) >= coalesce(ratelimit.microtokens(tokens), quota.full_level) then
+    return 0;
+  elsif refilled_at > now then  -- by a clock that was ahead
+    quota := ratelimit.turning(quota, refilled_at);
+  end if;
+  return ratelimit.microseconds(quota.turns_at - now)::bigint;
+end;
+$$;
+comment on function ratelimit.wait_for_turn(bigint, bigint, timestamptz, timestamptz, ratelimit.policies) is
+  'Microseconds until the bucket of a quota, as of turning, holds tokens; null tokens are a full bucket.';
+
+create or replace function ratelimit.unused(quota ratelimit.policies, level bigint, refilled_at timestamptz, now timestamptz)
+  returns boolean language sql immutable parallel safe
+as $$
+  select ratelimit.used_level(level, refilled_at, (ratelimit.turning(quota, now)).turned_at) = 0
+$$;
+comment on function ratelimit.unused(ratelimit.policies, bigint, timestamptz, timestamptz) is
+  'Whether the row of a quota''s bucket says that nothing is used of the period that runs.';
+
+create or replace function ratelimit.quota_of_key(policy ratelimit.policies, key text, now timestamptz)
+  returns ratelimit.policies
+  language plpgsql
+  stable
+as $$
+declare
+  v_override ratelimit.overrides;
+  v_key      text collate "C" := key;
+begin
+  select o.* into v_override from ratelimit.overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > now;
+  if found then
+    policy := ratelimit.with_override(policy, v_override);
+  end if;
+  return ratelimit.turning(policy, now);
+end;
+$$;
+comment on function ratelimit.quota_of_key(ratelimit.policies, text, timestamptz) is
+  'A quota with the numbers of the override of a key that is live, and the turns around an instant.';
