@@ -217,7 +217,7 @@ alter table ratelimit.policies
   add column shadow     boolean not null default false,
   add column ends_at    timestamptz,
   add column period     interval,
-  add column time_zone  text,
+  add column time_zone  text collate "C",
   add column anchor     timestamp,
   add column turned_at  timestamptz,
   add column turns_at   timestamptz,
@@ -259,7 +259,7 @@ create table ratelimit.overrides (
   gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
   tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
   round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
-  time_zone  text,
+  time_zone  text        collate "C",
   anchor     timestamp,
   constraint overrides_pkey primary key (policy_id, key)
 );

@@ -18,7 +18,7 @@ declare
   v_period constant interval  := policy.period;
   v_zone   constant text      := policy.time_zone;
   v_local  constant timestamp := at at time zone v_zone;
-  v_months constant integer   := extract(year from v_period) * 12 + extract(month from v_period);
+  v_months constant integer   := extract(year from v_period)::integer * 12 + extract(month from v_period)::integer;
   v_turn   integer;
 begin
   -- By local time, which is a turn too far at most; the instants of the turns decide.
@@ -26,7 +26,7 @@ begin
               floor(((extract(year from v_local) - extract(year from v_anchor)) * 12 + extract(month from v_local) - extract(month from v_anchor)) / v_months)
             else
               floor(extract(epoch from v_local - v_anchor) / extract(epoch from v_period))
-            end;
+            end::integer;
   policy.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
   while policy.turned_at > at loop
     v_turn           := v_turn - 1;
@@ -66,7 +66,7 @@ comment on function ratelimit.level_now(bigint, timestamptz, timestamptz, rateli
 create or replace function ratelimit.stored_level(level bigint, numbers ratelimit.policies)
   returns bigint language sql immutable parallel safe
 as $$
-  select case when numbers.period is null then level else level - numbers.full_level::bigint end
+  select level - case when numbers.period is null then 0 else numbers.full_level end::bigint
 $$;
 comment on function ratelimit.stored_level(bigint, ratelimit.policies) is
   'The level that a row has, from the microtokens that the bucket holds.';
@@ -97,7 +97,7 @@ begin
 end;
 $$;
 comment on function ratelimit.filling(ratelimit.policies, timestamptz) is
-  'The numbers by which ratelimit.refilled tells the level of a quota''s bucket.';
+  'The numbers by which refilled tells the level of a quota''s bucket.';
 
 create or replace function ratelimit.wait_for_turn(tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, quota ratelimit.policies)
   returns bigint
@@ -106,7 +106,7 @@ create or replace function ratelimit.wait_for_turn(tokens bigint, level bigint, 
 as $$
 begin
   if quota.full_level + ratelimit.used_level(level, refilled_at, quota.turned_at) >= coalesce(ratelimit.microtokens(tokens), quota.full_level) then
-    return 0;
+    return bigint '0';
   elsif refilled_at > now then  -- by a clock that was ahead
     quota := ratelimit.turning(quota, refilled_at);
   end if;

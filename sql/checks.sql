@@ -244,8 +244,21 @@ $$;
 comment on function ratelimit.check_numbers(bigint, bigint, interval) is
   'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
 
+create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_numbers(capacity, refill, every);
+  if remember is not null then
+    perform ratelimit.check_span('remember', remember);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_policy(bigint, bigint, interval, interval) is
+  'Raises 22023 for the first argument of a policy definition that is missing or out of range.';
+
 -- A quota has a calendar in place of refill, every and stepped.
-create or replace function ratelimit.check_calendar(capacity bigint, refill bigint, every interval, stepped boolean, period interval, time_zone text, anchor timestamp)
+create or replace function ratelimit.check_calendar(refill bigint, every interval, stepped boolean, period interval, time_zone text, anchor timestamp)
   returns void language plpgsql
 as $$
 declare
@@ -268,8 +281,7 @@ begin
   elsif stepped is not null then
     perform ratelimit.refuse('stepped', stepped::text, v_no_refill);
   end if;
-  perform ratelimit.check_numbers(capacity, 0, '1 day');
-  v_months := extract(year from period) * 12 + extract(month from period);
+  v_months := extract(year from period)::integer * 12 + extract(month from period)::integer;
   if (isfinite(period) and (v_months = 0 and period = make_interval(days => extract(day from period)::integer)
                                          and extract(day from period) between 1 and 365250
                             or period = make_interval(months => v_months) and extract(day from period) = 0
@@ -282,7 +294,7 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.check_calendar(bigint, bigint, interval, boolean, interval, text, timestamp) is
+comment on function ratelimit.check_calendar(bigint, interval, boolean, interval, text, timestamp) is
   'Raises 22023 for the first argument of a quota that is out of range, or that a policy of another kind has.';
 
 create or replace function ratelimit.unknown_policy(policy text)

@@ -37,18 +37,15 @@ begin
   v_period    := coalesce(ratelimit_define_policy.period, v_policy.period);
   v_time_zone := coalesce(ratelimit_define_policy.time_zone, v_policy.time_zone, case when v_period is not null then 'UTC' end);
   v_anchor    := coalesce(ratelimit_define_policy.anchor, v_policy.anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
-  perform check_calendar(coalesce(ratelimit_define_policy.capacity, v_policy.capacity), ratelimit_define_policy.refill, ratelimit_define_policy.every,
-                         ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
+  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
   if v_period is not null then
     refill := 0;  -- as of calendar.sql
     every  := interval '1 day';
   end if;
-  perform check_numbers(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
-                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
-                        coalesce(ratelimit_define_policy.every, v_policy.every));
-  if ratelimit_define_policy.remember is not null then
-    perform check_span('remember', ratelimit_define_policy.remember);
-  end if;
+  perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+                       coalesce(ratelimit_define_policy.refill, v_policy.refill),
+                       coalesce(ratelimit_define_policy.every, v_policy.every),
+                       ratelimit_define_policy.remember);
   insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, ends_at, period, time_zone, anchor)
   values (hashtextextended(gen_random_uuid()::text, 0),
           v_name,

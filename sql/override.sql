@@ -50,7 +50,7 @@ begin
   end if;
   v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, v_policy.time_zone);
   v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, v_policy.anchor);
-  perform check_calendar(v_capacity, ratelimit_override.refill, ratelimit_override.every, null, v_policy.period, v_time_zone, v_anchor);
+  perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, v_policy.period, v_time_zone, v_anchor);
   perform check_numbers(v_capacity, v_refill, v_every);
 
   update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;

@@ -125,8 +125,8 @@ begin
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := moved_level(level_now(v_level, v_refilled_at, v_now, v_policy), v_back,
-                                 v_policy.full_level, lowest_level(v_policy));
+    v_level       := level_now(v_level, v_refilled_at, v_now, v_policy);
+    v_level       := moved_level(v_level, v_back, v_policy.full_level, lowest_level(v_policy));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     if v_policy.ends_at is not null then

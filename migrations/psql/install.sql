@@ -2716,7 +2716,7 @@ alter table ratelimit.policies
   add column shadow     boolean not null default false,
   add column ends_at    timestamptz,
   add column period     interval,
-  add column time_zone  text,
+  add column time_zone  text collate "C",
   add column anchor     timestamp,
   add column turned_at  timestamptz,
   add column turns_at   timestamptz,
@@ -2758,7 +2758,7 @@ create table ratelimit.overrides (
   gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
   tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
   round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
-  time_zone  text,
+  time_zone  text        collate "C",
   anchor     timestamp,
   constraint overrides_pkey primary key (policy_id, key)
 );
@@ -3404,8 +3404,21 @@ $$;
 comment on function ratelimit.check_numbers(bigint, bigint, interval) is
   'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
 
+create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_numbers(capacity, refill, every);
+  if remember is not null then
+    perform ratelimit.check_span('remember', remember);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_policy(bigint, bigint, interval, interval) is
+  'Raises 22023 for the first argument of a policy definition that is missing or out of range.';
+
 -- A quota has a calendar in place of refill, every and stepped.
-create or replace function ratelimit.check_calendar(capacity bigint, refill bigint, every interval, stepped boolean, period interval, time_zone text, anchor timestamp)
+create or replace function ratelimit.check_calendar(refill bigint, every interval, stepped boolean, period interval, time_zone text, anchor timestamp)
   returns void language plpgsql
 as $$
 declare
@@ -3428,8 +3441,7 @@ begin
   elsif stepped is not null then
     perform ratelimit.refuse('stepped', stepped::text, v_no_refill);
   end if;
-  perform ratelimit.check_numbers(capacity, 0, '1 day');
-  v_months := extract(year from period) * 12 + extract(month from period);
+  v_months := extract(year from period)::integer * 12 + extract(month from period)::integer;
   if (isfinite(period) and (v_months = 0 and period = make_interval(days => extract(day from period)::integer)
                                          and extract(day from period) between 1 and 365250
                             or period = make_interval(months => v_months) and extract(day from period) = 0
@@ -3442,7 +3454,7 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.check_calendar(bigint, bigint, interval, boolean, interval, text, timestamp) is
+comment on function ratelimit.check_calendar(bigint, interval, boolean, interval, text, timestamp) is
   'Raises 22023 for the first argument of a quota that is out of range, or that a policy of another kind has.';
 
 create or replace function ratelimit.unknown_policy(policy text)
@@ -3762,7 +3774,7 @@ declare
   v_period constant interval  := policy.period;
   v_zone   constant text      := policy.time_zone;
   v_local  constant timestamp := at at time zone v_zone;
-  v_months constant integer   := extract(year from v_period) * 12 + extract(month from v_period);
+  v_months constant integer   := extract(year from v_period)::integer * 12 + extract(month from v_period)::integer;
   v_turn   integer;
 begin
   -- By local time, which is a turn too far at most; the instants of the turns decide.
@@ -3770,7 +3782,7 @@ begin
               floor(((extract(year from v_local) - extract(year from v_anchor)) * 12 + extract(month from v_local) - extract(month from v_anchor)) / v_months)
             else
               floor(extract(epoch from v_local - v_anchor) / extract(epoch from v_period))
-            end;
+            end::integer;
   policy.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
   while policy.turned_at > at loop
     v_turn           := v_turn - 1;
@@ -3810,7 +3822,7 @@ comment on function ratelimit.level_now(bigint, timestamptz, timestamptz, rateli
 create or replace function ratelimit.stored_level(level bigint, numbers ratelimit.policies)
   returns bigint language sql immutable parallel safe
 as $$
-  select case when numbers.period is null then level else level - numbers.full_level::bigint end
+  select level - case when numbers.period is null then 0 else numbers.full_level end::bigint
 $$;
 comment on function ratelimit.stored_level(bigint, ratelimit.policies) is
   'The level that a row has, from the microtokens that the bucket holds.';
@@ -4152,18 +4164,15 @@ begin
   v_period    := coalesce(ratelimit_define_policy.period, v_policy.period);
   v_time_zone := coalesce(ratelimit_define_policy.time_zone, v_policy.time_zone, case when v_period is not null then 'UTC' end);
   v_anchor    := coalesce(ratelimit_define_policy.anchor, v_policy.anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
-  perform check_calendar(coalesce(ratelimit_define_policy.capacity, v_policy.capacity), ratelimit_define_policy.refill, ratelimit_define_policy.every,
-                         ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
+  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
   if v_period is not null then
     refill := 0;  -- as of calendar.sql
     every  := interval '1 day';
   end if;
-  perform check_numbers(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
-                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
-                        coalesce(ratelimit_define_policy.every, v_policy.every));
-  if ratelimit_define_policy.remember is not null then
-    perform check_span('remember', ratelimit_define_policy.remember);
-  end if;
+  perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+                       coalesce(ratelimit_define_policy.refill, v_policy.refill),
+                       coalesce(ratelimit_define_policy.every, v_policy.every),
+                       ratelimit_define_policy.remember);
   insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, ends_at, period, time_zone, anchor)
   values (hashtextextended(gen_random_uuid()::text, 0),
           v_name,
@@ -4377,7 +4386,7 @@ begin
   end if;
   v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, v_policy.time_zone);
   v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, v_policy.anchor);
-  perform check_calendar(v_capacity, ratelimit_override.refill, ratelimit_override.every, null, v_policy.period, v_time_zone, v_anchor);
+  perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, v_policy.period, v_time_zone, v_anchor);
   perform check_numbers(v_capacity, v_refill, v_every);
 
   update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
@@ -5843,8 +5852,8 @@ begin
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := moved_level(level_now(v_level, v_refilled_at, v_now, v_policy), v_back,
-                                 v_policy.full_level, lowest_level(v_policy));
+    v_level       := level_now(v_level, v_refilled_at, v_now, v_policy);
+    v_level       := moved_level(v_level, v_back, v_policy.full_level, lowest_level(v_policy));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     if v_policy.ends_at is not null then
@@ -5972,8 +5981,8 @@ as $$
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := moved_level(level_now(v_level, v_refilled_at, v_now, v_policy), v_back,
-                                 v_policy.full_level, lowest_level(v_policy));
+    v_level       := level_now(v_level, v_refilled_at, v_now, v_policy);
+    v_level       := moved_level(v_level, v_back, v_policy.full_level, lowest_level(v_policy));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     if v_policy.ends_at is not null then

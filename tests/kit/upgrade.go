@@ -94,7 +94,7 @@ var Edits = []Edit{
 }
 
 // NextColumn goes with a migration that adds the column next to ratelimit.policies: overridden makes whole rows of it.
-var NextColumn = Edit{"overridden.sql", "'infinity'))", "'infinity'), policy.next)"}
+var NextColumn = Edit{"overridden.sql", "null, null)::", "null, null, policy.next)::"}
 
 func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
 	db := &TestDB{DB: pgtest.Empty(t), T: t}
@@ -136,9 +136,9 @@ func (db *TestDB) PutData() *Data {
 }
 
 func (d *Data) definitions() []string {
-	// Version 1 of the schema has no shadow.
+	// Version 1 of the schema has no shadow, and no quotas.
 	return Column(d.Db.T, d.Db.DB, `
-		select (jsonb_build_object('shadow', false) || to_jsonb(p))::text from ratelimit_policies() as p where p.policy like 'kept%'`)
+		select jsonb_strip_nulls(jsonb_build_object('shadow', false) || to_jsonb(p))::text from ratelimit_policies() as p where p.policy like 'kept%'`)
 }
 
 func (d *Data) Check() {
