@@ -154,6 +154,16 @@ requests_shadowed: as shadowed of ratelimit_acquire_all.
 bindings: the binding element, counted within the request from 1.
 refused: the numbers of the requests that have an error, from 1. null if there is none.
 error_codes: SQLSTATE.';
+create type ratelimit.calendar as (
+  ends_at   timestamptz,
+  period    interval,
+  time_zone text collate "C",
+  anchor    timestamp,
+  turned_at timestamptz,
+  turns_at  timestamptz
+);
+comment on type ratelimit.calendar is
+  'When numbers end, the far future for those of a quota; the turns of a quota, every period from the anchor; and in a call the last one and the next.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,
@@ -215,13 +225,8 @@ comment on type ratelimit.retired_decision is
 alter table ratelimit.policies
   add column overridden boolean not null default false,
   add column shadow     boolean not null default false,
-  add column ends_at    timestamptz,
-  add column period     interval,
-  add column time_zone  text collate "C",
-  add column anchor     timestamp,
-  add column turned_at  timestamptz,
-  add column turns_at   timestamptz,
-  add constraint policies_quota_check check (num_nulls(ends_at, period, time_zone, anchor) in (0, 4) and num_nonnulls(turned_at, turns_at) = 0);
+  add column calendar   ratelimit.calendar,
+  add constraint policies_calendar_check check ((calendar).period is not null or calendar is null);
 -- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
 -- it keeps them visible to older snapshots.
 cluster ratelimit.policies using policies_pkey;
@@ -230,18 +235,8 @@ comment on column ratelimit.policies.overridden is
   'Some key has had an override, or the policy is a quota; until then nothing looks for an override.';
 comment on column ratelimit.policies.shadow is
   'The policy watches: what it would deny is allowed, and marked shadowed.';
-comment on column ratelimit.policies.ends_at is
-  'When the numbers end, of the row that ratelimit.with_override makes for a call. In the table it is null, or the far future for a quota.';
-comment on column ratelimit.policies.period is
-  'Of a quota, which is full at each turn of its calendar, and has refill 0.';
-comment on column ratelimit.policies.time_zone is
-  'Of a quota: the name of the time zone of its turns.';
-comment on column ratelimit.policies.anchor is
-  'Of a quota: the local time of one turn.';
-comment on column ratelimit.policies.turned_at is
-  'The last turn, of the row that ratelimit.turning makes for a call; null in the table.';
-comment on column ratelimit.policies.turns_at is
-  'The next turn, of the row that ratelimit.turning makes for a call; null in the table.';
+comment on column ratelimit.policies.calendar is
+  'Of a quota, whose buckets are full at each turn and whose refill is 0; null for a policy that refills.';
 
 -- The columns from stepped on are those of ratelimit.policies.
 create table ratelimit.overrides (
@@ -259,8 +254,7 @@ create table ratelimit.overrides (
   gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
   tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
   round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
-  time_zone  text        collate "C",
-  anchor     timestamp,
+  calendar   ratelimit.calendar,
   constraint overrides_pkey primary key (policy_id, key)
 );
 create index overrides_expires_at_idx on ratelimit.overrides (expires_at);
@@ -270,10 +264,8 @@ comment on column ratelimit.overrides.expires_at is
   'From when on the override is as good as absent; infinity for never.';
 comment on column ratelimit.overrides.stepped is
   'That of the policy.';
-comment on column ratelimit.overrides.time_zone is
-  'Of a quota''s key: the name of the time zone of its turns.';
-comment on column ratelimit.overrides.anchor is
-  'Of a quota''s key: the local time of one turn.';
+comment on column ratelimit.overrides.calendar is
+  'Of a quota''s key: the time zone and the anchor.';
 
 -- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
 -- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
@@ -418,12 +410,12 @@ update ratelimit.buckets as b
    set level = b.level + p.full_level
   from ratelimit.policies as p
  where p.id = b.policy_id
-   and p.period is not null;
+   and not p.calendar is null;
 update ratelimit.ephemeral_buckets as b
    set level = b.level + p.full_level
   from ratelimit.policies as p
  where p.id = b.policy_id
-   and p.period is not null;
+   and not p.calendar is null;
 -- Without refill 0, such a policy refills as slowly as one can.
 update ratelimit.policies
    set refill = 1,
@@ -462,12 +454,8 @@ drop table ratelimit.overrides, ratelimit.shard;
 alter table ratelimit.policies
   drop column overridden,
   drop column shadow,
-  drop column ends_at,
-  drop column period,
-  drop column time_zone,
-  drop column anchor,
-  drop column turned_at,
-  drop column turns_at;
+  drop column calendar;
+drop type ratelimit.calendar;
 comment on type ratelimit.decision is
   'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when it is the first answer under a live idempotency key, given again.';
 

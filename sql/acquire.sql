@@ -75,13 +75,10 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_quota           ratelimit.partial_decision;
   begin
     if v_policy.overridden then
-      if v_policy.period is not null then
-        v_quota := take_quota_of_{{ .buckets }}(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
-        return (v_quota.allowed, v_quota.remaining, v_quota.retry_after, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
-                v_quota.shadowed)::ratelimit.decision;
+      if (v_policy.calendar).period is not null then
+        return decision_of(take_quota_of_{{ .buckets }}(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
@@ -142,7 +139,7 @@ begin
 
       -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
-        if v_policy.ends_at is not null then
+        if (v_policy.calendar).ends_at is not null then
           select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
           continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
         end if;
@@ -179,7 +176,7 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
 

@@ -105,7 +105,7 @@ begin
             v_policy := with_override(v_policy, v_override);
           end if;
           v_sorted[v_i] := v_policy;
-          v_simple      := v_policy.ends_at is null;  -- an element may fit now, and not when the others do
+          v_simple      := (v_policy.calendar).ends_at is null;  -- an element may fit now, and not when the others do
           exit when not v_simple;
         end if;
         if v_policy.durable then

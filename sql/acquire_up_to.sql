@@ -52,7 +52,7 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if v_policy.period is not null then
+      if (v_policy.calendar).period is not null then
         return take_quota_of_{{ .buckets }}(v_policy, v_key, at_most, at_least, v_idempotency_key);
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -109,7 +109,7 @@ begin
 
       -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
-        if v_policy.ends_at is not null then
+        if (v_policy.calendar).ends_at is not null then
           v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
           v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
         end if;
@@ -161,7 +161,7 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
 

@@ -117,6 +117,27 @@ $$;
 comment on function ratelimit.partial_of(ratelimit.decision, bigint) is
   'A decision about as many tokens as there are, and how many were taken.';
 
+-- Not inlined, so that the argument is evaluated once.
+create or replace function ratelimit.decision_of(answer ratelimit.partial_decision)
+  returns ratelimit.decision language plpgsql immutable
+as $$
+begin
+  return (answer.allowed, answer.remaining, answer.retry_after, answer.reset_after, answer.capacity, answer.replayed, answer.shadowed)::ratelimit.decision;
+end;
+$$;
+comment on function ratelimit.decision_of(ratelimit.partial_decision) is
+  'A decision about tokens that are all taken or none.';
+
+create or replace function ratelimit.reservation_by(answer ratelimit.partial_decision)
+  returns ratelimit.reservation language plpgsql immutable
+as $$
+begin
+  return (answer.allowed, answer.retry_after, answer.remaining, answer.reset_after, answer.capacity, answer.replayed, answer.shadowed)::ratelimit.reservation;
+end;
+$$;
+comment on function ratelimit.reservation_by(ratelimit.partial_decision) is
+  'The answer about a reservation that is granted at once or not at all.';
+
 create or replace function ratelimit.replayed_partial(
     granted ratelimit.idempotency_keys, at_least bigint, at_most bigint, now timestamptz, shadow boolean)
   returns ratelimit.partial_decision language plpgsql immutable

@@ -6,17 +6,17 @@
 -- The row of a quota's bucket has a level of 0 microtokens or less: what was used, and not what is there. refilled_at is the last write. Nothing
 -- is used if a turn lies after that. So another capacity keeps what was used, and another calendar fills nothing by itself.
 --
--- Where a function reads the numbers of a quota, it passes them through turning. For that a quota counts as overridden, and
+-- Where a function reads the numbers of a quota, it passes their calendar through turning. For that a quota counts as overridden, and
 -- as numbers that end: the code about neither is left as it is. Names are qualified: Citus calls the functions on other nodes.
-create or replace function ratelimit.turning(policy ratelimit.policies, at timestamptz)
-  returns ratelimit.policies
+create or replace function ratelimit.turning(calendar ratelimit.calendar, at timestamptz)
+  returns ratelimit.calendar
   language plpgsql
   immutable
 as $$
 declare
-  v_anchor constant timestamp := policy.anchor;
-  v_period constant interval  := policy.period;
-  v_zone   constant text      := policy.time_zone;
+  v_anchor constant timestamp := calendar.anchor;
+  v_period constant interval  := calendar.period;
+  v_zone   constant text      := calendar.time_zone;
   v_local  constant timestamp := at at time zone v_zone;
   v_months constant integer   := extract(year from v_period)::integer * 12 + extract(month from v_period)::integer;
   v_turn   integer;
@@ -27,22 +27,30 @@ begin
             else
               floor(extract(epoch from v_local - v_anchor) / extract(epoch from v_period))
             end::integer;
-  policy.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
-  while policy.turned_at > at loop
-    v_turn           := v_turn - 1;
-    policy.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
+  calendar.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
+  while calendar.turned_at > at loop
+    v_turn             := v_turn - 1;
+    calendar.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
   end loop;
-  policy.turns_at := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
-  while policy.turns_at <= at loop
-    v_turn           := v_turn + 1;
-    policy.turned_at := policy.turns_at;
-    policy.turns_at  := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
+  calendar.turns_at := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
+  while calendar.turns_at <= at loop
+    v_turn             := v_turn + 1;
+    calendar.turned_at := calendar.turns_at;
+    calendar.turns_at  := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
   end loop;
-  return policy;
+  return calendar;
 end;
 $$;
-comment on function ratelimit.turning(ratelimit.policies, timestamptz) is
-  'A quota with the turns around an instant: the last one not after it, and the next one.';
+comment on function ratelimit.turning(ratelimit.calendar, timestamptz) is
+  'A calendar with the turns around an instant: the last one not after it, and the next one.';
+
+create or replace function ratelimit.with_calendar(calendar ratelimit.calendar, override ratelimit.calendar, expires_at timestamptz)
+  returns ratelimit.calendar language sql immutable parallel safe
+as $$
+  select row(coalesce(nullif(expires_at, 'infinity'), calendar.ends_at), calendar.period, override.time_zone, override.anchor, null, null)::ratelimit.calendar
+$$;
+comment on function ratelimit.with_calendar(ratelimit.calendar, ratelimit.calendar, timestamptz) is
+  'The calendar of a policy for a key that has an override.';
 
 create or replace function ratelimit.used_level(level bigint, refilled_at timestamptz, turned_at timestamptz)
   returns bigint language sql immutable parallel safe
@@ -56,8 +64,8 @@ create or replace function ratelimit.level_now(level bigint, refilled_at timesta
   returns bigint language sql immutable parallel safe
 as $$
   select case
-    when numbers.period is null then ratelimit.refilled(level, refilled_at, now, numbers)
-    else numbers.full_level::bigint + ratelimit.used_level(level, refilled_at, numbers.turned_at)
+    when (numbers.calendar).period is null then ratelimit.refilled(level, refilled_at, now, numbers)
+    else numbers.full_level::bigint + ratelimit.used_level(level, refilled_at, (numbers.calendar).turned_at)
   end
 $$;
 comment on function ratelimit.level_now(bigint, timestamptz, timestamptz, ratelimit.policies) is
@@ -66,7 +74,7 @@ comment on function ratelimit.level_now(bigint, timestamptz, timestamptz, rateli
 create or replace function ratelimit.stored_level(level bigint, numbers ratelimit.policies)
   returns bigint language sql immutable parallel safe
 as $$
-  select level - case when numbers.period is null then 0 else numbers.full_level end::bigint
+  select level - case when (numbers.calendar).period is null then 0 else numbers.full_level end::bigint
 $$;
 comment on function ratelimit.stored_level(bigint, ratelimit.policies) is
   'The level that a row has, from the microtokens that the bucket holds.';
@@ -75,7 +83,7 @@ create or replace function ratelimit.lowest_level(policy ratelimit.policies)
   returns numeric language sql immutable parallel safe
 as $$
   select case
-    when policy.period is null then ratelimit.floor_level(policy.gain, policy.every_us)
+    when (policy.calendar).period is null then ratelimit.floor_level(policy.gain, policy.every_us)
     else policy.full_level - ratelimit.deepest_debt()
   end
 $$;
@@ -89,7 +97,7 @@ create or replace function ratelimit.filling(numbers ratelimit.policies, refille
   immutable
 as $$
 begin
-  if refilled_at < numbers.turned_at then
+  if refilled_at < (numbers.calendar).turned_at then
     numbers.gain     := 20000000000000000000000000;  -- 2 * 10^19 microtokens each microsecond: more than any bucket lacks
     numbers.every_us := 1;
   end if;
@@ -105,23 +113,23 @@ create or replace function ratelimit.wait_for_turn(tokens bigint, level bigint, 
   immutable
 as $$
 begin
-  if quota.full_level + ratelimit.used_level(level, refilled_at, quota.turned_at) >= coalesce(ratelimit.microtokens(tokens), quota.full_level) then
+  if quota.full_level + ratelimit.used_level(level, refilled_at, (quota.calendar).turned_at) >= coalesce(ratelimit.microtokens(tokens), quota.full_level) then
     return bigint '0';
   elsif refilled_at > now then  -- by a clock that was ahead
-    quota := ratelimit.turning(quota, refilled_at);
+    quota.calendar := ratelimit.turning(quota.calendar, refilled_at);
   end if;
-  return ratelimit.microseconds(quota.turns_at - now)::bigint;
+  return ratelimit.microseconds((quota.calendar).turns_at - now)::bigint;
 end;
 $$;
 comment on function ratelimit.wait_for_turn(bigint, bigint, timestamptz, timestamptz, ratelimit.policies) is
   'Microseconds until the bucket of a quota, as of turning, holds tokens; null tokens are a full bucket.';
 
-create or replace function ratelimit.unused(quota ratelimit.policies, level bigint, refilled_at timestamptz, now timestamptz)
+create or replace function ratelimit.unused(calendar ratelimit.calendar, level bigint, refilled_at timestamptz, now timestamptz)
   returns boolean language sql immutable parallel safe
 as $$
-  select ratelimit.used_level(level, refilled_at, (ratelimit.turning(quota, now)).turned_at) = 0
+  select ratelimit.used_level(level, refilled_at, (ratelimit.turning(calendar, now)).turned_at) = 0
 $$;
-comment on function ratelimit.unused(ratelimit.policies, bigint, timestamptz, timestamptz) is
+comment on function ratelimit.unused(ratelimit.calendar, bigint, timestamptz, timestamptz) is
   'Whether the row of a quota''s bucket says that nothing is used of the period that runs.';
 
 create or replace function ratelimit.quota_of_key(policy ratelimit.policies, key text, now timestamptz)
@@ -137,7 +145,8 @@ begin
   if found then
     policy := ratelimit.with_override(policy, v_override);
   end if;
-  return ratelimit.turning(policy, now);
+  policy.calendar := ratelimit.turning(policy.calendar, now);
+  return policy;
 end;
 $$;
 comment on function ratelimit.quota_of_key(ratelimit.policies, text, timestamptz) is

@@ -99,7 +99,7 @@ begin
       v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, lowest_level(v_policy));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-      if v_policy.ends_at is not null then
+      if (v_policy.calendar).ends_at is not null then
         v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
@@ -107,7 +107,7 @@ begin
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at, granted_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us),
-              case when v_policy.period is not null then v_now end)
+              case when (v_policy.calendar).period is not null then v_now end)
       {{ template "include/unless_live.sql" . }};
       exit when found;
     end loop;

@@ -145,12 +145,12 @@ begin
                  case
                    when e.fits or (e.p).shadow then 0
                    when (e.known).cost is not null then left_us(e.known, decide.now)
-                   when (e.p).ends_at is not null then wait_past_end(e.charge, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
+                   when ((e.p).calendar).ends_at is not null then wait_past_end(e.charge, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
                    when e.charge <= (e.p).capacity then wait_until(microtokens(e.charge), e.level, e.refilled_at, decide.now, e.p)
                  end as retry_us,
                  case
                    when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
-                   when (e.p).ends_at is not null then wait_past_end(null, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
+                   when ((e.p).calendar).ends_at is not null then wait_past_end(null, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
                    else wait_until((e.p).full_level, e.level, e.refilled_at, decide.now, e.p)
                  end as reset_us,
                  coalesce((e.known).capacity, (e.p).capacity) as capacity
@@ -187,7 +187,7 @@ declare
 begin
   for v_i in 1..v_count loop
     v_policy := numbers[buckets[v_i]];
-    if v_policy.ends_at is not null and replayed[v_i] is false and charges[v_i] > 0 and not v_policy.shadow then
+    if (v_policy.calendar).ends_at is not null and replayed[v_i] is false and charges[v_i] > 0 and not v_policy.shadow then
       v_left_us[v_i] := left_of_numbers(v_policy, now);
     end if;
   end loop;

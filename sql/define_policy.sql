@@ -31,12 +31,12 @@ begin
   perform check_name('policy', v_name);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
-  if v_policy.id is not null and v_policy.period is null and ratelimit_define_policy.period is not null then
+  if v_policy.id is not null and (v_policy.calendar).period is null and ratelimit_define_policy.period is not null then
     perform refuse('period', ratelimit_define_policy.period::text, 'The policy refills. Drop it and define it anew; its buckets will be full.');
   end if;
-  v_period    := coalesce(ratelimit_define_policy.period, v_policy.period);
-  v_time_zone := coalesce(ratelimit_define_policy.time_zone, v_policy.time_zone, case when v_period is not null then 'UTC' end);
-  v_anchor    := coalesce(ratelimit_define_policy.anchor, v_policy.anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
+  v_period    := coalesce(ratelimit_define_policy.period, (v_policy.calendar).period);
+  v_time_zone := coalesce(ratelimit_define_policy.time_zone, (v_policy.calendar).time_zone, case when v_period is not null then 'UTC' end);
+  v_anchor    := coalesce(ratelimit_define_policy.anchor, (v_policy.calendar).anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
   perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
   if v_period is not null then
     refill := 0;  -- as of calendar.sql
@@ -46,7 +46,7 @@ begin
                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
                        coalesce(ratelimit_define_policy.every, v_policy.every),
                        ratelimit_define_policy.remember);
-  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, ends_at, period, time_zone, anchor)
+  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, calendar)
   values (hashtextextended(gen_random_uuid()::text, 0),
           v_name,
           coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
@@ -57,10 +57,7 @@ begin
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
           v_period is not null,
-          case when v_period is not null then timestamptz '294276-01-01 00:00 UTC' end,
-          v_period,
-          v_time_zone,
-          v_anchor)
+          case when v_period is not null then row('294276-01-01 00:00 UTC', v_period, v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
          refill    = excluded.refill,
@@ -68,10 +65,8 @@ begin
          stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
          remember  = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
-         period    = excluded.period,
-         time_zone = excluded.time_zone,
-         anchor    = excluded.anchor
-   where (p.period is null) = (excluded.period is null)
+         calendar  = excluded.calendar
+   where (p.calendar is null) = (excluded.calendar is null)
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
   if not found then  -- another session has created the policy meanwhile
     perform refuse('period', v_period::text, 'Another session has just created the policy as one of the other kind: drop it, or choose another name.');

@@ -78,11 +78,11 @@ declare
 begin
   select array_agg(e.place), array_agg(whole_tokens(e.level_now)),
          array_agg(case
-                     when (e.p).ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, v_policy)
+                     when ((e.p).calendar).ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, v_policy)
                      when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p)
                    end),
          array_agg(case
-                     when (e.p).ends_at is null then wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)
+                     when ((e.p).calendar).ends_at is null then wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)
                      else wait_past_end(null, e.level, e.refilled_at, v_now, e.p, v_policy)
                    end),
          array_agg((e.p).capacity)

@@ -16,10 +16,10 @@ declare
 begin
   select case when p.capacity = denial.capacity then
            ceil(coalesce(extract(epoch from t.turns_at - t.turned_at), short_wait(p.full_level, 0, 0, p) / 1000000.0))
-         end, p.period is not null
+         end, (p.calendar).period is not null
     into v_window_s, v_is_quota
     from policies as p
-    left join lateral turning(p, clock()) as t on p.period is not null
+    left join lateral turning(p.calendar, clock()) as t on (p.calendar).period is not null
    where p.name = http_fields.policy collate "C";
   v_token_s := case when v_reset_s is not null then
                  least(v_retry_s, greatest(1, ceil(v_reset_s / case when v_is_quota then 1 else greatest(1, denial.capacity - denial.remaining) end)))

@@ -8,8 +8,7 @@ create or replace function ratelimit.with_override(policy ratelimit.policies, ov
 as $$
   select row(policy.id, policy.name, override.capacity, override.refill, override.every, policy.stepped, policy.durable, policy.remember,
              override.tick, override.every_us, override.tick_us, override.full_level, override.gain, override.tick_gain, override.round_up,
-             policy.remember_us, policy.overridden, policy.shadow, coalesce(nullif(override.expires_at, 'infinity'), policy.ends_at),
-             policy.period, override.time_zone, override.anchor, null, null)::ratelimit.policies
+             policy.remember_us, policy.overridden, policy.shadow, ratelimit.with_calendar(policy.calendar, override.calendar, override.expires_at))::ratelimit.policies
 $$;
 comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
   'A policy with the numbers of an override, and when they end.';
@@ -26,7 +25,7 @@ as $$
 declare
   v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, numbers);
 begin
-  if numbers.ends_at is null or v_wait_us < ratelimit.left_of_numbers(numbers, now) then
+  if (numbers.calendar).ends_at is null or v_wait_us < ratelimit.left_of_numbers(numbers, now) then
     return v_wait_us;
   end if;
   return ratelimit.wait_after_end(tokens, level, refilled_at, now, numbers, policy);
@@ -44,8 +43,8 @@ as $$
 declare
   v_wait_us bigint;
 begin
-  if policy.period is not null then
-    policy := ratelimit.turning(policy, now);
+  if (policy.calendar).period is not null then
+    policy.calendar := ratelimit.turning(policy.calendar, now);
   end if;
   v_wait_us := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
   return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.left_of_numbers(numbers, now)) end;
@@ -57,7 +56,7 @@ comment on function ratelimit.wait_after_end(bigint, bigint, timestamptz, timest
 create or replace function ratelimit.left_of_numbers(numbers ratelimit.policies, now timestamptz)
   returns bigint language sql immutable parallel safe
 as $$
-  select case when numbers.ends_at is not null then least(ratelimit.microseconds(numbers.ends_at - now), 3155760000000000000)::bigint end
+  select case when (numbers.calendar).ends_at is not null then least(ratelimit.microseconds((numbers.calendar).ends_at - now), 3155760000000000000)::bigint end
 $$;
 comment on function ratelimit.left_of_numbers(ratelimit.policies, timestamptz) is
   'Microseconds until the numbers of an override end, null if they do not; it saturates as wait_for does.';
@@ -68,7 +67,7 @@ as $$
   select case
     when tokens > policy.capacity then null
     when level is null then 0
-    when policy.period is not null then ratelimit.wait_for_turn(tokens, level, refilled_at, now, policy)
+    when (policy.calendar).period is not null then ratelimit.wait_for_turn(tokens, level, refilled_at, now, policy)
     else ratelimit.wait_until(coalesce(ratelimit.microtokens(tokens), policy.full_level), level, refilled_at, now, policy)
   end
 $$;
@@ -86,8 +85,8 @@ declare
   v_own    ratelimit.policies := own_numbers(numbers);
   v_bucket ratelimit.buckets;
 begin
-  if numbers.period is not null then
-    numbers := turning(numbers, now);
+  if (numbers.calendar).period is not null then
+    numbers.calendar := turning(numbers.calendar, now);
   end if;
   if numbers.durable then
     select b.* into v_bucket from buckets as b where b.policy_id = numbers.id and b.key = v_key;
@@ -134,7 +133,7 @@ begin
   if not found then
     return policy;
   end if;
-  if v_policy.period is not null then
+  if (v_policy.calendar).period is not null then
     return quota_of_key(v_policy, key, now);
   elsif v_policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > now;

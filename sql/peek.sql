@@ -32,7 +32,7 @@ begin
       v_policy := with_override(v_policy, v_override);
     end if;
   end if;
-  if v_policy.ends_at is not null then
+  if (v_policy.calendar).ends_at is not null then
     select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
   elsif v_policy.durable then
     select refilled(b.level, b.refilled_at, v_now, v_policy),
@@ -84,7 +84,7 @@ as $$
 declare
   v_key text collate "C" := key;
 begin
-  if policy.ends_at is not null then
+  if (policy.calendar).ends_at is not null then
     select b.level, b.reset_us into level, reset_us from look_past_end(policy, v_key, now, 0) as b;
   elsif policy.durable then
     select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)

@@ -7,8 +7,9 @@ create or replace function ratelimit_policies()
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select p.name, p.capacity, case when p.period is null then p.refill end, case when p.period is null then p.every end,
-         case when p.period is null then p.stepped end, p.durable, p.remember, p.shadow, p.period, p.time_zone, p.anchor
+  select p.name, p.capacity, case when (p.calendar).period is null then p.refill end, case when (p.calendar).period is null then p.every end,
+         case when (p.calendar).period is null then p.stepped end, p.durable, p.remember, p.shadow,
+         (p.calendar).period, (p.calendar).time_zone, (p.calendar).anchor
     from policies as p
    order by p.name
 $$;

@@ -40,12 +40,12 @@ begin
     if v_taken between 1 and v_quota.capacity then
       v_wanted := microtokens(v_taken);
       update {{ .buckets }} as b
-         set level       = used_level(b.level, b.refilled_at, v_quota.turned_at) - v_wanted,
+         set level       = used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
        where b.policy_id = policy.id
          and b.key       = v_key
-         and used_level(b.level, b.refilled_at, v_quota.turned_at) >= v_wanted - microtokens(v_quota.capacity)
+         and used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) >= v_wanted - microtokens(v_quota.capacity)
       returning b.level, b.refilled_at into v_level, v_refilled_at;
       exit when found;
     end if;
@@ -59,7 +59,7 @@ begin
      where b.policy_id = policy.id
        and b.key       = v_key;
     v_has_row := found;
-    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, v_quota.turned_at), 0);
+    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, (v_quota.calendar).turned_at), 0);
     v_taken   := least(at_most, whole_tokens(v_held));
 
     -- 3a. Too few tokens.
@@ -89,7 +89,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
-      values (policy.id, v_key, v_level, v_refilled_at, v_quota.turns_at)
+      values (policy.id, v_key, v_level, v_refilled_at, (v_quota.calendar).turns_at)
       on conflict on constraint {{ .buckets }}_pkey do nothing;
       exit when found;
     end if;

@@ -31,8 +31,8 @@ begin
     if found then
       v_policy := with_override(v_policy, v_override);
     end if;
-    if v_policy.period is not null then
-      v_policy := turning(v_policy, v_now);
+    if (v_policy.calendar).period is not null then
+      v_policy.calendar := turning(v_policy.calendar, v_now);
     end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
@@ -62,7 +62,7 @@ begin
     return answer_of(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-  if v_policy.ends_at is not null then
+  if (v_policy.calendar).ends_at is not null then
     v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     v_level    := level_now(v_level, v_refilled_at, v_now, v_policy);
   end if;

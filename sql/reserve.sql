@@ -65,14 +65,11 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_quota           ratelimit.partial_decision;
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
-      if v_policy.period is not null then
-        v_quota := take_quota_of_{{ .buckets }}(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
-        return (v_quota.allowed, v_quota.retry_after, v_quota.remaining, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
-                v_quota.shadowed)::ratelimit.reservation;
+      if (v_policy.calendar).period is not null then
+        return reservation_by(take_quota_of_{{ .buckets }}(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
@@ -98,7 +95,7 @@ begin
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       --    Where an override ends within max_wait, step 3c decides.
       v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
-      if v_wanted > 0 and (v_policy.ends_at <= v_until) is not true then
+      if v_wanted > 0 and ((v_policy.calendar).ends_at <= v_until) is not true then
         update {{ .buckets }} as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -136,7 +133,7 @@ begin
                          when v_cost = 0 then 0::bigint
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
-      if v_policy.ends_at is not null then
+      if (v_policy.calendar).ends_at is not null then
         v_own      := own_numbers(v_policy);
         v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_own);
         if v_wanted = 0 or not v_has_row then
@@ -190,7 +187,7 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_own);
       if v_level < 0 then
         v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_own));
@@ -222,7 +219,7 @@ begin
 
     -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
-      if v_policy.ends_at is not null then
+      if (v_policy.calendar).ends_at is not null then
         return waiting_of(v_level, greatest(0, microseconds(v_ready_at - clock()))::double precision, v_reset_us, v_policy.capacity, v_policy.shadow);
       end if;
       return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,

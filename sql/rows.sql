@@ -14,7 +14,7 @@ declare
   v_policy alias for policy;
   v_now    alias for now;
 begin
-  if v_policy.period is not null then
+  if (v_policy.calendar).period is not null then
     select array_agg(filling(u.p, b.refilled_at) order by u.n), array_agg(microtokens((u.p).capacity) + coalesce(b.level, 0) order by u.n),
            array_agg(coalesce(b.refilled_at, v_now) order by u.n),
            array_agg(coalesce(level_now(b.level, b.refilled_at, v_now, u.p), microtokens((u.p).capacity)) order by u.n),

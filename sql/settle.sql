@@ -94,7 +94,7 @@ begin
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
-          if v_back > 0 and v_first.granted_at < v_policy.turned_at then
+          if v_back > 0 and v_first.granted_at < (v_policy.calendar).turned_at then
             v_back := 0;  -- the period of the grant is over
           end if;
         end if;
@@ -129,7 +129,7 @@ begin
     v_level       := moved_level(v_level, v_back, v_policy.full_level, lowest_level(v_policy));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
     update {{ .buckets }} as b

@@ -22,7 +22,7 @@ begin
              (s.numbers).capacity, s.overridden
         from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when p.period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
+                             case when (p.calendar).period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
                                   when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p
@@ -47,7 +47,7 @@ begin
              (s.numbers).capacity, s.overridden
         from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when p.period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
+                             case when (p.calendar).period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
                                   when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p

@@ -40,7 +40,7 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if policy.period is not null then
+  if (policy.calendar).period is not null then
     return;  -- left to decide_in_order
   elsif policy.overridden
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
@@ -147,7 +147,7 @@ begin
     )
     select array_agg(u.place), array_agg(whole_tokens(u.level)),
            array_agg(case
-                       when (u.p).ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
+                       when ((u.p).calendar).ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
                        else wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)
                      end),
            array_agg((u.p).capacity)

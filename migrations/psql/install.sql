@@ -2653,6 +2653,16 @@ requests_shadowed: as shadowed of ratelimit_acquire_all.
 bindings: the binding element, counted within the request from 1.
 refused: the numbers of the requests that have an error, from 1. null if there is none.
 error_codes: SQLSTATE.';
+create type ratelimit.calendar as (
+  ends_at   timestamptz,
+  period    interval,
+  time_zone text collate "C",
+  anchor    timestamp,
+  turned_at timestamptz,
+  turns_at  timestamptz
+);
+comment on type ratelimit.calendar is
+  'When numbers end, the far future for those of a quota; the turns of a quota, every period from the anchor; and in a call the last one and the next.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,
@@ -2714,13 +2724,8 @@ comment on type ratelimit.retired_decision is
 alter table ratelimit.policies
   add column overridden boolean not null default false,
   add column shadow     boolean not null default false,
-  add column ends_at    timestamptz,
-  add column period     interval,
-  add column time_zone  text collate "C",
-  add column anchor     timestamp,
-  add column turned_at  timestamptz,
-  add column turns_at   timestamptz,
-  add constraint policies_quota_check check (num_nulls(ends_at, period, time_zone, anchor) in (0, 4) and num_nonnulls(turned_at, turns_at) = 0);
+  add column calendar   ratelimit.calendar,
+  add constraint policies_calendar_check check ((calendar).period is not null or calendar is null);
 -- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
 -- it keeps them visible to older snapshots.
 cluster ratelimit.policies using policies_pkey;
@@ -2729,18 +2734,8 @@ comment on column ratelimit.policies.overridden is
   'Some key has had an override, or the policy is a quota; until then nothing looks for an override.';
 comment on column ratelimit.policies.shadow is
   'The policy watches: what it would deny is allowed, and marked shadowed.';
-comment on column ratelimit.policies.ends_at is
-  'When the numbers end, of the row that ratelimit.with_override makes for a call. In the table it is null, or the far future for a quota.';
-comment on column ratelimit.policies.period is
-  'Of a quota, which is full at each turn of its calendar, and has refill 0.';
-comment on column ratelimit.policies.time_zone is
-  'Of a quota: the name of the time zone of its turns.';
-comment on column ratelimit.policies.anchor is
-  'Of a quota: the local time of one turn.';
-comment on column ratelimit.policies.turned_at is
-  'The last turn, of the row that ratelimit.turning makes for a call; null in the table.';
-comment on column ratelimit.policies.turns_at is
-  'The next turn, of the row that ratelimit.turning makes for a call; null in the table.';
+comment on column ratelimit.policies.calendar is
+  'Of a quota, whose buckets are full at each turn and whose refill is 0; null for a policy that refills.';
 
 -- The columns from stepped on are those of ratelimit.policies.
 create table ratelimit.overrides (
@@ -2758,8 +2753,7 @@ create table ratelimit.overrides (
   gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
   tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
   round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
-  time_zone  text        collate "C",
-  anchor     timestamp,
+  calendar   ratelimit.calendar,
   constraint overrides_pkey primary key (policy_id, key)
 );
 create index overrides_expires_at_idx on ratelimit.overrides (expires_at);
@@ -2769,10 +2763,8 @@ comment on column ratelimit.overrides.expires_at is
   'From when on the override is as good as absent; infinity for never.';
 comment on column ratelimit.overrides.stepped is
   'That of the policy.';
-comment on column ratelimit.overrides.time_zone is
-  'Of a quota''s key: the name of the time zone of its turns.';
-comment on column ratelimit.overrides.anchor is
-  'Of a quota''s key: the local time of one turn.';
+comment on column ratelimit.overrides.calendar is
+  'Of a quota''s key: the time zone and the anchor.';
 
 -- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
 -- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
@@ -3666,6 +3658,27 @@ $$;
 comment on function ratelimit.partial_of(ratelimit.decision, bigint) is
   'A decision about as many tokens as there are, and how many were taken.';
 
+-- Not inlined, so that the argument is evaluated once.
+create or replace function ratelimit.decision_of(answer ratelimit.partial_decision)
+  returns ratelimit.decision language plpgsql immutable
+as $$
+begin
+  return (answer.allowed, answer.remaining, answer.retry_after, answer.reset_after, answer.capacity, answer.replayed, answer.shadowed)::ratelimit.decision;
+end;
+$$;
+comment on function ratelimit.decision_of(ratelimit.partial_decision) is
+  'A decision about tokens that are all taken or none.';
+
+create or replace function ratelimit.reservation_by(answer ratelimit.partial_decision)
+  returns ratelimit.reservation language plpgsql immutable
+as $$
+begin
+  return (answer.allowed, answer.retry_after, answer.remaining, answer.reset_after, answer.capacity, answer.replayed, answer.shadowed)::ratelimit.reservation;
+end;
+$$;
+comment on function ratelimit.reservation_by(ratelimit.partial_decision) is
+  'The answer about a reservation that is granted at once or not at all.';
+
 create or replace function ratelimit.replayed_partial(
     granted ratelimit.idempotency_keys, at_least bigint, at_most bigint, now timestamptz, shadow boolean)
   returns ratelimit.partial_decision language plpgsql immutable
@@ -3762,17 +3775,17 @@ comment on function ratelimit.detail_of_element(text, text, bigint, bigint) is
 -- The row of a quota's bucket has a level of 0 microtokens or less: what was used, and not what is there. refilled_at is the last write. Nothing
 -- is used if a turn lies after that. So another capacity keeps what was used, and another calendar fills nothing by itself.
 --
--- Where a function reads the numbers of a quota, it passes them through turning. For that a quota counts as overridden, and
+-- Where a function reads the numbers of a quota, it passes their calendar through turning. For that a quota counts as overridden, and
 -- as numbers that end: the code about neither is left as it is. Names are qualified: Citus calls the functions on other nodes.
-create or replace function ratelimit.turning(policy ratelimit.policies, at timestamptz)
-  returns ratelimit.policies
+create or replace function ratelimit.turning(calendar ratelimit.calendar, at timestamptz)
+  returns ratelimit.calendar
   language plpgsql
   immutable
 as $$
 declare
-  v_anchor constant timestamp := policy.anchor;
-  v_period constant interval  := policy.period;
-  v_zone   constant text      := policy.time_zone;
+  v_anchor constant timestamp := calendar.anchor;
+  v_period constant interval  := calendar.period;
+  v_zone   constant text      := calendar.time_zone;
   v_local  constant timestamp := at at time zone v_zone;
   v_months constant integer   := extract(year from v_period)::integer * 12 + extract(month from v_period)::integer;
   v_turn   integer;
@@ -3783,22 +3796,30 @@ begin
             else
               floor(extract(epoch from v_local - v_anchor) / extract(epoch from v_period))
             end::integer;
-  policy.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
-  while policy.turned_at > at loop
-    v_turn           := v_turn - 1;
-    policy.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
+  calendar.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
+  while calendar.turned_at > at loop
+    v_turn             := v_turn - 1;
+    calendar.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
   end loop;
-  policy.turns_at := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
-  while policy.turns_at <= at loop
-    v_turn           := v_turn + 1;
-    policy.turned_at := policy.turns_at;
-    policy.turns_at  := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
+  calendar.turns_at := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
+  while calendar.turns_at <= at loop
+    v_turn             := v_turn + 1;
+    calendar.turned_at := calendar.turns_at;
+    calendar.turns_at  := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
   end loop;
-  return policy;
+  return calendar;
 end;
 $$;
-comment on function ratelimit.turning(ratelimit.policies, timestamptz) is
-  'A quota with the turns around an instant: the last one not after it, and the next one.';
+comment on function ratelimit.turning(ratelimit.calendar, timestamptz) is
+  'A calendar with the turns around an instant: the last one not after it, and the next one.';
+
+create or replace function ratelimit.with_calendar(calendar ratelimit.calendar, override ratelimit.calendar, expires_at timestamptz)
+  returns ratelimit.calendar language sql immutable parallel safe
+as $$
+  select row(coalesce(nullif(expires_at, 'infinity'), calendar.ends_at), calendar.period, override.time_zone, override.anchor, null, null)::ratelimit.calendar
+$$;
+comment on function ratelimit.with_calendar(ratelimit.calendar, ratelimit.calendar, timestamptz) is
+  'The calendar of a policy for a key that has an override.';
 
 create or replace function ratelimit.used_level(level bigint, refilled_at timestamptz, turned_at timestamptz)
   returns bigint language sql immutable parallel safe
@@ -3812,8 +3833,8 @@ create or replace function ratelimit.level_now(level bigint, refilled_at timesta
   returns bigint language sql immutable parallel safe
 as $$
   select case
-    when numbers.period is null then ratelimit.refilled(level, refilled_at, now, numbers)
-    else numbers.full_level::bigint + ratelimit.used_level(level, refilled_at, numbers.turned_at)
+    when (numbers.calendar).period is null then ratelimit.refilled(level, refilled_at, now, numbers)
+    else numbers.full_level::bigint + ratelimit.used_level(level, refilled_at, (numbers.calendar).turned_at)
   end
 $$;
 comment on function ratelimit.level_now(bigint, timestamptz, timestamptz, ratelimit.policies) is
@@ -3822,7 +3843,7 @@ comment on function ratelimit.level_now(bigint, timestamptz, timestamptz, rateli
 create or replace function ratelimit.stored_level(level bigint, numbers ratelimit.policies)
   returns bigint language sql immutable parallel safe
 as $$
-  select level - case when numbers.period is null then 0 else numbers.full_level end::bigint
+  select level - case when (numbers.calendar).period is null then 0 else numbers.full_level end::bigint
 $$;
 comment on function ratelimit.stored_level(bigint, ratelimit.policies) is
   'The level that a row has, from the microtokens that the bucket holds.';
@@ -3831,7 +3852,7 @@ create or replace function ratelimit.lowest_level(policy ratelimit.policies)
   returns numeric language sql immutable parallel safe
 as $$
   select case
-    when policy.period is null then ratelimit.floor_level(policy.gain, policy.every_us)
+    when (policy.calendar).period is null then ratelimit.floor_level(policy.gain, policy.every_us)
     else policy.full_level - ratelimit.deepest_debt()
   end
 $$;
@@ -3845,7 +3866,7 @@ create or replace function ratelimit.filling(numbers ratelimit.policies, refille
   immutable
 as $$
 begin
-  if refilled_at < numbers.turned_at then
+  if refilled_at < (numbers.calendar).turned_at then
     numbers.gain     := 20000000000000000000000000;  -- 2 * 10^19 microtokens each microsecond: more than any bucket lacks
     numbers.every_us := 1;
   end if;
@@ -3853,7 +3874,7 @@ begin
 end;
 $$;
 comment on function ratelimit.filling(ratelimit.policies, timestamptz) is
-  'The numbers by which ratelimit.refilled tells the level of a quota''s bucket.';
+  'The numbers by which refilled tells the level of a quota''s bucket.';
 
 create or replace function ratelimit.wait_for_turn(tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, quota ratelimit.policies)
   returns bigint
@@ -3861,23 +3882,23 @@ create or replace function ratelimit.wait_for_turn(tokens bigint, level bigint, 
   immutable
 as $$
 begin
-  if quota.full_level + ratelimit.used_level(level, refilled_at, quota.turned_at) >= coalesce(ratelimit.microtokens(tokens), quota.full_level) then
-    return 0;
+  if quota.full_level + ratelimit.used_level(level, refilled_at, (quota.calendar).turned_at) >= coalesce(ratelimit.microtokens(tokens), quota.full_level) then
+    return bigint '0';
   elsif refilled_at > now then  -- by a clock that was ahead
-    quota := ratelimit.turning(quota, refilled_at);
+    quota.calendar := ratelimit.turning(quota.calendar, refilled_at);
   end if;
-  return ratelimit.microseconds(quota.turns_at - now)::bigint;
+  return ratelimit.microseconds((quota.calendar).turns_at - now)::bigint;
 end;
 $$;
 comment on function ratelimit.wait_for_turn(bigint, bigint, timestamptz, timestamptz, ratelimit.policies) is
   'Microseconds until the bucket of a quota, as of turning, holds tokens; null tokens are a full bucket.';
 
-create or replace function ratelimit.unused(quota ratelimit.policies, level bigint, refilled_at timestamptz, now timestamptz)
+create or replace function ratelimit.unused(calendar ratelimit.calendar, level bigint, refilled_at timestamptz, now timestamptz)
   returns boolean language sql immutable parallel safe
 as $$
-  select ratelimit.used_level(level, refilled_at, (ratelimit.turning(quota, now)).turned_at) = 0
+  select ratelimit.used_level(level, refilled_at, (ratelimit.turning(calendar, now)).turned_at) = 0
 $$;
-comment on function ratelimit.unused(ratelimit.policies, bigint, timestamptz, timestamptz) is
+comment on function ratelimit.unused(ratelimit.calendar, bigint, timestamptz, timestamptz) is
   'Whether the row of a quota''s bucket says that nothing is used of the period that runs.';
 
 create or replace function ratelimit.quota_of_key(policy ratelimit.policies, key text, now timestamptz)
@@ -3893,7 +3914,8 @@ begin
   if found then
     policy := ratelimit.with_override(policy, v_override);
   end if;
-  return ratelimit.turning(policy, now);
+  policy.calendar := ratelimit.turning(policy.calendar, now);
+  return policy;
 end;
 $$;
 comment on function ratelimit.quota_of_key(ratelimit.policies, text, timestamptz) is
@@ -3909,8 +3931,7 @@ create or replace function ratelimit.with_override(policy ratelimit.policies, ov
 as $$
   select row(policy.id, policy.name, override.capacity, override.refill, override.every, policy.stepped, policy.durable, policy.remember,
              override.tick, override.every_us, override.tick_us, override.full_level, override.gain, override.tick_gain, override.round_up,
-             policy.remember_us, policy.overridden, policy.shadow, coalesce(nullif(override.expires_at, 'infinity'), policy.ends_at),
-             policy.period, override.time_zone, override.anchor, null, null)::ratelimit.policies
+             policy.remember_us, policy.overridden, policy.shadow, ratelimit.with_calendar(policy.calendar, override.calendar, override.expires_at))::ratelimit.policies
 $$;
 comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
   'A policy with the numbers of an override, and when they end.';
@@ -3927,7 +3948,7 @@ as $$
 declare
   v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, numbers);
 begin
-  if numbers.ends_at is null or v_wait_us < ratelimit.left_of_numbers(numbers, now) then
+  if (numbers.calendar).ends_at is null or v_wait_us < ratelimit.left_of_numbers(numbers, now) then
     return v_wait_us;
   end if;
   return ratelimit.wait_after_end(tokens, level, refilled_at, now, numbers, policy);
@@ -3945,8 +3966,8 @@ as $$
 declare
   v_wait_us bigint;
 begin
-  if policy.period is not null then
-    policy := ratelimit.turning(policy, now);
+  if (policy.calendar).period is not null then
+    policy.calendar := ratelimit.turning(policy.calendar, now);
   end if;
   v_wait_us := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
   return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.left_of_numbers(numbers, now)) end;
@@ -3958,7 +3979,7 @@ comment on function ratelimit.wait_after_end(bigint, bigint, timestamptz, timest
 create or replace function ratelimit.left_of_numbers(numbers ratelimit.policies, now timestamptz)
   returns bigint language sql immutable parallel safe
 as $$
-  select case when numbers.ends_at is not null then least(ratelimit.microseconds(numbers.ends_at - now), 3155760000000000000)::bigint end
+  select case when (numbers.calendar).ends_at is not null then least(ratelimit.microseconds((numbers.calendar).ends_at - now), 3155760000000000000)::bigint end
 $$;
 comment on function ratelimit.left_of_numbers(ratelimit.policies, timestamptz) is
   'Microseconds until the numbers of an override end, null if they do not; it saturates as wait_for does.';
@@ -3969,7 +3990,7 @@ as $$
   select case
     when tokens > policy.capacity then null
     when level is null then 0
-    when policy.period is not null then ratelimit.wait_for_turn(tokens, level, refilled_at, now, policy)
+    when (policy.calendar).period is not null then ratelimit.wait_for_turn(tokens, level, refilled_at, now, policy)
     else ratelimit.wait_until(coalesce(ratelimit.microtokens(tokens), policy.full_level), level, refilled_at, now, policy)
   end
 $$;
@@ -3987,8 +4008,8 @@ declare
   v_own    ratelimit.policies := own_numbers(numbers);
   v_bucket ratelimit.buckets;
 begin
-  if numbers.period is not null then
-    numbers := turning(numbers, now);
+  if (numbers.calendar).period is not null then
+    numbers.calendar := turning(numbers.calendar, now);
   end if;
   if numbers.durable then
     select b.* into v_bucket from buckets as b where b.policy_id = numbers.id and b.key = v_key;
@@ -4035,7 +4056,7 @@ begin
   if not found then
     return policy;
   end if;
-  if v_policy.period is not null then
+  if (v_policy.calendar).period is not null then
     return quota_of_key(v_policy, key, now);
   elsif v_policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > now;
@@ -4067,10 +4088,10 @@ declare
 begin
   select case when p.capacity = denial.capacity then
            ceil(coalesce(extract(epoch from t.turns_at - t.turned_at), short_wait(p.full_level, 0, 0, p) / 1000000.0))
-         end, p.period is not null
+         end, (p.calendar).period is not null
     into v_window_s, v_is_quota
     from policies as p
-    left join lateral turning(p, clock()) as t on p.period is not null
+    left join lateral turning(p.calendar, clock()) as t on (p.calendar).period is not null
    where p.name = http_fields.policy collate "C";
   v_token_s := case when v_reset_s is not null then
                  least(v_retry_s, greatest(1, ceil(v_reset_s / case when v_is_quota then 1 else greatest(1, denial.capacity - denial.remaining) end)))
@@ -4158,12 +4179,12 @@ begin
   perform check_name('policy', v_name);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
-  if v_policy.id is not null and v_policy.period is null and ratelimit_define_policy.period is not null then
+  if v_policy.id is not null and (v_policy.calendar).period is null and ratelimit_define_policy.period is not null then
     perform refuse('period', ratelimit_define_policy.period::text, 'The policy refills. Drop it and define it anew; its buckets will be full.');
   end if;
-  v_period    := coalesce(ratelimit_define_policy.period, v_policy.period);
-  v_time_zone := coalesce(ratelimit_define_policy.time_zone, v_policy.time_zone, case when v_period is not null then 'UTC' end);
-  v_anchor    := coalesce(ratelimit_define_policy.anchor, v_policy.anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
+  v_period    := coalesce(ratelimit_define_policy.period, (v_policy.calendar).period);
+  v_time_zone := coalesce(ratelimit_define_policy.time_zone, (v_policy.calendar).time_zone, case when v_period is not null then 'UTC' end);
+  v_anchor    := coalesce(ratelimit_define_policy.anchor, (v_policy.calendar).anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
   perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
   if v_period is not null then
     refill := 0;  -- as of calendar.sql
@@ -4173,7 +4194,7 @@ begin
                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
                        coalesce(ratelimit_define_policy.every, v_policy.every),
                        ratelimit_define_policy.remember);
-  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, ends_at, period, time_zone, anchor)
+  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, calendar)
   values (hashtextextended(gen_random_uuid()::text, 0),
           v_name,
           coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
@@ -4184,10 +4205,7 @@ begin
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
           v_period is not null,
-          case when v_period is not null then timestamptz '294276-01-01 00:00 UTC' end,
-          v_period,
-          v_time_zone,
-          v_anchor)
+          case when v_period is not null then row('294276-01-01 00:00 UTC', v_period, v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
          refill    = excluded.refill,
@@ -4195,10 +4213,8 @@ begin
          stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
          remember  = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
-         period    = excluded.period,
-         time_zone = excluded.time_zone,
-         anchor    = excluded.anchor
-   where (p.period is null) = (excluded.period is null)
+         calendar  = excluded.calendar
+   where (p.calendar is null) = (excluded.calendar is null)
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
   if not found then  -- another session has created the policy meanwhile
     perform refuse('period', v_period::text, 'Another session has just created the policy as one of the other kind: drop it, or choose another name.');
@@ -4318,8 +4334,9 @@ create or replace function ratelimit_policies()
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select p.name, p.capacity, case when p.period is null then p.refill end, case when p.period is null then p.every end,
-         case when p.period is null then p.stepped end, p.durable, p.remember, p.shadow, p.period, p.time_zone, p.anchor
+  select p.name, p.capacity, case when (p.calendar).period is null then p.refill end, case when (p.calendar).period is null then p.every end,
+         case when (p.calendar).period is null then p.stepped end, p.durable, p.remember, p.shadow,
+         (p.calendar).period, (p.calendar).time_zone, (p.calendar).anchor
     from policies as p
    order by p.name
 $$;
@@ -4381,25 +4398,25 @@ begin
   v_capacity := coalesce(ratelimit_override.capacity, v_policy.capacity);
   v_refill   := coalesce(ratelimit_override.refill, v_policy.refill);
   v_every    := coalesce(ratelimit_override.every, v_policy.every);
-  if v_policy.period is not null then
-    select o.time_zone, o.anchor into v_time_zone, v_anchor from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > clock();
+  if (v_policy.calendar).period is not null then
+    select (o.calendar).time_zone, (o.calendar).anchor into v_time_zone, v_anchor from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > clock();
   end if;
-  v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, v_policy.time_zone);
-  v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, v_policy.anchor);
-  perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, v_policy.period, v_time_zone, v_anchor);
+  v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, (v_policy.calendar).time_zone);
+  v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, (v_policy.calendar).anchor);
+  perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, v_time_zone, v_anchor);
   perform check_numbers(v_capacity, v_refill, v_every);
 
   update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
-  insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, time_zone, anchor)
-  values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at, v_time_zone, v_anchor)
+  insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, calendar)
+  values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at,
+          case when (v_policy.calendar).period is not null then row(null, null, v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint overrides_pkey do update
      set capacity   = excluded.capacity,
          refill     = excluded.refill,
          every      = excluded.every,
          stepped    = excluded.stepped,
          expires_at = excluded.expires_at,
-         time_zone  = excluded.time_zone,
-         anchor     = excluded.anchor;
+         calendar   = excluded.calendar;
 end;
 $$;
 comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp) is
@@ -4480,8 +4497,8 @@ create or replace function ratelimit_overrides(policy text default null, key tex
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, $2, $3);
-  select p.name, o.key, o.capacity, case when p.period is null then o.refill end, case when p.period is null then o.every end,
-         nullif(o.expires_at, 'infinity'), o.time_zone, o.anchor
+  select p.name, o.key, o.capacity, case when (p.calendar).period is null then o.refill end, case when (p.calendar).period is null then o.every end,
+         nullif(o.expires_at, 'infinity'), (o.calendar).time_zone, (o.calendar).anchor
     from policies as p
    cross join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = $2 collate "C"  -- through the primary key
                        union all
@@ -4549,12 +4566,12 @@ begin
     if v_taken between 1 and v_quota.capacity then
       v_wanted := microtokens(v_taken);
       update buckets as b
-         set level       = used_level(b.level, b.refilled_at, v_quota.turned_at) - v_wanted,
+         set level       = used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
        where b.policy_id = policy.id
          and b.key       = v_key
-         and used_level(b.level, b.refilled_at, v_quota.turned_at) >= v_wanted - microtokens(v_quota.capacity)
+         and used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) >= v_wanted - microtokens(v_quota.capacity)
       returning b.level, b.refilled_at into v_level, v_refilled_at;
       exit when found;
     end if;
@@ -4568,7 +4585,7 @@ begin
      where b.policy_id = policy.id
        and b.key       = v_key;
     v_has_row := found;
-    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, v_quota.turned_at), 0);
+    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, (v_quota.calendar).turned_at), 0);
     v_taken   := least(at_most, whole_tokens(v_held));
 
     -- 3a. Too few tokens.
@@ -4598,7 +4615,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (policy.id, v_key, v_level, v_refilled_at, v_quota.turns_at)
+      values (policy.id, v_key, v_level, v_refilled_at, (v_quota.calendar).turns_at)
       on conflict on constraint buckets_pkey do nothing;
       exit when found;
     end if;
@@ -4689,12 +4706,12 @@ begin
     if v_taken between 1 and v_quota.capacity then
       v_wanted := microtokens(v_taken);
       update ephemeral_buckets as b
-         set level       = used_level(b.level, b.refilled_at, v_quota.turned_at) - v_wanted,
+         set level       = used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
        where b.policy_id = policy.id
          and b.key       = v_key
-         and used_level(b.level, b.refilled_at, v_quota.turned_at) >= v_wanted - microtokens(v_quota.capacity)
+         and used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) >= v_wanted - microtokens(v_quota.capacity)
       returning b.level, b.refilled_at into v_level, v_refilled_at;
       exit when found;
     end if;
@@ -4708,7 +4725,7 @@ begin
      where b.policy_id = policy.id
        and b.key       = v_key;
     v_has_row := found;
-    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, v_quota.turned_at), 0);
+    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, (v_quota.calendar).turned_at), 0);
     v_taken   := least(at_most, whole_tokens(v_held));
 
     -- 3a. Too few tokens.
@@ -4738,7 +4755,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-      values (policy.id, v_key, v_level, v_refilled_at, v_quota.turns_at)
+      values (policy.id, v_key, v_level, v_refilled_at, (v_quota.calendar).turns_at)
       on conflict on constraint ephemeral_buckets_pkey do nothing;
       exit when found;
     end if;
@@ -4863,13 +4880,10 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_quota           ratelimit.partial_decision;
   begin
     if v_policy.overridden then
-      if v_policy.period is not null then
-        v_quota := take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
-        return (v_quota.allowed, v_quota.remaining, v_quota.retry_after, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
-                v_quota.shadowed)::ratelimit.decision;
+      if (v_policy.calendar).period is not null then
+        return decision_of(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
@@ -4930,7 +4944,7 @@ begin
 
       -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
-        if v_policy.ends_at is not null then
+        if (v_policy.calendar).ends_at is not null then
           select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
           continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
         end if;
@@ -4967,7 +4981,7 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
 
@@ -5041,13 +5055,10 @@ as $$
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_quota           ratelimit.partial_decision;
   begin
     if v_policy.overridden then
-      if v_policy.period is not null then
-        v_quota := take_quota_of_ephemeral_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
-        return (v_quota.allowed, v_quota.remaining, v_quota.retry_after, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
-                v_quota.shadowed)::ratelimit.decision;
+      if (v_policy.calendar).period is not null then
+        return decision_of(take_quota_of_ephemeral_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
@@ -5108,7 +5119,7 @@ as $$
 
       -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
-        if v_policy.ends_at is not null then
+        if (v_policy.calendar).ends_at is not null then
           select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
           continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
         end if;
@@ -5145,7 +5156,7 @@ as $$
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
 
@@ -5216,7 +5227,7 @@ begin
       v_policy := with_override(v_policy, v_override);
     end if;
   end if;
-  if v_policy.ends_at is not null then
+  if (v_policy.calendar).ends_at is not null then
     select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
   elsif v_policy.durable then
     select refilled(b.level, b.refilled_at, v_now, v_policy),
@@ -5267,7 +5278,7 @@ as $$
 declare
   v_key text collate "C" := key;
 begin
-  if policy.ends_at is not null then
+  if (policy.calendar).ends_at is not null then
     select b.level, b.reset_us into level, reset_us from look_past_end(policy, v_key, now, 0) as b;
   elsif policy.durable then
     select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
@@ -5324,8 +5335,8 @@ begin
     if found then
       v_policy := with_override(v_policy, v_override);
     end if;
-    if v_policy.period is not null then
-      v_policy := turning(v_policy, v_now);
+    if (v_policy.calendar).period is not null then
+      v_policy.calendar := turning(v_policy.calendar, v_now);
     end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
@@ -5355,7 +5366,7 @@ begin
     return answer_of(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-  if v_policy.ends_at is not null then
+  if (v_policy.calendar).ends_at is not null then
     v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     v_level    := level_now(v_level, v_refilled_at, v_now, v_policy);
   end if;
@@ -5573,7 +5584,7 @@ begin
       v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, lowest_level(v_policy));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-      if v_policy.ends_at is not null then
+      if (v_policy.calendar).ends_at is not null then
         v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
@@ -5581,7 +5592,7 @@ begin
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at, granted_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us),
-              case when v_policy.period is not null then v_now end)
+              case when (v_policy.calendar).period is not null then v_now end)
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -5692,7 +5703,7 @@ as $$
       v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, lowest_level(v_policy));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-      if v_policy.ends_at is not null then
+      if (v_policy.calendar).ends_at is not null then
         v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
@@ -5700,7 +5711,7 @@ as $$
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at, granted_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us),
-              case when v_policy.period is not null then v_now end)
+              case when (v_policy.calendar).period is not null then v_now end)
       on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -5821,7 +5832,7 @@ begin
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
-          if v_back > 0 and v_first.granted_at < v_policy.turned_at then
+          if v_back > 0 and v_first.granted_at < (v_policy.calendar).turned_at then
             v_back := 0;  -- the period of the grant is over
           end if;
         end if;
@@ -5856,7 +5867,7 @@ begin
     v_level       := moved_level(v_level, v_back, v_policy.full_level, lowest_level(v_policy));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
     update buckets as b
@@ -5950,7 +5961,7 @@ as $$
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
-          if v_back > 0 and v_first.granted_at < v_policy.turned_at then
+          if v_back > 0 and v_first.granted_at < (v_policy.calendar).turned_at then
             v_back := 0;  -- the period of the grant is over
           end if;
         end if;
@@ -5985,7 +5996,7 @@ as $$
     v_level       := moved_level(v_level, v_back, v_policy.full_level, lowest_level(v_policy));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
     update ephemeral_buckets as b
@@ -6064,14 +6075,11 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_quota           ratelimit.partial_decision;
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
-      if v_policy.period is not null then
-        v_quota := take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
-        return (v_quota.allowed, v_quota.retry_after, v_quota.remaining, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
-                v_quota.shadowed)::ratelimit.reservation;
+      if (v_policy.calendar).period is not null then
+        return reservation_by(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
@@ -6097,7 +6105,7 @@ begin
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       --    Where an override ends within max_wait, step 3c decides.
       v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
-      if v_wanted > 0 and (v_policy.ends_at <= v_until) is not true then
+      if v_wanted > 0 and ((v_policy.calendar).ends_at <= v_until) is not true then
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -6135,7 +6143,7 @@ begin
                          when v_cost = 0 then 0::bigint
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
-      if v_policy.ends_at is not null then
+      if (v_policy.calendar).ends_at is not null then
         v_own      := own_numbers(v_policy);
         v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_own);
         if v_wanted = 0 or not v_has_row then
@@ -6189,7 +6197,7 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_own);
       if v_level < 0 then
         v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_own));
@@ -6231,7 +6239,7 @@ begin
 
     -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
-      if v_policy.ends_at is not null then
+      if (v_policy.calendar).ends_at is not null then
         return waiting_of(v_level, greatest(0, microseconds(v_ready_at - clock()))::double precision, v_reset_us, v_policy.capacity, v_policy.shadow);
       end if;
       return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,
@@ -6285,14 +6293,11 @@ as $$
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_quota           ratelimit.partial_decision;
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
-      if v_policy.period is not null then
-        v_quota := take_quota_of_ephemeral_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
-        return (v_quota.allowed, v_quota.retry_after, v_quota.remaining, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
-                v_quota.shadowed)::ratelimit.reservation;
+      if (v_policy.calendar).period is not null then
+        return reservation_by(take_quota_of_ephemeral_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
@@ -6318,7 +6323,7 @@ as $$
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       --    Where an override ends within max_wait, step 3c decides.
       v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
-      if v_wanted > 0 and (v_policy.ends_at <= v_until) is not true then
+      if v_wanted > 0 and ((v_policy.calendar).ends_at <= v_until) is not true then
         update ephemeral_buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -6356,7 +6361,7 @@ as $$
                          when v_cost = 0 then 0::bigint
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
-      if v_policy.ends_at is not null then
+      if (v_policy.calendar).ends_at is not null then
         v_own      := own_numbers(v_policy);
         v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_own);
         if v_wanted = 0 or not v_has_row then
@@ -6410,7 +6415,7 @@ as $$
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_own);
       if v_level < 0 then
         v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_own));
@@ -6452,7 +6457,7 @@ as $$
 
     -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
-      if v_policy.ends_at is not null then
+      if (v_policy.calendar).ends_at is not null then
         return waiting_of(v_level, greatest(0, microseconds(v_ready_at - clock()))::double precision, v_reset_us, v_policy.capacity, v_policy.shadow);
       end if;
       return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,
@@ -6518,7 +6523,7 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if v_policy.period is not null then
+      if (v_policy.calendar).period is not null then
         return take_quota_of_buckets(v_policy, v_key, at_most, at_least, v_idempotency_key);
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -6575,7 +6580,7 @@ begin
 
       -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
-        if v_policy.ends_at is not null then
+        if (v_policy.calendar).ends_at is not null then
           v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
           v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
         end if;
@@ -6627,7 +6632,7 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
 
@@ -6703,7 +6708,7 @@ as $$
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if v_policy.period is not null then
+      if (v_policy.calendar).period is not null then
         return take_quota_of_ephemeral_buckets(v_policy, v_key, at_most, at_least, v_idempotency_key);
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -6760,7 +6765,7 @@ as $$
 
       -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
-        if v_policy.ends_at is not null then
+        if (v_policy.calendar).ends_at is not null then
           v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
           v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
         end if;
@@ -6812,7 +6817,7 @@ as $$
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
 
@@ -7033,7 +7038,7 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if policy.period is not null then
+  if (policy.calendar).period is not null then
     return;  -- left to decide_in_order
   elsif policy.overridden
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
@@ -7152,7 +7157,7 @@ begin
     )
     select array_agg(u.place), array_agg(whole_tokens(u.level)),
            array_agg(case
-                       when (u.p).ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
+                       when ((u.p).calendar).ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
                        else wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)
                      end),
            array_agg((u.p).capacity)
@@ -7283,7 +7288,7 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if policy.period is not null then
+  if (policy.calendar).period is not null then
     return;  -- left to decide_in_order
   elsif policy.overridden
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
@@ -7402,7 +7407,7 @@ begin
     )
     select array_agg(u.place), array_agg(whole_tokens(u.level)),
            array_agg(case
-                       when (u.p).ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
+                       when ((u.p).calendar).ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
                        else wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)
                      end),
            array_agg((u.p).capacity)
@@ -7575,11 +7580,11 @@ declare
 begin
   select array_agg(e.place), array_agg(whole_tokens(e.level_now)),
          array_agg(case
-                     when (e.p).ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, v_policy)
+                     when ((e.p).calendar).ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, v_policy)
                      when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p)
                    end),
          array_agg(case
-                     when (e.p).ends_at is null then wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)
+                     when ((e.p).calendar).ends_at is null then wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)
                      else wait_past_end(null, e.level, e.refilled_at, v_now, e.p, v_policy)
                    end),
          array_agg((e.p).capacity)
@@ -7691,11 +7696,11 @@ declare
 begin
   select array_agg(e.place), array_agg(whole_tokens(e.level_now)),
          array_agg(case
-                     when (e.p).ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, v_policy)
+                     when ((e.p).calendar).ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, v_policy)
                      when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p)
                    end),
          array_agg(case
-                     when (e.p).ends_at is null then wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)
+                     when ((e.p).calendar).ends_at is null then wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)
                      else wait_past_end(null, e.level, e.refilled_at, v_now, e.p, v_policy)
                    end),
          array_agg((e.p).capacity)
@@ -7752,7 +7757,7 @@ begin
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
            g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
-           case when v_policy.period is not null then v_now end
+           case when (v_policy.calendar).period is not null then v_now end
       from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place]);
   else
@@ -7760,7 +7765,7 @@ begin
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
            g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
-           case when v_policy.period is not null then v_now end
+           case when (v_policy.calendar).period is not null then v_now end
       from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place])
     on conflict on constraint idempotency_keys_pkey do update
@@ -7811,7 +7816,7 @@ begin
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
            g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
-           case when v_policy.period is not null then v_now end
+           case when (v_policy.calendar).period is not null then v_now end
       from unnest(places, remember_ephemeral_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place]);
   else
@@ -7819,7 +7824,7 @@ begin
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
            g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
-           case when v_policy.period is not null then v_now end
+           case when (v_policy.calendar).period is not null then v_now end
       from unnest(places, remember_ephemeral_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place])
     on conflict on constraint ephemeral_idempotency_keys_pkey do update
@@ -7857,7 +7862,7 @@ declare
   v_policy alias for policy;
   v_now    alias for now;
 begin
-  if v_policy.period is not null then
+  if (v_policy.calendar).period is not null then
     select array_agg(filling(u.p, b.refilled_at) order by u.n), array_agg(microtokens((u.p).capacity) + coalesce(b.level, 0) order by u.n),
            array_agg(coalesce(b.refilled_at, v_now) order by u.n),
            array_agg(coalesce(level_now(b.level, b.refilled_at, v_now, u.p), microtokens((u.p).capacity)) order by u.n),
@@ -8036,7 +8041,7 @@ declare
   v_policy alias for policy;
   v_now    alias for now;
 begin
-  if v_policy.period is not null then
+  if (v_policy.calendar).period is not null then
     select array_agg(filling(u.p, b.refilled_at) order by u.n), array_agg(microtokens((u.p).capacity) + coalesce(b.level, 0) order by u.n),
            array_agg(coalesce(b.refilled_at, v_now) order by u.n),
            array_agg(coalesce(level_now(b.level, b.refilled_at, v_now, u.p), microtokens((u.p).capacity)) order by u.n),
@@ -8476,12 +8481,12 @@ begin
                  case
                    when e.fits or (e.p).shadow then 0
                    when (e.known).cost is not null then left_us(e.known, decide.now)
-                   when (e.p).ends_at is not null then wait_past_end(e.charge, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
+                   when ((e.p).calendar).ends_at is not null then wait_past_end(e.charge, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
                    when e.charge <= (e.p).capacity then wait_until(microtokens(e.charge), e.level, e.refilled_at, decide.now, e.p)
                  end as retry_us,
                  case
                    when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
-                   when (e.p).ends_at is not null then wait_past_end(null, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
+                   when ((e.p).calendar).ends_at is not null then wait_past_end(null, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
                    else wait_until((e.p).full_level, e.level, e.refilled_at, decide.now, e.p)
                  end as reset_us,
                  coalesce((e.known).capacity, (e.p).capacity) as capacity
@@ -8518,7 +8523,7 @@ declare
 begin
   for v_i in 1..v_count loop
     v_policy := numbers[buckets[v_i]];
-    if v_policy.ends_at is not null and replayed[v_i] is false and charges[v_i] > 0 and not v_policy.shadow then
+    if (v_policy.calendar).ends_at is not null and replayed[v_i] is false and charges[v_i] > 0 and not v_policy.shadow then
       v_left_us[v_i] := left_of_numbers(v_policy, now);
     end if;
   end loop;
@@ -8837,7 +8842,7 @@ begin
     v_names := array(select distinct denied.policies[u.place] collate "C" from unnest(places) as u (place));
   end if;
   foreach v_name in array v_names loop
-    select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow and p.period is null;
+    select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow and (p.calendar).period is null;
     continue when not found;
     if v_policy.durable then
       v_part := denied_in_buckets(v_policy, policies, keys, costs, places, now);
@@ -9199,7 +9204,7 @@ begin
             v_policy := with_override(v_policy, v_override);
           end if;
           v_sorted[v_i] := v_policy;
-          v_simple      := v_policy.ends_at is null;  -- an element may fit now, and not when the others do
+          v_simple      := (v_policy.calendar).ends_at is null;  -- an element may fit now, and not when the others do
           exit when not v_simple;
         end if;
         if v_policy.durable then
@@ -9554,13 +9559,10 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_quota           ratelimit.partial_decision;
   begin
     if v_policy.overridden then
-      if v_policy.period is not null then
-        v_quota := take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
-        return (v_quota.allowed, v_quota.remaining, v_quota.retry_after, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
-                v_quota.shadowed)::ratelimit.decision;
+      if (v_policy.calendar).period is not null then
+        return decision_of(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
@@ -9621,7 +9623,7 @@ begin
 
       -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
-        if v_policy.ends_at is not null then
+        if (v_policy.calendar).ends_at is not null then
           select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
           continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
         end if;
@@ -9658,7 +9660,7 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if v_policy.ends_at is not null then
+    if (v_policy.calendar).ends_at is not null then
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
 
@@ -9907,7 +9909,7 @@ begin
       v_policy := with_override(v_policy, v_override);
     end if;
   end if;
-  if v_policy.ends_at is not null then
+  if (v_policy.calendar).ends_at is not null then
     select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
   elsif v_policy.durable then
     select refilled(b.level, b.refilled_at, v_now, v_policy),
@@ -10072,9 +10074,9 @@ begin
     select b.ctid as row_id,
            p.id is null
            or case
-                when p.period is not null then
-                  unused(row(p.*)::ratelimit.policies, b.level, b.refilled_at, v_now)
-                  and (o.key is null or unused(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), b.level, b.refilled_at, v_now))
+                when (p.calendar).period is not null then
+                  unused(p.calendar, b.level, b.refilled_at, v_now)
+                  and (o.key is null or unused(with_calendar(p.calendar, o.calendar, o.expires_at), b.level, b.refilled_at, v_now))
                 else
                   wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
                   and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0)
@@ -10093,10 +10095,10 @@ begin
   ), postponed as (
     update buckets as b
        set due_at = (select case
-                              when p.period is not null then
-                                greatest((turning(row(p.*)::ratelimit.policies, v_now)).turns_at,
+                              when (p.calendar).period is not null then
+                                greatest((turning(p.calendar, v_now)).turns_at,
                                          case when o.key is not null then
-                                           (turning(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), v_now)).turns_at
+                                           (turning(with_calendar(p.calendar, o.calendar, o.expires_at), v_now)).turns_at
                                          end)
                               else
                                 v_now + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up), v_most_us),
@@ -10118,9 +10120,9 @@ begin
     select b.ctid as row_id,
            p.id is null
            or case
-                when p.period is not null then
-                  unused(row(p.*)::ratelimit.policies, b.level, b.refilled_at, v_now)
-                  and (o.key is null or unused(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), b.level, b.refilled_at, v_now))
+                when (p.calendar).period is not null then
+                  unused(p.calendar, b.level, b.refilled_at, v_now)
+                  and (o.key is null or unused(with_calendar(p.calendar, o.calendar, o.expires_at), b.level, b.refilled_at, v_now))
                 else
                   wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
                   and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, v_now, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0)
@@ -10139,10 +10141,10 @@ begin
   ), postponed as (
     update ephemeral_buckets as b
        set due_at = (select case
-                              when p.period is not null then
-                                greatest((turning(row(p.*)::ratelimit.policies, v_now)).turns_at,
+                              when (p.calendar).period is not null then
+                                greatest((turning(p.calendar, v_now)).turns_at,
                                          case when o.key is not null then
-                                           (turning(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), v_now)).turns_at
+                                           (turning(with_calendar(p.calendar, o.calendar, o.expires_at), v_now)).turns_at
                                          end)
                               else
                                 v_now + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up), v_most_us),
@@ -10373,7 +10375,7 @@ begin
              (s.numbers).capacity, s.overridden
         from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when p.period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
+                             case when (p.calendar).period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
                                   when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p
@@ -10398,7 +10400,7 @@ begin
              (s.numbers).capacity, s.overridden
         from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when p.period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
+                             case when (p.calendar).period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
                                   when o.key is null then row(p.*)::ratelimit.policies
                                   else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
                         from policies as p

@@ -170,12 +170,12 @@ update ratelimit.buckets as b
    set level = b.level + p.full_level
   from ratelimit.policies as p
  where p.id = b.policy_id
-   and p.period is not null;
+   and not p.calendar is null;
 update ratelimit.ephemeral_buckets as b
    set level = b.level + p.full_level
   from ratelimit.policies as p
  where p.id = b.policy_id
-   and p.period is not null;
+   and not p.calendar is null;
 -- Without refill 0, such a policy refills as slowly as one can.
 update ratelimit.policies
    set refill = 1,
@@ -214,12 +214,8 @@ drop table ratelimit.overrides, ratelimit.shard;
 alter table ratelimit.policies
   drop column overridden,
   drop column shadow,
-  drop column ends_at,
-  drop column period,
-  drop column time_zone,
-  drop column anchor,
-  drop column turned_at,
-  drop column turns_at;
+  drop column calendar;
+drop type ratelimit.calendar;
 comment on type ratelimit.decision is
   'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when it is the first answer under a live idempotency key, given again.';
 

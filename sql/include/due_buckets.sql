@@ -9,9 +9,9 @@ with due as materialized (
     select b.ctid as row_id,
            p.id is null
            or case
-                when p.period is not null then
-                  unused(row(p.*)::ratelimit.policies, b.level, b.refilled_at, {{ $now }})
-                  and (o.key is null or unused(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), b.level, b.refilled_at, {{ $now }}))
+                when (p.calendar).period is not null then
+                  unused(p.calendar, b.level, b.refilled_at, {{ $now }})
+                  and (o.key is null or unused(with_calendar(p.calendar, o.calendar, o.expires_at), b.level, b.refilled_at, {{ $now }}))
                 else
                   wait_for(p.full_level, b.level, b.refilled_at, {{ $now }}, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
                   and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, {{ $now }}, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0)
@@ -30,10 +30,10 @@ with due as materialized (
   ), postponed as (
     update {{ .table }} as b
        set due_at = (select case
-                              when p.period is not null then
-                                greatest((turning(row(p.*)::ratelimit.policies, {{ $now }})).turns_at,
+                              when (p.calendar).period is not null then
+                                greatest((turning(p.calendar, {{ $now }})).turns_at,
                                          case when o.key is not null then
-                                           (turning(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides), {{ $now }})).turns_at
+                                           (turning(with_calendar(p.calendar, o.calendar, o.expires_at), {{ $now }})).turns_at
                                          end)
                               else
                                 {{ $now }} + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, {{ $now }}, p.every_us, p.tick_us, p.tick_gain, p.round_up), {{ $most_us }}),

@@ -61,6 +61,9 @@ var countedStatements = slices.Concat([]counted{
 	{"shadowed", 0, "select from ratelimit_acquire('shadow', $1)"},
 	{"overrides", 0, "select from ratelimit_acquire('overrides', $1)"},
 	{"overridden", 0, "select from ratelimit_acquire('overridden', $1)"},
+	{"quota", 0, "select from ratelimit_acquire('quota', $1)"},
+	{"quota-denied", 0, "select from ratelimit_acquire('quota', $1, 900000)"},
+	{"zoned", 0, "select from ratelimit_acquire('zoned', $1)"},
 	{"peek", 0, "select from ratelimit_peek('full', $1)"},
 	{"refunded", 0, "select from ratelimit_refund('full', $1, 1)"},
 	{"reserved", 0, "select from ratelimit_reserve('full', $1, '1 hour')"},
@@ -110,6 +113,7 @@ func batches(prefix, function, omitted string) (list []counted) {
 		}
 		add("", "full", "$1")
 		add("denied", "dry", "$1")
+		add("quota", "quota", "$1")
 		add("keyed", "full", "$1, "+omitted+", "+newKeys(size))
 		add("hot", "full", fmt.Sprintf("array_fill(($1::text[])[1], array[%d])", size))
 		add("hot-denied", "dry", fmt.Sprintf("array_fill(($1::text[])[1], array[%d])", size))
@@ -126,6 +130,11 @@ func countedPolicies() (sql []string) {
 		sql = append(sql, definePolicy(name, !f.ephemeral), f.sql())
 		inUse = append(inUse, f.inUse())
 	}
+	for _, name := range []string{"quota", "zoned"} {
+		f := fill{policy: name, count: countedKeys, tokens: -capacity / 2} // the level of a quota's bucket is below zero
+		sql = append(sql, fmt.Sprintf("select ratelimit_define_policy('%s', %d, period => '1 month')", name, capacity), f.sql())
+		inUse = append(inUse, f.inUse())
+	}
 	return slices.Concat(sql, guardedTable(), []string{
 		"select ratelimit_define_policy('stepped', stepped => true)",
 		"select ratelimit_define_policy('shadow', 1, 1, '1000 days', shadow => true)",
@@ -134,6 +143,8 @@ func countedPolicies() (sql []string) {
 		fill{policy: "line", count: countedKeys}.sql(),
 		"select ratelimit_override('overrides', 'another', 10)",
 		fmt.Sprintf("select ratelimit_override('overridden', '%s' || i, %d) from generate_series(1, %d) as i", userPrefix, capacity, countedKeys),
+		fmt.Sprintf(`select ratelimit_override('zoned', '%s' || i, time_zone => 'Europe/Berlin', anchor => '2024-01-31 00:00') from generate_series(1, %d) as i`,
+			userPrefix, countedKeys),
 		"create sequence new_keys",
 	}, inUse, []string{"vacuum analyze"})
 }

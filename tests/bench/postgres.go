@@ -192,7 +192,7 @@ func (f fill) sql() string {
 	return fmt.Sprintf(`insert into ratelimit.%s (policy_id, level, refilled_at, due_at, key)
 		select p.id, %d::bigint * 1000000, ratelimit.clock() - interval '%[3]s',
 		       -- When clean-up would look: all different, as they are when written one by one.
-		       ratelimit.clock() - interval '%[3]s' + i * interval '1 ms' + (p.capacity - %[2]d) * p.every / p.refill,
+		       ratelimit.clock() - interval '%[3]s' + i * interval '1 ms' + (p.capacity - %[2]d) * p.every / greatest(p.refill, 1),
 		       '%[7]s' || i
 		  from generate_series(1, %[4]d) as i
 		  join ratelimit.policies as p on p.name = '%[5]s'

@@ -94,7 +94,7 @@ var Edits = []Edit{
 }
 
 // NextColumn goes with a migration that adds the column next to ratelimit.policies: overridden makes whole rows of it.
-var NextColumn = Edit{"overridden.sql", "null, null)::", "null, null, policy.next)::"}
+var NextColumn = Edit{"overridden.sql", "override.expires_at))::", "override.expires_at), policy.next)::"}
 
 func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
 	db := &TestDB{DB: pgtest.Empty(t), T: t}
