@@ -155,15 +155,17 @@ bindings: the binding element, counted within the request from 1.
 refused: the numbers of the requests that have an error, from 1. null if there is none.
 error_codes: SQLSTATE.';
 create type ratelimit.calendar as (
-  ends_at   timestamptz,
-  period    interval,
-  time_zone text collate "C",
-  anchor    timestamp,
-  turned_at timestamptz,
-  turns_at  timestamptz
+  ends_at    timestamptz,
+  overridden boolean,
+  period     interval,
+  months     integer,
+  time_zone  text collate "C",
+  anchor     timestamp,
+  turned_at  timestamptz,
+  turns_at   timestamptz
 );
 comment on type ratelimit.calendar is
-  'When numbers end, the far future for those of a quota; the turns of a quota, every period from the anchor; and in a call the last one and the next.';
+  'When numbers end, the far future for those of a quota; of a quota whether some key has had an override, its period, also in months or 0, its time zone and the local time of one turn; and in a call its last turn and the next.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,

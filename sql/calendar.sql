@@ -14,31 +14,24 @@ create or replace function ratelimit.turning(calendar ratelimit.calendar, at tim
   immutable
 as $$
 declare
-  v_anchor constant timestamp := calendar.anchor;
-  v_period constant interval  := calendar.period;
-  v_zone   constant text      := calendar.time_zone;
-  v_local  constant timestamp := at at time zone v_zone;
-  v_months constant integer   := extract(year from v_period)::integer * 12 + extract(month from v_period)::integer;
-  v_turn   integer;
+  v_local timestamp := at at time zone calendar.time_zone;
+  v_turn  integer;
 begin
-  -- By local time, which is a turn too far at most; the instants of the turns decide.
-  v_turn := case when v_months > 0 then
-              floor(((extract(year from v_local) - extract(year from v_anchor)) * 12 + extract(month from v_local) - extract(month from v_anchor)) / v_months)
-            else
-              floor(extract(epoch from v_local - v_anchor) / extract(epoch from v_period))
+  -- The last turn by local time. It may be one off; the instants decide.
+  v_turn := case
+              when calendar.months > 0 then
+                floor((12 * (date_part('year', v_local) - date_part('year', calendar.anchor))
+                       + date_part('month', v_local) - date_part('month', calendar.anchor)) / calendar.months)
+              else floor(date_part('epoch', v_local - calendar.anchor) / date_part('epoch', calendar.period))
             end::integer;
-  calendar.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
-  while calendar.turned_at > at loop
-    v_turn             := v_turn - 1;
-    calendar.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
+  loop
+    calendar.turned_at := (calendar.anchor + v_turn * calendar.period) at time zone calendar.time_zone;
+    calendar.turns_at  := (calendar.anchor + (v_turn + 1) * calendar.period) at time zone calendar.time_zone;
+    if at >= calendar.turned_at and at < calendar.turns_at then
+      return calendar;
+    end if;
+    v_turn := v_turn + case when at < calendar.turned_at then -1 else 1 end;
   end loop;
-  calendar.turns_at := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
-  while calendar.turns_at <= at loop
-    v_turn             := v_turn + 1;
-    calendar.turned_at := calendar.turns_at;
-    calendar.turns_at  := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
-  end loop;
-  return calendar;
 end;
 $$;
 comment on function ratelimit.turning(ratelimit.calendar, timestamptz) is
@@ -47,7 +40,8 @@ comment on function ratelimit.turning(ratelimit.calendar, timestamptz) is
 create or replace function ratelimit.with_calendar(calendar ratelimit.calendar, override ratelimit.calendar, expires_at timestamptz)
   returns ratelimit.calendar language sql immutable parallel safe
 as $$
-  select row(coalesce(nullif(expires_at, 'infinity'), calendar.ends_at), calendar.period, override.time_zone, override.anchor, null, null)::ratelimit.calendar
+  select row(coalesce(nullif(expires_at, 'infinity'), calendar.ends_at), calendar.overridden, calendar.period, calendar.months,
+             override.time_zone, override.anchor, null, null)::ratelimit.calendar
 $$;
 comment on function ratelimit.with_calendar(ratelimit.calendar, ratelimit.calendar, timestamptz) is
   'The calendar of a policy for a key that has an override.';
@@ -141,9 +135,11 @@ declare
   v_override ratelimit.overrides;
   v_key      text collate "C" := key;
 begin
-  select o.* into v_override from ratelimit.overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > now;
-  if found then
-    policy := ratelimit.with_override(policy, v_override);
+  if (policy.calendar).overridden then
+    select o.* into v_override from ratelimit.overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > now;
+    if found then
+      policy := ratelimit.with_override(policy, v_override);
+    end if;
   end if;
   policy.calendar := ratelimit.turning(policy.calendar, now);
   return policy;

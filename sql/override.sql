@@ -53,10 +53,14 @@ begin
   perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, v_time_zone, v_anchor);
   perform check_numbers(v_capacity, v_refill, v_every);
 
-  update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
+  if v_policy.calendar is null then
+    update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
+  else
+    update policies as p set calendar.overridden = true where p.id = v_policy.id and not (p.calendar).overridden;
+  end if;
   insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, calendar)
   values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at,
-          case when (v_policy.calendar).period is not null then row(null, null, v_time_zone, v_anchor, null, null)::calendar end)
+          case when (v_policy.calendar).period is not null then row(null, null, null, null, v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint overrides_pkey do update
      set capacity   = excluded.capacity,
          refill     = excluded.refill,

@@ -11,8 +11,10 @@ declare
   v_key             text collate "C" := key;
   v_idempotency_key text collate "C" := idempotency_key;
   v_now             timestamptz := clock();
-  v_quota           ratelimit.policies := quota_of_key(policy, v_key, v_now);
-  v_own             ratelimit.policies := policy;  -- without the numbers of an override
+  v_capacity        bigint;              -- these two apply to the key
+  v_calendar        ratelimit.calendar;
+  v_quota           ratelimit.policies := policy;  -- with them
+  v_own             ratelimit.policies;            -- without the numbers of an override
   v_taken           bigint := at_most;
   v_wanted          bigint;
   v_level           bigint;       -- as the row has it
@@ -24,7 +26,19 @@ declare
   v_first           ratelimit.idempotency_keys;
   v_answer          ratelimit.decision;
   v_rounds          integer;
+  v_override        ratelimit.overrides;
 begin
+  if (policy.calendar).overridden then
+    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > v_now;
+  end if;
+  if v_override.key is null then
+    v_capacity := policy.capacity;
+    v_calendar := turning(policy.calendar, v_now);
+  else
+    v_capacity := v_override.capacity;
+    v_calendar := turning(with_calendar(policy.calendar, v_override.calendar, v_override.expires_at), v_now);
+  end if;
+
   -- 1. The idempotency key.
   if v_idempotency_key is not null then
     select k.* into v_first
@@ -37,29 +51,31 @@ begin
 
   loop
     -- 2. The update.
-    if v_taken between 1 and v_quota.capacity then
+    if v_taken between 1 and v_capacity then
       v_wanted := microtokens(v_taken);
       update {{ .buckets }} as b
-         set level       = used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) - v_wanted,
+         set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
        where b.policy_id = policy.id
          and b.key       = v_key
-         and used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) >= v_wanted - microtokens(v_quota.capacity)
+         and used_level(b.level, b.refilled_at, v_calendar.turned_at) >= v_wanted - microtokens(v_capacity)
       returning b.level, b.refilled_at into v_level, v_refilled_at;
       exit when found;
     end if;
 
     -- 3. The bucket, as of now: the update may have waited.
     v_now   := clock();
-    v_own   := own_numbers(v_quota);
-    v_quota := quota_of_key(v_own, v_key, v_now);
+    v_own      := own_numbers(v_quota);
+    v_quota    := quota_of_key(v_own, v_key, v_now);
+    v_capacity := v_quota.capacity;
+    v_calendar := v_quota.calendar;
     select b.level, b.refilled_at into v_level, v_refilled_at
       from {{ .buckets }} as b
      where b.policy_id = policy.id
        and b.key       = v_key;
     v_has_row := found;
-    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, (v_quota.calendar).turned_at), 0);
+    v_held    := microtokens(v_capacity) + coalesce(used_level(v_level, v_refilled_at, v_calendar.turned_at), 0);
     v_taken   := least(at_most, whole_tokens(v_held));
 
     -- 3a. Too few tokens.
@@ -75,11 +91,11 @@ begin
           return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
         end if;
       end if;
-      if v_quota.shadow and at_most > 0 then
-        v_answer := shadow_of(v_held, v_reset_us, v_quota.capacity);
+      if policy.shadow and at_most > 0 then
+        v_answer := shadow_of(v_held, v_reset_us, v_capacity);
         return partial_of(v_answer, at_most);
       end if;
-      v_answer := answer_of(v_held, v_retry_us, v_reset_us, v_quota.capacity);
+      v_answer := answer_of(v_held, v_retry_us, v_reset_us, v_capacity);
       return partial_of(v_answer, 0);
     end if;
 
@@ -89,7 +105,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
-      values (policy.id, v_key, v_level, v_refilled_at, (v_quota.calendar).turns_at)
+      values (policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
       on conflict on constraint {{ .buckets }}_pkey do nothing;
       exit when found;
     end if;
@@ -97,18 +113,23 @@ begin
     -- Again. Each round but the first is due to another session.
     v_rounds := coalesce(v_rounds, 0) + 1;
     if v_rounds = 1000 then
-      perform too_many_rounds(v_quota.name, v_key);  -- raises 40001
+      perform too_many_rounds(policy.name, v_key);  -- raises 40001
     end if;
   end loop;
-  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_own);
-  v_held     := microtokens(v_quota.capacity) + v_level;
+  if v_refilled_at = v_now and v_calendar.turns_at < v_calendar.ends_at then
+    v_reset_us := microseconds(v_calendar.turns_at - v_now);
+  else
+    v_quota    := quota_of_key(policy, v_key, v_now);
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+  end if;
+  v_held     := microtokens(v_capacity) + v_level;
 
   -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
   if v_idempotency_key is not null then
     insert into {{ .idempotency_keys }} as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     values (policy.id, v_key, v_idempotency_key, v_taken,
-            tokens_above_debt(v_held), duration(v_reset_us), v_quota.capacity, v_now + duration(v_quota.remember_us), v_now)
+            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(policy.remember_us), v_now)
     {{ template "include/unless_live.sql" . }};
     if not found then
       update {{ .buckets }} as b
@@ -121,9 +142,51 @@ begin
       return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
     end if;
   end if;
-  v_answer := grant_of(v_held, v_reset_us, v_quota.capacity);
-  return partial_of(v_answer, case when v_quota.shadow then at_most else v_taken end);
+  v_answer := grant_of(v_held, v_reset_us, v_capacity);
+  return partial_of(v_answer, case when policy.shadow then at_most else v_taken end);
 end;
 $$;
 comment on function ratelimit.take_quota_of_{{ .buckets }}(ratelimit.policies, text, bigint, bigint, text) is
   'The steps of ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to for a quota.';
+
+-- Does what take_from_{{ .buckets }} does, for a quota.
+create or replace function ratelimit.take_quotas_from_{{ .buckets }}(
+    in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+  v_quota  ratelimit.policies := policy;
+begin
+  v_quota.calendar := turning(policy.calendar, v_now);
+  with taken as (
+      update {{ .buckets }} as b
+         set level       = used_level(b.level, b.refilled_at, ((u.p).calendar).turned_at) - u.wanted,
+             refilled_at = greatest(b.refilled_at, v_now),
+             room        = null
+        from (select u.*, case when (v_policy.calendar).overridden then quota_of_key(v_policy, u.key, v_now) else v_quota end as p
+                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+               where (select p = v_policy from policies as p where p.id = v_policy.id)
+              offset 0) as u
+       where b.ctid = coalesce(u.row_id, (select b.ctid
+                         from {{ .buckets }} as b
+                        {{ template "include/newest.sql" }}))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and used_level(b.level, b.refilled_at, ((u.p).calendar).turned_at) >= u.wanted - microtokens((u.p).capacity)
+      returning u.*, b.level, b.refilled_at
+    )
+    select array_agg(u.place), array_agg(whole_tokens(microtokens((u.p).capacity) + u.level)),
+           array_agg(wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)),
+           array_agg((u.p).capacity)
+      into places, remaining, reset_us, capacities
+      from (select e.place, t.p, t.refilled_at,
+                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
+              from taken as t
+             cross join lateral unnest(t.places) as e (place)) as u;
+end;
+$$;
+comment on function ratelimit.take_quotas_from_{{ .buckets }}(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+  'Charges the buckets of one quota that cover all that is asked of them, and answers their elements.';

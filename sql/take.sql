@@ -40,14 +40,16 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if (policy.calendar).period is not null then
-    return;  -- left to decide_in_order
-  elsif policy.overridden
+  if policy.overridden
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
     if asked is null then
       asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);
     end if;
-    select t.* into places, remaining, reset_us, capacities from take_any_from_{{ .buckets }}(policy, costs, asked, row_ids, v_now) as t;
+    if (policy.calendar).period is not null then
+      select t.* into places, remaining, reset_us, capacities from take_quotas_from_{{ .buckets }}(policy, costs, asked, row_ids, v_now) as t;
+    else
+      select t.* into places, remaining, reset_us, capacities from take_any_from_{{ .buckets }}(policy, costs, asked, row_ids, v_now) as t;
+    end if;
     return;
   end if;
   v_ticks := floor(2 * v_fill_ticks + 1)::bigint;

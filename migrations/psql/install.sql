@@ -2654,15 +2654,17 @@ bindings: the binding element, counted within the request from 1.
 refused: the numbers of the requests that have an error, from 1. null if there is none.
 error_codes: SQLSTATE.';
 create type ratelimit.calendar as (
-  ends_at   timestamptz,
-  period    interval,
-  time_zone text collate "C",
-  anchor    timestamp,
-  turned_at timestamptz,
-  turns_at  timestamptz
+  ends_at    timestamptz,
+  overridden boolean,
+  period     interval,
+  months     integer,
+  time_zone  text collate "C",
+  anchor     timestamp,
+  turned_at  timestamptz,
+  turns_at   timestamptz
 );
 comment on type ratelimit.calendar is
-  'When numbers end, the far future for those of a quota; the turns of a quota, every period from the anchor; and in a call the last one and the next.';
+  'When numbers end, the far future for those of a quota; of a quota whether some key has had an override, its period, also in months or 0, its time zone and the local time of one turn; and in a call its last turn and the next.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,
@@ -3783,31 +3785,24 @@ create or replace function ratelimit.turning(calendar ratelimit.calendar, at tim
   immutable
 as $$
 declare
-  v_anchor constant timestamp := calendar.anchor;
-  v_period constant interval  := calendar.period;
-  v_zone   constant text      := calendar.time_zone;
-  v_local  constant timestamp := at at time zone v_zone;
-  v_months constant integer   := extract(year from v_period)::integer * 12 + extract(month from v_period)::integer;
-  v_turn   integer;
+  v_local timestamp := at at time zone calendar.time_zone;
+  v_turn  integer;
 begin
-  -- By local time, which is a turn too far at most; the instants of the turns decide.
-  v_turn := case when v_months > 0 then
-              floor(((extract(year from v_local) - extract(year from v_anchor)) * 12 + extract(month from v_local) - extract(month from v_anchor)) / v_months)
-            else
-              floor(extract(epoch from v_local - v_anchor) / extract(epoch from v_period))
+  -- The last turn by local time. It may be one off; the instants decide.
+  v_turn := case
+              when calendar.months > 0 then
+                floor((12 * (date_part('year', v_local) - date_part('year', calendar.anchor))
+                       + date_part('month', v_local) - date_part('month', calendar.anchor)) / calendar.months)
+              else floor(date_part('epoch', v_local - calendar.anchor) / date_part('epoch', calendar.period))
             end::integer;
-  calendar.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
-  while calendar.turned_at > at loop
-    v_turn             := v_turn - 1;
-    calendar.turned_at := (v_anchor + v_turn * v_period) at time zone v_zone;
+  loop
+    calendar.turned_at := (calendar.anchor + v_turn * calendar.period) at time zone calendar.time_zone;
+    calendar.turns_at  := (calendar.anchor + (v_turn + 1) * calendar.period) at time zone calendar.time_zone;
+    if at >= calendar.turned_at and at < calendar.turns_at then
+      return calendar;
+    end if;
+    v_turn := v_turn + case when at < calendar.turned_at then -1 else 1 end;
   end loop;
-  calendar.turns_at := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
-  while calendar.turns_at <= at loop
-    v_turn             := v_turn + 1;
-    calendar.turned_at := calendar.turns_at;
-    calendar.turns_at  := (v_anchor + (v_turn + 1) * v_period) at time zone v_zone;
-  end loop;
-  return calendar;
 end;
 $$;
 comment on function ratelimit.turning(ratelimit.calendar, timestamptz) is
@@ -3816,7 +3811,8 @@ comment on function ratelimit.turning(ratelimit.calendar, timestamptz) is
 create or replace function ratelimit.with_calendar(calendar ratelimit.calendar, override ratelimit.calendar, expires_at timestamptz)
   returns ratelimit.calendar language sql immutable parallel safe
 as $$
-  select row(coalesce(nullif(expires_at, 'infinity'), calendar.ends_at), calendar.period, override.time_zone, override.anchor, null, null)::ratelimit.calendar
+  select row(coalesce(nullif(expires_at, 'infinity'), calendar.ends_at), calendar.overridden, calendar.period, calendar.months,
+             override.time_zone, override.anchor, null, null)::ratelimit.calendar
 $$;
 comment on function ratelimit.with_calendar(ratelimit.calendar, ratelimit.calendar, timestamptz) is
   'The calendar of a policy for a key that has an override.';
@@ -3910,9 +3906,11 @@ declare
   v_override ratelimit.overrides;
   v_key      text collate "C" := key;
 begin
-  select o.* into v_override from ratelimit.overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > now;
-  if found then
-    policy := ratelimit.with_override(policy, v_override);
+  if (policy.calendar).overridden then
+    select o.* into v_override from ratelimit.overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > now;
+    if found then
+      policy := ratelimit.with_override(policy, v_override);
+    end if;
   end if;
   policy.calendar := ratelimit.turning(policy.calendar, now);
   return policy;
@@ -4205,7 +4203,8 @@ begin
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
           v_period is not null,
-          case when v_period is not null then row('294276-01-01 00:00 UTC', v_period, v_time_zone, v_anchor, null, null)::calendar end)
+          case when v_period is not null then row('294276-01-01 00:00 UTC', coalesce((v_policy.calendar).overridden, false), v_period,
+                                                    extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
          refill    = excluded.refill,
@@ -4406,10 +4405,14 @@ begin
   perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, v_time_zone, v_anchor);
   perform check_numbers(v_capacity, v_refill, v_every);
 
-  update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
+  if v_policy.calendar is null then
+    update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
+  else
+    update policies as p set calendar.overridden = true where p.id = v_policy.id and not (p.calendar).overridden;
+  end if;
   insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, calendar)
   values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at,
-          case when (v_policy.calendar).period is not null then row(null, null, v_time_zone, v_anchor, null, null)::calendar end)
+          case when (v_policy.calendar).period is not null then row(null, null, null, null, v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint overrides_pkey do update
      set capacity   = excluded.capacity,
          refill     = excluded.refill,
@@ -4537,8 +4540,10 @@ declare
   v_key             text collate "C" := key;
   v_idempotency_key text collate "C" := idempotency_key;
   v_now             timestamptz := clock();
-  v_quota           ratelimit.policies := quota_of_key(policy, v_key, v_now);
-  v_own             ratelimit.policies := policy;  -- without the numbers of an override
+  v_capacity        bigint;              -- these two apply to the key
+  v_calendar        ratelimit.calendar;
+  v_quota           ratelimit.policies := policy;  -- with them
+  v_own             ratelimit.policies;            -- without the numbers of an override
   v_taken           bigint := at_most;
   v_wanted          bigint;
   v_level           bigint;       -- as the row has it
@@ -4550,7 +4555,19 @@ declare
   v_first           ratelimit.idempotency_keys;
   v_answer          ratelimit.decision;
   v_rounds          integer;
+  v_override        ratelimit.overrides;
 begin
+  if (policy.calendar).overridden then
+    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > v_now;
+  end if;
+  if v_override.key is null then
+    v_capacity := policy.capacity;
+    v_calendar := turning(policy.calendar, v_now);
+  else
+    v_capacity := v_override.capacity;
+    v_calendar := turning(with_calendar(policy.calendar, v_override.calendar, v_override.expires_at), v_now);
+  end if;
+
   -- 1. The idempotency key.
   if v_idempotency_key is not null then
     select k.* into v_first
@@ -4563,29 +4580,31 @@ begin
 
   loop
     -- 2. The update.
-    if v_taken between 1 and v_quota.capacity then
+    if v_taken between 1 and v_capacity then
       v_wanted := microtokens(v_taken);
       update buckets as b
-         set level       = used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) - v_wanted,
+         set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
        where b.policy_id = policy.id
          and b.key       = v_key
-         and used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) >= v_wanted - microtokens(v_quota.capacity)
+         and used_level(b.level, b.refilled_at, v_calendar.turned_at) >= v_wanted - microtokens(v_capacity)
       returning b.level, b.refilled_at into v_level, v_refilled_at;
       exit when found;
     end if;
 
     -- 3. The bucket, as of now: the update may have waited.
     v_now   := clock();
-    v_own   := own_numbers(v_quota);
-    v_quota := quota_of_key(v_own, v_key, v_now);
+    v_own      := own_numbers(v_quota);
+    v_quota    := quota_of_key(v_own, v_key, v_now);
+    v_capacity := v_quota.capacity;
+    v_calendar := v_quota.calendar;
     select b.level, b.refilled_at into v_level, v_refilled_at
       from buckets as b
      where b.policy_id = policy.id
        and b.key       = v_key;
     v_has_row := found;
-    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, (v_quota.calendar).turned_at), 0);
+    v_held    := microtokens(v_capacity) + coalesce(used_level(v_level, v_refilled_at, v_calendar.turned_at), 0);
     v_taken   := least(at_most, whole_tokens(v_held));
 
     -- 3a. Too few tokens.
@@ -4601,11 +4620,11 @@ begin
           return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
         end if;
       end if;
-      if v_quota.shadow and at_most > 0 then
-        v_answer := shadow_of(v_held, v_reset_us, v_quota.capacity);
+      if policy.shadow and at_most > 0 then
+        v_answer := shadow_of(v_held, v_reset_us, v_capacity);
         return partial_of(v_answer, at_most);
       end if;
-      v_answer := answer_of(v_held, v_retry_us, v_reset_us, v_quota.capacity);
+      v_answer := answer_of(v_held, v_retry_us, v_reset_us, v_capacity);
       return partial_of(v_answer, 0);
     end if;
 
@@ -4615,7 +4634,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (policy.id, v_key, v_level, v_refilled_at, (v_quota.calendar).turns_at)
+      values (policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
       on conflict on constraint buckets_pkey do nothing;
       exit when found;
     end if;
@@ -4623,18 +4642,23 @@ begin
     -- Again. Each round but the first is due to another session.
     v_rounds := coalesce(v_rounds, 0) + 1;
     if v_rounds = 1000 then
-      perform too_many_rounds(v_quota.name, v_key);  -- raises 40001
+      perform too_many_rounds(policy.name, v_key);  -- raises 40001
     end if;
   end loop;
-  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_own);
-  v_held     := microtokens(v_quota.capacity) + v_level;
+  if v_refilled_at = v_now and v_calendar.turns_at < v_calendar.ends_at then
+    v_reset_us := microseconds(v_calendar.turns_at - v_now);
+  else
+    v_quota    := quota_of_key(policy, v_key, v_now);
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+  end if;
+  v_held     := microtokens(v_capacity) + v_level;
 
   -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
   if v_idempotency_key is not null then
     insert into idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     values (policy.id, v_key, v_idempotency_key, v_taken,
-            tokens_above_debt(v_held), duration(v_reset_us), v_quota.capacity, v_now + duration(v_quota.remember_us), v_now)
+            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(policy.remember_us), v_now)
     on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4657,12 +4681,58 @@ begin
       return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
     end if;
   end if;
-  v_answer := grant_of(v_held, v_reset_us, v_quota.capacity);
-  return partial_of(v_answer, case when v_quota.shadow then at_most else v_taken end);
+  v_answer := grant_of(v_held, v_reset_us, v_capacity);
+  return partial_of(v_answer, case when policy.shadow then at_most else v_taken end);
 end;
 $$;
 comment on function ratelimit.take_quota_of_buckets(ratelimit.policies, text, bigint, bigint, text) is
   'The steps of ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to for a quota.';
+
+-- Does what take_from_buckets does, for a quota.
+create or replace function ratelimit.take_quotas_from_buckets(
+    in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+  v_quota  ratelimit.policies := policy;
+begin
+  v_quota.calendar := turning(policy.calendar, v_now);
+  with taken as (
+      update buckets as b
+         set level       = used_level(b.level, b.refilled_at, ((u.p).calendar).turned_at) - u.wanted,
+             refilled_at = greatest(b.refilled_at, v_now),
+             room        = null
+        from (select u.*, case when (v_policy.calendar).overridden then quota_of_key(v_policy, u.key, v_now) else v_quota end as p
+                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+               where (select p = v_policy from policies as p where p.id = v_policy.id)
+              offset 0) as u
+       where b.ctid = coalesce(u.row_id, (select b.ctid
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and used_level(b.level, b.refilled_at, ((u.p).calendar).turned_at) >= u.wanted - microtokens((u.p).capacity)
+      returning u.*, b.level, b.refilled_at
+    )
+    select array_agg(u.place), array_agg(whole_tokens(microtokens((u.p).capacity) + u.level)),
+           array_agg(wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)),
+           array_agg((u.p).capacity)
+      into places, remaining, reset_us, capacities
+      from (select e.place, t.p, t.refilled_at,
+                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
+              from taken as t
+             cross join lateral unnest(t.places) as e (place)) as u;
+end;
+$$;
+comment on function ratelimit.take_quotas_from_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+  'Charges the buckets of one quota that cover all that is asked of them, and answers their elements.';
 
 -- Takes from the bucket of a quota, in ephemeral_buckets, for ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to: as many whole tokens as there
 -- are, at_most, or none if there are fewer than at_least. The steps, locks and writes are those of the last. A period that has not begun
@@ -4677,8 +4747,10 @@ declare
   v_key             text collate "C" := key;
   v_idempotency_key text collate "C" := idempotency_key;
   v_now             timestamptz := clock();
-  v_quota           ratelimit.policies := quota_of_key(policy, v_key, v_now);
-  v_own             ratelimit.policies := policy;  -- without the numbers of an override
+  v_capacity        bigint;              -- these two apply to the key
+  v_calendar        ratelimit.calendar;
+  v_quota           ratelimit.policies := policy;  -- with them
+  v_own             ratelimit.policies;            -- without the numbers of an override
   v_taken           bigint := at_most;
   v_wanted          bigint;
   v_level           bigint;       -- as the row has it
@@ -4690,7 +4762,19 @@ declare
   v_first           ratelimit.idempotency_keys;
   v_answer          ratelimit.decision;
   v_rounds          integer;
+  v_override        ratelimit.overrides;
 begin
+  if (policy.calendar).overridden then
+    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > v_now;
+  end if;
+  if v_override.key is null then
+    v_capacity := policy.capacity;
+    v_calendar := turning(policy.calendar, v_now);
+  else
+    v_capacity := v_override.capacity;
+    v_calendar := turning(with_calendar(policy.calendar, v_override.calendar, v_override.expires_at), v_now);
+  end if;
+
   -- 1. The idempotency key.
   if v_idempotency_key is not null then
     select k.* into v_first
@@ -4703,29 +4787,31 @@ begin
 
   loop
     -- 2. The update.
-    if v_taken between 1 and v_quota.capacity then
+    if v_taken between 1 and v_capacity then
       v_wanted := microtokens(v_taken);
       update ephemeral_buckets as b
-         set level       = used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) - v_wanted,
+         set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
        where b.policy_id = policy.id
          and b.key       = v_key
-         and used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at) >= v_wanted - microtokens(v_quota.capacity)
+         and used_level(b.level, b.refilled_at, v_calendar.turned_at) >= v_wanted - microtokens(v_capacity)
       returning b.level, b.refilled_at into v_level, v_refilled_at;
       exit when found;
     end if;
 
     -- 3. The bucket, as of now: the update may have waited.
     v_now   := clock();
-    v_own   := own_numbers(v_quota);
-    v_quota := quota_of_key(v_own, v_key, v_now);
+    v_own      := own_numbers(v_quota);
+    v_quota    := quota_of_key(v_own, v_key, v_now);
+    v_capacity := v_quota.capacity;
+    v_calendar := v_quota.calendar;
     select b.level, b.refilled_at into v_level, v_refilled_at
       from ephemeral_buckets as b
      where b.policy_id = policy.id
        and b.key       = v_key;
     v_has_row := found;
-    v_held    := microtokens(v_quota.capacity) + coalesce(used_level(v_level, v_refilled_at, (v_quota.calendar).turned_at), 0);
+    v_held    := microtokens(v_capacity) + coalesce(used_level(v_level, v_refilled_at, v_calendar.turned_at), 0);
     v_taken   := least(at_most, whole_tokens(v_held));
 
     -- 3a. Too few tokens.
@@ -4741,11 +4827,11 @@ begin
           return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
         end if;
       end if;
-      if v_quota.shadow and at_most > 0 then
-        v_answer := shadow_of(v_held, v_reset_us, v_quota.capacity);
+      if policy.shadow and at_most > 0 then
+        v_answer := shadow_of(v_held, v_reset_us, v_capacity);
         return partial_of(v_answer, at_most);
       end if;
-      v_answer := answer_of(v_held, v_retry_us, v_reset_us, v_quota.capacity);
+      v_answer := answer_of(v_held, v_retry_us, v_reset_us, v_capacity);
       return partial_of(v_answer, 0);
     end if;
 
@@ -4755,7 +4841,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-      values (policy.id, v_key, v_level, v_refilled_at, (v_quota.calendar).turns_at)
+      values (policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
       on conflict on constraint ephemeral_buckets_pkey do nothing;
       exit when found;
     end if;
@@ -4763,18 +4849,23 @@ begin
     -- Again. Each round but the first is due to another session.
     v_rounds := coalesce(v_rounds, 0) + 1;
     if v_rounds = 1000 then
-      perform too_many_rounds(v_quota.name, v_key);  -- raises 40001
+      perform too_many_rounds(policy.name, v_key);  -- raises 40001
     end if;
   end loop;
-  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_own);
-  v_held     := microtokens(v_quota.capacity) + v_level;
+  if v_refilled_at = v_now and v_calendar.turns_at < v_calendar.ends_at then
+    v_reset_us := microseconds(v_calendar.turns_at - v_now);
+  else
+    v_quota    := quota_of_key(policy, v_key, v_now);
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+  end if;
+  v_held     := microtokens(v_capacity) + v_level;
 
   -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
   if v_idempotency_key is not null then
     insert into ephemeral_idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     values (policy.id, v_key, v_idempotency_key, v_taken,
-            tokens_above_debt(v_held), duration(v_reset_us), v_quota.capacity, v_now + duration(v_quota.remember_us), v_now)
+            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(policy.remember_us), v_now)
     on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4797,12 +4888,58 @@ begin
       return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
     end if;
   end if;
-  v_answer := grant_of(v_held, v_reset_us, v_quota.capacity);
-  return partial_of(v_answer, case when v_quota.shadow then at_most else v_taken end);
+  v_answer := grant_of(v_held, v_reset_us, v_capacity);
+  return partial_of(v_answer, case when policy.shadow then at_most else v_taken end);
 end;
 $$;
 comment on function ratelimit.take_quota_of_ephemeral_buckets(ratelimit.policies, text, bigint, bigint, text) is
   'The steps of ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to for a quota.';
+
+-- Does what take_from_ephemeral_buckets does, for a quota.
+create or replace function ratelimit.take_quotas_from_ephemeral_buckets(
+    in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy alias for policy;
+  v_now    alias for now;
+  v_quota  ratelimit.policies := policy;
+begin
+  v_quota.calendar := turning(policy.calendar, v_now);
+  with taken as (
+      update ephemeral_buckets as b
+         set level       = used_level(b.level, b.refilled_at, ((u.p).calendar).turned_at) - u.wanted,
+             refilled_at = greatest(b.refilled_at, v_now),
+             room        = null
+        from (select u.*, case when (v_policy.calendar).overridden then quota_of_key(v_policy, u.key, v_now) else v_quota end as p
+                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+               where (select p = v_policy from policies as p where p.id = v_policy.id)
+              offset 0) as u
+       where b.ctid = coalesce(u.row_id, (select b.ctid
+                         from ephemeral_buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1))
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
+         and used_level(b.level, b.refilled_at, ((u.p).calendar).turned_at) >= u.wanted - microtokens((u.p).capacity)
+      returning u.*, b.level, b.refilled_at
+    )
+    select array_agg(u.place), array_agg(whole_tokens(microtokens((u.p).capacity) + u.level)),
+           array_agg(wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)),
+           array_agg((u.p).capacity)
+      into places, remaining, reset_us, capacities
+      from (select e.place, t.p, t.refilled_at,
+                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
+              from taken as t
+             cross join lateral unnest(t.places) as e (place)) as u;
+end;
+$$;
+comment on function ratelimit.take_quotas_from_ephemeral_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+  'Charges the buckets of one quota that cover all that is asked of them, and answers their elements.';
 
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
@@ -7038,14 +7175,16 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if (policy.calendar).period is not null then
-    return;  -- left to decide_in_order
-  elsif policy.overridden
+  if policy.overridden
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
     if asked is null then
       asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);
     end if;
-    select t.* into places, remaining, reset_us, capacities from take_any_from_buckets(policy, costs, asked, row_ids, v_now) as t;
+    if (policy.calendar).period is not null then
+      select t.* into places, remaining, reset_us, capacities from take_quotas_from_buckets(policy, costs, asked, row_ids, v_now) as t;
+    else
+      select t.* into places, remaining, reset_us, capacities from take_any_from_buckets(policy, costs, asked, row_ids, v_now) as t;
+    end if;
     return;
   end if;
   v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
@@ -7288,14 +7427,16 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if (policy.calendar).period is not null then
-    return;  -- left to decide_in_order
-  elsif policy.overridden
+  if policy.overridden
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
     if asked is null then
       asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);
     end if;
-    select t.* into places, remaining, reset_us, capacities from take_any_from_ephemeral_buckets(policy, costs, asked, row_ids, v_now) as t;
+    if (policy.calendar).period is not null then
+      select t.* into places, remaining, reset_us, capacities from take_quotas_from_ephemeral_buckets(policy, costs, asked, row_ids, v_now) as t;
+    else
+      select t.* into places, remaining, reset_us, capacities from take_any_from_ephemeral_buckets(policy, costs, asked, row_ids, v_now) as t;
+    end if;
     return;
   end if;
   v_ticks := floor(2 * v_fill_ticks + 1)::bigint;

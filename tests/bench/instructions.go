@@ -62,7 +62,7 @@ var countedStatements = slices.Concat([]counted{
 	{"overrides", 0, "select from ratelimit_acquire('overrides', $1)"},
 	{"overridden", 0, "select from ratelimit_acquire('overridden', $1)"},
 	{"quota", 0, "select from ratelimit_acquire('quota', $1)"},
-	{"quota-denied", 0, "select from ratelimit_acquire('quota', $1, 900000)"},
+	{"quota-denied", 0, "select from ratelimit_acquire('quota', $1, 20000000)"},
 	{"zoned", 0, "select from ratelimit_acquire('zoned', $1)"},
 	{"peek", 0, "select from ratelimit_peek('full', $1)"},
 	{"refunded", 0, "select from ratelimit_refund('full', $1, 1)"},
