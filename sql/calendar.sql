@@ -73,16 +73,13 @@ $$;
 comment on function ratelimit.stored_level(bigint, ratelimit.policies) is
   'The level that a row has, from the microtokens that the bucket holds.';
 
-create or replace function ratelimit.lowest_level(policy ratelimit.policies)
-  returns numeric language sql immutable parallel safe
+create or replace function ratelimit.lowest_level_of_quota(capacity bigint)
+  returns bigint language sql immutable parallel safe
 as $$
-  select case
-    when (policy.calendar).period is null then ratelimit.floor_level(policy.gain, policy.every_us)
-    else policy.full_level - ratelimit.deepest_debt()
-  end
+  select ratelimit.microtokens(capacity) - ratelimit.deepest_debt()
 $$;
-comment on function ratelimit.lowest_level(ratelimit.policies) is
-  'The level that no charge goes below, in microtokens.';
+comment on function ratelimit.lowest_level_of_quota(bigint) is
+  'The level that no charge of a quota goes below, in microtokens.';
 
 -- A quota whose row was written at refilled_at, in the words of a bucket that refills: by now it has filled it, or it gains nothing.
 create or replace function ratelimit.filling(numbers ratelimit.policies, refilled_at timestamptz)

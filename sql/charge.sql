@@ -40,6 +40,7 @@ begin
     v_idempotency_key text collate "C" := idempotency_key;
     v_now             timestamptz := clock();
     v_level           bigint;       -- microtokens in the bucket
+    v_stored          bigint;       -- what the row of a quota has for that
     v_refilled_at     timestamptz;  -- when the bucket held v_level
     v_held            bigint;       -- what the bucket held before the charge
     v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
@@ -83,24 +84,31 @@ begin
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
+          if (v_policy.calendar).period is not null then
+            v_level := level_now(v_level, v_refilled_at, v_now, v_policy);
+          end if;
         end if;
         exit when v_has_row;
-        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
+        v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
+        values (v_policy.id, v_key, stored_level(v_level, v_policy), v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint {{ .buckets }}_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
       end loop;
 
       -- 3. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
-      v_held        := level_now(v_level, v_refilled_at, v_now, v_policy);
-      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, lowest_level(v_policy));
+      v_held        := refilled(v_level, v_refilled_at, v_now, v_policy);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
       if (v_policy.calendar).ends_at is not null then
-        v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+        if (v_policy.calendar).period is not null then
+          v_level  := greatest(v_level, lowest_level_of_quota(v_policy.capacity));
+          v_stored := v_level - microtokens(v_policy.capacity);
+        end if;
+        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
       insert into {{ .idempotency_keys }} as k
@@ -114,7 +122,7 @@ begin
 
     -- 4. The level.
     update {{ .buckets }} as b
-       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
+       set level = coalesce(v_stored, v_level), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);

@@ -190,3 +190,33 @@ end;
 $$;
 comment on function ratelimit.take_quotas_from_{{ .buckets }}(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
   'Charges the buckets of one quota that cover all that is asked of them, and answers their elements.';
+
+create or replace function ratelimit.refund_quota_of_{{ .buckets }}(policy ratelimit.policies, key text, amount bigint)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+declare
+  v_key         text collate "C" := key;
+  v_now         timestamptz := clock();
+  v_quota       ratelimit.policies := quota_of_key(policy, v_key, v_now);
+  v_given       bigint := microtokens(least(amount, v_quota.capacity));
+  v_level       bigint;
+  v_refilled_at timestamptz;
+  v_reset_us    bigint;
+begin
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+  update {{ .buckets }} as b
+     set level       = least(used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at), -v_given) + v_given,
+         refilled_at = greatest(b.refilled_at, v_now),
+         room        = null,
+         due_at      = least(b.due_at, v_now)  -- as in ratelimit_refund
+   where b.policy_id = policy.id
+     and b.key       = v_key
+  returning b.level, b.refilled_at into v_level, v_refilled_at;
+  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+  return answer_of(microtokens(v_quota.capacity) + coalesce(v_level, 0), 0, v_reset_us, v_quota.capacity);
+end;
+$$;
+comment on function ratelimit.refund_quota_of_{{ .buckets }}(ratelimit.policies, text, bigint) is
+  'The steps of ratelimit_refund for a quota.';

@@ -27,20 +27,22 @@ begin
     perform unknown_policy(policy);
   end if;
   if v_policy.overridden then
+    if (v_policy.calendar).period is not null and v_policy.durable then
+      return refund_quota_of_buckets(v_policy, v_key, amount);
+    elsif (v_policy.calendar).period is not null then
+      return refund_quota_of_ephemeral_buckets(v_policy, v_key, amount);
+    end if;
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then
       v_policy := with_override(v_policy, v_override);
-    end if;
-    if (v_policy.calendar).period is not null then
-      v_policy.calendar := turning(v_policy.calendar, v_now);
     end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_policy.durable then
     update buckets as b
-       set level       = stored_level(least(level_now(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
-                                      + microtokens(v_amount), v_policy),
+       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                         + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
@@ -49,8 +51,8 @@ begin
     returning b.level, b.refilled_at into v_level, v_refilled_at;
   else
     update ephemeral_buckets as b
-       set level       = stored_level(least(level_now(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
-                                      + microtokens(v_amount), v_policy),
+       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                         + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
@@ -64,7 +66,6 @@ begin
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
   if (v_policy.calendar).ends_at is not null then
     v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
-    v_level    := level_now(v_level, v_refilled_at, v_now, v_policy);
   end if;
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;

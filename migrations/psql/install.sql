@@ -3844,16 +3844,13 @@ $$;
 comment on function ratelimit.stored_level(bigint, ratelimit.policies) is
   'The level that a row has, from the microtokens that the bucket holds.';
 
-create or replace function ratelimit.lowest_level(policy ratelimit.policies)
-  returns numeric language sql immutable parallel safe
+create or replace function ratelimit.lowest_level_of_quota(capacity bigint)
+  returns bigint language sql immutable parallel safe
 as $$
-  select case
-    when (policy.calendar).period is null then ratelimit.floor_level(policy.gain, policy.every_us)
-    else policy.full_level - ratelimit.deepest_debt()
-  end
+  select ratelimit.microtokens(capacity) - ratelimit.deepest_debt()
 $$;
-comment on function ratelimit.lowest_level(ratelimit.policies) is
-  'The level that no charge goes below, in microtokens.';
+comment on function ratelimit.lowest_level_of_quota(bigint) is
+  'The level that no charge of a quota goes below, in microtokens.';
 
 -- A quota whose row was written at refilled_at, in the words of a bucket that refills: by now it has filled it, or it gains nothing.
 create or replace function ratelimit.filling(numbers ratelimit.policies, refilled_at timestamptz)
@@ -4734,6 +4731,36 @@ $$;
 comment on function ratelimit.take_quotas_from_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
   'Charges the buckets of one quota that cover all that is asked of them, and answers their elements.';
 
+create or replace function ratelimit.refund_quota_of_buckets(policy ratelimit.policies, key text, amount bigint)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+declare
+  v_key         text collate "C" := key;
+  v_now         timestamptz := clock();
+  v_quota       ratelimit.policies := quota_of_key(policy, v_key, v_now);
+  v_given       bigint := microtokens(least(amount, v_quota.capacity));
+  v_level       bigint;
+  v_refilled_at timestamptz;
+  v_reset_us    bigint;
+begin
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+  update buckets as b
+     set level       = least(used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at), -v_given) + v_given,
+         refilled_at = greatest(b.refilled_at, v_now),
+         room        = null,
+         due_at      = least(b.due_at, v_now)  -- as in ratelimit_refund
+   where b.policy_id = policy.id
+     and b.key       = v_key
+  returning b.level, b.refilled_at into v_level, v_refilled_at;
+  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+  return answer_of(microtokens(v_quota.capacity) + coalesce(v_level, 0), 0, v_reset_us, v_quota.capacity);
+end;
+$$;
+comment on function ratelimit.refund_quota_of_buckets(ratelimit.policies, text, bigint) is
+  'The steps of ratelimit_refund for a quota.';
+
 -- Takes from the bucket of a quota, in ephemeral_buckets, for ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to: as many whole tokens as there
 -- are, at_most, or none if there are fewer than at_least. The steps, locks and writes are those of the last. A period that has not begun
 -- lends nothing, so to reserve is to acquire. calendar.sql says what the level of a row is.
@@ -4940,6 +4967,36 @@ end;
 $$;
 comment on function ratelimit.take_quotas_from_ephemeral_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
   'Charges the buckets of one quota that cover all that is asked of them, and answers their elements.';
+
+create or replace function ratelimit.refund_quota_of_ephemeral_buckets(policy ratelimit.policies, key text, amount bigint)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+declare
+  v_key         text collate "C" := key;
+  v_now         timestamptz := clock();
+  v_quota       ratelimit.policies := quota_of_key(policy, v_key, v_now);
+  v_given       bigint := microtokens(least(amount, v_quota.capacity));
+  v_level       bigint;
+  v_refilled_at timestamptz;
+  v_reset_us    bigint;
+begin
+  if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+  update ephemeral_buckets as b
+     set level       = least(used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at), -v_given) + v_given,
+         refilled_at = greatest(b.refilled_at, v_now),
+         room        = null,
+         due_at      = least(b.due_at, v_now)  -- as in ratelimit_refund
+   where b.policy_id = policy.id
+     and b.key       = v_key
+  returning b.level, b.refilled_at into v_level, v_refilled_at;
+  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+  return answer_of(microtokens(v_quota.capacity) + coalesce(v_level, 0), 0, v_reset_us, v_quota.capacity);
+end;
+$$;
+comment on function ratelimit.refund_quota_of_ephemeral_buckets(ratelimit.policies, text, bigint) is
+  'The steps of ratelimit_refund for a quota.';
 
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
 --
@@ -5468,20 +5525,22 @@ begin
     perform unknown_policy(policy);
   end if;
   if v_policy.overridden then
+    if (v_policy.calendar).period is not null and v_policy.durable then
+      return refund_quota_of_buckets(v_policy, v_key, amount);
+    elsif (v_policy.calendar).period is not null then
+      return refund_quota_of_ephemeral_buckets(v_policy, v_key, amount);
+    end if;
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then
       v_policy := with_override(v_policy, v_override);
-    end if;
-    if (v_policy.calendar).period is not null then
-      v_policy.calendar := turning(v_policy.calendar, v_now);
     end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_policy.durable then
     update buckets as b
-       set level       = stored_level(least(level_now(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
-                                      + microtokens(v_amount), v_policy),
+       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                         + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
@@ -5490,8 +5549,8 @@ begin
     returning b.level, b.refilled_at into v_level, v_refilled_at;
   else
     update ephemeral_buckets as b
-       set level       = stored_level(least(level_now(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
-                                      + microtokens(v_amount), v_policy),
+       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                         + microtokens(v_amount),
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
@@ -5505,7 +5564,6 @@ begin
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
   if (v_policy.calendar).ends_at is not null then
     v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
-    v_level    := level_now(v_level, v_refilled_at, v_now, v_policy);
   end if;
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;
@@ -5662,6 +5720,7 @@ begin
     v_idempotency_key text collate "C" := idempotency_key;
     v_now             timestamptz := clock();
     v_level           bigint;       -- microtokens in the bucket
+    v_stored          bigint;       -- what the row of a quota has for that
     v_refilled_at     timestamptz;  -- when the bucket held v_level
     v_held            bigint;       -- what the bucket held before the charge
     v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
@@ -5705,24 +5764,31 @@ begin
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
+          if (v_policy.calendar).period is not null then
+            v_level := level_now(v_level, v_refilled_at, v_now, v_policy);
+          end if;
         end if;
         exit when v_has_row;
-        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
+        v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
+        values (v_policy.id, v_key, stored_level(v_level, v_policy), v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
       end loop;
 
       -- 3. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
-      v_held        := level_now(v_level, v_refilled_at, v_now, v_policy);
-      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, lowest_level(v_policy));
+      v_held        := refilled(v_level, v_refilled_at, v_now, v_policy);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
       if (v_policy.calendar).ends_at is not null then
-        v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+        if (v_policy.calendar).period is not null then
+          v_level  := greatest(v_level, lowest_level_of_quota(v_policy.capacity));
+          v_stored := v_level - microtokens(v_policy.capacity);
+        end if;
+        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
       insert into idempotency_keys as k
@@ -5746,7 +5812,7 @@ begin
 
     -- 4. The level.
     update buckets as b
-       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
+       set level = coalesce(v_stored, v_level), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -5781,6 +5847,7 @@ as $$
     v_idempotency_key text collate "C" := idempotency_key;
     v_now             timestamptz := clock();
     v_level           bigint;       -- microtokens in the bucket
+    v_stored          bigint;       -- what the row of a quota has for that
     v_refilled_at     timestamptz;  -- when the bucket held v_level
     v_held            bigint;       -- what the bucket held before the charge
     v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
@@ -5824,24 +5891,31 @@ as $$
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
+          if (v_policy.calendar).period is not null then
+            v_level := level_now(v_level, v_refilled_at, v_now, v_policy);
+          end if;
         end if;
         exit when v_has_row;
-        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
+        v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
+        values (v_policy.id, v_key, stored_level(v_level, v_policy), v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint ephemeral_buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
       end loop;
 
       -- 3. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
-      v_held        := level_now(v_level, v_refilled_at, v_now, v_policy);
-      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, lowest_level(v_policy));
+      v_held        := refilled(v_level, v_refilled_at, v_now, v_policy);
+      v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
       if (v_policy.calendar).ends_at is not null then
-        v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+        if (v_policy.calendar).period is not null then
+          v_level  := greatest(v_level, lowest_level_of_quota(v_policy.capacity));
+          v_stored := v_level - microtokens(v_policy.capacity);
+        end if;
+        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
       insert into ephemeral_idempotency_keys as k
@@ -5865,7 +5939,7 @@ as $$
 
     -- 4. The level.
     update ephemeral_buckets as b
-       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
+       set level = coalesce(v_stored, v_level), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -5916,6 +5990,7 @@ begin
     v_cost            alias for cost;
     v_now             timestamptz := clock();
     v_level           bigint;       -- microtokens in the bucket
+    v_stored          bigint;       -- what the row of a quota has for that
     v_refilled_at     timestamptz;  -- when the bucket held v_level
     v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
     v_has_row         boolean;      -- a bucket without a row is full
@@ -5969,15 +6044,18 @@ begin
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
-          if v_back > 0 and v_first.granted_at < (v_policy.calendar).turned_at then
-            v_back := 0;  -- the period of the grant is over
+          if (v_policy.calendar).period is not null then
+            v_level := level_now(v_level, v_refilled_at, v_now, v_policy);
+            if v_back > 0 and v_first.granted_at < (v_policy.calendar).turned_at then
+              v_back := 0;  -- the period of the grant is over
+            end if;
           end if;
         end if;
         exit when v_has_row or v_back >= 0;
-        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
+        v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
+        values (v_policy.id, v_key, stored_level(v_level, v_policy), v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
@@ -6000,15 +6078,19 @@ begin
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := level_now(v_level, v_refilled_at, v_now, v_policy);
-    v_level       := moved_level(v_level, v_back, v_policy.full_level, lowest_level(v_policy));
+    v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
+                                 v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     if (v_policy.calendar).ends_at is not null then
-      v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      if (v_policy.calendar).period is not null then
+        v_level  := greatest(v_level, lowest_level_of_quota(v_policy.capacity));
+        v_stored := v_level - microtokens(v_policy.capacity);
+      end if;
+      v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
     update buckets as b
-       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
+       set level = coalesce(v_stored, v_level), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
@@ -6045,6 +6127,7 @@ as $$
     v_cost            alias for cost;
     v_now             timestamptz := clock();
     v_level           bigint;       -- microtokens in the bucket
+    v_stored          bigint;       -- what the row of a quota has for that
     v_refilled_at     timestamptz;  -- when the bucket held v_level
     v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
     v_has_row         boolean;      -- a bucket without a row is full
@@ -6098,15 +6181,18 @@ as $$
         v_now     := clock();  -- the lock may have waited
         if v_policy.overridden or not v_has_row then
           v_policy := numbers_again(v_policy, v_key, v_now);
-          if v_back > 0 and v_first.granted_at < (v_policy.calendar).turned_at then
-            v_back := 0;  -- the period of the grant is over
+          if (v_policy.calendar).period is not null then
+            v_level := level_now(v_level, v_refilled_at, v_now, v_policy);
+            if v_back > 0 and v_first.granted_at < (v_policy.calendar).turned_at then
+              v_back := 0;  -- the period of the grant is over
+            end if;
           end if;
         end if;
         exit when v_has_row or v_back >= 0;
-        v_level       := stored_level(microtokens(v_policy.capacity), v_policy);
+        v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
+        values (v_policy.id, v_key, stored_level(v_level, v_policy), v_refilled_at, v_now)  -- due at once: clean-up will postpone it
         on conflict on constraint ephemeral_buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
@@ -6129,15 +6215,19 @@ as $$
     if not v_has_row then
       return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
     end if;
-    v_level       := level_now(v_level, v_refilled_at, v_now, v_policy);
-    v_level       := moved_level(v_level, v_back, v_policy.full_level, lowest_level(v_policy));
+    v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
+                                 v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     if (v_policy.calendar).ends_at is not null then
-      v_reset_us := wait_past_end(null, stored_level(v_level, v_policy), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      if (v_policy.calendar).period is not null then
+        v_level  := greatest(v_level, lowest_level_of_quota(v_policy.capacity));
+        v_stored := v_level - microtokens(v_policy.capacity);
+      end if;
+      v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
     update ephemeral_buckets as b
-       set level = stored_level(v_level, v_policy), refilled_at = v_refilled_at, room = null
+       set level = coalesce(v_stored, v_level), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
