@@ -27,11 +27,10 @@ begin
   loop
     calendar.turned_at := (calendar.anchor + v_turn * calendar.period) at time zone calendar.time_zone;
     calendar.turns_at  := (calendar.anchor + (v_turn + 1) * calendar.period) at time zone calendar.time_zone;
-    if at >= calendar.turned_at and at < calendar.turns_at then
-      return calendar;
-    end if;
+    exit when (at >= calendar.turned_at and at < calendar.turns_at) is not false;  -- null without a period
     v_turn := v_turn + case when at < calendar.turned_at then -1 else 1 end;
   end loop;
+  return calendar;
 end;
 $$;
 comment on function ratelimit.turning(ratelimit.calendar, timestamptz) is

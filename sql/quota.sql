@@ -60,12 +60,13 @@ begin
        where b.policy_id = policy.id
          and b.key       = v_key
          and used_level(b.level, b.refilled_at, v_calendar.turned_at) >= v_wanted - microtokens(v_capacity)
+         and (v_taken = at_most or b.level = v_level and b.refilled_at = v_refilled_at)  -- fewer only from the bucket as it was read
       returning b.level, b.refilled_at into v_level, v_refilled_at;
       exit when found;
     end if;
 
     -- 3. The bucket, as of now: the update may have waited.
-    v_now   := clock();
+    v_now      := clock();
     v_own      := own_numbers(v_quota);
     v_quota    := quota_of_key(v_own, v_key, v_now);
     v_capacity := v_quota.capacity;
@@ -117,12 +118,15 @@ begin
     end if;
   end loop;
   if v_refilled_at = v_now and v_calendar.turns_at < v_calendar.ends_at then
-    v_reset_us := microseconds(v_calendar.turns_at - v_now);
+    v_reset_us := microseconds(v_calendar.turns_at - v_now)::bigint;
   else
-    v_quota    := quota_of_key(policy, v_key, v_now);
-    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+    if v_own.id is null and v_override.key is not null then
+      v_quota := with_override(policy, v_override);
+    end if;
+    v_quota.calendar := v_calendar;
+    v_reset_us       := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
   end if;
-  v_held     := microtokens(v_capacity) + v_level;
+  v_held := microtokens(v_capacity) + v_level;
 
   -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
   if v_idempotency_key is not null then

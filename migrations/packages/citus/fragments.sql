@@ -26,7 +26,9 @@ declare
   v_level       bigint;
   v_refilled_at timestamptz;
 begin
-  if policy.overridden then
+  if (policy.calendar).period is not null then
+    v_numbers := quota_of_key(policy, v_key, now);
+  elsif policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > now;
     if found then
       v_numbers := with_override(policy, v_override);
@@ -37,7 +39,11 @@ begin
   end if;
   numbers     := array[v_numbers];
   levels      := array[coalesce(v_level, microtokens(greatest(v_numbers.capacity, policy.capacity)))];
-  levels_now  := array[case when v_level is null then microtokens(v_numbers.capacity) else refilled(v_level, v_refilled_at, now, v_numbers) end];
+  levels_now  := array[case when v_level is null then microtokens(v_numbers.capacity) else level_now(v_level, v_refilled_at, now, v_numbers) end];
+  if (policy.calendar).period is not null then
+    numbers := array[filling(v_numbers, v_refilled_at)];
+    levels  := array[microtokens(v_numbers.capacity) + coalesce(v_level, 0)];
+  end if;
   refilled_at := array[coalesce(v_refilled_at, now)];
   has_row     := array[v_level is not null];
 end;
@@ -170,6 +176,7 @@ declare
   v_policy_id   bigint := policy.id;
   v_reset_after interval;
   v_expires_at  timestamptz;
+  v_granted_at  timestamptz := case when (policy.calendar).period is not null then now end;
 begin
   for v_n in 1..cardinality(places) loop
     v_named       := v_all[places[v_n]];
@@ -181,8 +188,8 @@ begin
     v_reset_after := duration(reset_us[v_n]);
     v_expires_at  := v_now + duration(policy.remember_us);
     insert into {{ .idempotency_keys }} as k
-           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-    values (v_policy_id, v_key, v_named, v_cost, v_remaining, v_reset_after, v_capacity, v_expires_at)
+           (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
+    values (v_policy_id, v_key, v_named, v_cost, v_remaining, v_reset_after, v_capacity, v_expires_at, v_granted_at)
     {{ template "include/unless_live.sql" . }};
     if not found then
       return false;
