@@ -7,8 +7,10 @@ import (
 
 // A Policy is the rules of its buckets: they hold Capacity tokens and gain Refill tokens Every so
 // long, by the microsecond or, Stepped, all at once after each whole interval. A Refill of 0 refills
-// nothing. A Shadow policy denies nothing: it answers that it would have.
+// nothing. A quota has turns in place of a refill: its buckets are full at each, and gain nothing in between. A Shadow policy
+// denies nothing: it answers that it would have.
 type Policy struct {
+	Calendar
 	Capacity, Refill int64
 	Every            Micros
 	Stepped          bool
@@ -20,7 +22,8 @@ type Policy struct {
 	then *Policy   // and what they are from then on
 }
 
-// A Bucket held Level microtokens at an instant. Below zero is debt.
+// A Bucket held Level microtokens at an instant. Below zero is debt. A quota's is counted from its capacity, so that what is
+// used stays used when the capacity changes.
 type Bucket struct {
 	Level      *big.Int // never changed in place
 	RefilledAt time.Time
@@ -35,12 +38,29 @@ func microtokens(tokens int64) *big.Int {
 
 // Full is a bucket that nobody has taken from.
 func (p Policy) Full(now time.Time) Bucket {
-	return Bucket{microtokens(p.Capacity), now, true}
+	return Bucket{p.full(), now, true}
+}
+
+// full is the level of a full bucket.
+func (p Policy) full() *big.Int {
+	if p.IsQuota() {
+		return new(big.Int)
+	}
+	return microtokens(p.Capacity)
 }
 
 // Refilled is the bucket as of now. A clock that reads less than it did credits nothing, and the
 // instant never moves back; a stepped bucket's moves by whole intervals.
 func (p Policy) Refilled(b Bucket, now time.Time) Bucket {
+	if p.IsQuota() {
+		if !now.After(b.RefilledAt) {
+			return Bucket{Level: b.Level, RefilledAt: b.RefilledAt}
+		}
+		if !p.Next(b.RefilledAt).After(now) {
+			b.Level = p.full()
+		}
+		return Bucket{Level: b.Level, RefilledAt: now}
+	}
 	elapsed := max(0, now.UnixMicro()-b.RefilledAt.UnixMicro())
 	if p.Stepped {
 		elapsed -= elapsed % int64(p.Every)
@@ -48,7 +68,7 @@ func (p Policy) Refilled(b Bucket, now time.Time) Bucket {
 	credit := new(big.Int).Mul(big.NewInt(elapsed), microtokens(p.Refill))
 	credit.Div(credit, big.NewInt(int64(p.Every)))
 	return Bucket{
-		Level:      least(microtokens(p.Capacity), credit.Add(credit, b.Level)),
+		Level:      least(p.full(), credit.Add(credit, b.Level)),
 		RefilledAt: Micros(elapsed).After(b.RefilledAt),
 	}
 }
@@ -111,23 +131,31 @@ func (p Policy) Take(b Bucket, now time.Time, cost int64) (Bucket, Decision) {
 // Refund answers, and returns the bucket with the tokens given back.
 func (p Policy) Refund(b Bucket, now time.Time, amount int64) (Bucket, Decision) {
 	given := p.Refilled(b, now)
-	sum := new(big.Int).Add(given.Level, microtokens(min(amount, p.Capacity)))
-	given.Level = least(microtokens(p.Capacity), sum)
+	if !p.IsQuota() {
+		amount = min(amount, p.Capacity)
+	}
+	given.Level = least(p.full(), new(big.Int).Add(given.Level, microtokens(amount)))
 	return given, p.answer(given, now, 0)
 }
 
 func (p Policy) answer(b Bucket, now time.Time, retryAfter Micros) Decision {
 	return Decision{
 		Allowed:    retryAfter == 0,
-		Remaining:  p.Refilled(b, now).remaining(),
+		Remaining:  p.remaining(b, now),
 		RetryAfter: retryAfter,
 		ResetAfter: p.resetAfter(b, now),
 		Capacity:   p.Capacity,
 	}
 }
 
-func (b Bucket) remaining() int64 {
-	return new(big.Int).Div(b.Level, million).Int64() // rounds down below zero too
+func (p Policy) remaining(b Bucket, now time.Time) int64 {
+	return new(big.Int).Div(p.holds(b, now), million).Int64() // rounds down below zero too
+}
+
+// holds is what is in the bucket now, in microtokens.
+func (p Policy) holds(b Bucket, now time.Time) *big.Int {
+	empty := new(big.Int).Sub(p.full(), microtokens(p.Capacity))
+	return empty.Sub(p.Refilled(b, now).Level, empty)
 }
 
 func (p Policy) resetAfter(b Bucket, now time.Time) Micros {
@@ -137,11 +165,11 @@ func (p Policy) resetAfter(b Bucket, now time.Time) Micros {
 // wait searches for the least time after which the bucket holds target microtokens, at most the capacity.
 // It starts at an estimate, which makes the search short, and not its result.
 func (p Policy) wait(b Bucket, now time.Time, target *big.Int) Micros {
-	enough := func(m Micros) bool { return p.Refilled(b, m.After(now)).Level.Cmp(target) >= 0 }
+	enough := func(m Micros) bool { return p.holds(b, m.After(now)).Cmp(target) >= 0 }
 	switch {
 	case enough(0):
 		return 0
-	case p.Refill == 0:
+	case p.Refill == 0 && !p.IsQuota():
 		return Never
 	case !enough(Longest):
 		return Longest
@@ -168,6 +196,13 @@ func (p Policy) wait(b Bucket, now time.Time, target *big.Int) Micros {
 }
 
 func (p Policy) estimate(b Bucket, now time.Time, target *big.Int) Micros {
+	if p.IsQuota() {
+		since := now
+		if b.RefilledAt.After(now) {
+			since = b.RefilledAt
+		}
+		return Micros(p.Next(since).UnixMicro() - now.UnixMicro())
+	}
 	missing := new(big.Int).Sub(target, b.Level)
 	fill := missing.Mul(missing, big.NewInt(int64(p.Every)))
 	fill.Div(fill, microtokens(p.Refill))

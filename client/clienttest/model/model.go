@@ -7,7 +7,8 @@
 // charges, and one of a single bucket a list of one.
 //
 // The model finds how long to wait by searching for the first instant at which there is enough, not
-// by a formula: that is what the promise of retry_after means.
+// by a formula: that is what the promise of retry_after means. A [Calendar] finds its turns by
+// searching, too.
 package model
 
 import (
@@ -54,14 +55,22 @@ func (e Error) Error() string { return string(e) }
 type Numbers struct {
 	Capacity, Refill *int64
 	Every            *Micros
+	Zone             *string    // of a quota
+	Anchor           *time.Time // of a quota
 }
 
-// over returns the policy with these numbers in place of its own, if a bucket of it fills in time.
+// over returns the policy with these numbers in place of its own, if they fit it.
 func (n Numbers) over(p Policy) (Policy, error) {
 	p.Capacity = valueOr(n.Capacity, p.Capacity)
 	p.Refill = valueOr(n.Refill, p.Refill)
 	p.Every = valueOr(n.Every, p.Every)
-	if p.Capacity < 0 || p.Refill < 0 || p.Every < 1 || !p.fillsInTime() {
+	p.Zone = valueOr(n.Zone, p.Zone)
+	p.Anchor = valueOr(n.Anchor, p.Anchor)
+	fit := p.Refill >= 0 && p.Every >= 1 && p.fillsInTime() && n.Zone == nil && n.Anchor == nil
+	if p.IsQuota() {
+		fit = p.Calendar.isValid() && n.Refill == nil && n.Every == nil
+	}
+	if !fit || p.Capacity < 0 {
 		return p, InvalidArgument
 	}
 	return p, nil
@@ -75,9 +84,11 @@ func (p Policy) fillsInTime() bool {
 }
 
 // A Definition is the arguments of ratelimit_define_policy. What is nil keeps its value. A new policy needs
-// the three numbers, and is continuous, durable, no shadow and remembers for 24 hours unless it says otherwise.
+// the three numbers, or a capacity and a period, and is continuous, durable, no shadow and remembers for 24 hours unless it
+// says otherwise. A new quota's turns are counted in UTC, from the first day of 2001.
 type Definition struct {
 	Numbers
+	Period           *Period
 	Stepped, Durable *bool
 	Remember         *Micros
 	Shadow           *bool
@@ -87,11 +98,23 @@ type Definition struct {
 // looked at.
 func (m *Model) Define(name string, def Definition) error {
 	p, changing := m.policies[name]
-	if !changing {
+	isQuota := def.Period != nil || p.IsQuota()
+	switch {
+	case !changing:
 		p = Policy{Durable: valueOr(def.Durable, true), Remember: day}
-	}
-	if valueOr(def.Durable, p.Durable) != p.Durable || !changing && (def.Capacity == nil || def.Refill == nil) {
+		if isQuota {
+			p.Calendar = Calendar{Zone: "UTC", Anchor: time.Date(2001, 1, 1, 0, 0, 0, 0, time.UTC)}
+		}
+		if def.Capacity == nil || def.Refill == nil && !isQuota {
+			return InvalidArgument
+		}
+	case valueOr(def.Durable, p.Durable) != p.Durable, isQuota != p.IsQuota():
 		return InvalidArgument
+	}
+	if isQuota {
+		if p.Period = valueOr(def.Period, p.Period); p.Period == (Period{}) || def.Stepped != nil {
+			return InvalidArgument
+		}
 	}
 	p, err := def.over(p)
 	if err != nil {
@@ -148,7 +171,7 @@ func (m *Model) Level(now time.Time, id BucketID) (*big.Int, Policy) {
 	if err != nil {
 		return new(big.Int), p
 	}
-	return p.Refilled(m.states[id].at(p, now), now).Level, p
+	return p.holds(m.states[id].at(p, now), now), p
 }
 
 // Refund gives tokens back, never above the capacity.
@@ -206,8 +229,12 @@ func (m *Model) Remove(now time.Time, id BucketID) (full bool) {
 	return full
 }
 
-// Put writes what a bucket holds, as if calls had brought it there.
+// Put writes what a bucket holds, as if calls had brought it there: of a quota, whole tokens, and at most its capacity.
 func (m *Model) Put(id BucketID, b Bucket) {
+	if p, err := m.rules(b.RefilledAt, id); err == nil && p.IsQuota() {
+		level := new(big.Int).Div(b.Level, million)
+		b.Level = least(p.full(), level.Mul(level.Sub(level, big.NewInt(p.Capacity)), million))
+	}
 	m.states[id] = State{&b, m.states[id].grants}
 }
 

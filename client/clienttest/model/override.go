@@ -9,6 +9,8 @@ import (
 type Override struct {
 	Capacity, Refill int64
 	Every            Micros
+	Zone             string    // of a quota
+	Anchor           time.Time // of a quota
 	Expires          time.Time
 }
 
@@ -21,13 +23,15 @@ func (o Override) Live(now time.Time) bool {
 func (p Policy) With(o Override) Policy {
 	numbers := p
 	numbers.Capacity, numbers.Refill, numbers.Every = o.Capacity, o.Refill, o.Every
+	numbers.Zone, numbers.Anchor = o.Zone, o.Anchor
 	if !o.Expires.IsZero() {
 		numbers.ends, numbers.then = o.Expires, &p
 	}
 	return numbers
 }
 
-// Override gives a bucket numbers of its own, in place of those that an earlier override gave it.
+// Override gives a bucket numbers of its own, in place of those that an earlier override gave it. A zone and an anchor that are
+// not given stay those of the earlier override while it lasts.
 func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Time) error {
 	if !(Override{Expires: expires}).Live(now) {
 		return InvalidArgument
@@ -37,15 +41,21 @@ func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Tim
 			return err
 		}
 	}
+	if n.Zone != nil && !isZone(*n.Zone) || n.Anchor != nil && !isAnchor(*n.Anchor) {
+		return InvalidArgument
+	}
 	p, ok := m.policies[id.Policy]
 	if !ok {
 		return UnknownPolicy
+	}
+	if o, ok := m.overrides[id]; ok && o.Live(now) {
+		p.Zone, p.Anchor = o.Zone, o.Anchor
 	}
 	p, err := n.over(p)
 	if err != nil {
 		return err
 	}
-	m.overrides[id] = Override{p.Capacity, p.Refill, p.Every, expires}
+	m.overrides[id] = Override{p.Capacity, p.Refill, p.Every, p.Zone, p.Anchor, expires}
 	return nil
 }
 

@@ -6,7 +6,7 @@ import (
 )
 
 // floor is the level that nothing brings a bucket below: a debt of 9 * 10^12 tokens, or of what the bucket refills in
-// 10,000 years, if that is less.
+// 10,000 years, if that is less. Of a quota it is what can be used.
 func (p Policy) floor() *big.Int {
 	debt := microtokens(9_000_000_000_000)
 	if p.Refill > 0 {
@@ -22,7 +22,7 @@ func (p Policy) floor() *big.Int {
 func (p Policy) Move(b Bucket, now time.Time, change *big.Int) (Bucket, Decision) {
 	moved := p.Refilled(b, now)
 	deepest := least(moved.Level, p.floor())
-	moved.Level = least(microtokens(p.Capacity), new(big.Int).Add(moved.Level, change))
+	moved.Level = least(p.full(), new(big.Int).Add(moved.Level, change))
 	if moved.Level.Cmp(deepest) < 0 {
 		moved.Level = deepest
 	}
@@ -67,6 +67,9 @@ func (s State) Settle(p Policy, now time.Time, idempotencyKey string, cost int64
 	next := State{s.bucket, nil}
 	change := microtokens(first.charge - cost)
 	change.Sub(change, big.NewInt(first.cut))
+	if p.IsQuota() && !p.Next(first.at).After(now) { // that period is closed
+		change = least(change, new(big.Int))
+	}
 	if s.bucket != nil || change.Sign() < 0 { // what is full stays full
 		var bucket Bucket
 		bucket, as = p.Move(s.at(p, now), now, change)
@@ -95,11 +98,11 @@ func (s State) Reserve(p Policy, now time.Time, longest Micros, cost int64, idem
 	}
 	answer := s.Peek(p, now, cost)
 	taken, after := p.Take(s.at(p, now), now, cost)
-	if answer.RetryAfter != 0 && cost <= p.Capacity { // by the bucket as it is; Take rounds its refill down
+	if answer.RetryAfter != 0 && cost <= p.Capacity && !p.IsQuota() { // by the bucket as it is; Take rounds its refill down
 		answer.RetryAfter = p.pastEnd(taken, now, waitFor(now, cost, new(big.Int)))
 	}
 	wait, next := answer.RetryAfter, s
-	answer.Allowed = cost == 0 || wait == 0 ||
+	answer.Allowed = cost == 0 || wait == 0 || !p.IsQuota() && // which has nothing to take before its turn
 		cost <= p.Capacity && wait != Never && wait <= longest && taken.Level.Cmp(p.floor()) >= 0
 	if answer.Allowed && cost > 0 {
 		g := grant{charge: cost, answer: after}

@@ -16,7 +16,8 @@ type State struct {
 // A grant is what an idempotency key remembers.
 type grant struct {
 	charge   int64
-	cut      int64 // what the floor kept of the charge, in microtokens
+	at       time.Time // of a quota: of the bucket, when it was taken
+	cut      int64     // what the floor kept of the charge, in microtokens
 	answer   Decision
 	expires  time.Time
 	ready    time.Time // when a reserved grant begins to hold
@@ -67,6 +68,9 @@ func (s State) remembering(p Policy, now time.Time, idempotencyKey string, g gra
 	if idempotencyKey == "" {
 		return s
 	}
+	if p.IsQuota() {
+		g.at = s.bucket.RefilledAt
+	}
 	g.expires = p.Remember.After(now)
 	if !g.ready.IsZero() {
 		g.expires = p.Remember.After(g.ready)
@@ -108,7 +112,7 @@ func (s State) Peek(p Policy, now time.Time, cost int64) Decision {
 
 // Remaining is that of a Peek.
 func (s State) Remaining(p Policy, now time.Time) int64 {
-	return p.Refilled(s.at(p, now), now).remaining()
+	return p.remaining(s.at(p, now), now)
 }
 
 // Refund gives tokens back, never above the capacity.
