@@ -7,6 +7,7 @@ import (
 	"math"
 	"reflect"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -162,11 +163,37 @@ func TestDefinePolicy_SendsNullForWhatIsLeftOpen(t *testing.T) {
 	t.Parallel()
 	db := &fakeDB{answers: []any{row{1}}}
 	limiter := client.New(db)
-	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p"}))
-	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{
+	for _, p := range []client.Policy{{Name: "p"}, {
 		Name: "p", Capacity: -2, Refill: client.Zero, Every: time.Second,
 		Stepped: client.Yes, Durable: client.No, Remember: -time.Second, Shadow: client.Yes,
-	}))
-	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil, nil}, db.sent()[0].args)
-	require.Equal(t, []any{"p", int64(-2), int64(0), "1000000 microseconds", "yes", "no", "-1000000 microseconds", "yes"}, db.sent()[1].args)
+	}, {Name: "p", Period: client.Period{Months: 1}, TimeZone: "UTC", Anchor: anchor}} {
+		require.NoError(t, limiter.DefinePolicy(t.Context(), p))
+	}
+	sent := db.sent()
+	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil, nil, nil, nil, nil}, sent[0].args)
+	require.Equal(t, []any{"p", int64(-2), int64(0), "1000000 microseconds", "yes", "no", "-1000000 microseconds", "yes", nil, nil, nil}, sent[1].args)
+	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil, nil, "1 month", "UTC", "2024-01-31T09:30:00.000001"}, sent[2].args)
+}
+
+// anchor is a time of day with a fraction of a microsecond, in a zone that does not count.
+var anchor = time.Date(2024, 1, 31, 9, 30, 0, 1999, time.FixedZone("", -3600))
+
+func TestPeriod_Texts(t *testing.T) {
+	t.Parallel()
+	for text, want := range map[string]client.Period{
+		"1 day": {Days: 1}, "7 days": {Days: 7}, "365250 days": {Days: 365_250},
+		"1 month": {Months: 1}, "13 months": {Months: 13}, "1 year": {Months: 12}, "1000 years": {Months: 12_000},
+	} {
+		require.Equal(t, want, noError(client.ParsePeriod(text))(t))
+		require.Equal(t, text, want.String())
+	}
+	require.Equal(t, client.Period{Days: 14}, noError(client.ParsePeriod("2 weeks"))(t))
+	require.Equal(t, client.Period{Months: 12}, noError(client.ParsePeriod("12 months"))(t))
+	require.Empty(t, client.Period{}.String())
+	require.Equal(t, "-1 months 1 day", client.Period{Months: -1, Days: 1}.String(), "which a server refuses")
+	for _, text := range []string{"", "month", "0 days", "-1 day", "+1 day", "1 hour", "1month", "1  month", "1 month 1 day", "1.5 days", "365251 days", "1001 years", "1 Month", "99999999999999999999 days"} {
+		err := errOf(client.ParsePeriod(text))
+		require.ErrorIs(t, err, client.ErrInvalidArgument, text)
+		require.ErrorContains(t, err, strconv.Quote(text))
+	}
 }

@@ -18,18 +18,25 @@ type Override struct {
 	// above 0 is denied until ExpiresAt; without that it is [Decision.Never].
 	Capacity int64
 
-	// Refill is how many tokens the bucket gains in the time Every, as in a [Policy]. [Zero] refills nothing.
+	// Refill is how many tokens the bucket gains in the time Every, as in a [Policy]. [Zero] refills nothing. For a key of
+	// a quota both are zero.
 	Refill int64
 	Every  time.Duration
 
 	// ExpiresAt ends the override: from then on it is as good as absent. It is cut to the microsecond. The
 	// zero time is never.
 	ExpiresAt time.Time
+
+	// TimeZone and Anchor are those of a [Policy], and for a key of a quota only: the zone of the customer, the day on which
+	// the subscription began. If zero they stay those of the key's live override, or else are the policy's as of the call.
+	TimeZone string
+	Anchor   time.Time
 }
 
 // Override gives a bucket numbers of its own, in place of the numbers of an earlier Override. It applies to
-// calls that begin after it has been committed. The bucket keeps its level, cut to the new capacity. An unused
-// bucket is full at the new size. [Limiter.Reset] in the same transaction begins a plan with a full bucket.
+// calls that begin after it has been committed. The bucket keeps its level, cut to the new capacity; in a quota,
+// what was used stays used. An unused bucket is full at the new size. [Limiter.Reset] in the same transaction begins a plan
+// with a full bucket.
 //
 // It writes the override. The policy's first override writes the policy, too, and locks it until the transaction ends.
 //
@@ -41,11 +48,13 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 	}
 	defer l.denials.forget(o.Policy, o.Key)
 	return l.run(ctx, call{
-		verb:     verb,
-		function: "ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz)",
+		verb: verb,
+		function: "ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz, " +
+			"$7::text, $8::text::timestamp)",
 		args: []any{
 			o.Policy, o.Key, number(o.Capacity), number(o.Refill), orNull(o.Every, interval(o.Every)),
 			orNull(o.ExpiresAt, o.ExpiresAt.UTC().Truncate(time.Microsecond).Format(time.RFC3339Nano)),
+			orNull(o.TimeZone, o.TimeZone), localTime(o.Anchor),
 		},
 	})
 }
@@ -67,7 +76,8 @@ func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (remov
 // All overrides are one row, because a Querier returns one row.
 var overrideColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'policy', policy, 'key', key, 'capacity', capacity, 'refill', refill,
-		'every', ` + microseconds("every") + `, 'expires_at', ` + microseconds("expires_at") + `
+		'every', ` + microseconds("every") + `, 'expires_at', ` + microseconds("expires_at") + `,
+		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `
 		) order by policy collate "C", key collate "C"), '[]')::text`
 
 func newOverrides(opts []CallOption) settings {
@@ -95,9 +105,12 @@ func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override
 		return nil, err
 	}
 	var rows []struct {
-		Policy, Key             string
-		Capacity, Refill, Every int64
-		ExpiresAt               *int64 `json:"expires_at"`
+		Policy, Key   string
+		Capacity      int64
+		Refill, Every *int64 // null for a quota
+		ExpiresAt     *int64 `json:"expires_at"`
+		TimeZone      string `json:"time_zone"`
+		Anchor        *int64
 	}
 	if err := json.Unmarshal([]byte(text), &rows); err != nil {
 		return nil, failed(verb, err)
@@ -105,14 +118,15 @@ func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override
 	overrides := make([]Override, len(rows))
 	for i, r := range rows {
 		overrides[i] = Override{
-			Policy:   r.Policy,
-			Key:      r.Key,
-			Capacity: orZero(r.Capacity),
-			Refill:   orZero(r.Refill),
-			Every:    duration(r.Every),
+			Policy:    r.Policy,
+			Key:       r.Key,
+			Capacity:  orZero(r.Capacity),
+			ExpiresAt: instant(r.ExpiresAt),
+			TimeZone:  r.TimeZone,
+			Anchor:    instant(r.Anchor),
 		}
-		if r.ExpiresAt != nil {
-			overrides[i].ExpiresAt = time.UnixMicro(*r.ExpiresAt).UTC()
+		if r.Refill != nil {
+			overrides[i].Refill, overrides[i].Every = orZero(*r.Refill), duration(*r.Every)
 		}
 	}
 	return overrides, nil

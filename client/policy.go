@@ -4,13 +4,15 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"regexp"
 	"strconv"
+	"strings"
 	"time"
 )
 
-// A Policy sets how large a bucket is and how fast it refills. An empty bucket must fill within 10,000
-// years. To [Limiter.DefinePolicy], a zero field keeps the current value; a new policy needs Name, Capacity,
-// Refill and Every.
+// A Policy sets how large a bucket is, and how fast it refills or, for a quota, when it is full again. To
+// [Limiter.DefinePolicy], a zero field keeps the current value; a new policy needs Name, Capacity, and Refill and Every or a
+// Period. A policy that refills cannot become a quota, nor a quota refill: drop the policy and define it anew.
 type Policy struct {
 	// Name has 1 to 512 bytes.
 	Name string
@@ -19,9 +21,10 @@ type Policy struct {
 	// [Decision.Never].
 	Capacity int64
 
-	// Refill is how many tokens a bucket gains in the time Every: up to 9,000,000,000,000. [Zero]
-	// refills nothing, for any Every: a budget that lasts until [Limiter.Reset] or [Limiter.Refund] fills
-	// it. A denial is then [Decision.Never].
+	// Refill is how many tokens a bucket gains in the time Every: up to 9,000,000,000,000, and an empty bucket
+	// must fill within 10,000 years. [Zero] refills nothing, for any Every: a budget that lasts until
+	// [Limiter.Reset] or [Limiter.Refund] fills it. A denial is then [Decision.Never]. A quota has no Refill, no
+	// Every and no Stepped.
 	Refill int64
 
 	// Every is the interval of Refill, in whole microseconds. SQL can define longer intervals than 292 years,
@@ -45,6 +48,66 @@ type Policy struct {
 	// is marked [Decision.Shadowed]. Buckets are charged as if it were enforced. It may change at any
 	// time. Defaults to No for a new policy.
 	Shadow Choice
+
+	// Period makes the policy a quota: its buckets are full at each turn of a calendar, a Period after the
+	// turn before, and gain nothing in between. What was used stays used when Capacity changes. Another Period,
+	// TimeZone or Anchor fills no bucket by itself.
+	Period Period
+
+	// TimeZone is the time zone of the turns of a quota: UTC, or the name of a region with a slash, such as
+	// Europe/Berlin. Defaults to UTC for a new quota.
+	TimeZone string
+
+	// Anchor is one turn of a quota, as a local time of TimeZone: see [Policy.Period]. The other turns are whole periods
+	// from it: a month after 31 January is 28 or 29 February, and two months are 31 March. Its date and time of day
+	// count, to the microsecond, and its [time.Location] does not. Years are 1 to 9999. Defaults to 1 January 2001, the
+	// start of a week, a month, a quarter and a year, for a new quota.
+	Anchor time.Time
+}
+
+// A Period is the time between two turns of a quota: whole months or whole days, and not both, of 1 day to 1,000 years.
+type Period struct{ Months, Days int }
+
+// ParsePeriod reads a number of days, weeks, months or years, such as 7 days and 1 month.
+//
+// Errors: [ErrInvalidArgument].
+func ParsePeriod(text string) (Period, error) {
+	const maxMonths, maxDays = 12_000, 365_250
+	if found := periodPattern.FindStringSubmatch(text); found != nil {
+		n, err := strconv.Atoi(found[1])
+		unit := periodUnits[found[2]]
+		if p := (Period{n * unit.Months, n * unit.Days}); err == nil && 0 < n && n <= maxDays && p.Months <= maxMonths && p.Days <= maxDays {
+			return p, nil
+		}
+	}
+	return Period{}, fmt.Errorf("%w: period %q must be days, weeks, months or years, such as 7 days or 1 month, of 1 day to 1000 years", ErrInvalidArgument, text)
+}
+
+var (
+	periodPattern = regexp.MustCompile(`^([0-9]+) (day|week|month|year)s?$`)
+	periodUnits   = map[string]Period{"day": {Days: 1}, "week": {Days: 7}, "month": {Months: 1}, "year": {Months: 12}}
+)
+
+// String returns a text for ParsePeriod: 7 days, 1 month, 1 year. The zero Period is empty.
+func (p Period) String() string {
+	var parts []string
+	add := func(n int, unit string) {
+		if n != 1 {
+			unit += "s"
+		}
+		parts = append(parts, strconv.Itoa(n)+" "+unit)
+	}
+	switch {
+	case p.Months == 0:
+	case p.Months%12 == 0:
+		add(p.Months/12, "year")
+	default:
+		add(p.Months, "month")
+	}
+	if p.Days != 0 {
+		add(p.Days, "day")
+	}
+	return strings.Join(parts, " ")
 }
 
 // Zero is the number 0 in a field whose own zero leaves the number open.
@@ -92,13 +155,15 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 	return l.run(ctx, call{
 		verb: verb,
 		function: "ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, " +
-			"$5::text::boolean, $6::text::boolean, $7::text::interval, $8::text::boolean)",
+			"$5::text::boolean, $6::text::boolean, $7::text::interval, $8::text::boolean, " +
+			"$9::text::interval, $10::text, $11::text::timestamp)",
 		args: []any{
 			p.Name, number(p.Capacity), number(p.Refill), orNull(p.Every, interval(p.Every)),
 			orNull(p.Stepped, p.Stepped.String()), // PostgreSQL reads yes and no, and refuses the rest
 			orNull(p.Durable, p.Durable.String()),
 			orNull(p.Remember, interval(p.Remember)),
 			orNull(p.Shadow, p.Shadow.String()),
+			orNull(p.Period, p.Period.String()), orNull(p.TimeZone, p.TimeZone), localTime(p.Anchor),
 		},
 	})
 }
@@ -121,10 +186,13 @@ func (l *limiter) DropPolicy(ctx context.Context, name string) error {
 // All policies are one row, because a Querier returns one row.
 var policyColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'name', policy, 'capacity', capacity, 'refill', refill, 'every', ` + microseconds("every") + `,
-		'stepped', stepped, 'durable', durable, 'remember', ` + microseconds("remember") + `, 'shadow', shadow
+		'stepped', stepped, 'durable', durable, 'remember', ` + microseconds("remember") + `, 'shadow', shadow,
+		'months', (extract(year from period) * 12.0 + extract(month from period))::integer, 'days', extract(day from period)::integer,
+		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `
 		) order by policy collate "C"), '[]')::text`
 
-// Policies lists the policies, ordered by name, with nothing left open. It writes and locks nothing.
+// Policies lists the policies, ordered by name, as they can be passed to DefinePolicy. Nothing is left open but, of a quota,
+// Refill, Every and Stepped, and of another policy Period, TimeZone and Anchor. It writes and locks nothing.
 func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 	const verb = "list policies"
 	var text string
@@ -133,9 +201,15 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 		return nil, err
 	}
 	var rows []struct {
-		Name                              string
-		Capacity, Refill, Every, Remember int64
-		Stepped, Durable, Shadow          bool
+		Name            string
+		Capacity        int64
+		Refill, Every   *int64 // null for a quota
+		Stepped         *bool  // likewise
+		Durable, Shadow bool
+		Remember        int64
+		Months, Days    int    // null, and so 0, unless it is a quota
+		TimeZone        string `json:"time_zone"`
+		Anchor          *int64
 	}
 	if err := json.Unmarshal([]byte(text), &rows); err != nil {
 		return nil, failed(verb, err)
@@ -145,12 +219,15 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 		policies[i] = Policy{
 			Name:     r.Name,
 			Capacity: orZero(r.Capacity),
-			Refill:   orZero(r.Refill),
-			Every:    duration(r.Every),
-			Stepped:  choice(r.Stepped),
 			Durable:  choice(r.Durable),
 			Remember: duration(r.Remember),
 			Shadow:   choice(r.Shadow),
+			Period:   Period{r.Months, r.Days},
+			TimeZone: r.TimeZone,
+			Anchor:   instant(r.Anchor),
+		}
+		if r.Refill != nil {
+			policies[i].Refill, policies[i].Every, policies[i].Stepped = orZero(*r.Refill), duration(*r.Every), choice(*r.Stepped)
 		}
 	}
 	return policies, nil
@@ -159,6 +236,19 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 // interval writes whole microseconds for PostgreSQL, exactly: seconds would pass through a double there.
 func interval(d time.Duration) string {
 	return strconv.FormatInt(d.Microseconds(), 10) + " microseconds"
+}
+
+// localTime writes the wall clock of a time for PostgreSQL. The zero time is null.
+func localTime(t time.Time) any {
+	return orNull(t, t.Truncate(time.Microsecond).Format("2006-01-02T15:04:05.999999"))
+}
+
+// instant reads microseconds since 1970. Null is the zero time.
+func instant(microseconds *int64) time.Time {
+	if microseconds == nil {
+		return time.Time{}
+	}
+	return time.UnixMicro(*microseconds).UTC()
 }
 
 // number is the argument for a field that may be Zero, or null for a field left open.

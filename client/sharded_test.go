@@ -91,7 +91,11 @@ func (p *numberedShard) QueryRow(ctx context.Context, sql string, args ...any) p
 	case strings.Contains(sql, "ratelimit_shard()"):
 		return scanner{row{"app", nil, nil, int64(p.number), int64(p.of)}}
 	case strings.Contains(sql, "ratelimit_overrides("):
-		list, err := json.Marshal(p.overrides[:min(len(p.overrides), int(args[2].(int64)))])
+		rows := []map[string]any{}
+		for _, o := range p.overrides[:min(len(p.overrides), int(args[2].(int64)))] {
+			rows = append(rows, map[string]any{"policy": o.Policy, "key": o.Key, "capacity": o.Capacity, "refill": o.Refill, "every": 0})
+		}
+		list, err := json.Marshal(rows)
 		if err != nil {
 			return scanner{err}
 		}
