@@ -12,11 +12,11 @@ import (
 type Hooks struct {
 	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek and Refund, before the
 	// caller has it. In a transaction it is unknown by then whether the transaction will be committed. A Wait appears as its
-	// Reserve. A grant from a lease of a [Leaser] is an answer of Acquire. The Leaser's own refills and refunds are not reported.
+	// Reserves. A grant from a lease of a [Leaser] is an answer of Acquire. The Leaser's own refills and refunds are not reported.
 	Answered func(context.Context, Answer)
 
 	// Waited gets the time that a Wait has slept, 0 if the tokens were there, and the error of ctx if ctx ended first.
-	// A Wait that was refused did not sleep, and is not reported.
+	// A Wait that was refused is not reported.
 	Waited func(ctx context.Context, policy string, slept time.Duration, err error)
 
 	// Combined gets the number of requests in a call that a [Combiner] is about to make for Acquire or AcquireAll.

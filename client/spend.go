@@ -97,6 +97,9 @@ func (r Reservation) Never() bool { return r.Wait == never }
 // The grant is remembered for as long as the policy remembers after the wait is over. A repeat has the rest of the wait.
 // Acquire under the same key returns a denial until the wait is over, and then the grant.
 //
+// A quota lends nothing of a period that has not begun: it grants with a Wait of 0, or refuses, and Wait is the time to the next
+// turn.
+//
 // It writes and locks the same rows as an Acquire. A refusal writes nothing. A [DenialCache] neither answers nor remembers.
 //
 // Errors: as [Limiter.Acquire].

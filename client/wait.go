@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	mathrand "math/rand/v2"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -22,9 +23,12 @@ const (
 // call of [Limiter.Reserve], and sleeps for its Wait: it does not ask again. Callers are served in the order of
 // their calls, and none is early.
 //
+// A quota lends nothing of a period that has not begun. So at a quota, Wait sleeps until the next turn and up to a second more,
+// at random, because all callers wait for the same instant. Then it reserves again. Callers of a quota are in no order.
+//
 // When the tokens would come after the deadline of ctx, or never, Wait fails at once, with [ErrTooLate], and has taken nothing. So it
 // does while an override blocks the key, or has a capacity below the cost.
-// Without a deadline it waits for up to 365 days. Either way the [Reservation] has the time that the wait would have taken.
+// Without a deadline it sleeps for up to 365 days. Either way the [Reservation] has the time that the wait would have taken.
 //
 // When ctx ends first, Wait gives the tokens back by [Limiter.Settle] at a cost of 0, for up to 5 seconds under a context of
 // its own, and returns the error of ctx. Callers already in line keep their time. The idempotency key for
@@ -43,37 +47,59 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 	if s.read("Wait", opts, "Cost"); s.err != nil {
 		return Reservation{}, s.err
 	}
-	longest := maxWait
-	if deadline, ok := ctx.Deadline(); ok {
-		longest = min(longest, max(0, time.Until(deadline).Truncate(time.Microsecond)))
-	}
 	if err := ctx.Err(); err != nil {
 		return Reservation{}, failed(verb, err)
 	}
 
-	idempotencyKey := rand.Text()
-	r, err := l.Reserve(ctx, policy, key, longest, s.cost, IdempotencyKey(idempotencyKey))
-	switch {
-	case err != nil && ctx.Err() != nil && isUnknown(err): // it may have taken the tokens
-		return Reservation{}, errors.Join(err, l.giveBack(ctx, policy, key, idempotencyKey))
-	case err != nil:
-		return Reservation{}, err
-	case !r.Allowed:
-		return r, failed(verb, ErrTooLate)
-	case r.Wait == 0:
-		l.hooks.slept(ctx, policy, 0, nil)
-		return r, nil
+	var slept time.Duration
+	for {
+		longest := max(0, maxWait-slept.Truncate(time.Microsecond))
+		if deadline, ok := ctx.Deadline(); ok {
+			longest = min(longest, max(0, time.Until(deadline).Truncate(time.Microsecond)))
+		}
+		idempotencyKey := rand.Text()
+		r, err := l.Reserve(ctx, policy, key, longest, s.cost, IdempotencyKey(idempotencyKey))
+		pause := r.Wait
+		switch {
+		case err != nil && ctx.Err() != nil && isUnknown(err): // it may have taken the tokens
+			return Reservation{}, errors.Join(err, l.giveBack(ctx, policy, key, idempotencyKey))
+		case err != nil:
+			return Reservation{}, err
+		case !r.Allowed && (r.Wait > longest || s.cost.Tokens() > r.Capacity):
+			return r, failed(verb, ErrTooLate)
+		case !r.Allowed: // a quota, until its next turn
+			pause += mathrand.N(min(time.Second, (longest-r.Wait)/2) + 1)
+		case r.Wait == 0:
+			l.hooks.slept(ctx, policy, slept, nil)
+			return r, nil
+		}
+		begin := time.Now()
+		err = sleep(ctx, pause)
+		slept += time.Since(begin)
+		if err == nil && !r.Allowed {
+			continue
+		}
+		l.hooks.slept(ctx, policy, slept, err)
+		if err == nil {
+			return r, nil
+		}
+		err = failed(verb, err)
+		if r.Allowed {
+			err = errors.Join(err, l.giveBack(ctx, policy, key, idempotencyKey))
+		}
+		return r, err
 	}
-	begin := time.Now()
-	timer := time.NewTimer(r.Wait)
+}
+
+// sleep returns the error of ctx if ctx ends first.
+func sleep(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
 	case <-timer.C:
-		l.hooks.slept(ctx, policy, time.Since(begin), nil)
-		return r, nil
+		return nil
 	case <-ctx.Done():
-		l.hooks.slept(ctx, policy, time.Since(begin), ctx.Err())
-		return r, errors.Join(failed(verb, ctx.Err()), l.giveBack(ctx, policy, key, idempotencyKey))
+		return ctx.Err()
 	}
 }
 
