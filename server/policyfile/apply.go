@@ -63,6 +63,13 @@ func (c *Change) failed(err error) error {
 }
 
 func (p Policy) define(ctx context.Context, tx pgx.Tx) error {
+	if p.isQuota() {
+		_, err := tx.Exec(ctx, `
+			select ratelimit_define_policy($1::text, capacity => $2::bigint, durable => $3::boolean, remember => $4::text::interval,
+			                               shadow => $5::boolean, period => $6::text::interval, time_zone => $7::text, anchor => $8::text::timestamp)`,
+			p.Name, p.Capacity, p.Durable, p.Remember.interval(), p.Shadow, p.Period, p.TimeZone, p.Anchor)
+		return err
+	}
 	_, err := tx.Exec(ctx, `
 		select ratelimit_define_policy($1::text, capacity => $2::bigint, refill => $3::bigint, every => $4::text::interval,
 		                               stepped => $5::boolean, durable => $6::boolean, remember => $7::text::interval,
@@ -87,6 +94,13 @@ func (o Override) set(ctx context.Context, tx pgx.Tx) error {
 	if !o.ExpiresAt.IsZero() {
 		text := o.ExpiresAt.Format(time.RFC3339Nano)
 		expires = &text
+	}
+	if o.isOfQuota() {
+		_, err := tx.Exec(ctx, `
+			select ratelimit_override($1::text, $2::text, capacity => $3::bigint, expires_at => $4::text::timestamptz,
+			                          time_zone => $5::text, anchor => $6::text::timestamp)`,
+			o.Policy, o.Key, o.Capacity, expires, o.TimeZone, o.Anchor)
+		return err
 	}
 	_, err := tx.Exec(ctx, `
 		select ratelimit_override($1::text, $2::text, capacity => $3::bigint, refill => $4::bigint,

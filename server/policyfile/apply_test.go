@@ -1,6 +1,7 @@
 package policyfile_test
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -32,15 +33,15 @@ func apply(t require.TestingT, db policyfile.Database, text string, options ...p
 // policiesIn and overridesIn list what a database has, a line each, with times in microseconds.
 func policiesIn(t require.TestingT, db *pgtest.DB) []string {
 	return lines(t, db, `
-		select format('%s %s %s %s %s %s %s %s', policy, capacity, refill, (extract(epoch from every) * 1000000)::bigint,
-		              stepped, durable, (extract(epoch from remember) * 1000000)::bigint, shadow)
+		select concat_ws(' ', policy, capacity, refill, (extract(epoch from every) * 1000000)::bigint, stepped, durable,
+		                 (extract(epoch from remember) * 1000000)::bigint, shadow, period, time_zone, anchor)
 		  from ratelimit_policies()`)
 }
 
 func overridesIn(t require.TestingT, db *pgtest.DB) []string {
 	return lines(t, db, `
-		select format('%s %s %s %s %s %s', policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint,
-		              coalesce((extract(epoch from expires_at) * 1000000)::bigint, 0))
+		select concat_ws(' ', policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint,
+		                 coalesce((extract(epoch from expires_at) * 1000000)::bigint, 0), time_zone, anchor)
 		  from ratelimit_overrides(max_rows => 1000000)`)
 }
 
@@ -65,10 +66,18 @@ func wanted(doc document) (policies, overrides []string) {
 			return value
 		}
 	}
+	anchor := func(of, policy document) string {
+		return cmp.Or(madeAnchors[fmt.Sprint(of["anchor"])], madeAnchors[fmt.Sprint(policy["anchor"])], "2001-01-01 00:00:00")
+	}
 	letter := func(yes any) string { return fmt.Sprint(yes)[:1] }
 	all, _ := doc["policies"].(document)
 	for name, p := range all {
 		p := p.(document)
+		if isQuota(name) {
+			policies = append(policies, fmt.Sprint(name, " ", or(p, "capacity", nil), " ", letter(or(p, "durable", true)), " ", or(p, "remember", 86_400_000_000), " ",
+				letter(or(p, "shadow", false)), " ", madePeriods[p["period"].(string)], " ", or(p, "time_zone", "UTC"), " ", anchor(p, document{})))
+			continue
+		}
 		policies = append(policies, fmt.Sprint(name, " ", or(p, "capacity", nil), " ", or(p, "refill", nil), " ", or(p, "every", nil), " ",
 			letter(or(p, "stepped", false)), " ", letter(or(p, "durable", true)), " ", or(p, "remember", 86_400_000_000), " ", letter(or(p, "shadow", false))))
 	}
@@ -83,6 +92,11 @@ func wanted(doc document) (policies, overrides []string) {
 					panic(err)
 				}
 				expires = at.UnixMicro()
+			}
+			if isQuota(name) {
+				overrides = append(overrides, fmt.Sprint(name, " ", key, " ", or(o, "capacity", p["capacity"]), " ", expires, " ",
+					or(o, "time_zone", or(p, "time_zone", "UTC")), " ", anchor(o, p)))
+				continue
 			}
 			overrides = append(overrides, fmt.Sprint(name, " ", key, " ", or(o, "capacity", p["capacity"]), " ",
 				or(o, "refill", p["refill"]), " ", or(o, "every", or(p, "every", nil)), " ", expires))

@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
@@ -49,35 +50,48 @@ func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
 // ReadPolicies lists the policies of a database, by name.
 func ReadPolicies(ctx context.Context, db inspect.Querier) (policies []Policy, err error) {
 	rows, err := db.Query(ctx, `
-		select policy, capacity, refill, (extract(epoch from every) * 1000000.0)::bigint,
-		       stepped, durable, (extract(epoch from remember) * 1000000.0)::bigint, shadow
+		select policy, capacity, coalesce(refill, 0), coalesce((extract(epoch from every) * 1000000.0)::bigint, 0),
+		       coalesce(stepped, false), durable, (extract(epoch from remember) * 1000000.0)::bigint, shadow,
+		       coalesce((extract(year from period) * 12.0 + extract(month from period))::integer, 0), coalesce(extract(day from period)::integer, 0),
+		       coalesce(time_zone, ''), (extract(epoch from anchor) * 1000000.0)::bigint
 		  from ratelimit_policies()`)
 	if err != nil {
 		return nil, err
 	}
 	var p Policy
+	var period client.Period
+	var anchor *int64
 	_, err = pgx.ForEachRow(rows,
-		[]any{&p.Name, &p.Capacity, &p.Refill, &p.Every, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow},
+		[]any{&p.Name, &p.Capacity, &p.Refill, &p.Every, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow, &period.Months, &period.Days, &p.TimeZone, &anchor},
 		func() error {
+			p.Period, p.Anchor = period.String(), anchorOf(anchor)
 			policies = append(policies, p)
 			return nil
 		})
 	return policies, err
 }
 
+// anchorOf writes the anchor of a row, if it has one.
+func anchorOf(microseconds *int64) string {
+	if microseconds == nil {
+		return ""
+	}
+	return anchorText(time.UnixMicro(*microseconds).UTC())
+}
+
 func (s *state) readOverrides(ctx context.Context, tx pgx.Tx) error {
 	rows, err := tx.Query(ctx, `
-		select policy, key, capacity, refill, (extract(epoch from every) * 1000000.0)::bigint,
-		       (extract(epoch from expires_at) * 1000000.0)::bigint
+		select policy, key, capacity, coalesce(refill, 0), coalesce((extract(epoch from every) * 1000000.0)::bigint, 0),
+		       (extract(epoch from expires_at) * 1000000.0)::bigint, coalesce(time_zone, ''), (extract(epoch from anchor) * 1000000.0)::bigint
 		  from ratelimit_overrides(max_rows => $1::integer)`, math.MaxInt32)
 	if err != nil {
 		return err
 	}
 	var o Override
-	var expires *int64
-	_, err = pgx.ForEachRow(rows, []any{&o.Policy, &o.Key, &o.Capacity, &o.Refill, &o.Every, &expires},
+	var expires, anchor *int64
+	_, err = pgx.ForEachRow(rows, []any{&o.Policy, &o.Key, &o.Capacity, &o.Refill, &o.Every, &expires, &o.TimeZone, &anchor},
 		func() error {
-			o.ExpiresAt = time.Time{}
+			o.ExpiresAt, o.Anchor = time.Time{}, anchorOf(anchor)
 			if expires != nil {
 				o.ExpiresAt = time.UnixMicro(*expires).UTC()
 			}
@@ -193,9 +207,12 @@ func (s *state) write() []byte {
 	}
 	var text strings.Builder
 	text.WriteString("policies:\n")
-	defaults := Policy{Capacity: -1, Refill: -1, Durable: true, Remember: Day}.fields()
 	for _, p := range slices.SortedFunc(maps.Values(s.policies), func(a, b Policy) int { return cmp.Compare(a.Name, b.Name) }) {
-		fmt.Fprintf(&text, "  %s: %s\n", strconv.Quote(p.Name), inline(p.fields(), defaults))
+		defaults := Policy{Capacity: -1, Refill: -1, Durable: true, Remember: Day}
+		if p.isQuota() {
+			defaults.Period, defaults.TimeZone, defaults.Anchor = "none", defaultTimeZone, defaultAnchor
+		}
+		fmt.Fprintf(&text, "  %s: %s\n", strconv.Quote(p.Name), inline(p.fields(), defaults.fields()))
 	}
 	of := ""
 	for _, o := range s.overridesInOrder() {
@@ -207,7 +224,11 @@ func (s *state) write() []byte {
 			fmt.Fprintf(&text, "  %s:\n", strconv.Quote(o.Policy))
 		}
 		of = o.Policy
-		fmt.Fprintf(&text, "    %s: %s\n", strconv.Quote(o.Key), inline(o.fields(), Override{Capacity: -1, Refill: -1}.fields()))
+		defaults := Override{Capacity: -1, Refill: -1}
+		if o.isOfQuota() {
+			defaults.TimeZone = "none"
+		}
+		fmt.Fprintf(&text, "    %s: %s\n", strconv.Quote(o.Key), inline(o.fields(), defaults.fields()))
 	}
 	return []byte(text.String())
 }

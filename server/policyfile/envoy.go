@@ -46,6 +46,9 @@ type EnvoyLimit struct {
 	RequestsPerUnit uint32
 	Unit            EnvoyUnit
 
+	// Calendar makes the policy a quota: its buckets are full at the start of each day, week, month or year in UTC.
+	Calendar bool
+
 	Unlimited bool
 
 	// Overdraw charges whatever the bucket holds, for the end of a stream.
@@ -92,7 +95,7 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 					policies = append(policies, p)
 				case other.domain != domain:
 					problem = fmt.Sprintf("the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: give this rule another name", p.Name, other.At)
-				case other.Capacity != p.Capacity || other.Every != p.Every || other.Shadow != p.Shadow:
+				case other.Capacity != p.Capacity || other.Every != p.Every || other.Period != p.Period || other.Shadow != p.Shadow:
 					problem = fmt.Sprintf("the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: give this rule another name", p.Name, other.At)
 				}
 				if problem != "" {
@@ -108,15 +111,23 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 	return policies, problems
 }
 
-// policy returns the policy that a rule describes: it refills the requests of a unit in each unit. No rule sets durable and
-// remember.
+// policy returns the policy that a rule describes: it refills the requests of a unit in each unit, or has them from its calendar. No
+// rule sets durable and remember.
 func (d *EnvoyDescriptor) policy(path string) Policy {
-	n := int64(d.Limit.RequestsPerUnit)
-	return Policy{
-		Name: d.Limit.PolicyAt(path), Capacity: n, Refill: n, Every: d.Limit.Unit.Span(), Durable: true, Remember: Day,
+	p := Policy{
+		Name: d.Limit.PolicyAt(path), Capacity: int64(d.Limit.RequestsPerUnit), Durable: true, Remember: Day,
 		Shadow: d.Watches(), At: d.Limit.At, durableAt: d.Limit.At,
 	}
+	if d.Limit.Calendar {
+		p.Period, p.TimeZone, p.Anchor = envoyPeriods[d.Limit.Unit], defaultTimeZone, defaultAnchor
+	} else {
+		p.Refill, p.Every = p.Capacity, d.Limit.Unit.Span()
+	}
+	return p
 }
+
+// envoyPeriods are the units that a calendar has.
+var envoyPeriods = map[EnvoyUnit]string{"day": "1 day", "week": "7 days", "month": "1 month", "year": "1 year"}
 
 // Watches reports whether the rule of a descriptor is in shadow.
 func (d *EnvoyDescriptor) Watches() bool { return d.ShadowMode || d.QuotaMode }
@@ -229,6 +240,7 @@ func (r *reader) envoyLimit(f field) *EnvoyLimit {
 			known{"policy", func(f field) { l.Policy = r.envoyPolicy(f) }},
 			known{"unit", func(f field) { l.Unit = r.envoyUnit(f) }},
 			known{"requests_per_unit", func(f field) { l.RequestsPerUnit = uint32(r.whole(f, 1<<32-1)) }},
+			known{"calendar", func(f field) { l.Calendar = r.boolean(f) }},
 			known{"unlimited", func(f field) { l.Unlimited = r.boolean(f) }},
 			known{"overdraw", func(f field) { l.Overdraw = r.boolean(f) }},
 			known{"name", func(f field) { l.Name = r.envoyText(f) }},
@@ -246,10 +258,12 @@ func (r *reader) checkLimit(f field, l *EnvoyLimit) {
 	has := func(name string) bool { return f.value.get(name) != nil }
 	numbers := has("unit") || has("requests_per_unit")
 	switch {
-	case l.Unlimited && (has("policy") || numbers || l.Overdraw):
-		r.add(f.at, "rate_limit is unlimited and has a limit, too: remove unlimited, or all of policy, unit, requests_per_unit and overdraw")
-	case has("policy") && numbers:
-		r.add(f.at, "rate_limit has a policy and numbers, too: remove policy, or unit and requests_per_unit")
+	case l.Unlimited && (has("policy") || numbers || l.Calendar || l.Overdraw):
+		r.add(f.at, "rate_limit is unlimited and has a limit, too: remove unlimited, or all of policy, unit, requests_per_unit, calendar and overdraw")
+	case has("policy") && (numbers || l.Calendar):
+		r.add(f.at, "rate_limit has a policy and numbers, too: remove policy, or unit, requests_per_unit and calendar")
+	case l.Calendar && has("unit") && envoyPeriods[l.Unit] == "":
+		r.add(f.value.get("calendar").at, "calendar is for unit day, week, month and year: write one of them, or remove calendar")
 	case !l.Unlimited && !has("policy"):
 		r.need(f, "rate_limit", "unit: second", "requests_per_unit: 10")
 	}

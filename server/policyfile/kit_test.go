@@ -2,6 +2,7 @@ package policyfile_test
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -14,6 +15,9 @@ import (
 
 // written is a policy in one line, as the database has it, too.
 func written(p policyfile.Policy) string {
+	if p.Period != "" {
+		return fmt.Sprint(p.Name, " ", p.Capacity, " ", p.Durable, " ", p.Remember, " ", p.Shadow, " ", p.Period, " ", p.TimeZone, " ", p.Anchor)
+	}
 	return fmt.Sprint(p.Name, " ", p.Capacity, " ", p.Refill, " ", p.Every, " ", p.Stepped, " ", p.Durable, " ", p.Remember, " ", p.Shadow)
 }
 
@@ -64,8 +68,20 @@ var anySpan = rapid.Custom(func(t *rapid.T) madeSpan {
 	return made
 })
 
+// madePeriods and madeAnchors are texts of a file, and those of the database.
+var (
+	madePeriods = map[string]string{"1 day": "1 day", "2 weeks": "14 days", "12 months": "1 year", "1 month": "1 mon", "18 months": "1 year 6 mons", "1000 years": "1000 years"}
+	madeAnchors = map[string]string{
+		"2024-01-31": "2024-01-31 00:00:00", "2024-03-31T02:30:00": "2024-03-31 02:30:00", "9999-12-31T23:59:59.999999": "9999-12-31 23:59:59.999999",
+		"0001-01-01T00:00:00": "0001-01-01 00:00:00", "2024-01-31T09:00:00.5": "2024-01-31 09:00:00.5",
+	}
+)
+
+// isQuota is the kind of the policies that are made up. It is that of their name, so that environments can replace fields.
+func isQuota(name string) bool { return len(name)%3 == 0 }
+
 // somePolicy has any of its fields, or all that a new one needs. Buckets of these numbers fill within 10,000 years.
-func somePolicy(t *rapid.T, complete bool) document {
+func somePolicy(t *rapid.T, name string, complete bool) document {
 	p := document{}
 	set := func(field string, needed bool, value func() any) {
 		if complete && needed || rapid.Bool().Draw(t, "has "+field) {
@@ -73,18 +89,28 @@ func somePolicy(t *rapid.T, complete bool) document {
 		}
 	}
 	set("capacity", true, func() any { return rapid.Int64Range(0, 2000).Draw(t, "capacity") })
-	set("refill", true, func() any { return rapid.Int64Range(0, 9_000_000_000_000).Draw(t, "refill") })
-	set("every", true, func() any { return anySpan.Draw(t, "every") })
+	bools := []string{"durable", "shadow"}
+	if isQuota(name) {
+		set("period", true, func() any { return rapid.SampledFrom(slices.Sorted(maps.Keys(madePeriods))).Draw(t, "period") })
+		set("time_zone", false, func() any {
+			return rapid.SampledFrom([]string{"UTC", "Europe/Berlin", "Etc/GMT+5"}).Draw(t, "time_zone")
+		})
+		set("anchor", false, func() any { return rapid.SampledFrom(slices.Sorted(maps.Keys(madeAnchors))).Draw(t, "anchor") })
+	} else {
+		set("refill", true, func() any { return rapid.Int64Range(0, 9_000_000_000_000).Draw(t, "refill") })
+		set("every", true, func() any { return anySpan.Draw(t, "every") })
+		bools = append(bools, "stepped")
+	}
 	set("remember", false, func() any { return anySpan.Draw(t, "remember") })
-	for _, field := range []string{"stepped", "durable", "shadow"} {
+	for _, field := range bools {
 		set(field, false, func() any { return rapid.Bool().Draw(t, field) })
 	}
 	return p
 }
 
-func someOverride(t *rapid.T) document {
-	o := somePolicy(t, false)
-	for _, field := range []string{"stepped", "durable", "shadow", "remember"} {
+func someOverride(t *rapid.T, policy string) document {
+	o := somePolicy(t, policy, false)
+	for _, field := range []string{"stepped", "durable", "shadow", "remember", "period"} {
 		delete(o, field)
 	}
 	if rapid.Bool().Draw(t, "blocks") {
@@ -103,7 +129,7 @@ func someDocument(t *rapid.T, environments ...string) document {
 	names := rapid.SliceOfNDistinct(anyName, 1, 5, rapid.ID[string]).Draw(t, "policies")
 	base := document{"policies": document{}, "overrides": someOverrides(t, names)}
 	for _, name := range names {
-		base["policies"].(document)[name] = somePolicy(t, true)
+		base["policies"].(document)[name] = somePolicy(t, name, true)
 	}
 	if environments == nil {
 		return base
@@ -114,12 +140,12 @@ func someDocument(t *rapid.T, environments ...string) document {
 		known := slices.Clone(names)
 		for _, name := range rapid.SliceOfNDistinct(anyName, 0, 3, rapid.ID[string]).Draw(t, "of "+environment) {
 			isNew := !slices.Contains(names, name)
-			over["policies"].(document)[name] = somePolicy(t, isNew)
+			over["policies"].(document)[name] = somePolicy(t, name, isNew)
 			known = append(known, name)
 		}
 		for _, name := range names {
 			if over["policies"].(document)[name] == nil && rapid.Bool().Draw(t, "replaces") {
-				over["policies"].(document)[name] = somePolicy(t, false)
+				over["policies"].(document)[name] = somePolicy(t, name, false)
 			}
 		}
 		over["overrides"] = someOverrides(t, known)
@@ -138,7 +164,7 @@ func someOverrides(t *rapid.T, policies []string) document {
 		}
 		of := document{}
 		for _, key := range keys {
-			of[key] = someOverride(t)
+			of[key] = someOverride(t, name)
 		}
 		overrides[name] = of
 	}

@@ -123,9 +123,6 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 	if err != nil {
 		return nil, err
 	}
-	if err := checkDurable(s, rules.Policies); err != nil {
-		return nil, err
-	}
 	d := &Difference{Changes: []Change{}}
 	described, _ := EnvoyPolicies(rules.Envoy) // without problems, since the file has none
 	for i := range described {
@@ -134,6 +131,9 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 		}
 	}
 	all := slices.Concat(rules.Policies, described)
+	if err := checkFixed(s, all); err != nil {
+		return nil, err
+	}
 	d.policies(s, all)
 	d.overrides(s, rules.Overrides)
 	if options.Prune {
@@ -145,11 +145,20 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 	return d, nil
 }
 
-// checkDurable reports policies whose durable differs from the database's, because it cannot change.
-func checkDurable(s *state, policies []Policy) error {
+// checkFixed reports what cannot change, and differs from the database.
+func checkFixed(s *state, policies []Policy) error {
 	c := &collector{}
 	for _, p := range policies {
-		if old, ok := s.policies[p.Name]; ok && old.Durable != p.Durable {
+		old, exists := s.policies[p.Name]
+		switch {
+		case !exists:
+		case old.isQuota() != p.isQuota():
+			was, remedy := "without a period", "remove it"
+			if old.isQuota() {
+				was, remedy = "with a period", "write one"
+			}
+			c.add(p.At, "policy %s was created %s, which cannot change: %s, or drop the policy first, and its buckets will be full", quote(p.Name), was, remedy)
+		case old.Durable != p.Durable:
 			c.add(p.durableAt, "policy %s was created with durable: %t, which cannot change: write that, "+
 				"or drop the policy first, and its buckets will be full", quote(p.Name), old.Durable)
 		}
@@ -235,25 +244,31 @@ type value struct {
 	is    any
 }
 
-// fields returns the fields of a policy, always in the same order.
+// fields returns the fields of a policy of its kind, always in the same order.
 func (p Policy) fields() []value {
-	return []value{
-		{"capacity", p.Capacity}, {"refill", p.Refill}, {"every", p.Every.String()}, {"stepped", p.Stepped},
-		{"durable", p.Durable}, {"remember", p.Remember.String()}, {"shadow", p.Shadow},
+	kind := []value{{"refill", p.Refill}, {"every", p.Every.String()}, {"stepped", p.Stepped}}
+	if p.isQuota() {
+		kind = []value{{"period", p.Period}, {"time_zone", p.TimeZone}, {"anchor", p.Anchor}}
 	}
+	return slices.Concat([]value{{"capacity", p.Capacity}}, kind,
+		[]value{{"durable", p.Durable}, {"remember", p.Remember.String()}, {"shadow", p.Shadow}})
 }
 
-// fields returns the fields of an override, always in the same order. expires_at is in UTC. If its year then has five digits, the
-// zone is the one furthest behind.
+// fields returns the fields of an override of its kind, always in the same order. expires_at is in UTC. If its year then has five
+// digits, the zone is the one furthest behind.
 func (o Override) fields() []value {
-	values := []value{{"capacity", o.Capacity}, {"refill", o.Refill}, {"every", o.Every.String()}, {"expires_at", nil}}
+	values := []value{{"capacity", o.Capacity}, {"refill", o.Refill}, {"every", o.Every.String()}}
+	if o.isOfQuota() {
+		values = []value{{"capacity", o.Capacity}, {"time_zone", o.TimeZone}, {"anchor", o.Anchor}}
+	}
+	var expires any
 	if at := o.ExpiresAt; !at.IsZero() {
 		if at.Year() > 9999 {
 			at = at.In(time.FixedZone("", -(24*60-1)*60))
 		}
-		values[3].is = at.Format(time.RFC3339Nano)
+		expires = at.Format(time.RFC3339Nano)
 	}
-	return values
+	return append(values, value{"expires_at", expires})
 }
 
 // String has a line for each change.

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"time"
 	"unicode/utf8"
+
+	"github.com/pgratelimit/pgratelimit/client"
 )
 
 const (
@@ -141,6 +143,49 @@ func (r *reader) instant(f field) time.Time {
 	}
 	return at.UTC()
 }
+
+// period reads the period of a quota.
+func (r *reader) period(f field) string {
+	period, err := client.ParsePeriod(f.value.text)
+	if f.value.kind != text || err != nil {
+		r.wrong(f, "days, weeks, months or years, such as 7 days or 1 month, of 1 day to 1000 years")
+		return ""
+	}
+	return period.String()
+}
+
+// timeZone reads a name that may be one of pg_timezone_names. The database knows whether it is.
+func (r *reader) timeZone(f field) string {
+	name := f.value.text
+	isRegion := strings.Contains(name, "/") && !strings.HasPrefix(name, "posix/") && !strings.HasPrefix(name, "right/") && !strings.ContainsRune(name, 0)
+	if f.value.kind != text || name != "UTC" && !isRegion {
+		r.wrong(f, "UTC, or a region with a slash, such as Europe/Berlin")
+		return ""
+	}
+	return name
+}
+
+// anchorPattern is a local time, to the microsecond.
+var anchorPattern = regexp.MustCompile(`^[0-9]{4}-[0-9]{2}-[0-9]{2}(T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?)?$`)
+
+// anchor reads a date, or a date with a time of day.
+func (r *reader) anchor(f field) string {
+	day, hour, hasHour := strings.Cut(f.value.text, "T")
+	if !hasHour {
+		hour = "00:00:00"
+	}
+	at, err := time.Parse(anchorLayout, day+"T"+hour)
+	if f.value.kind != instant && f.value.kind != text || err != nil || at.Year() < 1 || !anchorPattern.MatchString(f.value.text) {
+		r.wrong(f, "a local time without a zone, such as 2024-01-31 or 2024-01-31T09:00:00, of the years 1 to 9999")
+		return ""
+	}
+	return anchorText(at)
+}
+
+const anchorLayout = "2006-01-02T15:04:05.999999"
+
+// anchorText writes an anchor as a file does.
+func anchorText(at time.Time) string { return strings.TrimSuffix(at.Format(anchorLayout), "T00:00:00") }
 
 // text reads text that every reader of YAML takes for text.
 func (r *reader) text(f field, remedy string) string {

@@ -72,6 +72,10 @@ var beyondSchema = oneOf(
 	`\w+ is "[0-9a-z]+": write 1us to 365250d.*`,           // the length of a span
 	`.* has 600 bytes: write 1 to 512`,                     // a schema counts characters, and of these there are 300
 	`expires_at is "\d{4}-\d{2}-\d{2}T[0-9:]*Z": write .*`, // the calendar
+	`period is "[0-9]+ \w+": write .*`,                     // its length
+	`anchor is "?\d{4}-\d{2}-\d{2}[T0-9:.]*"?: write .*`,   // likewise
+	`\w+ is (not )?for a quota, and policy .*`,             // the policy of an override
+	`the policy of this rule would be called .*`,           // by its path
 	`unknown policy .*`,
 	`the pattern .* has no wildcard .*`,
 	`.* conflicts with .*`,
@@ -229,11 +233,11 @@ func jsonOf(t require.TestingT, value any) string {
 var someNames = []string{
 	"capacity", "refill", "every", "remember", "shadow", "durable", "expires_at", "cost", "key", "value", "domain", "descriptors", "rate_limit",
 	"unit", "requests_per_unit", "unlimited", "policy", "overdraw", "replaces", "name", "policies", "overrides", "http", "routes", "environments",
-	"envoy", "api", "llm", "GET /x", "GET", "", strings.Repeat("n", 513), strings.Repeat("é", 300), "a\x00b",
+	"envoy", "period", "time_zone", "anchor", "calendar", "api", "llm", "GET /x", "GET", "", strings.Repeat("n", 513), strings.Repeat("é", 300), "a\x00b",
 }
 
 var someValues = []any{
-	nil, true, false, "", "true", "api", "nobody", "1s", "0s", "400000d", "99999999999999999999d", "1 s", "10", "second", "Second", "SECOND", "fortnight",
+	nil, true, false, "", "true", "api", "nobody", "1s", "0s", "400000d", "99999999999999999999d", "1 s", "10", "1 month", "0 days", "UTC", "CET", "posix/UTC", "a/b", "a\x00/b", "2024-02-30", "2024-02-29T09:00:00", "0000-01-01", "second", "Second", "SECOND", "fortnight",
 	"ip", "user", "all", "ip:1", "header:X", "header:", "header:X Y", "path:id", "path:", "path:{", "2999-01-01T00:00:00Z", "2999-02-30T00:00:00Z",
 	"2999-01-01T00:00:00.1234567Z", "2999-01-01", json.Number("0"), json.Number("-1"), json.Number("1"), json.Number("1.0"), json.Number("1.5"),
 	json.Number("9000000000000"), json.Number("9000000000001"), json.Number("4294967296"), json.Number("1e3"), json.Number("1e99"),
