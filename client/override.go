@@ -46,6 +46,9 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 	if o.Every%time.Microsecond != 0 {
 		return failed(verb, fmt.Errorf("%w: every %v must be whole microseconds", ErrInvalidArgument, o.Every))
 	}
+	if err := checkAnchor(o.Anchor); err != nil {
+		return failed(verb, err)
+	}
 	defer l.denials.forget(o.Policy, o.Key)
 	return l.run(ctx, call{
 		verb: verb,

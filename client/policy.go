@@ -151,6 +151,9 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 		return failed(verb, fmt.Errorf("%w: every %v and remember %v must be whole microseconds",
 			ErrInvalidArgument, p.Every, p.Remember))
 	}
+	if err := checkAnchor(p.Anchor); err != nil {
+		return failed(verb, err)
+	}
 	defer l.denials.forgetAll()
 	return l.run(ctx, call{
 		verb: verb,
@@ -236,6 +239,14 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 // interval writes whole microseconds for PostgreSQL, exactly: seconds would pass through a double there.
 func interval(d time.Duration) string {
 	return strconv.FormatInt(d.Microseconds(), 10) + " microseconds"
+}
+
+// checkAnchor refuses years that PostgreSQL reads as something else.
+func checkAnchor(anchor time.Time) error {
+	if year := anchor.Year(); year < 1 || 9999 < year {
+		return fmt.Errorf("%w: anchor %v must be of the years 1 to 9999", ErrInvalidArgument, anchor)
+	}
+	return nil
 }
 
 // localTime writes the wall clock of a time for PostgreSQL. The zero time is null.

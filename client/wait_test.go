@@ -74,6 +74,112 @@ func TestWait_GivesBackWhenItsContextEnds(t *testing.T) {
 	})
 }
 
+// newQuota is a fake with 2 tokens a day, which begins at midnight, as the bubble does.
+func newQuota(t *testing.T, opts ...client.Option) *clienttest.Fake {
+	fake := clienttest.New(time.Now, opts...)
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "daily", Capacity: 2, Period: client.Period{Days: 1}}))
+	return fake
+}
+
+func TestWait_SleepsUntilTheTurnOfAQuota(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		var slept []time.Duration
+		fake := newQuota(t, client.Observe(client.Hooks{Waited: func(_ context.Context, _ string, d time.Duration, err error) {
+			require.NoError(t, err)
+			slept = append(slept, d)
+		}}))
+		start := time.Now()
+		for day, cost := range []int64{2, 1, 2} { // the third finds one token left, and waits for another turn
+			r := noError(fake.Wait(t.Context(), "daily", "k", client.Cost(cost)))(t)
+			require.True(t, r.Allowed)
+			late := time.Since(start) - time.Duration(day)*24*time.Hour
+			require.GreaterOrEqual(t, late, time.Duration(0))
+			require.LessOrEqual(t, late, time.Duration(day)*time.Second, "of jitter")
+		}
+		require.Len(t, slept, 3)
+		require.Zero(t, slept[0])
+		require.Equal(t, time.Since(start), slept[1]+slept[2])
+	})
+}
+
+// Callers who wait for one turn do not ask at one instant.
+func TestWait_SpreadsTheCallersOfAQuota(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		fake := newQuota(t)
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "daily", Capacity: 40}))
+		require.NoError(t, fake.SetLevel("daily", "k", 0))
+		start := time.Now()
+		times := make(chan time.Duration, 40)
+		for range cap(times) {
+			go func() {
+				noError(fake.Wait(context.Background(), "daily", "k"))(t)
+				times <- time.Since(start)
+			}()
+		}
+		distinct := map[time.Duration]bool{}
+		for range cap(times) {
+			distinct[<-times] = true
+		}
+		require.Greater(t, len(distinct), 30)
+	})
+}
+
+func TestWait_AtAQuotaKeepsItsDeadline(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		fake := newQuota(t)
+		require.NoError(t, fake.SetLevel("daily", "k", 0))
+		wait := func(timeout time.Duration, opts ...client.CallOption) (client.Reservation, error) {
+			ctx, cancel := context.WithTimeout(t.Context(), timeout)
+			defer cancel()
+			return fake.Wait(ctx, "daily", "k", opts...)
+		}
+		start := time.Now()
+		r, err := wait(24*time.Hour - time.Microsecond)
+		require.ErrorIs(t, err, client.ErrTooLate)
+		require.Equal(t, 24*time.Hour, r.Wait)
+		require.ErrorIs(t, errOf(wait(48*time.Hour, client.Cost(3))), client.ErrTooLate, "above the capacity")
+		require.Zero(t, time.Since(start))
+		require.NoError(t, errOf(wait(24*time.Hour+time.Millisecond)), "the jitter ends before the deadline")
+		require.NoError(t, fake.SetLevel("daily", "k", 0))
+
+		ctx, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(time.Hour, cancel)
+		start = time.Now()
+		require.ErrorIs(t, errOf(fake.Wait(ctx, "daily", "k")), context.Canceled)
+		require.Equal(t, time.Hour, time.Since(start))
+		require.Zero(t, noError(fake.Peek(t.Context(), "daily", "k"))(t).Remaining)
+	})
+}
+
+// Without a deadline a Wait that other callers are always ahead of ends after 365 days of sleep.
+func TestWait_AtAQuotaEnds(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		fake := newQuota(t)
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "yearly", Capacity: 1, Period: client.Period{Days: 300}}))
+		require.NoError(t, fake.Override(t.Context(), client.Override{Policy: "yearly", Key: "k", Anchor: time.Now()}))
+		require.NoError(t, fake.SetLevel("yearly", "k", 0))
+		start := time.Now()
+		time.AfterFunc(300*24*time.Hour, func() { noError(fake.Acquire(context.Background(), "yearly", "k"))(t) })
+		r, err := fake.Wait(t.Context(), "yearly", "k")
+		require.ErrorIs(t, err, client.ErrTooLate)
+		require.Greater(t, r.Wait, 65*24*time.Hour)
+		require.InDelta(t, 300*24*time.Hour, time.Since(start), float64(time.Second))
+	})
+}
+
+// A block is no turn, so Wait fails at once.
+func TestWait_DoesNotWaitForTheEndOfABlock(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		fake := newQuota(t)
+		for policy, fake := range map[string]*clienttest.Fake{"daily": fake, "line": newLine(t)} {
+			require.NoError(t, fake.Override(t.Context(), client.Override{Policy: policy, Key: "k", Capacity: client.Zero, ExpiresAt: time.Now().Add(time.Minute)}))
+			r, err := fake.Wait(t.Context(), policy, "k")
+			require.ErrorIs(t, err, client.ErrTooLate)
+			require.Equal(t, time.Minute, r.Wait)
+		}
+	})
+}
+
 // A call that gets no answer may have reserved, and so is settled.
 func TestWait_GivesBackWhatACallWithoutAnAnswerMayHaveTaken(t *testing.T) {
 	t.Parallel()

@@ -18,6 +18,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
@@ -155,14 +156,40 @@ func (db *database) define(name string, args []any) error {
 	def.Stepped, errs[0] = boolean(args[3])
 	def.Durable, errs[1] = boolean(args[4])
 	def.Shadow, errs[2] = boolean(args[6])
+	def.Zone, def.Anchor = calendar(args[8:])
+	err := cmp.Or(errs[0], errs[1], errs[2], checkName("policy", name))
 
+	var wrongPeriod error
+	if text, ok := args[7].(string); ok {
+		period, unreadable := client.ParsePeriod(text)
+		def.Period = (*model.Period)(&period)
+		if unreadable != nil {
+			wrongPeriod = invalid("period", text)
+		}
+		if exists && !p.IsQuota() {
+			err = cmp.Or(err, invalid("period", text))
+		}
+	}
+	isQuota := exists && p.IsQuota() || def.Period != nil
+	err = cmp.Or(err, checkKind(def.Numbers, isQuota))
 	least := func(n *int64) int64 { // null is 0 for a new policy, and not meant
 		if !exists && n == nil {
 			return 1
 		}
 		return 0
 	}
-	err := cmp.Or(errs[0], errs[1], errs[2], checkName("policy", name), checkNumbers(def.Numbers, p, least(def.Capacity), least(def.Refill)))
+	leastRefill := least(def.Refill)
+	if isQuota {
+		leastRefill, p.Every = 0, 1 // which it does not have
+		if def.Stepped != nil {
+			err = cmp.Or(err, invalid("stepped", *def.Stepped))
+		}
+		err = cmp.Or(err, wrongPeriod)
+		if def.Zone != nil && !model.IsZone(*def.Zone) {
+			err = cmp.Or(err, invalid("time_zone", *def.Zone))
+		}
+	}
+	err = cmp.Or(err, checkNumbers(def.Numbers, p, least(def.Capacity), leastRefill))
 	if def.Remember != nil {
 		err = cmp.Or(err, checkPositive("remember", int64(*def.Remember)))
 	}
@@ -185,18 +212,53 @@ func (db *database) override(now time.Time, id model.BucketID, args []any) error
 		}
 	}
 	n := numbers(args)
+	n.Zone, n.Anchor = calendar(args[4:])
 	err := cmp.Or(checkBucket(id), checkNumbers(n, model.Policy{Every: 1}, 0, 0))
 	if err == nil && !expires.IsZero() && !expires.After(now) {
 		err = invalid("expires_at", expires)
 	}
 	if err = cmp.Or(err, db.checkPolicy(id.Policy)); err == nil {
 		p, _ := db.model.Policy(id.Policy)
-		err = checkNumbers(n, p, 0, 0)
+		err = checkKind(n, p.IsQuota())
+		if p.IsQuota() {
+			p.Every = 1 // which it does not have
+			if n.Zone != nil && !model.IsZone(*n.Zone) {
+				err = cmp.Or(err, invalid("time_zone", *n.Zone))
+			}
+		}
+		err = cmp.Or(err, checkNumbers(n, p, 0, 0))
 	}
 	if err != nil {
 		return err
 	}
 	return db.model.Override(now, id, n, expires)
+}
+
+// calendar reads a zone and an anchor, as the client writes them.
+func calendar(args []any) (zone *string, anchor *time.Time) {
+	if text, ok := args[0].(string); ok {
+		zone = &text
+	}
+	if text, ok := args[1].(string); ok {
+		at, _ := time.Parse("2006-01-02T15:04:05.999999", text)
+		anchor = &at
+	}
+	return zone, anchor
+}
+
+// checkKind refuses numbers that are for policies of the other kind.
+func checkKind(n model.Numbers, isQuota bool) error {
+	switch {
+	case isQuota && n.Refill != nil:
+		return invalid("refill", *n.Refill)
+	case isQuota && n.Every != nil:
+		return invalid("every", *n.Every)
+	case !isQuota && n.Zone != nil:
+		return invalid("time_zone", *n.Zone)
+	case !isQuota && n.Anchor != nil:
+		return invalid("anchor", *n.Anchor)
+	}
+	return nil
 }
 
 // numbers are the first three arguments.
@@ -259,10 +321,13 @@ func boolean(arg any) (*bool, error) {
 func (db *database) policies() string {
 	rows := []map[string]any{}
 	for name, p := range db.model.Policies() {
-		rows = append(rows, map[string]any{
-			"name": name, "capacity": p.Capacity, "refill": p.Refill, "every": p.Every,
-			"stepped": p.Stepped, "durable": p.Durable, "remember": p.Remember, "shadow": p.Shadow,
-		})
+		row := map[string]any{"name": name, "capacity": p.Capacity, "durable": p.Durable, "remember": p.Remember, "shadow": p.Shadow}
+		if p.IsQuota() {
+			row["months"], row["days"], row["time_zone"], row["anchor"] = p.Period.Months, p.Period.Days, p.Zone, p.Anchor.UnixMicro()
+		} else {
+			row["refill"], row["every"], row["stepped"] = p.Refill, p.Every, p.Stepped
+		}
+		rows = append(rows, row)
 	}
 	slices.SortFunc(rows, func(a, b map[string]any) int { return strings.Compare(a["name"].(string), b["name"].(string)) })
 	text, _ := json.Marshal(rows)
@@ -280,7 +345,12 @@ func (db *database) overrides(now time.Time, policy, key any, maxRows int64) str
 		if !o.Live(now) || policy != nil && policy != id.Policy || key != nil && key != id.Key || int64(len(rows)) == maxRows {
 			continue
 		}
-		row := map[string]any{"policy": id.Policy, "key": id.Key, "capacity": o.Capacity, "refill": o.Refill, "every": o.Every}
+		row := map[string]any{"policy": id.Policy, "key": id.Key, "capacity": o.Capacity}
+		if o.Zone != "" {
+			row["time_zone"], row["anchor"] = o.Zone, o.Anchor.UnixMicro()
+		} else {
+			row["refill"], row["every"] = o.Refill, o.Every
+		}
 		if !o.Expires.IsZero() {
 			row["expires_at"] = o.Expires.UnixMicro()
 		}

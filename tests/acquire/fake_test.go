@@ -29,6 +29,9 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 		s.DefinePolicy("q", 10, 1, kit.Second, kit.Ephemeral)
 		s.Acquire("p", "p", 2, "p")
 	}
+	for _, l := range []*client.Limiter{client.New(db.Pool), fake.Fake.Limiter} {
+		require.NoError(t, l.DefinePolicy(t.Context(), client.Policy{Name: "quota", Capacity: 10, Period: client.Period{Months: 1}}))
+	}
 	calls := map[string]func(l *client.Limiter) error{}
 	add := func(name string, call func(l *client.Limiter) error) { calls[name] = call }
 	ctx := t.Context()
@@ -64,6 +67,22 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 					}
 					add(fmt.Sprintf("define %+v", p), func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) })
 				}
+			}
+		}
+	}
+	periods := []client.Period{{}, {Days: 1}, {Days: 365_250}, {Days: 365_251}, {Months: 1}, {Months: 12_000}, {Months: 12_001}, {Months: 1, Days: 1}, {Months: -1}}
+	zones := []string{"", "", "UTC", "Europe/Berlin", "CET", "posix/Europe/Berlin", "europe/berlin", "Nowhere/Land", "a\x00/b"}
+	anchors := []time.Time{{}, kit.T0, time.Date(9999, 12, 31, 23, 59, 59, 999_999_000, time.UTC), time.Date(10_000, 1, 1, 0, 0, 0, 0, time.UTC), time.Date(0, 12, 31, 0, 0, 0, 0, time.UTC)}
+	for _, name := range append(names, "quota", "other") {
+		for i, period := range periods {
+			for j, zone := range zones {
+				p := client.Policy{
+					Name: name, Capacity: numbers[(i+j)%5], Period: period, TimeZone: zone, Anchor: anchors[(i+j)%7%5], Durable: client.Choice(i % 2),
+					Refill: []int64{0, 0, 0, 1}[(i+j)%4], Every: []time.Duration{0, 0, 0, 0, kit.Us}[(i+j)%5], Stepped: client.Choice((i + j) / 7 % 3),
+				}
+				add(fmt.Sprintf("define %+v", p), func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) })
+				o := client.Override{Policy: name, Key: "p", Capacity: p.Capacity, Refill: p.Refill, Every: p.Every, TimeZone: zone, Anchor: p.Anchor}
+				add(fmt.Sprintf("override %+v", o), func(l *client.Limiter) error { return l.Override(ctx, o) })
 			}
 		}
 	}

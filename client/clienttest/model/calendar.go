@@ -26,12 +26,13 @@ func (c Calendar) IsQuota() bool { return c.Period != Period{} }
 func (c Calendar) isValid() bool {
 	months, days := c.Period.Months, c.Period.Days
 	return 0 <= months && months <= 12_000 && 0 <= days && days <= 365_250 && (months == 0) != (days == 0) &&
-		isZone(c.Zone) && isAnchor(c.Anchor)
+		IsZone(c.Zone) && isAnchor(c.Anchor)
 }
 
 func isAnchor(anchor time.Time) bool { return 1 <= anchor.Year() && anchor.Year() <= 9999 }
 
-func isZone(name string) bool {
+// IsZone reports whether a calendar can have a zone of this name.
+func IsZone(name string) bool {
 	return zone(name) != nil && (name == "UTC" || strings.Contains(name, "/") && path.Clean(name) == name &&
 		!strings.HasPrefix(name, "posix/") && !strings.HasPrefix(name, "right/"))
 }
