@@ -204,6 +204,11 @@ overrides:
     gone: {capacity: 1, expires_at: 2001-01-01T00:00:00Z}
 `
 
+const plans = `
+policies: {plan: {capacity: 1000, period: 1 month}}
+overrides: {plan: {a: {time_zone: Europe/Berlin}, b: {capacity: 5000, anchor: 2024-01-31T09:00:00, expires_at: 2999-01-01T00:00:00Z}}}
+`
+
 // A step applies a file, perhaps to a database that something else has changed.
 type step struct {
 	sql, file string
@@ -249,6 +254,23 @@ func TestApply_ShowsWhatItChanges(t *testing.T) {
 ~ override "user:42" of "api": every 1s -> 1m, expires_at never -> 2999-01-01T00:00:00Z
 ` + expired,
 		}},
+		"quotas": {
+			{file: plans, shows: `+ policy "plan": capacity 1000, period 1 month, time_zone UTC, anchor 2001-01-01, durable true, remember 1d, shadow false
++ override "a" of "plan": capacity 1000, time_zone Europe/Berlin, anchor 2001-01-01, expires_at never
++ override "b" of "plan": capacity 5000, time_zone UTC, anchor 2024-01-31T09:00:00, expires_at 2999-01-01T00:00:00Z
+`},
+			{file: strings.NewReplacer("1 month", "12 months", "Europe/Berlin", "Asia/Tokyo", "T09:00:00", "").Replace(plans), shows: `~ policy "plan": period 1 month -> 1 year
+~ override "a" of "plan": time_zone Europe/Berlin -> Asia/Tokyo
+~ override "b" of "plan": anchor 2024-01-31T09:00:00 -> 2024-01-31
+`},
+			{
+				sql: `select ratelimit_define_policy('plan', time_zone => 'Asia/Tokyo')`, file: "policies: {plan: {capacity: 1000, period: 1 year}}", options: pruneOverrides,
+				shows: `~ policy "plan": time_zone Asia/Tokyo -> UTC
+- override "a" of "plan": capacity 1000, time_zone Asia/Tokyo, anchor 2001-01-01, expires_at never
+- override "b" of "plan": capacity 5000, time_zone UTC, anchor 2024-01-31, expires_at 2999-01-01T00:00:00Z
+`,
+			},
+		},
 		"the end of an override is compared to the microsecond": {
 			{file: ends("2999-01-01T00:00:00Z"), shows: apiCreated + "+ override \"k\" of \"api\": capacity 1, refill 1, every 1s, expires_at 2999-01-01T00:00:00Z\n"},
 			{file: ends("2999-01-01T00:00:00.000001Z"), shows: "~ override \"k\" of \"api\": expires_at 2999-01-01T00:00:00Z -> 2999-01-01T00:00:00.000001Z\n"},
@@ -374,6 +396,14 @@ func TestApply_Errors(t *testing.T) {
 		"a refusal": {`create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe as $$ select '2900-01-01Z'::timestamptz $$`,
 			"policies: {api: {capacity: 1, refill: 1, every: 1s}}\noverrides:\n  api:\n    \"user:42\": {capacity: 2, expires_at: 2800-01-01T00:00:00Z}\n",
 			"limits.yaml:4:5: the database refuses this: invalid expires_at: expires_at is 2800-01-01 00:00:00+00. Pass an instant that lies ahead"},
+		"a zone that the server does not know": {"", "policies:\n  plan: {capacity: 1, period: 1 day, time_zone: Europe/Atlantis}",
+			"limits.yaml:2:3: the database refuses this: invalid time_zone: time_zone is Europe/Atlantis. Pass 'UTC', or a name with a slash"},
+		"a policy that refills": {"", "policies:\n  stays: {capacity: 1, period: 1 day}",
+			`limits.yaml:2:3: policy "stays" refills in the database, and cannot become a quota: drop the policy first, and its buckets will be full`},
+		"a rule of Envoy's for a policy that refills": {"", "envoy: [{domain: d, descriptors: [{key: k, rate_limit: {name: stays, unit: day, requests_per_unit: 1, calendar: true}}]}]\npolicies: {p: {capacity: 1, period: 1 day}}",
+			`limits.yaml:1:44: policy "stays" refills in the database, and cannot become a quota`},
+		"a quota": {"select ratelimit_drop_policy('stays'); select ratelimit_define_policy('stays', 1, period => '1 day')", "policies:\n  stays: {capacity: 1, refill: 1, every: 1s}",
+			`limits.yaml:2:3: policy "stays" is a quota in the database, and cannot begin to refill: drop the policy first, and its buckets will be full`},
 		"no function": {"alter function ratelimit_overrides rename to gone", twoPolicies,
 			"list overrides: the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "},
 	} {

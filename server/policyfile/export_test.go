@@ -42,12 +42,16 @@ func TestExport_LeavesOutWhatHasItsDefault(t *testing.T) {
 		ratelimit_define_policy(E'odd\n"\u00e9', 5, 1, '90 minutes', stepped => true, durable => false, remember => '7 days', shadow => true)`)
 	db.Exec(t, `select ratelimit_override('api', 'user:42', capacity => 1000), ratelimit_override('api', 'blocked', capacity => 0, expires_at => '2999-01-01 12:00:00.5Z'),
 		ratelimit_override('closed', 'k', capacity => 1)`)
+	db.Exec(t, `select ratelimit_define_policy('plan', 1000, period => '12 months', anchor => '2024-01-31 09:00'), ratelimit_define_policy('days', 50, period => '1 day', time_zone => 'Etc/GMT+5')`)
+	db.Exec(t, `select ratelimit_override('plan', 'k', time_zone => 'Europe/Berlin')`)
 	text, err = policyfile.Export(t.Context(), db.Pool)
 	require.NoError(t, err)
 	require.Equal(t, `policies:
   "api": {capacity: 100, refill: 10, every: 1s}
   "closed": {capacity: 0, refill: 0, every: 1d}
+  "days": {capacity: 50, period: 1 day, time_zone: Etc/GMT+5}
   "odd\n\"é": {capacity: 5, refill: 1, every: 1h30m, stepped: true, durable: false, remember: 7d, shadow: true}
+  "plan": {capacity: 1000, period: 1 year, anchor: 2024-01-31T09:00:00}
 
 overrides:
   "api":
@@ -55,6 +59,8 @@ overrides:
     "user:42": {capacity: 1000, refill: 10, every: 1s}
   "closed":
     "k": {capacity: 1, refill: 0, every: 1d}
+  "plan":
+    "k": {capacity: 1000, time_zone: Europe/Berlin, anchor: 2024-01-31T09:00:00}
 `, string(text))
 }
 

@@ -153,11 +153,11 @@ func checkFixed(s *state, policies []Policy) error {
 		switch {
 		case !exists:
 		case old.isQuota() != p.isQuota():
-			was, remedy := "without a period", "remove it"
+			is, not := "refills", "become a quota"
 			if old.isQuota() {
-				was, remedy = "with a period", "write one"
+				is, not = "is a quota", "begin to refill"
 			}
-			c.add(p.At, "policy %s was created %s, which cannot change: %s, or drop the policy first, and its buckets will be full", quote(p.Name), was, remedy)
+			c.add(p.At, "policy %s %s in the database, and cannot %s: drop the policy first, and its buckets will be full", quote(p.Name), is, not)
 		case old.Durable != p.Durable:
 			c.add(p.durableAt, "policy %s was created with durable: %t, which cannot change: write that, "+
 				"or drop the policy first, and its buckets will be full", quote(p.Name), old.Durable)
