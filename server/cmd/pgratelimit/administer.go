@@ -31,9 +31,13 @@ func (p *program) policies() *cobra.Command {
 				return p.print(c, rows, "There is no policy yet.")
 			}
 			return p.print(c, rows, columns(func(table io.Writer) {
-				fmt.Fprintln(table, "POLICY\tCAPACITY\tREFILL\tEVERY\tSTEPPED\tDURABLE\tREMEMBER\tSHADOW")
+				fmt.Fprintln(table, "POLICY\tCAPACITY\tREFILL\tEVERY\tSTEPPED\tDURABLE\tREMEMBER\tSHADOW\tPERIOD\tTIME_ZONE\tANCHOR")
 				for _, r := range rows {
-					fmt.Fprintf(table, "%s\t%d\t%d\t%v\t%t\t%t\t%v\t%t\n", inspect.Printable(r.Name), r.Capacity, r.Refill, r.Every, r.Stepped, r.Durable, r.Remember, r.Shadow)
+					gains, calendar := fmt.Sprintf("%d\t%v\t%t", r.Refill, r.Every, r.Stepped), "-\t-\t-"
+					if r.Period != "" {
+						gains, calendar = calendar, r.Period+"\t"+r.TimeZone+"\t"+r.Anchor
+					}
+					fmt.Fprintf(table, "%s\t%d\t%s\t%t\t%v\t%t\t%s\n", inspect.Printable(r.Name), r.Capacity, gains, r.Durable, r.Remember, r.Shadow, calendar)
 				}
 			}))
 		},
@@ -90,19 +94,22 @@ func (p *program) reset() *cobra.Command {
 
 func (p *program) override() *cobra.Command {
 	var capacity, refill int64
-	var every, expiresAt string
+	var every, expiresAt, timeZone, anchor string
 	var remove bool
 	c := &cobra.Command{
 		Use:   "override POLICY KEY",
 		Short: "Give one key of a policy numbers of its own, or with --remove the policy's again",
 		Long: `Give one key of a policy numbers of its own, in place of those that it had. What is left out is
-the policy's, and without --expires-at it lasts. --capacity 0 blocks the key.`,
+the policy's, and without --expires-at it lasts. --capacity 0 blocks the key. A quota's key keeps the
+--time-zone and --anchor that it had.`,
 	}
 	flags := c.Flags()
 	flags.Int64Var(&capacity, "capacity", 0, "whole tokens, 0 or more")
 	flags.Int64Var(&refill, "refill", 0, "whole tokens, 0 or more")
 	flags.StringVar(&every, "every", "", "the interval of refill, such as 10s or 1h30m")
 	flags.StringVar(&expiresAt, "expires-at", "", "when it ends, such as 2031-01-01T00:00:00Z")
+	flags.StringVar(&timeZone, "time-zone", "", "of a quota, such as Europe/Berlin")
+	flags.StringVar(&anchor, "anchor", "", "one turn of a quota, such as 2024-01-31 or 2024-01-31T09:00:00")
 	flags.BoolVar(&remove, "remove", false, "leave the key to the policy's numbers")
 	set := func(c *cobra.Command, conn *pgx.Conn, args []string) error {
 		given := func(name string, value any) any {
@@ -111,8 +118,9 @@ the policy's, and without --expires-at it lasts. --capacity 0 blocks the key.`,
 			}
 			return value
 		}
-		_, err := conn.Exec(c.Context(), "select ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz)",
-			args[0], args[1], given("capacity", capacity), given("refill", refill), given("every", every), given("expires-at", expiresAt))
+		_, err := conn.Exec(c.Context(), "select ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz, $7::text, $8::text::timestamp)",
+			args[0], args[1], given("capacity", capacity), given("refill", refill), given("every", every), given("expires-at", expiresAt),
+			given("time-zone", timeZone), given("anchor", anchor))
 		if err != nil {
 			return described(err)
 		}
@@ -130,14 +138,14 @@ the policy's, and without --expires-at it lasts. --capacity 0 blocks the key.`,
 		return p.print(c, map[string]bool{"removed": removed}, text)
 	}
 	c.RunE = func(c *cobra.Command, args []string) error {
-		hasNumbers := flags.Changed("capacity") || flags.Changed("refill") || flags.Changed("every")
+		hasNumbers := slices.ContainsFunc([]string{"capacity", "refill", "every", "time-zone", "anchor"}, flags.Changed)
 		switch {
 		case remove && (hasNumbers || flags.Changed("expires-at")):
 			return usageError{errors.New("--remove takes no numbers: leave them out, or leave out --remove")}
 		case remove:
 			return p.onShardOf(removeIt)(c, args)
 		case !hasNumbers:
-			return usageError{errors.New("which numbers? Write --capacity, --refill or --every, or --remove")}
+			return usageError{errors.New("which numbers? Write --capacity, --refill, --every, --time-zone or --anchor, or --remove")}
 		}
 		return p.onShardOf(set)(c, args)
 	}

@@ -104,6 +104,7 @@ func TestAdministration(t *testing.T) {
 	require.Equal(t, ran{out: "[]\n"}, on(t, db, "policies", "--json"))
 	require.Equal(t, ran{out: "policies: {}\n"}, on(t, db, "export"))
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 second'), ratelimit_define_policy('budget', 100, 0, '30 days', durable => false, shadow => true)")
+	db.Exec(t, "select ratelimit_define_policy('plan', 1000, period => '1 month', time_zone => 'Europe/Berlin', anchor => '2029-03-31')")
 	for _, test := range []struct {
 		args, out string
 		code      int
@@ -119,18 +120,26 @@ func TestAdministration(t *testing.T) {
 		{"peek api vip --cost 50", "allowed: 50 of 50 tokens left", exitDone},
 		{"override api blocked --capacity 0", `override "blocked" of "api" is set`, exitDone},
 		{"peek api blocked", "denied: 0 of 0 tokens left, and no wait would help", exitNo},
+		{"override plan vip --time-zone Asia/Kathmandu --anchor 2029-12-31T09:30:00", `override "vip" of "plan" is set`, exitDone},
+		{"override plan vip --capacity 5000", `override "vip" of "plan" is set`, exitDone},
+		{"acquire plan vip --cost 5000", "allowed: 0 of 5000 tokens left, full in 723h45m0s", exitDone},
 		{"export", "policies:\n  \"api\": {capacity: 10, refill: 1, every: 1s}\n" +
-			"  \"budget\": {capacity: 100, refill: 0, every: 30d, durable: false, shadow: true}\n\n" +
+			"  \"budget\": {capacity: 100, refill: 0, every: 30d, durable: false, shadow: true}\n" +
+			"  \"plan\": {capacity: 1000, period: 1 month, time_zone: Europe/Berlin, anchor: 2029-03-31}\n\n" +
 			"overrides:\n  \"api\":\n    \"blocked\": {capacity: 0, refill: 1, every: 1s}\n" +
-			"    \"vip\": {capacity: 50, refill: 1, every: 1h30m, expires_at: 2031-01-01T00:00:00Z}", exitDone},
+			"    \"vip\": {capacity: 50, refill: 1, every: 1h30m, expires_at: 2031-01-01T00:00:00Z}\n" +
+			"  \"plan\":\n    \"vip\": {capacity: 5000, time_zone: Asia/Kathmandu, anchor: 2029-12-31T09:30:00}", exitDone},
 		{"override api blocked --remove", `override "blocked" of "api" is removed`, exitDone},
 		{"override api blocked --remove", `there was no override "blocked" of "api"`, exitDone},
 		{"override api blocked --remove --json", `{"removed":false}`, exitDone},
-		{"policies", "POLICY  CAPACITY  REFILL  EVERY  STEPPED  DURABLE  REMEMBER  SHADOW\n" +
-			"api     10        1       1s     false    true     1d        false\n" +
-			"budget  100       0       30d    false    false    1d        true", exitDone},
+		{"policies", "POLICY  CAPACITY  REFILL  EVERY  STEPPED  DURABLE  REMEMBER  SHADOW  PERIOD   TIME_ZONE      ANCHOR\n" +
+			"api     10        1       1s     false    true     1d        false   -        -              -\n" +
+			"budget  100       0       30d    false    false    1d        true    -        -              -\n" +
+			"plan    1000      -       -      -        true     1d        false   1 month  Europe/Berlin  2029-03-31", exitDone},
 		{"policies --json", `[{"policy":"api","capacity":10,"refill":1,"every":"1s","stepped":false,"durable":true,"remember":"1d","shadow":false},` +
-			`{"policy":"budget","capacity":100,"refill":0,"every":"30d","stepped":false,"durable":false,"remember":"1d","shadow":true}]`, exitDone},
+			`{"policy":"budget","capacity":100,"refill":0,"every":"30d","stepped":false,"durable":false,"remember":"1d","shadow":true},` +
+			`{"policy":"plan","capacity":1000,"durable":true,"remember":"1d","shadow":false,"period":"1 month","time_zone":"Europe/Berlin","anchor":"2029-03-31",` +
+			`"refill":null,"every":null,"stepped":null}]`, exitDone},
 	} {
 		r := on(t, db, strings.Fields(test.args)...)
 		require.Empty(t, r.errors, test.args)
@@ -146,7 +155,7 @@ func TestAdministration(t *testing.T) {
 	for args, says := range map[string]string{
 		"reset api":                              "which buckets? Write the KEY of one, or --all",
 		"reset api k --all":                      "which buckets?",
-		"override api k":                         "which numbers? Write --capacity, --refill or --every, or --remove",
+		"override api k":                         "which numbers? Write --capacity, --refill, --every, --time-zone or --anchor, or --remove",
 		"override api k --remove --capacity 1":   "--remove takes no numbers",
 		"override api k --expires-at 2031-01-01": "which numbers?",
 	} {

@@ -89,11 +89,17 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 
 // definition converts a policy that a rule describes.
 func definition(described policyfile.Policy) client.Policy {
-	every := time.Duration(described.Every) * time.Microsecond
-	p := client.Policy{Name: described.Name, Capacity: described.Capacity, Refill: described.Refill, Every: every, Stepped: client.No, Shadow: client.No}
+	p := client.Policy{Name: described.Name, Capacity: described.Capacity, Shadow: client.No}
 	if described.Shadow {
 		p.Shadow = client.Yes
 	}
+	if described.Period == "" {
+		p.Refill, p.Every, p.Stepped = described.Refill, time.Duration(described.Every)*time.Microsecond, client.No
+		return p
+	}
+	p.Period, _ = client.ParsePeriod(described.Period) // package policyfile has written it
+	p.TimeZone = described.TimeZone
+	p.Anchor, _ = time.Parse(time.DateOnly, described.Anchor) // likewise
 	return p
 }
 
@@ -105,6 +111,10 @@ func isAs(has, want client.Policy) bool {
 
 // statement defines a policy in SQL.
 func statement(p client.Policy) string {
-	return fmt.Sprintf("select ratelimit_define_policy('%s', capacity => %d, refill => %d, every => '%d seconds', stepped => false, shadow => %t);",
-		strings.ReplaceAll(p.Name, "'", "''"), p.Capacity, p.Refill, int64(p.Every/time.Second), p.Shadow == client.Yes)
+	gains := fmt.Sprintf("refill => %d, every => '%d seconds', stepped => false", p.Refill, int64(p.Every/time.Second))
+	if p.Period != (client.Period{}) {
+		gains = fmt.Sprintf("period => '%v', time_zone => '%s', anchor => '%s'", p.Period, p.TimeZone, p.Anchor.Format(time.DateOnly))
+	}
+	return fmt.Sprintf("select ratelimit_define_policy('%s', capacity => %d, %s, shadow => %t);",
+		strings.ReplaceAll(p.Name, "'", "''"), p.Capacity, gains, p.Shadow == client.Yes)
 }

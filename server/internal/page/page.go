@@ -302,7 +302,10 @@ func bucketOf(_ int, b inspect.Bucket) bucket {
 func policyOf(_ int, p client.Policy) policyRow {
 	row := policyRow{Policy: p, Refills: "never", Remember: interval(p.Remember)}
 	row.Capacity = max(0, p.Capacity) // of client.Zero
-	if p.Refill != client.Zero {
+	switch {
+	case p.Period != (client.Period{}):
+		row.Refills = "full every " + p.Period.String() + ", " + p.TimeZone
+	case p.Refill != client.Zero:
 		row.Refills = number(p.Refill) + " every " + interval(p.Every)
 	}
 	for _, tag := range []struct {

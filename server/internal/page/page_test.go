@@ -221,6 +221,8 @@ func TestPolicyOf_TellsWhatIsNotByDefault(t *testing.T) {
 	odd := client.Policy{Capacity: 1, Refill: client.Zero, Every: time.Second, Stepped: client.Yes, Durable: client.No, Shadow: client.Yes}
 	require.Equal(t, []string{"stepped", "ephemeral", "shadow"}, policyOf(0, odd).Tags)
 	require.Equal(t, "never", policyOf(0, odd).Refills)
+	plan := client.Policy{Capacity: 1, Period: client.Period{Months: 1}, TimeZone: "Europe/Berlin", Anchor: time.Unix(0, 0)}
+	require.Equal(t, "full every 1 month, Europe/Berlin", policyOf(0, plan).Refills)
 }
 
 func TestPage_LetsTheBrowserDoNothing(t *testing.T) {

@@ -506,6 +506,35 @@ func TestEnvoyRules_AnOverrideIsNotTheLimitOfTheRule(t *testing.T) {
 	e.requireStatuses(list{of("user", "ann")}, ok(userLimit, 99, day/100))
 }
 
+// Buckets are full at the start of the unit in UTC: here of Wednesday, of Monday, of February and of 2031. A second server finds
+// the policies as the rules describe them.
+func TestEnvoyRules_ACalendarMakesAQuota(t *testing.T) {
+	t.Parallel()
+	const rules = `
+domain: edge
+descriptors:
+  - {key: day, rate_limit: {unit: day, requests_per_unit: 2, calendar: true}}
+  - {key: week, rate_limit: {unit: week, requests_per_unit: 2, calendar: true}}
+  - {key: month, rate_limit: {unit: month, requests_per_unit: 2, calendar: true}}
+  - {key: year, rate_limit: {unit: year, requests_per_unit: 2, calendar: true}}
+`
+	e := startEdge(t, rules)
+	turns := map[string]time.Duration{"day": day, "week": 6 * day, "month": 31 * day, "year": 365 * day}
+	for unit, turn := range turns {
+		limit := per(envoypb.RateLimitResponse_RateLimit_Unit(envoypb.RateLimitResponse_RateLimit_Unit_value[strings.ToUpper(unit)]), 2, "")
+		e.requireStatuses(list{of(unit, "a")}, ok(limit, 1, turn))
+		e.requireStatuses(list{of(unit, "a")}, ok(limit, 0, turn))
+		e.requireStatuses(list{of(unit, "a")}, over(limit, 0, turn))
+	}
+	versions := func() (versions string) {
+		require.NoError(t, e.db.Pool.QueryRow(t.Context(), "select string_agg(xmin::text, ' ' order by name) from ratelimit.policies").Scan(&versions))
+		return versions
+	}
+	before := versions()
+	newEdge(t, e.db, "ENVOY_RULES="+rulesFile(t, rules))
+	require.Equal(t, before, versions())
+}
+
 // The error has the statements that an administrator must run. They are enough.
 func TestEnvoyRules_WithoutTheRight(t *testing.T) {
 	t.Parallel()
@@ -519,6 +548,7 @@ descriptors:
   - {key: b, rate_limit: {unit: day, requests_per_unit: 8}}
   - {key: c, rate_limit: {policy: nobody}}
   - {key: d, rate_limit: {policy: api}}
+  - {key: e, rate_limit: {unit: month, requests_per_unit: 9, calendar: true}}
 `)
 	settings := []string{"ENVOY_RULES=" + path}
 	err := startError(t, url, settings...)
@@ -533,9 +563,11 @@ descriptors:
 			`select ratelimit_define_policy('it''s a\b', capacity => 60, refill => 60, every => '60 seconds', stepped => false, shadow => false);`,
 		path + `:5:14: policy "edge.b" has other numbers, and this role may not define it. An administrator has to run: ` +
 			`select ratelimit_define_policy('edge.b', capacity => 8, refill => 8, every => '86400 seconds', stepped => false, shadow => false);`,
+		path + `:8:14: policy "edge.e" is missing, and this role may not define it. An administrator has to run: ` +
+			`select ratelimit_define_policy('edge.e', capacity => 9, period => '1 month', time_zone => 'UTC', anchor => '2001-01-01', shadow => false);`,
 		path + `:6:14: there is no policy "nobody": define it first, or give the rule unit and requests_per_unit`,
 	}, lines)
-	for _, line := range lines[:2] {
+	for _, line := range lines[:3] {
 		_, statement, _ := strings.Cut(line, "run: ")
 		db.Exec(t, statement)
 	}
