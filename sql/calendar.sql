@@ -36,6 +36,21 @@ $$;
 comment on function ratelimit.turning(ratelimit.calendar, timestamptz) is
   'A calendar with the turns around an instant: the last one not after it, and the next one.';
 
+create or replace function ratelimit.with_turns(policy ratelimit.policies, at timestamptz)
+  returns ratelimit.policies
+  language plpgsql
+  immutable
+as $$
+begin
+  if (policy.calendar).period is not null then
+    policy.calendar := ratelimit.turning(policy.calendar, at);
+  end if;
+  return policy;
+end;
+$$;
+comment on function ratelimit.with_turns(ratelimit.policies, timestamptz) is
+  'A policy with the turns around an instant, if it is a quota.';
+
 create or replace function ratelimit.with_calendar(calendar ratelimit.calendar, override ratelimit.calendar, expires_at timestamptz)
   returns ratelimit.calendar language sql immutable parallel safe
 as $$
@@ -137,8 +152,7 @@ begin
       policy := ratelimit.with_override(policy, v_override);
     end if;
   end if;
-  policy.calendar := ratelimit.turning(policy.calendar, now);
-  return policy;
+  return ratelimit.with_turns(policy, now);
 end;
 $$;
 comment on function ratelimit.quota_of_key(ratelimit.policies, text, timestamptz) is

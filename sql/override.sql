@@ -55,8 +55,9 @@ begin
 
   if v_policy.calendar is null then
     update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
-  else
-    update policies as p set calendar.overridden = true where p.id = v_policy.id and not (p.calendar).overridden;
+  elsif not (v_policy.calendar).overridden then
+    v_policy.calendar.overridden := true;
+    update policies as p set calendar = v_policy.calendar where p.id = v_policy.id;
   end if;
   insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, calendar)
   values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at,

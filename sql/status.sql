@@ -22,9 +22,8 @@ begin
              (s.numbers).capacity, s.overridden
         from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when (p.calendar).period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
-                                  when o.key is null then row(p.*)::ratelimit.policies
-                                  else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
+                             with_turns(case when o.key is null then row(p.*)::ratelimit.policies
+                                             else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, v_now) as numbers
                         from policies as p
                         join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
                         left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
@@ -47,9 +46,8 @@ begin
              (s.numbers).capacity, s.overridden
         from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when (p.calendar).period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
-                                  when o.key is null then row(p.*)::ratelimit.policies
-                                  else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
+                             with_turns(case when o.key is null then row(p.*)::ratelimit.policies
+                                             else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, v_now) as numbers
                         from policies as p
                         join buckets as b on b.policy_id = p.id
                         left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now

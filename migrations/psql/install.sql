@@ -3807,6 +3807,21 @@ $$;
 comment on function ratelimit.turning(ratelimit.calendar, timestamptz) is
   'A calendar with the turns around an instant: the last one not after it, and the next one.';
 
+create or replace function ratelimit.with_turns(policy ratelimit.policies, at timestamptz)
+  returns ratelimit.policies
+  language plpgsql
+  immutable
+as $$
+begin
+  if (policy.calendar).period is not null then
+    policy.calendar := ratelimit.turning(policy.calendar, at);
+  end if;
+  return policy;
+end;
+$$;
+comment on function ratelimit.with_turns(ratelimit.policies, timestamptz) is
+  'A policy with the turns around an instant, if it is a quota.';
+
 create or replace function ratelimit.with_calendar(calendar ratelimit.calendar, override ratelimit.calendar, expires_at timestamptz)
   returns ratelimit.calendar language sql immutable parallel safe
 as $$
@@ -3908,8 +3923,7 @@ begin
       policy := ratelimit.with_override(policy, v_override);
     end if;
   end if;
-  policy.calendar := ratelimit.turning(policy.calendar, now);
-  return policy;
+  return ratelimit.with_turns(policy, now);
 end;
 $$;
 comment on function ratelimit.quota_of_key(ratelimit.policies, text, timestamptz) is
@@ -4403,8 +4417,9 @@ begin
 
   if v_policy.calendar is null then
     update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
-  else
-    update policies as p set calendar.overridden = true where p.id = v_policy.id and not (p.calendar).overridden;
+  elsif not (v_policy.calendar).overridden then
+    v_policy.calendar.overridden := true;
+    update policies as p set calendar = v_policy.calendar where p.id = v_policy.id;
   end if;
   insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, calendar)
   values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at,
@@ -10613,9 +10628,8 @@ begin
              (s.numbers).capacity, s.overridden
         from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when (p.calendar).period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
-                                  when o.key is null then row(p.*)::ratelimit.policies
-                                  else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
+                             with_turns(case when o.key is null then row(p.*)::ratelimit.policies
+                                             else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, v_now) as numbers
                         from policies as p
                         join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
                         left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
@@ -10638,9 +10652,8 @@ begin
              (s.numbers).capacity, s.overridden
         from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             case when (p.calendar).period is not null then quota_of_key(row(p.*)::ratelimit.policies, b.key, v_now)
-                                  when o.key is null then row(p.*)::ratelimit.policies
-                                  else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
+                             with_turns(case when o.key is null then row(p.*)::ratelimit.policies
+                                             else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, v_now) as numbers
                         from policies as p
                         join buckets as b on b.policy_id = p.id
                         left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now

@@ -264,6 +264,15 @@ select * from ratelimit_acquire_all_many(array['p','q','p','q'], array['{key} b'
 select * from ratelimit_status('p', 3) ;; select * from ratelimit_status('none') ;; select * from ratelimit_shard() ;; select ratelimit_version()
 begin read only; select * from ratelimit_peek('p', '{key} ro'); select * from ratelimit_acquire('p', '{key} ro', 11); select * from ratelimit_acquire('p', '{key} ro'); rollback
 begin; select * from ratelimit_acquire('p', '{key} t1'); select * from ratelimit_acquire('p', '{key} t2'); savepoint s; select * from ratelimit_acquire('p', '{key} t1', 4); rollback to s; select * from ratelimit_acquire('p', '{key} t1', 2); commit
+select ratelimit_define_policy('month', 10, period => '1 month') ;; select ratelimit_define_policy('day', 10, period => '1 day', durable => false)
+select * from ratelimit_acquire('month', '{key}', 3, 'ik') ;; select * from ratelimit_acquire('month', '{key}', 3, 'ik') ;; select * from ratelimit_acquire('day', '{key}', 11)
+select ratelimit_override('month', '{key}', 20, time_zone => 'Europe/Berlin', anchor => '2024-01-31') ;; select * from ratelimit_acquire_up_to('month', '{key}', 30)
+select * from ratelimit_acquire_many(array['month','day','day','p'], array['{key}','{key}','{key} y','{key} y'], array[1,4,5,1], array['a','b','c','d'])
+select * from ratelimit_acquire_all(array['day','month'], array['{key}','{key}'], array[6,1]) ;; select * from ratelimit_charge('day', '{key}', 20, 'ck')
+select * from ratelimit_settle('day', '{key}', 'ck', 2) ;; select * from ratelimit_settle('month', '{key} z', 'none', 2) ;; select * from ratelimit_charge('month', '{key} z', 2)
+select * from ratelimit_refund('day', '{key}', 3) ;; select * from ratelimit_reserve('day', '{key}', '1 day', 9) ;; select * from ratelimit_peek('month', '{key}', 5)
+select * from ratelimit_acquire_all(array['day','month'], array['{key} n','{key} n'], array[6,1], 'k') ;; select * from ratelimit_overrides('month', '{key}')
+select * from ratelimit_status('month', 9, '{key}') ;; select * from ratelimit_policies() ;; select * from ratelimit_enforce('month', '{key}', 1)
 select * from ratelimit_peek('p', '{key} t1') ;; select ratelimit_drop_policy('none') ;; select ratelimit_drop_policy(null)
 `), " ;; ", "\n"), "\n")
 	// Every argument null, one by one and all at once.
@@ -344,7 +353,7 @@ func testCitusParity(t *testing.T, db kit.CitusDB) {
 				}
 			}
 			for _, on := range []*kit.TestDB{plain, node} {
-				for _, policy := range []string{"p", "q", "s", "step"} {
+				for _, policy := range []string{"p", "q", "s", "step", "month", "day"} {
 					on.DropPolicy(policy)
 				}
 			}

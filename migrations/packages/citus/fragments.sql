@@ -86,7 +86,7 @@ as $$
 declare
   v_policy_id alias for policy_id;
   v_key       text collate "C" := keys[1];
-  v_full      bigint := microtokens(numbers[1].capacity);
+  v_full      bigint := stored_level(microtokens(numbers[1].capacity), numbers[1]);
 begin
   while wanted[1] loop
     perform b.level from {{ .buckets }} as b where b.policy_id = v_policy_id and b.key = v_key for update;
