@@ -134,6 +134,35 @@ func TestCleanup_GoesByThePolicyOfToday(t *testing.T) {
 	require.Equal(t, kit.Deleted{Buckets: 1}, db.CleanupAt(kit.T0.Add(2*time.Minute)))
 }
 
+// The row of a quota's bucket goes once a turn lies after its last write: by the policy's calendar, and by that of the live override.
+func TestCleanup_KeepsWhatAQuotaHasUsedUntilTheTurn(t *testing.T) {
+	for _, durable := range []string{"true", "false"} {
+		t.Run(durable, func(t *testing.T) {
+			db := kit.ParallelDB(t).CleanUpAtOnce()
+			at := func(text string) time.Time { return kit.NoError(time.Parse(time.DateTime, text))(t) }
+			db.Execute("select ratelimit_define_policy('p', 10, period => '1 month', durable => $1::boolean)", durable)
+			db.SetClock(at("2024-01-20 00:00:00"))
+			for _, key := range []string{"earlier", "later", "own"} {
+				db.Acquire("p", key, 3) // due at the policy's turn
+			}
+			db.Execute("select ratelimit_override('p', 'earlier', anchor => '2024-01-25', expires_at => '2024-03-10Z')")
+			db.Execute("select ratelimit_override('p', 'later', anchor => '2024-01-05', time_zone => 'America/New_York', expires_at => '2024-03-10Z')")
+			db.Acquire("p", "given back", 3)
+			db.RefundAt(at("2024-01-20 00:00:00"), "p", "given back", 3)
+			removed := func(want int64, now time.Time, why string) {
+				t.Helper()
+				require.Equal(t, kit.Deleted{}, db.CleanupAt(now.Add(-time.Microsecond)), why)
+				require.Equal(t, kit.Deleted{Buckets: want}, db.CleanupAt(now), why)
+			}
+			require.Equal(t, kit.Deleted{Buckets: 1}, db.CleanupAt(at("2024-01-20 00:00:00")), "nothing is used")
+			require.Equal(t, kit.Deleted{}, db.CleanupAt(at("2024-01-25 00:00:00")), "used by the policy's calendar")
+			removed(2, at("2024-02-01 00:00:00"), "the policy's turn, after that of one override")
+			removed(1, at("2024-03-01 00:00:00"), "put off until the later of the next turns")
+			require.Empty(t, db.Rows())
+		})
+	}
+}
+
 func TestCleanup_ARefundMakesABucketRemovable(t *testing.T) {
 	db := kit.ParallelDB(t).CleanUpAtOnce().Policy("p", 10, 1, kit.ADay)
 	db.AcquireAt(kit.T0, "p", "k", 7)

@@ -244,7 +244,9 @@ func TestUpgrade_AndBack(t *testing.T) {
 		db.Execute("select ratelimit_define_policy($1, 1000, 0, '1 second', durable => $2::boolean)", name, kind)
 		db.Execute("select ratelimit_define_policy($1 || ' most', 9000000000000, 0, '365250 days', true, $2::boolean, shadow => true)", name, kind)
 		db.Execute("select ratelimit_override($1, 'blocked', capacity => 0), ratelimit_override($1, 'k', 50, 5, '1 hour', now() + interval '1 day')", name)
-		for _, policy := range []string{name, name + " most"} {
+		db.Execute("select ratelimit_define_policy($1 || ' quota', 10, durable => $2::boolean, period => '1 year')", name, kind)
+		db.Execute("select ratelimit_override($1 || ' quota', 'other', time_zone => 'Asia/Kathmandu')", name)
+		for _, policy := range []string{name, name + " most", name + " quota"} {
 			require.False(t, db.Acquire(policy, "k", 3, "first").Replayed)
 			require.False(t, db.Acquire(policy, "other", 3, "first").Replayed)
 		}
@@ -255,6 +257,14 @@ func TestUpgrade_AndBack(t *testing.T) {
 	kit.MigrateTo(t, db.DB, files, 1)
 	kit.SameSchema(t, kit.InstalledAt(t, files, 1).DB, db.DB)
 	data.Check()
+	for _, quota := range []string{"durable quota", "ephemeral quota"} {
+		for _, key := range []string{"k", "other"} {
+			require.EqualValues(t, 7_000_000, db.Bucket(quota, key).Level, "what was left")
+			require.True(t, db.Acquire(quota, key, 3, "first").Replayed)
+			require.False(t, db.Acquire(quota, key, 8).Allowed)
+		}
+		db.DropPolicy(quota)
+	}
 	for _, policy := range []string{"durable", "durable most", "ephemeral", "ephemeral most"} {
 		for _, key := range []string{"k", "other"} {
 			require.True(t, db.Acquire(policy, key, 3, "first").Replayed)
