@@ -131,10 +131,7 @@ func (p Policy) Take(b Bucket, now time.Time, cost int64) (Bucket, Decision) {
 // Refund answers, and returns the bucket with the tokens given back.
 func (p Policy) Refund(b Bucket, now time.Time, amount int64) (Bucket, Decision) {
 	given := p.Refilled(b, now)
-	if !p.IsQuota() {
-		amount = min(amount, p.Capacity)
-	}
-	given.Level = least(p.full(), new(big.Int).Add(given.Level, microtokens(amount)))
+	given.Level = least(p.full(), new(big.Int).Add(given.Level, microtokens(min(amount, p.Capacity))))
 	return given, p.answer(given, now, 0)
 }
 

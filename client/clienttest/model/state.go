@@ -16,7 +16,7 @@ type State struct {
 // A grant is what an idempotency key remembers.
 type grant struct {
 	charge   int64
-	at       time.Time // of a quota: of the bucket, when it was taken
+	at       time.Time // of a quota: when it was granted
 	cut      int64     // what the floor kept of the charge, in microtokens
 	answer   Decision
 	expires  time.Time
@@ -69,7 +69,7 @@ func (s State) remembering(p Policy, now time.Time, idempotencyKey string, g gra
 		return s
 	}
 	if p.IsQuota() {
-		g.at = s.bucket.RefilledAt
+		g.at = now
 	}
 	g.expires = p.Remember.After(now)
 	if !g.ready.IsZero() {
