@@ -8,7 +8,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
-// Each of many random denials, half of them stepped, is kept to the microsecond: after exactly retry_after the same acquire is allowed and one
+// Each of many random denials, of policies that refill continuously or stepped and of quotas, is kept to the microsecond: after exactly retry_after the same acquire is allowed and one
 // microsecond earlier it is not; after exactly reset_after the whole capacity is there and one microsecond earlier it is not.
 func TestTorture_PromisesAreExact(t *testing.T) {
 	const each = 4_000
@@ -16,15 +16,21 @@ func TestTorture_PromisesAreExact(t *testing.T) {
 	random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
 	p := newPromises(t)
 	good := []string{"kept", "allowed"} // of the second there was nothing to wait for, and its reset_after was exact
-	kept := map[bool]int{}              // denials, by whether they were stepped
-	for kept[false] < each || kept[true] < each || run.GoesOn() {
+	kept := map[string]int{}            // denials
+	for kept["continuous"] < each || kept["stepped"] < each || kept["quota"] < each || run.GoesOn() {
 		cases := randomPromises(random, kit.MaxSpan)
 		for i, verdict := range kit.Verdicts(p, cases) {
 			if !slices.Contains(good, verdict) {
 				t.Fatalf("%+v: %s\n%s", cases[i], verdict, kit.SimplestBroken(p, random, randomPromises, good))
 			}
-			if verdict == "kept" {
-				kept[cases[i].Stepped]++
+			switch {
+			case verdict != "kept":
+			case cases[i].Period != nil:
+				kept["quota"]++
+			case cases[i].Stepped:
+				kept["stepped"]++
+			default:
+				kept["continuous"]++
 			}
 		}
 	}
@@ -34,7 +40,9 @@ func TestTorture_PromisesAreExact(t *testing.T) {
 func randomPromises(random *rand.Rand, most int64) []kit.Promise {
 	promises := make([]kit.Promise, 2000)
 	for i := range promises {
-		promises[i] = kit.RandomPromise(random, most)
+		if promises[i] = kit.RandomPromise(random, most); i%3 == 0 {
+			promises[i] = promises[i].AsQuota(random, kit.RandomPeriod(random))
+		}
 	}
 	return promises
 }
@@ -76,9 +84,13 @@ func newPromises(t *testing.T) *kit.TestDB {
 		begin
 		  create temporary table c on commit drop as
 		    select *, 'policy ' || i as policy from rows from (json_to_recordset(cases) as (
-		        capacity bigint, refill bigint, every bigint, stepped boolean, level bigint, age bigint, cost bigint))
-		      with ordinality as r (capacity, refill, every, stepped, level, age, cost, i);
-		  perform ratelimit_define_policy(c.policy, c.capacity, c.refill, (c.every || ' microseconds')::interval, c.stepped) from c;
+		        capacity bigint, refill bigint, every bigint, stepped boolean, level bigint, age bigint, cost bigint, period interval, zone text, anchor bigint))
+		      with ordinality as r (capacity, refill, every, stepped, level, age, cost, period, zone, anchor, i);
+		  perform ratelimit_define_policy(c.policy, c.capacity, c.refill, (c.every || ' microseconds')::interval, c.stepped) from c where c.period is null;
+		  perform ratelimit_define_policy(c.policy, c.capacity, period => c.period,
+		                                  anchor => timestamp '2024-03-30 12:00' + (c.anchor || ' microseconds')::interval)
+		     from c where c.period is not null;
+		  update ratelimit.policies as p set calendar.time_zone = c.zone from c where c.policy = p.name and c.period is not null;  -- a call would check it for 25 ms
 		  insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at)
 		  select p.id, 'k', c.level, v_now - (c.age || ' microseconds')::interval, v_now from c join ratelimit.policies as p on p.name = c.policy;
 		  return query select verdict(c.policy, c.cost, c.capacity, v_now) from c order by c.i;

@@ -12,7 +12,8 @@ import (
 )
 
 // A Promise is an acquire of Cost at t0 from a bucket that held Level microtokens Age microseconds
-// earlier, or is said to hold them later when Age is below zero.
+// earlier, or is said to hold them later when Age is below zero. A quota has a Period in place of Refill and Every, and the Level
+// of its row.
 type Promise struct {
 	Capacity int64 `json:"capacity"`
 	Refill   int64 `json:"refill"`
@@ -21,6 +22,10 @@ type Promise struct {
 	Level    int64 `json:"level"`
 	Age      int64 `json:"age"`
 	Cost     int64 `json:"cost"`
+
+	Period *string `json:"period"`
+	Zone   *string `json:"zone"`
+	Anchor *int64  `json:"anchor"` // microseconds after noon of 30 March 2024, the eve of a change of clocks in Europe
 }
 
 const (
@@ -75,6 +80,22 @@ func RandomPromise(random *rand.Rand, most int64) Promise {
 		}
 	}
 	return c
+}
+
+// AsQuota is the promise of a quota with the same numbers, in whole tokens.
+func (c Promise) AsQuota(random *rand.Rand, period string) Promise {
+	zones := []string{"UTC", "Europe/Berlin", "America/New_York", "America/Sao_Paulo", "Pacific/Auckland", "Asia/Kathmandu"}
+	anchor := random.Int64N(1<<(1+random.IntN(54))) - random.Int64N(1<<(1+random.IntN(54)))
+	c.Refill, c.Every, c.Stepped = 0, 0, false
+	c.Level = (c.Level/1_000_000 - c.Capacity) * 1_000_000
+	c.Period, c.Zone, c.Anchor = &period, &zones[random.IntN(len(zones))], &anchor
+	return c
+}
+
+// RandomPeriod is that of a quota.
+func RandomPeriod(random *rand.Rand) string {
+	periods := []string{"1 day", "1 day", "7 days", "30 days", "1 month", "1 month", "3 months", "1 year", "1000 years", "365250 days"}
+	return periods[random.IntN(len(periods))]
 }
 
 // ClockInASetting lets SQL move the clock: a table would collect a row version for each move of it.

@@ -34,8 +34,12 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	run.Check(func(t *rapid.T) {
 		m := newModelRun(t, session, met)
 		defer m.end()
-		if met.lacks() != "" {
+		if met.lacks(toMeet) != "" {
 			m.meetAll(t, m, "x", "y")
+			m = newModelRun(t, session, met)
+		}
+		if met.lacks(toMeetOfQuotas) != "" {
+			m.meetQuotas(t)
 			m = newModelRun(t, session, met)
 		}
 		t.Repeat(m.actions())
@@ -46,7 +50,7 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	}
 }
 
-// sightings count what a run has met. toMeet is what meetAll meets.
+// sightings count what a run has met. toMeet is what meetAll meets, and toMeetOfQuotas what meetQuotas does.
 type sightings map[string]int
 
 var toMeet = []string{
@@ -59,8 +63,15 @@ var toMeet = []string{
 	"acquire_up_to: all", "acquire_up_to: fewer", "acquire_up_to: denied", "acquire_up_to: replayed", "acquire_up_to: shadowed",
 }
 
+var toMeetOfQuotas = []string{
+	"quota: granted", "quota: denied until a turn", "quota: denied for ever", "quota: less than nothing is left", "quota: under a zone of its own",
+	"quota: filled by a turn", "quota: filled by another policy", "quota: filled by an override", "quota: left as it was by an override",
+	"quota: settled in a closed period", "quota: charge: at the floor", "quota: reserve: granted at once", "quota: reserve: refused",
+	"quota: acquire_up_to: fewer",
+}
+
 // lacks names what was not met.
-func (s sightings) lacks() string {
+func (s sightings) lacks(toMeet []string) string {
 	for _, what := range toMeet {
 		if s[what] == 0 {
 			return what
@@ -295,6 +306,40 @@ var (
 			Refill:   rapid.Ptr(refills, true).Draw(t, "refill"), Every: rapid.Ptr(spans, true).Draw(t, "every"),
 		}
 	})
+	periods = rapid.OneOf(
+		rapid.SampledFrom([]model.Period{{Days: 1}, {Days: 1}, {Days: 7}, {Months: 1}, {Months: 1}, {Months: 12}, {Months: 12_000}, {Days: 365_250}}),
+		rapid.Map(rapid.IntRange(1, 100), func(n int) model.Period { return model.Period{Days: n} }),
+		rapid.Map(rapid.IntRange(1, 100), func(n int) model.Period { return model.Period{Months: n} }),
+	)
+	zones = rapid.SampledFrom([]string{
+		"UTC", "UTC", "Europe/Berlin", "Europe/Berlin", "America/New_York", "America/Los_Angeles", "America/Sao_Paulo", "America/Havana",
+		"Pacific/Auckland", "Pacific/Apia", "Australia/Lord_Howe", "Asia/Kathmandu",
+	})
+	// Mostly about when the clock begins, on the eve of a change of clocks in Europe.
+	anchors = rapid.Custom(func(t *rapid.T) time.Time {
+		day := rapid.OneOf(rapid.Just(0), rapid.IntRange(-70, 70), rapid.IntRange(-20_000, 20_000)).Draw(t, "days")
+		minutes := rapid.OneOf(rapid.Just(0), rapid.SampledFrom([]int{-12 * 60, -9*60 - 30, -11*60 - 30}), rapid.IntRange(-720, 720)).Draw(t, "minutes")
+		return kit.T0.AddDate(0, 0, day).Add(time.Duration(minutes) * time.Minute)
+	})
+	// What an override of a quota's key has. Of a policy that refills it cannot have a zone or an anchor.
+	overriddenQuota = rapid.Custom(func(t *rapid.T) model.Numbers {
+		return model.Numbers{
+			Capacity: orNil(rapid.OneOf(rapid.Int64Range(0, 20), rapid.Map(tokens, atMost9e12))).Draw(t, "capacity"),
+			Zone:     rapid.Ptr(zones, true).Draw(t, "zone"), Anchor: rapid.Ptr(anchors, true).Draw(t, "anchor"),
+		}
+	})
+	quotas = rapid.Custom(func(t *rapid.T) model.Definition {
+		return model.Definition{
+			Numbers: model.Numbers{
+				Capacity: orNil(rapid.OneOf(rapid.Int64Range(0, 20), refills)).Draw(t, "capacity"),
+				Zone:     rapid.Ptr(zones, true).Draw(t, "zone"), Anchor: rapid.Ptr(anchors, true).Draw(t, "anchor"),
+			},
+			Period:   orNil(periods).Draw(t, "period"),
+			Durable:  rapid.Ptr(rapid.Bool(), true).Draw(t, "durable"),
+			Remember: rapid.Ptr(spans, true).Draw(t, "remember"),
+			Shadow:   rapid.Ptr(seldom, true).Draw(t, "shadow"),
+		}
+	})
 	definitions = rapid.Custom(func(t *rapid.T) model.Definition {
 		return model.Definition{
 			Numbers: model.Numbers{
@@ -395,18 +440,90 @@ func (m *modelRun) meetAll(t *rapid.T, calls modelCalls, x, y string) {
 	ask("", of("g", x, 1))
 	m.setClock(t, expires.Add(time.Hour))
 	calls.cleanUp(t)
-	require.Empty(t, m.met.lacks())
+	require.Empty(t, m.met.lacks(toMeet))
+}
+
+// meetQuotas does so with two days of a quota: the first ends as clocks change.
+func (m *modelRun) meetQuotas(t *rapid.T) {
+	at := func(key string) model.BucketID { return model.BucketID{Policy: "q", Key: key} }
+	ask := func(key string, cost int64, idempotencyKey string) {
+		m.sendOne(t, kit.WholeRequest{Charges: []model.Charge{{BucketID: at(key), Cost: cost}}, IdempotencyKey: idempotencyKey})
+	}
+	spend := func(function, key string, cost int64, idempotencyKey string) {
+		m.sendSpending(t, kit.Spending{Function: function, BucketID: at(key), Cost: cost, AtLeast: 1, MaxWait: kit.Day, IdempotencyKey: idempotencyKey})
+	}
+	capacity := func(n int64) model.Numbers { return model.Numbers{Capacity: &n} }
+	m.defineAs(t, "q", model.Definition{
+		Period: &model.Period{Days: 1}, Numbers: model.Numbers{Capacity: new(int64(10)), Zone: new("Europe/Berlin")}, Remember: new(model.Micros(7 * kit.Day)),
+	})
+	ask("x", 8, "i")
+	ask("x", 3, "")
+	ask("x", 11, "")
+	m.defineAs(t, "q", model.Definition{Numbers: capacity(5)})
+	ask("x", 0, "")
+	m.defineAs(t, "q", model.Definition{Numbers: capacity(10)})
+	turn := time.Date(2024, 3, 30, 23, 0, 0, 0, time.UTC)
+	m.setClock(t, turn.Add(-time.Microsecond))
+	ask("x", 3, "")
+	m.setClock(t, turn)
+	ask("x", 3, "")
+	spend("settle", "x", 1, "i") // gives nothing back to the day after
+	spend("reserve", "x", 7, "")
+	spend("reserve", "x", 7, "")
+	spend("acquire_up_to", "y", 11, "")
+	spend("charge", "y", kit.MaxTokens, "")
+	m.setClock(t, turn.Add(2*time.Hour))
+	m.defineAs(t, "q", model.Definition{Numbers: model.Numbers{Anchor: new(time.Date(2024, 3, 31, 1, 30, 0, 0, time.UTC))}})
+	ask("x", 10, "")
+	m.setOverride(t, at("x"), model.Numbers{Zone: new("Europe/London")}, time.Time{}) // its turn was an hour after the policy's
+	ask("x", 1, "")
+	m.setOverride(t, at("x"), model.Numbers{Anchor: new(time.Date(2024, 3, 31, 0, 15, 0, 0, time.UTC))}, turn.Add(3*time.Hour)) // none since
+	ask("x", 10, "")
+	m.setClock(t, turn.Add(150*time.Minute))
+	m.setOverride(t, at("x"), model.Numbers{Anchor: new(time.Date(2024, 3, 31, 2, 15, 0, 0, time.UTC))}, turn.Add(3*time.Hour))
+	require.Empty(t, m.met.lacks(toMeetOfQuotas))
 }
 
 func (m *modelRun) define(t *rapid.T, name string) {
+	p, known := m.model.Policy(name)
+	if isQuota := seldom.Draw(t, "quota"); isQuota && !known || known && p.IsQuota() != (isQuota && seldom.Draw(t, "the other kind")) {
+		m.defineAs(t, name, quotas.Draw(t, "quota "+name))
+		return
+	}
 	m.defineAs(t, name, definitions.Draw(t, "policy "+name))
 }
 
 func (m *modelRun) defineAs(t *rapid.T, name string, def model.Definition) {
 	t.Logf("defined: %s", kit.NoError(json.Marshal(def))(t))
-	err := m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
-		name, def.Capacity, def.Refill, intervalOrNull(def.Every), def.Stepped, def.Durable, intervalOrNull(def.Remember), def.Shadow)
-	m.sameError(t, m.model.Define(name, def), err)
+	err := m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+		name, def.Capacity, def.Refill, intervalOrNull(def.Every), def.Stepped, def.Durable, intervalOrNull(def.Remember), def.Shadow,
+		periodOrNull(def.Period), def.Zone, def.Anchor)
+	var wantErr error
+	m.seeFills(" by another policy", func() { wantErr = m.model.Define(name, def) })
+	m.sameError(t, wantErr, err)
+}
+
+// seeFills counts the buckets of quotas that were used and are full after a change, or as full as they were.
+func (m *modelRun) seeFills(by string, change func()) {
+	used := func(id model.BucketID) int64 {
+		d, _ := m.model.Peek(m.now, id, 0)
+		return d.Capacity - d.Remaining
+	}
+	before := map[model.BucketID]int64{}
+	for _, id := range m.model.Buckets() {
+		if p, _ := m.model.Policy(id.Policy); p.IsQuota() && used(id) > 0 {
+			before[id] = used(id)
+		}
+	}
+	change()
+	for id, n := range before {
+		switch used(id) {
+		case 0:
+			m.met["quota: filled"+by]++
+		case n:
+			m.met["quota: left as it was"+by]++
+		}
+	}
 }
 
 // changeOrRemove makes calls that would leave little to compare if they were frequent.
@@ -579,7 +696,8 @@ func (m *modelRun) sendAlone(t *rapid.T, function string, r kit.WholeRequest) {
 func (m *modelRun) sawWhole(r kit.WholeRequest, w kit.Whole) {
 	m.met["answers that agree in every field"]++
 	m.met.see(w)
-	for _, c := range r.Charges {
+	for i, c := range r.Charges {
+		m.seeQuota(c.BucketID, w.Decisions[i])
 		switch o, ok := m.model.Overrides()[c.BucketID]; {
 		case ok && o.Live(m.now):
 			m.met["under an override"]++
@@ -589,6 +707,26 @@ func (m *modelRun) sawWhole(r kit.WholeRequest, w kit.Whole) {
 	}
 	m.sawDecision(w.Decision)
 	m.sawDecision(w.Decisions[len(w.Decisions)-1])
+}
+
+func (m *modelRun) seeQuota(id model.BucketID, d kit.Decision) {
+	p, _ := m.model.Policy(id.Policy)
+	if !p.IsQuota() {
+		return
+	}
+	if o, ok := m.model.Overrides()[id]; ok && o.Live(m.now) && o.Zone != p.Zone {
+		m.met["quota: under a zone of its own"]++
+	}
+	switch {
+	case d.Remaining < 0:
+		m.met["quota: less than nothing is left"]++
+	case d.Allowed:
+		m.met["quota: granted"]++
+	case d.RetryAfter == model.Never:
+		m.met["quota: denied for ever"]++
+	default:
+		m.met["quota: denied until a turn"]++
+	}
 }
 
 func (m *modelRun) saw(code string) {
@@ -610,7 +748,11 @@ func (m *modelRun) override(t *rapid.T) {
 	id := m.buckets.Draw(t, "bucket")
 	switch rapid.SampledFrom([]string{"set", "set", "set", "remove", "list"}).Draw(t, "what") {
 	case "set":
-		n := overridden.Draw(t, "numbers")
+		numbers := overridden
+		if p, _ := m.model.Policy(id.Policy); p.IsQuota() != (rapid.IntRange(0, 7).Draw(t, "of the other kind if 7") == 7) {
+			numbers = overriddenQuota
+		}
+		n := numbers.Draw(t, "numbers")
 		var expires time.Time
 		if rapid.Bool().Draw(t, "expires") {
 			lasts := rapid.OneOf(rapid.Int64Range(-1, 1), rapid.Map(spans, func(m model.Micros) int64 { return int64(m) }))
@@ -635,8 +777,11 @@ func (m *modelRun) setOverride(t *rapid.T, id model.BucketID, n model.Numbers, e
 	if !expires.IsZero() {
 		nullable = &expires
 	}
-	err := m.call("ratelimit_override($1, $2, $3, $4, $5, $6)", id.Policy, id.Key, n.Capacity, n.Refill, intervalOrNull(n.Every), nullable)
-	m.sameError(t, m.model.Override(m.now, id, n, expires), err)
+	err := m.call("ratelimit_override($1, $2, $3, $4, $5, $6, $7, $8)",
+		id.Policy, id.Key, n.Capacity, n.Refill, intervalOrNull(n.Every), nullable, n.Zone, n.Anchor)
+	var wantErr error
+	m.seeFills(" by an override", func() { wantErr = m.model.Override(m.now, id, n, expires) })
+	m.sameError(t, wantErr, err)
 }
 
 // listOverrides compares those of one bucket, one key, one policy, or all.
@@ -649,14 +794,18 @@ func (m *modelRun) listOverrides(t *rapid.T, id model.BucketID) {
 		key = &id.Key
 	}
 	rows := kit.NoError(m.session.Query(context.Background(), `
-		select policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint, expires_at
+		select policy, key, capacity, coalesce(refill, 0), (extract(epoch from coalesce(every, '0')) * 1000000)::bigint,
+		       coalesce(time_zone, ''), anchor, expires_at
 		  from ratelimit_overrides($1, $2)`, policy, key))(t)
 	got := map[model.BucketID]model.Override{}
 	var at model.BucketID
 	var o model.Override
-	var expires *time.Time
-	_, err := pgx.ForEachRow(rows, []any{&at.Policy, &at.Key, &o.Capacity, &o.Refill, &o.Every, &expires}, func() error {
-		o.Expires = time.Time{}
+	var anchor, expires *time.Time
+	_, err := pgx.ForEachRow(rows, []any{&at.Policy, &at.Key, &o.Capacity, &o.Refill, &o.Every, &o.Zone, &anchor, &expires}, func() error {
+		o.Anchor, o.Expires = time.Time{}, time.Time{}
+		if anchor != nil {
+			o.Anchor = *anchor
+		}
 		if expires != nil {
 			o.Expires = expires.UTC()
 		}
@@ -740,6 +889,7 @@ func (m *modelRun) settle(t *rapid.T) {
 
 func (m *modelRun) sendSpending(t *rapid.T, s kit.Spending) {
 	before, _ := m.model.Peek(m.now, s.BucketID, 0)
+	granted, _ := m.model.Remembered(m.now, s.BucketID, s.IdempotencyKey)
 	var want kit.Spent
 	var wantErr error
 	switch {
@@ -755,6 +905,12 @@ func (m *modelRun) sendSpending(t *rapid.T, s kit.Spending) {
 	require.Equal(t, kit.Spent{Decision: m.told(want.Decision), Taken: want.Taken}, got, "%v", s)
 	m.met["answers that agree in every field"]++
 	m.met[s.Function+": "+s.KindOf(want, before)]++
+	if p, _ := m.model.Policy(s.Policy); p.IsQuota() {
+		m.met["quota: "+s.Function+": "+s.KindOf(want, before)]++
+		if !want.Replayed && s.Function == "settle" && s.Cost < granted && want.Remaining == before.Remaining && before.Remaining < before.Capacity {
+			m.met["quota: settled in a closed period"]++
+		}
+	}
 	m.sawDecision(want.Decision)
 	if s.Function == "reserve" && want.RetryAfter != model.Never {
 		m.waits = append(m.waits, want.RetryAfter, max(0, want.RetryAfter-1))
@@ -823,7 +979,7 @@ func (m *modelRun) setClock(t *rapid.T, now time.Time) {
 	if now.Year() < 0 || now.Year() > 200_000 {
 		t.Skip("PostgreSQL's calendar would soon end")
 	}
-	m.now = now
+	m.seeFills(" by a turn", func() { m.now = now })
 	m.clock(now)
 }
 
@@ -875,6 +1031,13 @@ func (m *modelRun) sameError(t *rapid.T, want, err error) {
 
 // lastFew keeps the newest few elements.
 func lastFew[T any](s []T) []T { return s[max(0, len(s)-8):] }
+
+func periodOrNull(p *model.Period) pgtype.Interval {
+	if p == nil {
+		return pgtype.Interval{}
+	}
+	return pgtype.Interval{Months: int32(p.Months), Days: int32(p.Days), Valid: true}
+}
 
 // intervalOrNull is null for nil.
 func intervalOrNull(m *model.Micros) pgtype.Interval {

@@ -138,6 +138,10 @@ func randomWholePromise(random *rand.Rand, most int64) (p wholePromise) {
 		if b.Overridden && oneIn(6) {
 			b.Capacity = 0 // a block
 		}
+		if oneIn(3) {
+			period := kit.RandomPeriod(random)
+			b.Promise, b.Own = b.AsQuota(random, period), b.Own.AsQuota(random, period)
+		}
 		p.Buckets = append(p.Buckets, b)
 
 		cost := b.Cost
@@ -227,15 +231,24 @@ func newWholePromises(t *testing.T) *kit.TestDB {
 		      from json_array_elements(cases) with ordinality as e (c, i)
 		     cross join rows from (json_to_recordset(e.c -> 'buckets')
 		                             as (capacity bigint, refill bigint, every bigint, stepped boolean, level bigint, age bigint,
-		                                 durable boolean, shadow boolean, overridden boolean, ends bigint, own json))
-		           with ordinality as b (capacity, refill, every, stepped, level, age, durable, shadow, overridden, ends, own, j);
-		  perform ratelimit_define_policy(c.policy, n.capacity, n.refill, (n.every || ' microseconds')::interval, c.stepped, c.durable, shadow => c.shadow)
+		                                 durable boolean, shadow boolean, overridden boolean, ends bigint, own json,
+		                                 period interval, zone text, anchor bigint))
+		           with ordinality as b (capacity, refill, every, stepped, level, age, durable, shadow, overridden, ends, own, period, zone, anchor, j);
+		  update c set refill = null, every = null, stepped = null where period is not null;
+		  update c set own = jsonb_set(jsonb_set(own::jsonb, '{refill}', 'null'), '{every}', 'null') where period is not null;
+		  perform ratelimit_define_policy(c.policy, n.capacity, n.refill, (n.every || ' microseconds')::interval, c.stepped, c.durable, null, c.shadow,
+		                                  c.period, null, timestamp '2024-03-30 12:00' + (n.anchor || ' microseconds')::interval)
 		     from c
-		    cross join lateral json_to_record(case when c.overridden then c.own else json_build_object('capacity', c.capacity, 'refill', c.refill, 'every', c.every) end)
-		          as n (capacity bigint, refill bigint, every bigint);
+		    cross join lateral json_to_record(case when c.overridden then c.own else to_json(c.*) end)
+		          as n (capacity bigint, refill bigint, every bigint, zone text, anchor bigint);
 		  perform ratelimit_override(c.policy, 'k', c.capacity, c.refill, (c.every || ' microseconds')::interval,
-		                             case when c.ends > 0 then v_now + (c.ends || ' microseconds')::interval end)
+		                             case when c.ends > 0 then v_now + (c.ends || ' microseconds')::interval end,
+		                             null, timestamp '2024-03-30 12:00' + (c.anchor || ' microseconds')::interval)
 		     from c where c.overridden;
+		  update ratelimit.policies as p set calendar.time_zone = case when c.overridden then c.own ->> 'zone' else c.zone end  -- a call would check it for 25 ms
+		    from c where c.policy = p.name and c.period is not null;
+		  update ratelimit.overrides as o set calendar.time_zone = c.zone
+		    from c join ratelimit.policies as p on c.policy = p.name where o.policy_id = p.id and c.period is not null;
 		  insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at)
 		  select p.id, 'k', c.level, v_now - (c.age || ' microseconds')::interval, v_now
 		    from c join ratelimit.policies as p on p.name = c.policy where p.durable;

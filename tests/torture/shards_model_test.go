@@ -30,7 +30,7 @@ func TestTorture_ShardsModel(t *testing.T) {
 	met := sightings{}
 	run.Check(func(t *rapid.T) {
 		m := newShardsModelRun(t, s, limiter, met)
-		if met.lacks() != "" {
+		if met.lacks(toMeet) != "" {
 			m.meetAll(t, m, s.Key(0, "x"), s.Key(0, "y"))
 			m.sendApart(t, kit.WholeRequest{Charges: []model.Charge{
 				{BucketID: model.BucketID{Policy: "d", Key: s.Key(0, "x")}}, {BucketID: model.BucketID{Policy: "d", Key: s.Key(1, "x")}},
