@@ -20,10 +20,11 @@ type quota struct {
 	capacity int64
 	window   int64 // seconds to fill an empty bucket, rounded up; 0 if it never is
 	shadow   bool
+	turns    bool // it is full at the turns of a calendar, and so has no window of fixed length
 }
 
 func newQuota(p client.Policy) quota {
-	q := quota{capacity: p.Capacity, shadow: p.Shadow == client.Yes}
+	q := quota{capacity: p.Capacity, shadow: p.Shadow == client.Yes, turns: p.Period != (client.Period{})}
 	if p.Capacity < 1 || p.Refill < 1 || p.Every <= 0 {
 		return q
 	}
@@ -65,7 +66,7 @@ func (m *middleware) report(h http.Header, e Event) {
 		}
 		policies = appendPolicy(policies, e.Charges[i].Policy, d.Decisions[tightest], quota)
 		if known {
-			limits = appendLimit(limits, e.Charges[i].Policy, d.Decisions[tightest], d.Decision)
+			limits = appendLimit(limits, e.Charges[i].Policy, d.Decisions[tightest], d.Decision, quota)
 		}
 	}
 	if len(policies) > 0 {
@@ -109,19 +110,22 @@ func appendPolicy(field []byte, policy string, d client.Decision, quota quota) [
 }
 
 // appendLimit leaves t out where no time brings more.
-func appendLimit(field []byte, policy string, d, whole client.Decision) []byte {
+func appendLimit(field []byte, policy string, d, whole client.Decision, quota quota) []byte {
 	field = appendName(field, policy)
 	field = strconv.AppendInt(append(field, ";r="...), max(0, d.Remaining), 10)
 	if !d.NeverFull() {
-		field = strconv.AppendInt(append(field, ";t="...), untilMore(d, whole), 10)
+		field = strconv.AppendInt(append(field, ";t="...), untilMore(d, whole, quota), 10)
 	}
 	return field
 }
 
-// untilMore is the time that a token takes to come, on average until the bucket is full: in seconds, rounded up, at
-// least 1, and at most Retry-After.
-func untilMore(d, whole client.Decision) int64 {
+// untilMore is the time that a token takes to come, on average until the bucket is full, or the time to the turn: in
+// seconds, rounded up, at least 1, and at most Retry-After.
+func untilMore(d, whole client.Decision, quota quota) int64 {
 	missing := time.Duration(max(1, d.Capacity-d.Remaining))
+	if quota.turns {
+		missing = 1 // all come together
+	}
 	t := max(1, ceilDiv(ceilDiv(d.ResetAfter, missing), time.Second))
 	if !whole.Allowed && !whole.Never() {
 		t = min(t, time.Duration(whole.RetryAfterSeconds()))

@@ -144,8 +144,8 @@ type Option func(*middleware)
 
 // Policies are the definitions, as [client.Limiter.DefinePolicy] is given them or [client.Limiter.Policies]
 // returns them. With them RateLimit-Policy has w, the seconds in which an empty bucket fills, for each bucket
-// that has the policy's capacity. Policies that only watch are not reported. Later changes
-// are not seen. Defaults to none.
+// that has the policy's capacity. A quota has no w, and t is the time to its next turn. Policies that only watch are not
+// reported. Later changes are not seen. Defaults to none.
 func Policies(policies ...client.Policy) Option {
 	quotas := make(map[string]quota, len(policies))
 	for _, p := range policies {

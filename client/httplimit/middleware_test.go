@@ -164,6 +164,7 @@ func TestFields(t *testing.T) {
 		"in debt":              {policy: api, level: -50, policies: `;q=100;w=10`, limit: `;r=0;t=1`},
 		"the largest":          {policy: client.Policy{Capacity: 9_000_000_000_000, Refill: 1, Every: time.Millisecond}, level: 0, policies: `;q=9000000000000;w=9000000000`, limit: `;r=0;t=1`},
 		"beyond a Duration":    {policy: client.Policy{Capacity: 5000, Refill: 1, Every: year}, level: 0, policies: `;q=5000;w=157680000000`, limit: fmt.Sprintf(";r=0;t=%d", (int64(1<<63-1)/1000*1000/5000+1e9-1)/1e9)},
+		"a quota":              {policy: client.Policy{Capacity: 100, Period: client.Period{Months: 1}}, level: 100, cost: 30, policies: `;q=100`, limit: `;r=70;t=2678400`},
 		"a shadow by its mark": {policy: client.Policy{Capacity: 10, Refill: 1, Every: time.Second, Shadow: client.Yes}, level: 0, cost: 1, notByPolicies: true},
 		"a shadow by Policies": {policy: client.Policy{Capacity: 10, Refill: 1, Every: time.Second, Shadow: client.Yes}, level: 10, cost: 1},
 	} {
@@ -469,6 +470,24 @@ func TestFields_AReplayOfOneBucketHidesWhatThePolicyHasLeft(t *testing.T) {
 		require.Contains(t, again.Header, "Ratelimit-Policy")
 		require.NotContains(t, again.Header, "Ratelimit")
 	}
+}
+
+// The turn is as far as Retry-After, or further than what another policy asks for.
+func TestFields_OfAQuotaThatIsUsedUp(t *testing.T) {
+	t.Parallel()
+	month := client.Policy{Name: "month", Capacity: 10, Period: client.Period{Months: 1}}
+	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}, client.Charge{Policy: "month", Key: "k"}), httplimit.Closed(time.Second), httplimit.Policies(api, month))
+	l.define(month)
+	l.now = t0.Add(time.Nanosecond * 1000)
+	require.NoError(t, l.SetLevel("month", "k", 0))
+	response := l.get()
+	require.Equal(t, []string{"2678400"}, response.Header["Retry-After"])
+	require.Equal(t, `"api";r=100;t=1, "month";r=0;t=2678400`, response.Header.Get("RateLimit"))
+	require.NoError(t, l.SetLevel("month", "k", 5))
+	require.NoError(t, l.SetLevel("api", "k", 0))
+	response = l.get()
+	require.Equal(t, []string{"1"}, response.Header["Retry-After"])
+	require.Equal(t, `"api";r=0;t=1, "month";r=5;t=1`, response.Header.Get("RateLimit"))
 }
 
 // A window of more seconds than a number holds is left out.
