@@ -91,13 +91,23 @@ export class Limiter {
   async wait(policy, key, options) {
     const { cost, timeout = LONGEST_WAIT, signal } = known(options, 'cost', 'timeout', 'signal')
     signal?.throwIfAborted()
+    const longest = Math.min(timeout, LONGEST_WAIT), begin = performance.now()
+    for (let left = longest; ; left = Math.max(0, longest - (performance.now() - begin) / 1000)) {
+      const reserved = await this.#sleepFor(policy, key, left, cost ?? 1, signal)
+      if (reserved.allowed) return reserved
+    }
+  }
+
+  /** Reserves, and sleeps for the wait. A refusal by a quota is slept out, too: until its turn, and up to a second more for the herd. */
+  async #sleepFor(policy, key, longest, cost, signal) {
     const idempotencyKey = randomUUID()
-    const reserving = this.reserve(policy, key, Math.min(timeout, LONGEST_WAIT), { cost, idempotencyKey })
+    const reserving = this.reserve(policy, key, longest, { cost, idempotencyKey })
     let reserved
     try {
       reserved = await unless(signal, reserving)
-      if (!reserved.allowed) throw new TooLate(reserved)
-      await sleep(reserved.wait, signal)
+      const { allowed, wait, capacity } = reserved
+      if (!allowed && (wait === null || wait > longest || cost > capacity)) throw new TooLate(reserved)
+      await sleep(allowed ? wait : wait + Math.random() * Math.min(1, (longest - wait) / 2), signal)
       return reserved
     } catch (error) {
       if (!signal?.aborted) throw error

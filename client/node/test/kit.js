@@ -24,6 +24,13 @@ export async function definePolicy(capacity = 1000, refill = 1, every = '100 day
   return name
 }
 
+/** Defines a quota of a month whose next turn is after so long. */
+export async function defineQuota(capacity, turnIn) {
+  const name = `p${process.pid}-${++policies}`
+  await pool.query(`select ratelimit_define_policy($1, $2, period => '1 month', anchor => (clock_timestamp() + $3::interval) at time zone 'UTC')`, [name, capacity, turnIn])
+  return name
+}
+
 export async function left(policy, key) {
   const { rows: [{ remaining }] } = await pool.query('select remaining::integer from ratelimit_peek($1, $2)', [policy, key])
   return remaining

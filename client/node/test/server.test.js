@@ -2,7 +2,7 @@
 import assert from 'node:assert/strict'
 import test from 'node:test'
 import { Combiner, Denied, IdempotencyMismatch, InvalidArgument, Limiter, Locked, TimedOut, TooLate, UnknownPolicy, translate } from '../index.js'
-import { connect, definePolicy, eventually, installation, left, pool, stuck, turn, withLocked } from './kit.js'
+import { connect, definePolicy, defineQuota, eventually, installation, left, pool, stuck, turn, withLocked } from './kit.js'
 
 const PACKED = 'ratelimit_acquire_packed'
 const keys = (n) => Array.from({ length: n }, (_, i) => `k${i}`)
@@ -199,6 +199,17 @@ test('wait fails at once when the tokens would come too late, and has taken noth
   await limiter.acquire(policy, 'k', { cost: 10 })
   await assert.rejects(limiter.wait(policy, 'k', { timeout: 3000 }), (error) => error instanceof TooLate && error.reservation.wait > 3500)
   assert.equal(await left(policy, 'k'), 0)
+})
+
+test('wait sleeps until the turn of a quota', async () => {
+  const policy = await defineQuota(10, '500 ms'), limiter = new Limiter(pool)
+  await limiter.charge(policy, 'k', 10)
+  const { rows: [{ due }] } = await pool.query("select (select reset_after from ratelimit_peek($1, 'k')) + clock_timestamp() as due", [policy])
+  const { allowed, wait, remaining } = await limiter.wait(policy, 'k', { cost: 4, timeout: 60 })
+  assert.deepEqual([allowed, wait, remaining], [true, 0, 6])
+  const { rows: [{ passed }] } = await pool.query('select clock_timestamp() >= $1::timestamptz as passed', [due.toISOString()])
+  assert.ok(passed)
+  for (const options of [{ cost: 7, timeout: 3600 }, { cost: 11 }]) await assert.rejects(limiter.wait(policy, 'k', options), TooLate)
 })
 
 test('a caller that stops waiting gets its tokens back', async () => {

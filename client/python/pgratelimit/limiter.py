@@ -105,21 +105,25 @@ class Limiter:
     def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
         """Take tokens, and return when they are there: a reserve and a sleep. Callers are served in the order of their calls.
 
+        A quota lends nothing: at its next turn, and up to a second later at random, wait reserves again. Its callers are in no order.
         Raises TooLate at once, and takes nothing, if they would come after timeout seconds (default: 365 days). When the sleep is
         interrupted, the tokens are given back. It is for pools, and for connections with autocommit that are in no transaction.
         """
-        max_wait, name = _waiting(self._driver, timeout)
-        reservation = None
-        try:
-            reservation = self.reserve(policy, key, max_wait, cost, idempotency_key=name)
-            for pause in _pauses(reservation):
-                time.sleep(pause)
-            return reservation
-        except BaseException as error:
-            if _may_hold(reservation, error):
-                with suppress(Exception):  # the first error is the one to see
-                    self.settle(policy, key, name, 0)
-            raise
+        rounds = _rounds(self._driver, timeout)
+        while True:
+            max_wait, name = next(rounds)
+            reservation = None
+            try:
+                reservation = self.reserve(policy, key, max_wait, cost, idempotency_key=name)
+                for pause in _pauses(reservation, max_wait, cost):
+                    time.sleep(pause)
+            except BaseException as error:
+                if _may_hold(reservation, error):
+                    with suppress(Exception):  # the first error is the one to see
+                        self.settle(policy, key, name, 0)
+                raise
+            if reservation:
+                return reservation
 
     def _run(self, call: Call[T]) -> T:
         tries = _Tries(call, self._driver)
@@ -178,18 +182,21 @@ class AsyncLimiter:
 
     async def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
         """As Limiter.wait. A cancelled wait takes up to 5 seconds to give the tokens back."""
-        max_wait, name = _waiting(self._driver, timeout)
-        reservation = None
-        try:
-            reservation = await self.reserve(policy, key, max_wait, cost, idempotency_key=name)
-            for pause in _pauses(reservation):
-                await asyncio.sleep(pause)
-            return reservation
-        except BaseException as error:
-            if _may_hold(reservation, error):
-                with suppress(Exception):
-                    await asyncio.wait_for(self.settle(policy, key, name, 0), GIVE_BACK_TIMEOUT)
-            raise
+        rounds = _rounds(self._driver, timeout)
+        while True:
+            max_wait, name = next(rounds)
+            reservation = None
+            try:
+                reservation = await self.reserve(policy, key, max_wait, cost, idempotency_key=name)
+                for pause in _pauses(reservation, max_wait, cost):
+                    await asyncio.sleep(pause)
+            except BaseException as error:
+                if _may_hold(reservation, error):
+                    with suppress(Exception):
+                        await asyncio.wait_for(self.settle(policy, key, name, 0), GIVE_BACK_TIMEOUT)
+                raise
+            if reservation:
+                return reservation
 
     async def _run(self, call: Call[T]) -> T:
         tries = _Tries(call, self._driver)
@@ -220,18 +227,26 @@ class _Tries:
         raise known from (None if known is error else error)
 
 
-def _waiting(driver: drivers.Driver, timeout: float | None) -> tuple[float, str]:
-    """The longest wait, and an idempotency key for giving back."""
+def _rounds(driver: drivers.Driver, timeout: float | None) -> Iterator[tuple[float, str]]:
+    """The longest wait of each reserve, and an idempotency key for giving back."""
     if not driver.is_alone():
         raise InvalidArgument("pgratelimit: invalid argument: wait is for calls outside a transaction, which would keep the bucket locked")
-    return LONGEST_WAIT if timeout is None else min(max(timeout, 0.0), LONGEST_WAIT), secrets.token_urlsafe()
+    left = longest = LONGEST_WAIT if timeout is None else min(max(timeout, 0.0), LONGEST_WAIT)
+    began = time.monotonic()
+    while True:
+        yield left, secrets.token_urlsafe()
+        left = max(0.0, longest - (time.monotonic() - began))
 
 
-def _pauses(reservation: Reservation) -> Iterator[float]:
-    """Sleeps until the tokens are there, of whole milliseconds and a day at most. Raises TooLate after a refusal."""
-    if not reservation.allowed or reservation.wait is None:
+def _pauses(reservation: Reservation, longest: float, cost: int) -> Iterator[float]:
+    """Sleeps until the tokens are there, of whole milliseconds and a day at most. A refusal by a quota is slept out, too: until its turn,
+    and up to a second more, because all callers wait for the same instant. Raises TooLate after another refusal."""
+    wait = reservation.wait
+    if wait is None or not reservation and (wait > longest or cost > reservation.capacity):
         raise TooLate(reservation)
-    due = time.monotonic() + reservation.wait
+    due = time.monotonic() + wait
+    if not reservation:
+        due += random.uniform(0, min(1.0, (longest - wait) / 2))
     while (left := due - time.monotonic()) > 0:
         yield min(math.ceil(left * 1000) / 1000, 86400.0)
 

@@ -44,6 +44,13 @@ def define(policy: str, capacity: int, refill: int = 0, every: str = "1 hour") -
     execute("select ratelimit_define_policy(%s::text, %s::bigint, %s::bigint, %s::interval)", policy, capacity, refill, every)
 
 
+def define_quota(policy: str, capacity: int, turn_in: str) -> datetime.datetime:
+    """A quota of a month, and the instant of its next turn."""
+    (turn,) = execute("select clock_timestamp() + %s::interval", turn_in)[0]
+    execute("select ratelimit_define_policy(%s::text, %s::bigint, period => '1 month', anchor => %s at time zone 'UTC')", policy, capacity, turn)
+    return turn
+
+
 def taken(policy: str, key: str = "k") -> int:
     """Tokens that are taken from a bucket that does not refill."""
     return execute("select capacity - remaining from ratelimit_peek(%s::text, %s::text)", policy, key)[0][0]

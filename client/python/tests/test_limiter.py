@@ -27,12 +27,14 @@ from pgratelimit import (
     TooLate,
     UnknownPolicy,
 )
-from pgratelimit.answers import seconds
+from pgratelimit.answers import Reservation, seconds
 from pgratelimit.calls import statement, texts
+from pgratelimit.limiter import _pauses
 from tests.kit import (
     AsyncCase,
     asyncpg_pool_of,
     define,
+    define_quota,
     execute,
     fails_once,
     locked,
@@ -219,6 +221,22 @@ class SyncTest(unittest.TestCase):
         self.assertGreater(raised.exception.reservation.wait, 60)
         with self.assertRaisesRegex(InvalidArgument, "outside a transaction"):
             Limiter(self.conn).wait(self.policy, "k")
+
+    def test_wait_sleeps_until_the_turn_of_a_quota(self):
+        limiter = Limiter(self.pool)
+        turn = define_quota(self.policy, 10, "500 ms")
+        limiter.charge(self.policy, "k", 10)
+        reservation = limiter.wait(self.policy, "k", 4, timeout=60)
+        self.assertEqual((True, 6, 0.0), (reservation.allowed, reservation.remaining, reservation.wait))
+        self.assertEqual([(True,)], execute("select clock_timestamp() >= %s", turn))
+        for cost, timeout in ((7, 3600), (11, None)):
+            with self.assertRaises(TooLate):
+                limiter.wait(self.policy, "k", cost, timeout=timeout)
+
+    def test_a_sleep_of_a_month_is_cut_in_days(self):
+        for allowed in (True, False):
+            pauses = _pauses(Reservation(allowed, 0, 30 * 86400.0, None, 10, False, False), 365 * 86400.0, 1)
+            self.assertEqual(86400.0, next(pauses))
 
     def test_no_wait_is_short(self):
         self.assertIsNone(seconds(None))
