@@ -165,7 +165,7 @@ create type ratelimit.calendar as (
   turns_at   timestamptz
 );
 comment on type ratelimit.calendar is
-  'When numbers end, the far future for those of a quota; of a quota whether some key has had an override, its period, also in months or 0, its time zone and the local time of one turn; and in a call its last turn and the next.';
+  'When numbers end, infinity for those of a quota; of a quota whether some key has had an override, its period, also in months or 0, its time zone and the local time of one turn; and in a call its last turn and the next.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,

@@ -57,7 +57,7 @@ begin
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
           v_period is not null,
-          case when v_period is not null then row('294276-01-01 00:00 UTC', coalesce((v_policy.calendar).overridden, false), v_period,
+          case when v_period is not null then row('infinity', coalesce((v_policy.calendar).overridden, false), v_period,
                                                     extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,

@@ -24,8 +24,9 @@ create or replace function ratelimit.wait_past_end(
 as $$
 declare
   v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, numbers);
+  v_left_us bigint := ratelimit.left_of_numbers(numbers, now);
 begin
-  if (numbers.calendar).ends_at is null or v_wait_us < ratelimit.left_of_numbers(numbers, now) then
+  if v_left_us is null or v_wait_us < v_left_us then
     return v_wait_us;
   end if;
   return ratelimit.wait_after_end(tokens, level, refilled_at, now, numbers, policy);
@@ -43,9 +44,7 @@ as $$
 declare
   v_wait_us bigint;
 begin
-  if (policy.calendar).period is not null then
-    policy.calendar := ratelimit.turning(policy.calendar, now);
-  end if;
+  policy    := ratelimit.with_turns(policy, now);
   v_wait_us := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
   return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.left_of_numbers(numbers, now)) end;
 end;
@@ -56,7 +55,7 @@ comment on function ratelimit.wait_after_end(bigint, bigint, timestamptz, timest
 create or replace function ratelimit.left_of_numbers(numbers ratelimit.policies, now timestamptz)
   returns bigint language sql immutable parallel safe
 as $$
-  select case when (numbers.calendar).ends_at is not null then least(ratelimit.microseconds((numbers.calendar).ends_at - now), 3155760000000000000)::bigint end
+  select case when isfinite((numbers.calendar).ends_at) then least(ratelimit.microseconds((numbers.calendar).ends_at - now), 3155760000000000000)::bigint end
 $$;
 comment on function ratelimit.left_of_numbers(ratelimit.policies, timestamptz) is
   'Microseconds until the numbers of an override end, null if they do not; it saturates as wait_for does.';
@@ -85,9 +84,7 @@ declare
   v_own    ratelimit.policies := own_numbers(numbers);
   v_bucket ratelimit.buckets;
 begin
-  if (numbers.calendar).period is not null then
-    numbers.calendar := turning(numbers.calendar, now);
-  end if;
+  numbers := with_turns(numbers, now);
   if numbers.durable then
     select b.* into v_bucket from buckets as b where b.policy_id = numbers.id and b.key = v_key;
   else

@@ -2664,7 +2664,7 @@ create type ratelimit.calendar as (
   turns_at   timestamptz
 );
 comment on type ratelimit.calendar is
-  'When numbers end, the far future for those of a quota; of a quota whether some key has had an override, its period, also in months or 0, its time zone and the local time of one turn; and in a call its last turn and the next.';
+  'When numbers end, infinity for those of a quota; of a quota whether some key has had an override, its period, also in months or 0, its time zone and the local time of one turn; and in a call its last turn and the next.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,
@@ -3955,8 +3955,9 @@ create or replace function ratelimit.wait_past_end(
 as $$
 declare
   v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, numbers);
+  v_left_us bigint := ratelimit.left_of_numbers(numbers, now);
 begin
-  if (numbers.calendar).ends_at is null or v_wait_us < ratelimit.left_of_numbers(numbers, now) then
+  if v_left_us is null or v_wait_us < v_left_us then
     return v_wait_us;
   end if;
   return ratelimit.wait_after_end(tokens, level, refilled_at, now, numbers, policy);
@@ -3974,9 +3975,7 @@ as $$
 declare
   v_wait_us bigint;
 begin
-  if (policy.calendar).period is not null then
-    policy.calendar := ratelimit.turning(policy.calendar, now);
-  end if;
+  policy    := ratelimit.with_turns(policy, now);
   v_wait_us := ratelimit.own_wait(tokens, level, refilled_at, now, policy);
   return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.left_of_numbers(numbers, now)) end;
 end;
@@ -3987,7 +3986,7 @@ comment on function ratelimit.wait_after_end(bigint, bigint, timestamptz, timest
 create or replace function ratelimit.left_of_numbers(numbers ratelimit.policies, now timestamptz)
   returns bigint language sql immutable parallel safe
 as $$
-  select case when (numbers.calendar).ends_at is not null then least(ratelimit.microseconds((numbers.calendar).ends_at - now), 3155760000000000000)::bigint end
+  select case when isfinite((numbers.calendar).ends_at) then least(ratelimit.microseconds((numbers.calendar).ends_at - now), 3155760000000000000)::bigint end
 $$;
 comment on function ratelimit.left_of_numbers(ratelimit.policies, timestamptz) is
   'Microseconds until the numbers of an override end, null if they do not; it saturates as wait_for does.';
@@ -4016,9 +4015,7 @@ declare
   v_own    ratelimit.policies := own_numbers(numbers);
   v_bucket ratelimit.buckets;
 begin
-  if (numbers.calendar).period is not null then
-    numbers.calendar := turning(numbers.calendar, now);
-  end if;
+  numbers := with_turns(numbers, now);
   if numbers.durable then
     select b.* into v_bucket from buckets as b where b.policy_id = numbers.id and b.key = v_key;
   else
@@ -4213,7 +4210,7 @@ begin
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
           v_period is not null,
-          case when v_period is not null then row('294276-01-01 00:00 UTC', coalesce((v_policy.calendar).overridden, false), v_period,
+          case when v_period is not null then row('infinity', coalesce((v_policy.calendar).overridden, false), v_period,
                                                     extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
