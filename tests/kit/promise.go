@@ -87,7 +87,7 @@ func (c Promise) AsQuota(random *rand.Rand, period string) Promise {
 	zones := []string{"UTC", "Europe/Berlin", "America/New_York", "America/Sao_Paulo", "Pacific/Auckland", "Asia/Kathmandu"}
 	anchor := random.Int64N(1<<(1+random.IntN(54))) - random.Int64N(1<<(1+random.IntN(54)))
 	c.Refill, c.Every, c.Stepped = 0, 0, false
-	c.Level = (c.Level/1_000_000 - c.Capacity) * 1_000_000
+	c.Level = min(0, max(-9_000_000_000_000, c.Level/1_000_000-c.Capacity)) * 1_000_000 // what is used
 	c.Period, c.Zone, c.Anchor = &period, &zones[random.IntN(len(zones))], &anchor
 	return c
 }
