@@ -107,11 +107,14 @@ declare
   v_policy ratelimit.policies;
 begin
   select p.* into v_policy from policies as p where p.id = numbers.id;
+  if not found then
+    return numbers;  -- dropped meanwhile
+  end if;
   return v_policy;
 end;
 $$;
 comment on function ratelimit.own_numbers(ratelimit.policies) is
-  'The policy of a key, without the numbers of its override.';
+  'The policy of a key as it is now, without the numbers of an override. A policy that was dropped stays as it was.';
 
 -- A call that may have waited for a session that changed the numbers reads them again, if the policy has overrides or the bucket has
 -- no row. A policy that was dropped meanwhile stays

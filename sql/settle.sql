@@ -2,8 +2,8 @@
 --
 -- The steps:
 --   1. The grant is read.
---   2. The bucket is locked. One without a row is full, and is created first, unless the settlement only gives back: it
---      stays full, so the grant alone is written.
+--   2. The bucket is locked. One without a row is full, and is created first: without a lock, others would see a grant that
+--      is not settled yet beside a level that this settlement did not.
 --   3. The grant is marked as settled. If it is no longer as it was read, step 1 follows.
 --   4. The level moves. So no move is ever undone; one that was cut at full could not be.
 create or replace function ratelimit_settle(
@@ -83,7 +83,7 @@ begin
       end if;
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
-      -- 2. The bucket. A full one without a row needs none if it only gets more.
+      -- 2. The bucket.
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
@@ -102,7 +102,7 @@ begin
             end if;
           end if;
         end if;
-        exit when v_has_row or v_back >= 0;
+        exit when v_has_row;
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
@@ -126,9 +126,6 @@ begin
     end loop;
 
     -- 4. The level.
-    if not v_has_row then
-      return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
-    end if;
     v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
                                  v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
@@ -162,9 +159,8 @@ idempotency_key: the key of the grant.
 cost: the real cost in whole tokens, 0 to 9000000000000.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a grant that was settled with another cost,
   RL003 if the transaction sees no live grant under the key, 25006 in a read-only transaction.
-Locks: the bucket row, and then the row of the idempotency key, until the transaction ends. A full bucket without a
-  row is not locked if the settlement only gives back. A replay locks nothing, unless it ran beside the first
-  settlement.
+Locks: the bucket row, which is created if the bucket has none, and then the row of the idempotency key, until the
+  transaction ends. A replay locks nothing, unless it ran beside the first settlement.
 Writes: the bucket and the idempotency key. A replay changes nothing.
 Role: application.';
 

@@ -4038,11 +4038,14 @@ declare
   v_policy ratelimit.policies;
 begin
   select p.* into v_policy from policies as p where p.id = numbers.id;
+  if not found then
+    return numbers;  -- dropped meanwhile
+  end if;
   return v_policy;
 end;
 $$;
 comment on function ratelimit.own_numbers(ratelimit.policies) is
-  'The policy of a key, without the numbers of its override.';
+  'The policy of a key as it is now, without the numbers of an override. A policy that was dropped stays as it was.';
 
 -- A call that may have waited for a session that changed the numbers reads them again, if the policy has overrides or the bucket has
 -- no row. A policy that was dropped meanwhile stays
@@ -4550,8 +4553,8 @@ declare
   v_now             timestamptz := clock();
   v_capacity        bigint;              -- these two apply to the key
   v_calendar        ratelimit.calendar;
-  v_quota           ratelimit.policies := policy;  -- with them
-  v_own             ratelimit.policies;            -- without the numbers of an override
+  v_policy          ratelimit.policies := policy;
+  v_quota           ratelimit.policies := policy;  -- with the numbers of the key
   v_taken           bigint := at_most;
   v_wanted          bigint;
   v_level           bigint;       -- as the row has it
@@ -4594,7 +4597,7 @@ begin
          set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
-       where b.policy_id = policy.id
+       where b.policy_id = v_policy.id
          and b.key       = v_key
          and used_level(b.level, b.refilled_at, v_calendar.turned_at) >= v_wanted - microtokens(v_capacity)
          and (v_taken = at_most or b.level = v_level and b.refilled_at = v_refilled_at)  -- fewer only from the bucket as it was read
@@ -4604,13 +4607,13 @@ begin
 
     -- 3. The bucket, as of now: the update may have waited.
     v_now      := clock();
-    v_own      := own_numbers(v_quota);
-    v_quota    := quota_of_key(v_own, v_key, v_now);
+    v_policy   := own_numbers(v_policy);
+    v_quota    := quota_of_key(v_policy, v_key, v_now);
     v_capacity := v_quota.capacity;
     v_calendar := v_quota.calendar;
     select b.level, b.refilled_at into v_level, v_refilled_at
       from buckets as b
-     where b.policy_id = policy.id
+     where b.policy_id = v_policy.id
        and b.key       = v_key;
     v_has_row := found;
     v_held    := microtokens(v_capacity) + coalesce(used_level(v_level, v_refilled_at, v_calendar.turned_at), 0);
@@ -4619,17 +4622,17 @@ begin
     -- 3a. Too few tokens.
     if at_most = 0 or v_taken < at_least then
       v_retry_us := case when at_most = 0 then 0
-                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_own) end;
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_own);
+                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_policy) end;
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_policy);
       if v_idempotency_key is not null then
         select k.* into v_first
           from idempotency_keys as k
-         where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
+          return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
         end if;
       end if;
-      if policy.shadow and at_most > 0 then
+      if v_policy.shadow and at_most > 0 then
         v_answer := shadow_of(v_held, v_reset_us, v_capacity);
         return partial_of(v_answer, at_most);
       end if;
@@ -4643,7 +4646,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
+      values (v_policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
       on conflict on constraint buckets_pkey do nothing;
       exit when found;
     end if;
@@ -4651,17 +4654,17 @@ begin
     -- Again. Each round but the first is due to another session.
     v_rounds := coalesce(v_rounds, 0) + 1;
     if v_rounds = 1000 then
-      perform too_many_rounds(policy.name, v_key);  -- raises 40001
+      perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
     end if;
   end loop;
   if v_refilled_at = v_now and v_calendar.turns_at < v_calendar.ends_at then
     v_reset_us := microseconds(v_calendar.turns_at - v_now)::bigint;
   else
-    if v_own.id is null and v_override.key is not null then
+    if v_has_row is null and v_override.key is not null then  -- the bucket was not looked at
       v_quota := with_override(policy, v_override);
     end if;
     v_quota.calendar := v_calendar;
-    v_reset_us       := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+    v_reset_us       := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_policy);
   end if;
   v_held := microtokens(v_capacity) + v_level;
 
@@ -4669,8 +4672,8 @@ begin
   if v_idempotency_key is not null then
     insert into idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
-    values (policy.id, v_key, v_idempotency_key, v_taken,
-            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(policy.remember_us), v_now)
+    values (v_policy.id, v_key, v_idempotency_key, v_taken,
+            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(v_policy.remember_us), v_now)
     on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4685,16 +4688,16 @@ begin
     if not found then
       update buckets as b
          set level = b.level + v_wanted
-       where b.policy_id = policy.id
+       where b.policy_id = v_policy.id
          and b.key       = v_key;
       select k.* into v_first
         from idempotency_keys as k
-       where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
-      return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
     end if;
   end if;
   v_answer := grant_of(v_held, v_reset_us, v_capacity);
-  return partial_of(v_answer, case when policy.shadow then at_most else v_taken end);
+  return partial_of(v_answer, case when v_policy.shadow then at_most else v_taken end);
 end;
 $$;
 comment on function ratelimit.take_quota_of_buckets(ratelimit.policies, text, bigint, bigint, text) is
@@ -4791,8 +4794,8 @@ declare
   v_now             timestamptz := clock();
   v_capacity        bigint;              -- these two apply to the key
   v_calendar        ratelimit.calendar;
-  v_quota           ratelimit.policies := policy;  -- with them
-  v_own             ratelimit.policies;            -- without the numbers of an override
+  v_policy          ratelimit.policies := policy;
+  v_quota           ratelimit.policies := policy;  -- with the numbers of the key
   v_taken           bigint := at_most;
   v_wanted          bigint;
   v_level           bigint;       -- as the row has it
@@ -4835,7 +4838,7 @@ begin
          set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
-       where b.policy_id = policy.id
+       where b.policy_id = v_policy.id
          and b.key       = v_key
          and used_level(b.level, b.refilled_at, v_calendar.turned_at) >= v_wanted - microtokens(v_capacity)
          and (v_taken = at_most or b.level = v_level and b.refilled_at = v_refilled_at)  -- fewer only from the bucket as it was read
@@ -4845,13 +4848,13 @@ begin
 
     -- 3. The bucket, as of now: the update may have waited.
     v_now      := clock();
-    v_own      := own_numbers(v_quota);
-    v_quota    := quota_of_key(v_own, v_key, v_now);
+    v_policy   := own_numbers(v_policy);
+    v_quota    := quota_of_key(v_policy, v_key, v_now);
     v_capacity := v_quota.capacity;
     v_calendar := v_quota.calendar;
     select b.level, b.refilled_at into v_level, v_refilled_at
       from ephemeral_buckets as b
-     where b.policy_id = policy.id
+     where b.policy_id = v_policy.id
        and b.key       = v_key;
     v_has_row := found;
     v_held    := microtokens(v_capacity) + coalesce(used_level(v_level, v_refilled_at, v_calendar.turned_at), 0);
@@ -4860,17 +4863,17 @@ begin
     -- 3a. Too few tokens.
     if at_most = 0 or v_taken < at_least then
       v_retry_us := case when at_most = 0 then 0
-                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_own) end;
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_own);
+                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_policy) end;
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_policy);
       if v_idempotency_key is not null then
         select k.* into v_first
           from ephemeral_idempotency_keys as k
-         where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
+          return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
         end if;
       end if;
-      if policy.shadow and at_most > 0 then
+      if v_policy.shadow and at_most > 0 then
         v_answer := shadow_of(v_held, v_reset_us, v_capacity);
         return partial_of(v_answer, at_most);
       end if;
@@ -4884,7 +4887,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-      values (policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
+      values (v_policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
       on conflict on constraint ephemeral_buckets_pkey do nothing;
       exit when found;
     end if;
@@ -4892,17 +4895,17 @@ begin
     -- Again. Each round but the first is due to another session.
     v_rounds := coalesce(v_rounds, 0) + 1;
     if v_rounds = 1000 then
-      perform too_many_rounds(policy.name, v_key);  -- raises 40001
+      perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
     end if;
   end loop;
   if v_refilled_at = v_now and v_calendar.turns_at < v_calendar.ends_at then
     v_reset_us := microseconds(v_calendar.turns_at - v_now)::bigint;
   else
-    if v_own.id is null and v_override.key is not null then
+    if v_has_row is null and v_override.key is not null then  -- the bucket was not looked at
       v_quota := with_override(policy, v_override);
     end if;
     v_quota.calendar := v_calendar;
-    v_reset_us       := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+    v_reset_us       := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_policy);
   end if;
   v_held := microtokens(v_capacity) + v_level;
 
@@ -4910,8 +4913,8 @@ begin
   if v_idempotency_key is not null then
     insert into ephemeral_idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
-    values (policy.id, v_key, v_idempotency_key, v_taken,
-            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(policy.remember_us), v_now)
+    values (v_policy.id, v_key, v_idempotency_key, v_taken,
+            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(v_policy.remember_us), v_now)
     on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4926,16 +4929,16 @@ begin
     if not found then
       update ephemeral_buckets as b
          set level = b.level + v_wanted
-       where b.policy_id = policy.id
+       where b.policy_id = v_policy.id
          and b.key       = v_key;
       select k.* into v_first
         from ephemeral_idempotency_keys as k
-       where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
-      return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
+       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
     end if;
   end if;
   v_answer := grant_of(v_held, v_reset_us, v_capacity);
-  return partial_of(v_answer, case when policy.shadow then at_most else v_taken end);
+  return partial_of(v_answer, case when v_policy.shadow then at_most else v_taken end);
 end;
 $$;
 comment on function ratelimit.take_quota_of_ephemeral_buckets(ratelimit.policies, text, bigint, bigint, text) is
@@ -5971,8 +5974,8 @@ comment on function ratelimit.charge_ephemeral(ratelimit.policies, text, bigint,
 --
 -- The steps:
 --   1. The grant is read.
---   2. The bucket is locked. One without a row is full, and is created first, unless the settlement only gives back: it
---      stays full, so the grant alone is written.
+--   2. The bucket is locked. One without a row is full, and is created first: without a lock, others would see a grant that
+--      is not settled yet beside a level that this settlement did not.
 --   3. The grant is marked as settled. If it is no longer as it was read, step 1 follows.
 --   4. The level moves. So no move is ever undone; one that was cut at full could not be.
 create or replace function ratelimit_settle(
@@ -6051,7 +6054,7 @@ begin
       end if;
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
-      -- 2. The bucket. A full one without a row needs none if it only gets more.
+      -- 2. The bucket.
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
@@ -6070,7 +6073,7 @@ begin
             end if;
           end if;
         end if;
-        exit when v_has_row or v_back >= 0;
+        exit when v_has_row;
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into buckets (policy_id, key, level, refilled_at, due_at)
@@ -6094,9 +6097,6 @@ begin
     end loop;
 
     -- 4. The level.
-    if not v_has_row then
-      return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
-    end if;
     v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
                                  v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
@@ -6129,9 +6129,8 @@ idempotency_key: the key of the grant.
 cost: the real cost in whole tokens, 0 to 9000000000000.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a grant that was settled with another cost,
   RL003 if the transaction sees no live grant under the key, 25006 in a read-only transaction.
-Locks: the bucket row, and then the row of the idempotency key, until the transaction ends. A full bucket without a
-  row is not locked if the settlement only gives back. A replay locks nothing, unless it ran beside the first
-  settlement.
+Locks: the bucket row, which is created if the bucket has none, and then the row of the idempotency key, until the
+  transaction ends. A replay locks nothing, unless it ran beside the first settlement.
 Writes: the bucket and the idempotency key. A replay changes nothing.
 Role: application.';
 
@@ -6188,7 +6187,7 @@ as $$
       end if;
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
 
-      -- 2. The bucket. A full one without a row needs none if it only gets more.
+      -- 2. The bucket.
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
@@ -6207,7 +6206,7 @@ as $$
             end if;
           end if;
         end if;
-        exit when v_has_row or v_back >= 0;
+        exit when v_has_row;
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
         insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
@@ -6231,9 +6230,6 @@ as $$
     end loop;
 
     -- 4. The level.
-    if not v_has_row then
-      return spent_of(microtokens(v_policy.capacity), 0, v_policy.capacity, false);
-    end if;
     v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
                                  v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);

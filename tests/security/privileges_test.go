@@ -265,12 +265,12 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 		"ratelimit_acquire_all(text[], text[], bigint[], text)": func() error {
 			return kit.ErrorOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}}))
 		},
-		"ratelimit_override(text, text, bigint, bigint, interval, timestamptz)": func() error {
+		"ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp)": func() error {
 			return limiter.Override(ctx, client.Override{Policy: "p", Key: "k"})
 		},
 		"ratelimit_remove_override(text, text)":    func() error { return kit.ErrorOf(limiter.RemoveOverride(ctx, "p", "k")) },
 		"ratelimit_overrides(text, text, integer)": func() error { return kit.ErrorOf(limiter.Overrides(ctx)) },
-		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean)": func() error {
+		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp)": func() error {
 			return limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second})
 		},
 	} {

@@ -29,7 +29,7 @@ import (
 // time that each took, in which the model gives each of them the answer it got, in every field, by a clock reading it took.
 func TestTorture_Linearizability(t *testing.T) {
 	run := kit.Torture(t, 40)
-	c := newChronicler(kit.NewDB(t), "continuous durable", "stepped durable", "continuous ephemeral", "stepped ephemeral")
+	c := newChronicler(kit.NewDB(t), "continuous durable", "stepped durable", "quota durable", "continuous ephemeral", "stepped ephemeral", "quota ephemeral")
 	n := operationCounts{}
 	c.write(run.GoesOn, func(seed uint64, histories []history, err error) bool {
 		n.judge(t, seed, histories, err)
@@ -155,7 +155,7 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		"a reservation by a stale row": {"ratelimit_reserve": {{
 			Pattern: `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, Replacement: "$1",
 		}, pauseBefore(`update buckets as b set level = v_level`)}},
-		"clean-up ignores overrides": {"ratelimit.cleanup_batch": {{Pattern: `and \(o.key is null or [^;]*? = 0\)( as removable from buckets )`, Replacement: "$1"}}},
+		"clean-up ignores overrides": {"ratelimit.cleanup_batch": {{Pattern: `and \(o.key is null or wait_for[^;]*? = 0\)( end as removable from buckets )`, Replacement: "$1"}}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -239,7 +239,11 @@ func newChronicler(db *kit.TestDB, policies ...string) *chronicler {
 	db.T.Cleanup(combiner.Close)
 	c.combiner = combiner
 	for _, policy := range policies {
-		db.DefinePolicy(policy, 1, 1, time.Second, durability(policy))
+		if isQuota(policy) {
+			db.Execute("select ratelimit_define_policy($1, 1, durable => $2, period => '1 day')", policy, isDurable(policy))
+		} else {
+			db.DefinePolicy(policy, 1, 1, time.Second, durability(policy))
+		}
 		db.Execute(overrideSomeKey, policy)
 	}
 	return c
@@ -248,8 +252,11 @@ func newChronicler(db *kit.TestDB, policies ...string) *chronicler {
 // overrideSomeKey has every call look for overrides. One that reads a policy just before its first override may go by the policy's numbers.
 const overrideSomeKey = "select ratelimit_override($1, 'some key')"
 
+func isQuota(policy string) bool   { return strings.HasPrefix(policy, "quota") }
+func isDurable(policy string) bool { return strings.HasSuffix(policy, "durable") }
+
 func durability(policy string) kit.PolicyOption {
-	if strings.HasSuffix(policy, "durable") {
+	if isDurable(policy) {
 		return kit.Durable
 	}
 	return kit.Ephemeral
@@ -513,7 +520,7 @@ const (
 func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error {
 	p := model.Policy{
 		Capacity: 3 + random.Int64N(10), Every: model.Micros(50 + random.Int64N(5000)), Stepped: policy[0] == 's',
-		Durable: strings.HasSuffix(policy, "durable"), Remember: []model.Micros{kit.Day, kit.Day, 20_000, 2_000}[random.IntN(4)],
+		Durable: isDurable(policy), Remember: []model.Micros{kit.Day, kit.Day, 20_000, 2_000}[random.IntN(4)],
 	}
 	if random.IntN(8) == 0 {
 		p.Stepped = !p.Stepped
@@ -526,9 +533,19 @@ func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error 
 	if random.IntN(8) == 0 {
 		p.Refill = 0
 	}
+	if isQuota(policy) {
+		p.Calendar, p.Refill, p.Stepped = h.calendar(random), 0, false
+	}
 	since := h.now()
-	_, err := q.Exec(context.Background(), "select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
-		policy, p.Capacity, p.Refill, kit.IntervalOfDays(p.Every), p.Stepped, p.Durable, kit.IntervalOfDays(p.Remember), p.Shadow)
+	var err error
+	if isQuota(policy) {
+		_, err = q.Exec(context.Background(), `
+			select ratelimit_define_policy($1, $2, durable => $3, remember => $4, shadow => $5, period => make_interval(days => $6), anchor => $7)`,
+			policy, p.Capacity, p.Durable, kit.IntervalOfDays(p.Remember), p.Shadow, p.Period.Days, p.Anchor)
+	} else {
+		_, err = q.Exec(context.Background(), "select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
+			policy, p.Capacity, p.Refill, kit.IntervalOfDays(p.Every), p.Stepped, p.Durable, kit.IntervalOfDays(p.Remember), p.Shadow)
+	}
 	until := h.now()
 	if before := h.versions[policy]; len(before) > 0 {
 		before[len(before)-1].until = until
@@ -536,6 +553,12 @@ func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error 
 	}
 	h.versions[policy] = append(h.versions[policy], version{p, period{since, forever}})
 	return err
+}
+
+// calendar has a turn while the calls are made.
+func (h *chronicle) calendar(random *rand.Rand) model.Calendar {
+	turn := time.Now().Add(time.Duration(random.Int64N(int64(40 * kit.Ms)))).Truncate(kit.Us).UTC()
+	return model.Calendar{Period: model.Period{Days: 1 + random.IntN(3)}, Zone: "UTC", Anchor: turn}
 }
 
 // setNumbers notes that a bucket has an override, or none, from an instant on; the one before ends at another.
@@ -703,7 +726,11 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 			op.then.readings = read
 		}
 		if op.kind == acquires && op.batch == 0 && op.denied() && !op.mayBeReplayed(op.answer) {
-			op.readings = read[min(1, len(read)):] // the first is from before the update, which may have waited
+			before := 1 // the update, which may have waited
+			if isQuota(op.Policy) {
+				before = 2 // acquire's own, and that of the steps of a quota
+			}
+			op.readings = read[min(before, len(read)):]
 		}
 		// A round of decide_in_order after the first reads numbers when it has locked the buckets, and a batch that takes nothing
 		// reads them with the buckets. Whatever else takes keeps to numbers from before. How often it reads the clock tells which it was.
@@ -980,6 +1007,10 @@ func (a *actor) override(b model.BucketID) error {
 	if a.seed%4 == slowlyOverridden {
 		o.Every *= 1000
 	}
+	if isQuota(b.Policy) {
+		calendar := a.calendar(a.random)
+		o.Refill, o.Every, o.Zone, o.Anchor = 0, 0, calendar.Zone, calendar.Anchor
+	}
 	if a.random.IntN(3) == 0 {
 		o.Expires = time.Now().Add(12*kit.Ms + time.Duration(a.random.Int64N(int64(20*kit.Ms)))).Truncate(kit.Us).UTC() // no clock is that far ahead
 	}
@@ -1001,8 +1032,14 @@ func (a *actor) override(b model.BucketID) error {
 		if !o.Expires.IsZero() {
 			expires = &o.Expires
 		}
-		_, err := a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, $4, $5, $6)",
-			b.Policy, b.Key, o.Capacity, o.Refill, kit.IntervalOfDays(o.Every), expires)
+		var err error
+		if isQuota(b.Policy) {
+			_, err = a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, expires_at => $4, time_zone => $5, anchor => $6)",
+				b.Policy, b.Key, o.Capacity, expires, o.Zone, o.Anchor)
+		} else {
+			_, err = a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, $4, $5, $6)",
+				b.Policy, b.Key, o.Capacity, o.Refill, kit.IntervalOfDays(o.Every), expires)
+		}
 		switch {
 		case err != nil || kind == 3:
 			return err

@@ -64,18 +64,13 @@ func (s State) Settle(p Policy, now time.Time, idempotencyKey string, cost int64
 		as.Replayed = true
 		return s, as, nil
 	}
-	next := State{s.bucket, nil}
 	change := microtokens(first.charge - cost)
 	change.Sub(change, big.NewInt(first.cut))
 	if p.IsQuota() && !p.Next(first.at).After(now) { // that period is closed
 		change = least(change, new(big.Int))
 	}
-	if s.bucket != nil || change.Sign() < 0 { // what is full stays full
-		var bucket Bucket
-		bucket, as = p.Move(s.at(p, now), now, change)
-		next.bucket = &bucket
-	}
-	next.grants = map[string]grant{}
+	bucket, as := p.Move(s.at(p, now), now, change)
+	next := State{&bucket, map[string]grant{}}
 	for key, g := range s.grants {
 		if key == idempotencyKey {
 			g.isSpent, g.spent = true, cost
