@@ -114,7 +114,7 @@ begin
 end;
 $$;
 comment on function ratelimit.own_numbers(ratelimit.policies) is
-  'The policy of a key as it is now, without the numbers of an override. A policy that was dropped stays as it was.';
+  'The policy of a key as it is now, without the numbers of an override; it stays as it was if it was dropped.';
 
 -- A call that may have waited for a session that changed the numbers reads them again, if the policy has overrides or the bucket has
 -- no row. A policy that was dropped meanwhile stays

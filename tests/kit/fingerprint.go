@@ -97,7 +97,7 @@ const schemaQuery = `
 	select format('column %s.%I #%s %s collate %s not null %s identity %s generated %s default %s storage %s %s statistics %s acl %s options %s',
 	              c.oid::regclass, attname, row_number() over (partition by c.oid order by attnum), format_type(atttypid, atttypmod), nullif(attcollation, 0)::regcollation,
 	              attnotnull, attidentity, attgenerated, translate(pg_get_expr(d.adbin, d.adrelid), e'\n', ' '), attstorage, attcompression,
-	              attstattarget, attacl, nullif(attoptions, '{}'))
+	              attstattarget, attacl, (select array_agg(o order by o) from unnest(attoptions) as o where o like 'n\_distinct%'))
 	  from pg_attribute as a
 	  join pg_class as c on c.oid = a.attrelid
 	  left join pg_attrdef as d on (d.adrelid, d.adnum) = (a.attrelid, a.attnum)
