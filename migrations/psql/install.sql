@@ -4553,8 +4553,7 @@ declare
   v_now             timestamptz := clock();
   v_capacity        bigint;              -- these two apply to the key
   v_calendar        ratelimit.calendar;
-  v_policy          ratelimit.policies := policy;
-  v_quota           ratelimit.policies := policy;  -- with the numbers of the key
+  v_quota           ratelimit.policies;  -- with the numbers of the key, once the bucket was looked at
   v_taken           bigint := at_most;
   v_wanted          bigint;
   v_level           bigint;       -- as the row has it
@@ -4597,7 +4596,7 @@ begin
          set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
-       where b.policy_id = v_policy.id
+       where b.policy_id = policy.id
          and b.key       = v_key
          and used_level(b.level, b.refilled_at, v_calendar.turned_at) >= v_wanted - microtokens(v_capacity)
          and (v_taken = at_most or b.level = v_level and b.refilled_at = v_refilled_at)  -- fewer only from the bucket as it was read
@@ -4607,13 +4606,13 @@ begin
 
     -- 3. The bucket, as of now: the update may have waited.
     v_now      := clock();
-    v_policy   := own_numbers(v_policy);
-    v_quota    := quota_of_key(v_policy, v_key, v_now);
+    policy     := own_numbers(policy);
+    v_quota    := quota_of_key(policy, v_key, v_now);
     v_capacity := v_quota.capacity;
     v_calendar := v_quota.calendar;
     select b.level, b.refilled_at into v_level, v_refilled_at
       from buckets as b
-     where b.policy_id = v_policy.id
+     where b.policy_id = policy.id
        and b.key       = v_key;
     v_has_row := found;
     v_held    := microtokens(v_capacity) + coalesce(used_level(v_level, v_refilled_at, v_calendar.turned_at), 0);
@@ -4622,17 +4621,17 @@ begin
     -- 3a. Too few tokens.
     if at_most = 0 or v_taken < at_least then
       v_retry_us := case when at_most = 0 then 0
-                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_policy) end;
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_policy);
+                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, policy) end;
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
       if v_idempotency_key is not null then
         select k.* into v_first
           from idempotency_keys as k
-         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+         where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
+          return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
         end if;
       end if;
-      if v_policy.shadow and at_most > 0 then
+      if policy.shadow and at_most > 0 then
         v_answer := shadow_of(v_held, v_reset_us, v_capacity);
         return partial_of(v_answer, at_most);
       end if;
@@ -4646,7 +4645,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
+      values (policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
       on conflict on constraint buckets_pkey do nothing;
       exit when found;
     end if;
@@ -4654,17 +4653,17 @@ begin
     -- Again. Each round but the first is due to another session.
     v_rounds := coalesce(v_rounds, 0) + 1;
     if v_rounds = 1000 then
-      perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+      perform too_many_rounds(policy.name, v_key);  -- raises 40001
     end if;
   end loop;
   if v_refilled_at = v_now and v_calendar.turns_at < v_calendar.ends_at then
     v_reset_us := microseconds(v_calendar.turns_at - v_now)::bigint;
   else
-    if v_has_row is null and v_override.key is not null then  -- the bucket was not looked at
-      v_quota := with_override(policy, v_override);
+    if v_has_row is null then
+      v_quota := case when v_override.key is null then policy else with_override(policy, v_override) end;
     end if;
     v_quota.calendar := v_calendar;
-    v_reset_us       := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_policy);
+    v_reset_us       := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
   end if;
   v_held := microtokens(v_capacity) + v_level;
 
@@ -4672,8 +4671,8 @@ begin
   if v_idempotency_key is not null then
     insert into idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
-    values (v_policy.id, v_key, v_idempotency_key, v_taken,
-            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(v_policy.remember_us), v_now)
+    values (policy.id, v_key, v_idempotency_key, v_taken,
+            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(policy.remember_us), v_now)
     on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4688,16 +4687,16 @@ begin
     if not found then
       update buckets as b
          set level = b.level + v_wanted
-       where b.policy_id = v_policy.id
+       where b.policy_id = policy.id
          and b.key       = v_key;
       select k.* into v_first
         from idempotency_keys as k
-       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
-      return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
+       where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
     end if;
   end if;
-  v_answer := grant_of(v_held, v_reset_us, v_capacity);
-  return partial_of(v_answer, case when v_policy.shadow then at_most else v_taken end);
+  return (true, tokens_above_debt(v_held), interval '0', duration(v_reset_us), v_capacity, false, false,
+          case when policy.shadow then at_most else v_taken end)::partial_decision;  -- as grant_of and partial_of
 end;
 $$;
 comment on function ratelimit.take_quota_of_buckets(ratelimit.policies, text, bigint, bigint, text) is
@@ -4794,8 +4793,7 @@ declare
   v_now             timestamptz := clock();
   v_capacity        bigint;              -- these two apply to the key
   v_calendar        ratelimit.calendar;
-  v_policy          ratelimit.policies := policy;
-  v_quota           ratelimit.policies := policy;  -- with the numbers of the key
+  v_quota           ratelimit.policies;  -- with the numbers of the key, once the bucket was looked at
   v_taken           bigint := at_most;
   v_wanted          bigint;
   v_level           bigint;       -- as the row has it
@@ -4838,7 +4836,7 @@ begin
          set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
-       where b.policy_id = v_policy.id
+       where b.policy_id = policy.id
          and b.key       = v_key
          and used_level(b.level, b.refilled_at, v_calendar.turned_at) >= v_wanted - microtokens(v_capacity)
          and (v_taken = at_most or b.level = v_level and b.refilled_at = v_refilled_at)  -- fewer only from the bucket as it was read
@@ -4848,13 +4846,13 @@ begin
 
     -- 3. The bucket, as of now: the update may have waited.
     v_now      := clock();
-    v_policy   := own_numbers(v_policy);
-    v_quota    := quota_of_key(v_policy, v_key, v_now);
+    policy     := own_numbers(policy);
+    v_quota    := quota_of_key(policy, v_key, v_now);
     v_capacity := v_quota.capacity;
     v_calendar := v_quota.calendar;
     select b.level, b.refilled_at into v_level, v_refilled_at
       from ephemeral_buckets as b
-     where b.policy_id = v_policy.id
+     where b.policy_id = policy.id
        and b.key       = v_key;
     v_has_row := found;
     v_held    := microtokens(v_capacity) + coalesce(used_level(v_level, v_refilled_at, v_calendar.turned_at), 0);
@@ -4863,17 +4861,17 @@ begin
     -- 3a. Too few tokens.
     if at_most = 0 or v_taken < at_least then
       v_retry_us := case when at_most = 0 then 0
-                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_policy) end;
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_policy);
+                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, policy) end;
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
       if v_idempotency_key is not null then
         select k.* into v_first
           from ephemeral_idempotency_keys as k
-         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+         where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
-          return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
+          return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
         end if;
       end if;
-      if v_policy.shadow and at_most > 0 then
+      if policy.shadow and at_most > 0 then
         v_answer := shadow_of(v_held, v_reset_us, v_capacity);
         return partial_of(v_answer, at_most);
       end if;
@@ -4887,7 +4885,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
+      values (policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
       on conflict on constraint ephemeral_buckets_pkey do nothing;
       exit when found;
     end if;
@@ -4895,17 +4893,17 @@ begin
     -- Again. Each round but the first is due to another session.
     v_rounds := coalesce(v_rounds, 0) + 1;
     if v_rounds = 1000 then
-      perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+      perform too_many_rounds(policy.name, v_key);  -- raises 40001
     end if;
   end loop;
   if v_refilled_at = v_now and v_calendar.turns_at < v_calendar.ends_at then
     v_reset_us := microseconds(v_calendar.turns_at - v_now)::bigint;
   else
-    if v_has_row is null and v_override.key is not null then  -- the bucket was not looked at
-      v_quota := with_override(policy, v_override);
+    if v_has_row is null then
+      v_quota := case when v_override.key is null then policy else with_override(policy, v_override) end;
     end if;
     v_quota.calendar := v_calendar;
-    v_reset_us       := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_policy);
+    v_reset_us       := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
   end if;
   v_held := microtokens(v_capacity) + v_level;
 
@@ -4913,8 +4911,8 @@ begin
   if v_idempotency_key is not null then
     insert into ephemeral_idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
-    values (v_policy.id, v_key, v_idempotency_key, v_taken,
-            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(v_policy.remember_us), v_now)
+    values (policy.id, v_key, v_idempotency_key, v_taken,
+            tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(policy.remember_us), v_now)
     on conflict on constraint ephemeral_idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,
@@ -4929,16 +4927,16 @@ begin
     if not found then
       update ephemeral_buckets as b
          set level = b.level + v_wanted
-       where b.policy_id = v_policy.id
+       where b.policy_id = policy.id
          and b.key       = v_key;
       select k.* into v_first
         from ephemeral_idempotency_keys as k
-       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
-      return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
+       where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
     end if;
   end if;
-  v_answer := grant_of(v_held, v_reset_us, v_capacity);
-  return partial_of(v_answer, case when v_policy.shadow then at_most else v_taken end);
+  return (true, tokens_above_debt(v_held), interval '0', duration(v_reset_us), v_capacity, false, false,
+          case when policy.shadow then at_most else v_taken end)::partial_decision;  -- as grant_of and partial_of
 end;
 $$;
 comment on function ratelimit.take_quota_of_ephemeral_buckets(ratelimit.policies, text, bigint, bigint, text) is

@@ -364,7 +364,8 @@ func checkRules(t *testing.T, rules *policyfile.Rules) {
 
 // isCalendar reports whether a policy has all or nothing of a calendar.
 func isCalendar(period, timeZone, anchor string) bool {
-	return (period != "") == (timeZone != "") && (period != "") == (anchor != "")
+	isQuota := period != ""
+	return isQuota == (timeZone != "") && isQuota == (anchor != "")
 }
 
 func isName(name string) bool {

@@ -115,6 +115,34 @@ func badCalls(serverVersion int) []badCall {
 		add(invalid("refill", define, policy, 9_000_000_000_000, 1, "1 second", nil))
 		add(invalid("refill", define, policy, 3_652_500, 1, "1 day 0.000001 seconds", nil))
 	}
+	const quota = "select ratelimit_define_policy($1::text, 10, period => $2::text::interval, time_zone => $3::text, anchor => $4::text::timestamp)"
+	periods := []any{"0", "1 hour", "24 hours", "1 day 1 hour", "1 day -1 month", "1 month 1 day", "-1 day", "-1 month", "365251 days", "12001 months", "1000 years 1 month", "0.5 days"}
+	if serverVersion >= 17 {
+		periods = append(periods, "infinity", "-infinity")
+	}
+	for _, period := range periods {
+		add(invalid("period", quota, "new", period, nil, nil))
+	}
+	for _, zone := range []string{"", "utc", "Z", "UTC+3", "CET", "EST", "EST5EDT", "europe/berlin", "Europe/Berlin ", "posix/Europe/Berlin", "right/UTC", "Nowhere/Land", "<x>3/y"} {
+		add(invalid("time_zone", quota, "new", "1 month", zone, nil))
+	}
+	for _, anchor := range []string{"infinity", "-infinity", "0001-12-31 23:59:59.999999 BC", "10000-01-01"} {
+		add(invalid("anchor", quota, "new", "1 month", "UTC", anchor))
+	}
+	add(invalid("period", quota, "durable", "1 day", nil, nil)) // a policy that refills stays one
+	add(invalid("time_zone", "select ratelimit_define_policy('durable', time_zone => 'UTC')"))
+	add(invalid("anchor", "select ratelimit_define_policy('durable', anchor => '2024-01-31')"))
+	add(invalid("refill", "select ratelimit_define_policy('new', 10, 0, period => '1 day')"))
+	add(invalid("every", "select ratelimit_define_policy('new', 10, every => '1 day', period => '1 day')"))
+	add(invalid("stepped", "select ratelimit_define_policy('new', 10, stepped => false, period => '1 day')"))
+	add(invalid("capacity", "select ratelimit_define_policy('new', period => '1 day')"))
+	add(invalid("refill", "select ratelimit_define_policy('quota', refill => 1)"))
+	add(invalid("time_zone", "select ratelimit_override('durable', 'k', time_zone => 'UTC')"))
+	add(invalid("anchor", "select ratelimit_override('durable', 'k', anchor => '2024-01-31')"))
+	add(invalid("refill", "select ratelimit_override('quota', 'k', refill => 1)"))
+	add(invalid("every", "select ratelimit_override('quota', 'k', every => '1 day')"))
+	add(invalid("time_zone", "select ratelimit_override('quota', 'k', time_zone => 'CET')"))
+	add(invalid("anchor", "select ratelimit_override('quota', 'k', anchor => 'infinity')"))
 	add(invalid("capacity", define, "new", nil, 1, "1 second", nil))
 	add(invalid("refill", define, "new", 10, nil, "1 second", nil))
 	add(invalid("every", define, "new", 10, 1, nil, nil))
@@ -168,8 +196,9 @@ func TestBadInput_IsRefusedAndChangesNothing(t *testing.T) {
 	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
 		db.Policy(name, 10, 1, time.Hour, durability).Take(name, "k", 3, "first")
 	}
+	db.Execute("select ratelimit_define_policy('quota', 10, period => '1 month')")
 	before := kit.RowsOf(t, db.DB)
-	require.Len(t, before, 7, "2 policies, 2 buckets, 2 idempotency keys and the version")
+	require.Len(t, before, 8, "3 policies, 2 buckets, 2 idempotency keys and the version")
 	conn := db.Connect(t)
 	for _, call := range badCalls(int(db.Number("select current_setting('server_version_num')::integer / 10000"))) {
 		for _, protocol := range kit.Protocols {

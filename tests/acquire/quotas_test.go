@@ -1,0 +1,175 @@
+package acquire
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/vectors"
+	"github.com/stretchr/testify/require"
+)
+
+// A quota denies one microsecond before its turn, and is full at it. The settings of the session have no say.
+func TestQuota_TurnsToTheMicrosecond(t *testing.T) {
+	t.Parallel()
+	db := kit.NewDB(t)
+	session := db.Session()
+	for i, c := range vectors.Turns {
+		session.Execute("reset all")
+		session.Execute([]string{"set timezone = 'Asia/Kathmandu'", "set datestyle = 'German'; set intervalstyle = 'iso_8601'", "set timezone = 'CET'"}[i%3])
+		quota, name := fmt.Sprint("quota ", i), fmt.Sprintf("%+v", c)
+		session.Execute("select ratelimit_define_policy($1, 10, period => $2, time_zone => $3, anchor => $4)", quota, periodOf(c.Period), c.Zone, c.Anchor)
+		calendar := model.Calendar{Period: model.Period(c.Period), Zone: c.Zone, Anchor: c.Anchor}
+		length := calendar.Next(c.At).Sub(c.At)
+
+		db.SetClock(c.At.Add(-time.Microsecond))
+		require.Equal(t, kit.Allowed(0, time.Microsecond, 10), session.Acquire(quota, "k", 10), name)
+		require.Equal(t, kit.Denied(0, time.Microsecond, time.Microsecond, 10), session.Acquire(quota, "k", 1), name)
+		db.SetClock(c.At)
+		require.Equal(t, kit.Allowed(10, 0, 10), db.Must(kit.Peek(session, quota, "k", 10)), name)
+		granted := session.Acquire(quota, "k", 1)
+		require.True(t, granted.Allowed, name)
+		if length < math.MaxInt64 { // a Duration cannot hold a period of 1,000 years
+			require.Equal(t, kit.Allowed(9, length, 10), granted, name)
+		}
+	}
+}
+
+func periodOf(p vectors.Period) pgtype.Interval {
+	return pgtype.Interval{Months: int32(p.Months), Days: int32(p.Days), Valid: true}
+}
+
+// Turns agree with the model, which finds them by a search over the time package's rules, in all zones that both know.
+func TestQuota_TurnsAgreeWithTheModel(t *testing.T) {
+	t.Parallel()
+	db := kit.NewDB(t)
+	random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
+	zones := kit.Column(t, db.DB, `
+		select name from pg_timezone_names where name = 'UTC' or name ~ '/' and name !~ '^(posix|right)/' order by 1`)
+	require.Greater(t, len(zones), 300)
+	type instant struct{ At, Turned, Turns time.Time }
+	const each = 4
+	var cases [][]any
+	var want []instant
+	for _, zone := range zones {
+		if !model.IsZone(zone) {
+			continue
+		}
+		for range each {
+			p := model.Period{Days: 1 + random.IntN(400)}
+			if random.IntN(2) == 0 {
+				p = model.Period{Months: 1 + random.IntN(40)}
+			}
+			anchor := time.UnixMicro(random.Int64N(int64(60*365*24*time.Hour/time.Microsecond)) - 1e15).UTC()
+			c := model.Calendar{Period: p, Zone: zone, Anchor: anchor}
+			turn := c.Turn(random.IntN(200) - 100)
+			at := turn.Add([]time.Duration{-time.Microsecond, 0, time.Microsecond, time.Duration(random.Int64N(int64(400 * 24 * time.Hour)))}[random.IntN(4)]).UTC()
+			cases = append(cases, []any{p.Months, p.Days, zone, anchor, at})
+			want = append(want, instant{at, time.Time{}, c.Next(at)})
+		}
+	}
+	for i, c := range cases {
+		var got instant
+		require.NoError(t, db.Pool.QueryRow(t.Context(), `
+			select $5::timestamptz, t.turned_at, t.turns_at
+			  from ratelimit.turning(row(null, false, make_interval(months => $1, days => $2), $1, $3, $4::timestamp, null, null)::ratelimit.calendar, $5) as t`, c...).
+			Scan(&got.At, &got.Turned, &got.Turns))
+		require.True(t, got.Turns.Equal(want[i].Turns), "%v: %v instead of %v", c, got.Turns.UTC(), want[i].Turns)
+		require.False(t, got.Turned.After(got.At), "%v: the last turn is at %v", c, got.Turned.UTC())
+	}
+}
+
+// 32 sessions and a Combiner ask without end while a turn comes: as many are granted before it as fit, and as many after it.
+func TestTorture_QuotaGrantsItsCapacityBeforeATurnAndAfterIt(t *testing.T) {
+	const sessions, callers, capacity = 32, 8, 50
+	run := kit.Torture(t, 8)
+	turns := 0
+	db := kit.NewCrowdDB(t, sessions)
+	combiner := client.NewCombiner(db.Pool)
+	defer combiner.Close()
+	ctx := context.Background()
+	db.Execute(`
+		create table public.clocks (ahead interval not null);
+		insert into public.clocks values ('0');
+		create or replace function ratelimit.clock() returns timestamptz language sql volatile as $$ select clock_timestamp() + ahead from public.clocks $$`)
+	for ; run.GoesOn(); turns++ {
+		policy := fmt.Sprint("quota ", turns)
+		// It turns in an hour. When each caller has found it empty, the clock goes forward to a moment before.
+		db.Execute(`
+			select ratelimit_define_policy($1, $2, durable => $3, period => '1 day', anchor => (ratelimit.clock() at time zone 'UTC') + interval '1 hour')`,
+			policy, capacity, turns%2 == 0)
+		var mu sync.Mutex
+		granted := map[bool]int{} // by whether the day after had begun
+		var empty sync.WaitGroup
+		empty.Add(sessions + callers)
+		go func() {
+			empty.Wait()
+			db.Execute(`
+				update public.clocks set ahead = ahead + (p.anchor at time zone 'UTC' - ratelimit.clock()) - interval '5 ms'
+				  from ratelimit_policies() as p where p.policy = $1`, policy)
+		}()
+		kit.Crowd(t, sessions+callers, func(caller int) error {
+			for told := false; ; {
+				var d client.Decision
+				var err error
+				if caller < sessions {
+					d, err = client.New(db.Pool).Acquire(ctx, policy, "k")
+				} else {
+					d, err = combiner.Acquire(ctx, policy, "k")
+				}
+				after := d.ResetAfter > 12*time.Hour
+				switch {
+				case err != nil:
+					return err
+				case d.Allowed:
+					mu.Lock()
+					granted[after]++
+					mu.Unlock()
+				case after:
+					return nil
+				case !told:
+					told = true
+					empty.Done()
+				}
+			}
+		})
+		require.Equal(t, map[bool]int{false: capacity, true: capacity}, granted)
+		run.Progress("%d turns", turns)
+	}
+	run.Figure("turns around which exactly the capacity was granted", turns, "")
+}
+
+// A customer's month begins on the day he signed up, by his clocks; what he has used stays used when he changes his plan.
+func TestQuota_APlan(t *testing.T) {
+	db := kit.ParallelDB(t)
+	db.Execute("select ratelimit_define_policy('calls', 1000, period => '1 month', remember => '40 days')")
+	db.Execute("select ratelimit_override('calls', 'kiwi', 1000, time_zone => 'Pacific/Auckland', anchor => '2024-01-31')")
+	at := func(text string) time.Time { return kit.NoError(time.Parse(time.DateTime, text))(t) }
+	turn := at("2024-03-30 11:00:00") // 31 March, 0:00
+	now := turn.Add(-24 * time.Hour)
+
+	require.Equal(t, kit.Allowed(200, 24*time.Hour, 1000), db.AcquireAt(now, "calls", "kiwi", 800, "job"))
+	db.Execute("select ratelimit_override('calls', 'kiwi', 5000)") // zone and anchor stay
+	require.Equal(t, kit.Allowed(4200, 24*time.Hour, 5000), db.PeekAt(now, "calls", "kiwi", 4200))
+	db.Execute("select ratelimit_override('calls', 'kiwi', 500)")
+	require.Equal(t, kit.Denied(-300, 24*time.Hour, 24*time.Hour, 500), db.AcquireAt(now, "calls", "kiwi", 1))
+
+	// Another zone fills nothing by itself: its turn lay before the last write.
+	db.Execute("select ratelimit_override('calls', 'kiwi', 500, time_zone => 'Pacific/Kiritimati')")
+	require.Equal(t, kit.Denied(-300, 23*time.Hour, 23*time.Hour, 500), db.PeekAt(now, "calls", "kiwi", 1))
+	db.Execute("select ratelimit_override('calls', 'kiwi', 500, time_zone => 'Pacific/Auckland')")
+
+	// The estimate was too high, but its month is over.
+	db.SetClock(turn)
+	settled := db.Must(kit.Decide(db.Pool, "ratelimit_settle('calls', 'kiwi', 'job', 1)"))
+	require.Equal(t, []int64{500, 500}, []int64{settled.Remaining, settled.Capacity})
+	require.Equal(t, settled.Remaining, db.Left("calls", "kiwi"))
+}
