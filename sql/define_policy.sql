@@ -57,7 +57,7 @@ begin
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
           v_period is not null,
-          case when v_period is not null then row('infinity', coalesce((v_policy.calendar).overridden, false), v_period,
+          case when v_period is not null then row('infinity', false, v_period,
                                                     extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
@@ -66,7 +66,10 @@ begin
          stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
          remember  = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
-         calendar  = excluded.calendar
+         calendar  = case when (excluded.calendar).period is not null then
+                       row((p.calendar).ends_at, (p.calendar).overridden,  -- by now a key may have an override
+                           (excluded.calendar).period, (excluded.calendar).months, (excluded.calendar).time_zone, (excluded.calendar).anchor, null, null)::calendar
+                     end
    where (p.calendar is null) = (excluded.calendar is null)
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
   if not found then  -- another session has created the policy meanwhile

@@ -68,6 +68,9 @@ begin
     -- 3. The bucket, as of now: the update may have waited.
     v_now      := clock();
     v_own      := own_numbers(v_quota);
+    if v_own.id is null then  -- dropped meanwhile: it stays as it was
+      v_own := policy;
+    end if;
     v_quota    := quota_of_key(v_own, v_key, v_now);
     v_capacity := v_quota.capacity;
     v_calendar := v_quota.calendar;

@@ -4059,7 +4059,7 @@ declare
 begin
   select p.* into v_policy from policies as p where p.id = policy.id;
   if not found then
-    return policy;
+    return with_turns(policy, now);
   end if;
   if (v_policy.calendar).period is not null then
     return quota_of_key(v_policy, key, now);
@@ -4210,7 +4210,7 @@ begin
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
           v_period is not null,
-          case when v_period is not null then row('infinity', coalesce((v_policy.calendar).overridden, false), v_period,
+          case when v_period is not null then row('infinity', false, v_period,
                                                     extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
@@ -4219,7 +4219,10 @@ begin
          stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
          remember  = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
-         calendar  = excluded.calendar
+         calendar  = case when (excluded.calendar).period is not null then
+                       row((p.calendar).ends_at, (p.calendar).overridden,  -- by now a key may have an override
+                           (excluded.calendar).period, (excluded.calendar).months, (excluded.calendar).time_zone, (excluded.calendar).anchor, null, null)::calendar
+                     end
    where (p.calendar is null) = (excluded.calendar is null)
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
   if not found then  -- another session has created the policy meanwhile
@@ -4605,6 +4608,9 @@ begin
     -- 3. The bucket, as of now: the update may have waited.
     v_now      := clock();
     v_own      := own_numbers(v_quota);
+    if v_own.id is null then  -- dropped meanwhile: it stays as it was
+      v_own := policy;
+    end if;
     v_quota    := quota_of_key(v_own, v_key, v_now);
     v_capacity := v_quota.capacity;
     v_calendar := v_quota.calendar;
@@ -4846,6 +4852,9 @@ begin
     -- 3. The bucket, as of now: the update may have waited.
     v_now      := clock();
     v_own      := own_numbers(v_quota);
+    if v_own.id is null then  -- dropped meanwhile: it stays as it was
+      v_own := policy;
+    end if;
     v_quota    := quota_of_key(v_own, v_key, v_now);
     v_capacity := v_quota.capacity;
     v_calendar := v_quota.calendar;
