@@ -37,7 +37,7 @@ begin
   v_period    := coalesce(ratelimit_define_policy.period, (v_policy.calendar).period);
   v_time_zone := coalesce(ratelimit_define_policy.time_zone, (v_policy.calendar).time_zone, case when v_period is not null then 'UTC' end);
   v_anchor    := coalesce(ratelimit_define_policy.anchor, (v_policy.calendar).anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
-  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
+  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, ratelimit_define_policy.time_zone, v_anchor);
   if v_period is not null then
     refill := 0;  -- as of calendar.sql
     every  := interval '1 day';

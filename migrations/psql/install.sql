@@ -3419,6 +3419,7 @@ declare
   v_only_quotas constant text := 'Only a quota has a calendar. Leave it out, or drop the policy and define it anew with a period.';
   v_no_refill   constant text := 'A quota is full at each turn of its calendar and gains nothing in between. Leave it out, or drop the policy and define it anew.';
   v_months      integer;
+  v_time_zone   text collate "C" := coalesce(time_zone, 'UTC');  -- null: that of the policy, which was checked
 begin
   if period is null then
     if time_zone is not null then
@@ -3441,7 +3442,7 @@ begin
                             or period = make_interval(months => v_months) and extract(day from period) = 0
                                          and v_months between 1 and 12000)) is not true then
     perform ratelimit.refuse('period', period::text, 'Pass whole days or whole months, such as ''7 days'', ''1 month'' or ''1 year'', of 1 day to 1000 years.');
-  elsif time_zone <> 'UTC' and (time_zone !~ '/' or time_zone ~ '^(posix|right)/' or not exists (select from pg_catalog.pg_timezone_names as z where z.name = time_zone)) then
+  elsif v_time_zone <> 'UTC' and (v_time_zone !~ '/' or v_time_zone ~ '^(posix|right)/' or not exists (select from pg_catalog.pg_timezone_names as z where z.name = v_time_zone)) then
     perform ratelimit.refuse('time_zone', time_zone, 'Pass ''UTC'', or a name with a slash that pg_timezone_names lists, such as ''Europe/Berlin''.');
   elsif (extract(year from anchor) between 1 and 9999) is not true or anchor < timestamp '0001-01-01' then
     perform ratelimit.refuse('anchor', anchor::text, 'Pass a local time of the years 1 to 9999, such as ''2024-01-31 00:00''.');
@@ -4190,7 +4191,7 @@ begin
   v_period    := coalesce(ratelimit_define_policy.period, (v_policy.calendar).period);
   v_time_zone := coalesce(ratelimit_define_policy.time_zone, (v_policy.calendar).time_zone, case when v_period is not null then 'UTC' end);
   v_anchor    := coalesce(ratelimit_define_policy.anchor, (v_policy.calendar).anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
-  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
+  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, ratelimit_define_policy.time_zone, v_anchor);
   if v_period is not null then
     refill := 0;  -- as of calendar.sql
     every  := interval '1 day';
@@ -4412,7 +4413,7 @@ begin
   end if;
   v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, (v_policy.calendar).time_zone);
   v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, (v_policy.calendar).anchor);
-  perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, v_time_zone, v_anchor);
+  perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, ratelimit_override.time_zone, v_anchor);
   perform check_numbers(v_capacity, v_refill, v_every);
 
   if v_policy.calendar is null then
