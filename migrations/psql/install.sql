@@ -4221,8 +4221,9 @@ begin
          remember  = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
          calendar  = case when (excluded.calendar).period is not null then
-                       row((p.calendar).ends_at, (p.calendar).overridden,  -- by now a key may have an override
-                           (excluded.calendar).period, (excluded.calendar).months, (excluded.calendar).time_zone, (excluded.calendar).anchor, null, null)::calendar
+                       row((p.calendar).ends_at, (p.calendar).overridden,  -- another session may have created the quota, and an override
+                           (excluded.calendar).period, (excluded.calendar).months, coalesce(ratelimit_define_policy.time_zone, (p.calendar).time_zone),
+                           coalesce(ratelimit_define_policy.anchor, (p.calendar).anchor), null, null)::calendar
                      end
    where (p.calendar is null) = (excluded.calendar is null)
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;

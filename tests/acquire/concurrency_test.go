@@ -401,16 +401,17 @@ func TestConcurrency_AQuotaIsDroppedDuringAWait(t *testing.T) {
 	}
 }
 
-// Two sessions create a quota, and that of the first has an override by then.
-func TestConcurrency_AnOverrideOfAQuotaThatTwoSessionsCreateCounts(t *testing.T) {
+// Two sessions create a quota. The second changes what it names, and an override that the key has by then counts.
+func TestConcurrency_TwoSessionsCreateAQuota(t *testing.T) {
 	db := kit.ParallelDB(t)
-	holder := db.Begin().Run("select ratelimit_define_policy('p', 10, period => '1 day')").Run("select ratelimit_override('p', 'k', capacity => 0)")
+	holder := db.Begin().Run("select ratelimit_define_policy('p', 10, period => '1 day', time_zone => 'Europe/Berlin', anchor => '2024-01-31')").Run("select ratelimit_override('p', 'k', capacity => 0)")
 	call := db.Session().StartExec("select ratelimit_define_policy('p', 20, period => '1 month')").BlockedBy(holder)
 	holder.Execute("commit")
 	_, err := call.Result()
 	require.NoError(t, err)
 	require.False(t, db.Acquire("p", "k", 1).Allowed)
 	require.EqualValues(t, 19, db.Acquire("p", "other", 1).Remaining)
+	require.Equal(t, []string{"1 mon Europe/Berlin 2024-01-31 00:00:00"}, kit.Column(t, db.DB, "select format('%s %s %s', period, time_zone, anchor) from ratelimit_policies()"))
 }
 
 func TestConcurrency_Vectors(t *testing.T) {
