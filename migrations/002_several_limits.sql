@@ -377,6 +377,19 @@ $$;
 
 set local lock_timeout = '3s';
 lock table ratelimit.policies in access exclusive mode;
+{{- if not .uninstall }}
+-- Without quotas, what is used of one, in the period that runs, is missing in its bucket.
+update ratelimit.buckets as b
+   set level = ratelimit.level_now(b.level, b.refilled_at, now(), ratelimit.with_turns(p, now()))
+  from ratelimit.policies as p
+ where p.id = b.policy_id
+   and not p.calendar is null;
+update ratelimit.ephemeral_buckets as b
+   set level = ratelimit.level_now(b.level, b.refilled_at, now(), ratelimit.with_turns(p, now()))
+  from ratelimit.policies as p
+ where p.id = b.policy_id
+   and not p.calendar is null;
+{{- end }}
 
 {{ template "drop_changed" `,
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
@@ -407,17 +420,6 @@ $functions$;
 drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
 alter type ratelimit.retired_decision rename to decision;
 
--- Without quotas, what is used of one is missing in its bucket.
-update ratelimit.buckets as b
-   set level = b.level + p.full_level
-  from ratelimit.policies as p
- where p.id = b.policy_id
-   and not p.calendar is null;
-update ratelimit.ephemeral_buckets as b
-   set level = b.level + p.full_level
-  from ratelimit.policies as p
- where p.id = b.policy_id
-   and not p.calendar is null;
 -- Without refill 0, such a policy refills as slowly as one can.
 update ratelimit.policies
    set refill = 1,

@@ -265,6 +265,7 @@ declare
   v_only_quotas constant text := 'Only a quota has a calendar. Leave it out, or drop the policy and define it anew with a period.';
   v_no_refill   constant text := 'A quota is full at each turn of its calendar and gains nothing in between. Leave it out, or drop the policy and define it anew.';
   v_months      integer;
+  v_time_zone   text collate "C" := coalesce(time_zone, 'UTC');  -- null: that of the policy, which was checked
 begin
   if period is null then
     if time_zone is not null then
@@ -281,13 +282,13 @@ begin
   elsif stepped is not null then
     perform ratelimit.refuse('stepped', stepped::text, v_no_refill);
   end if;
-  v_months := extract(year from period)::integer * 12 + extract(month from period)::integer;
+  v_months := case when isfinite(period) then extract(year from period) * 12 + extract(month from period) end;
   if (isfinite(period) and (v_months = 0 and period = make_interval(days => extract(day from period)::integer)
                                          and extract(day from period) between 1 and 365250
                             or period = make_interval(months => v_months) and extract(day from period) = 0
                                          and v_months between 1 and 12000)) is not true then
     perform ratelimit.refuse('period', period::text, 'Pass whole days or whole months, such as ''7 days'', ''1 month'' or ''1 year'', of 1 day to 1000 years.');
-  elsif time_zone <> 'UTC' and (time_zone !~ '/' or time_zone ~ '^(posix|right)/' or not exists (select from pg_catalog.pg_timezone_names as z where z.name = time_zone)) then
+  elsif v_time_zone <> 'UTC' and (v_time_zone !~ '/' or v_time_zone ~ '^(posix|right)/' or not exists (select from pg_catalog.pg_timezone_names as z where z.name = v_time_zone)) then
     perform ratelimit.refuse('time_zone', time_zone, 'Pass ''UTC'', or a name with a slash that pg_timezone_names lists, such as ''Europe/Berlin''.');
   elsif (extract(year from anchor) between 1 and 9999) is not true or anchor < timestamp '0001-01-01' then
     perform ratelimit.refuse('anchor', anchor::text, 'Pass a local time of the years 1 to 9999, such as ''2024-01-31 00:00''.');

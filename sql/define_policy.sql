@@ -37,7 +37,7 @@ begin
   v_period    := coalesce(ratelimit_define_policy.period, (v_policy.calendar).period);
   v_time_zone := coalesce(ratelimit_define_policy.time_zone, (v_policy.calendar).time_zone, case when v_period is not null then 'UTC' end);
   v_anchor    := coalesce(ratelimit_define_policy.anchor, (v_policy.calendar).anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
-  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
+  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, ratelimit_define_policy.time_zone, v_anchor);
   if v_period is not null then
     refill := 0;  -- as of calendar.sql
     every  := interval '1 day';
@@ -57,7 +57,7 @@ begin
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
           v_period is not null,
-          case when v_period is not null then row('infinity', coalesce((v_policy.calendar).overridden, false), v_period,
+          case when v_period is not null then row('infinity', false, v_period,
                                                     extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
@@ -66,7 +66,11 @@ begin
          stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
          remember  = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
-         calendar  = excluded.calendar
+         calendar  = case when (excluded.calendar).period is not null then
+                       row((p.calendar).ends_at, (p.calendar).overridden,  -- another session may have created the quota, and an override
+                           (excluded.calendar).period, (excluded.calendar).months, coalesce(ratelimit_define_policy.time_zone, (p.calendar).time_zone),
+                           coalesce(ratelimit_define_policy.anchor, (p.calendar).anchor), null, null)::calendar
+                     end
    where (p.calendar is null) = (excluded.calendar is null)
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
   if not found then  -- another session has created the policy meanwhile

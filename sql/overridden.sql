@@ -131,7 +131,7 @@ declare
 begin
   select p.* into v_policy from policies as p where p.id = policy.id;
   if not found then
-    return policy;
+    return with_turns(policy, now);
   end if;
   if (v_policy.calendar).period is not null then
     return quota_of_key(v_policy, key, now);

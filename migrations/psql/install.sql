@@ -3419,6 +3419,7 @@ declare
   v_only_quotas constant text := 'Only a quota has a calendar. Leave it out, or drop the policy and define it anew with a period.';
   v_no_refill   constant text := 'A quota is full at each turn of its calendar and gains nothing in between. Leave it out, or drop the policy and define it anew.';
   v_months      integer;
+  v_time_zone   text collate "C" := coalesce(time_zone, 'UTC');  -- null: that of the policy, which was checked
 begin
   if period is null then
     if time_zone is not null then
@@ -3435,13 +3436,13 @@ begin
   elsif stepped is not null then
     perform ratelimit.refuse('stepped', stepped::text, v_no_refill);
   end if;
-  v_months := extract(year from period)::integer * 12 + extract(month from period)::integer;
+  v_months := case when isfinite(period) then extract(year from period) * 12 + extract(month from period) end;
   if (isfinite(period) and (v_months = 0 and period = make_interval(days => extract(day from period)::integer)
                                          and extract(day from period) between 1 and 365250
                             or period = make_interval(months => v_months) and extract(day from period) = 0
                                          and v_months between 1 and 12000)) is not true then
     perform ratelimit.refuse('period', period::text, 'Pass whole days or whole months, such as ''7 days'', ''1 month'' or ''1 year'', of 1 day to 1000 years.');
-  elsif time_zone <> 'UTC' and (time_zone !~ '/' or time_zone ~ '^(posix|right)/' or not exists (select from pg_catalog.pg_timezone_names as z where z.name = time_zone)) then
+  elsif v_time_zone <> 'UTC' and (v_time_zone !~ '/' or v_time_zone ~ '^(posix|right)/' or not exists (select from pg_catalog.pg_timezone_names as z where z.name = v_time_zone)) then
     perform ratelimit.refuse('time_zone', time_zone, 'Pass ''UTC'', or a name with a slash that pg_timezone_names lists, such as ''Europe/Berlin''.');
   elsif (extract(year from anchor) between 1 and 9999) is not true or anchor < timestamp '0001-01-01' then
     perform ratelimit.refuse('anchor', anchor::text, 'Pass a local time of the years 1 to 9999, such as ''2024-01-31 00:00''.');
@@ -4062,7 +4063,7 @@ declare
 begin
   select p.* into v_policy from policies as p where p.id = policy.id;
   if not found then
-    return policy;
+    return with_turns(policy, now);
   end if;
   if (v_policy.calendar).period is not null then
     return quota_of_key(v_policy, key, now);
@@ -4193,7 +4194,7 @@ begin
   v_period    := coalesce(ratelimit_define_policy.period, (v_policy.calendar).period);
   v_time_zone := coalesce(ratelimit_define_policy.time_zone, (v_policy.calendar).time_zone, case when v_period is not null then 'UTC' end);
   v_anchor    := coalesce(ratelimit_define_policy.anchor, (v_policy.calendar).anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
-  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, v_time_zone, v_anchor);
+  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, ratelimit_define_policy.time_zone, v_anchor);
   if v_period is not null then
     refill := 0;  -- as of calendar.sql
     every  := interval '1 day';
@@ -4213,7 +4214,7 @@ begin
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
           v_period is not null,
-          case when v_period is not null then row('infinity', coalesce((v_policy.calendar).overridden, false), v_period,
+          case when v_period is not null then row('infinity', false, v_period,
                                                     extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null)::calendar end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
@@ -4222,7 +4223,11 @@ begin
          stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
          remember  = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
-         calendar  = excluded.calendar
+         calendar  = case when (excluded.calendar).period is not null then
+                       row((p.calendar).ends_at, (p.calendar).overridden,  -- another session may have created the quota, and an override
+                           (excluded.calendar).period, (excluded.calendar).months, coalesce(ratelimit_define_policy.time_zone, (p.calendar).time_zone),
+                           coalesce(ratelimit_define_policy.anchor, (p.calendar).anchor), null, null)::calendar
+                     end
    where (p.calendar is null) = (excluded.calendar is null)
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
   if not found then  -- another session has created the policy meanwhile
@@ -4412,7 +4417,7 @@ begin
   end if;
   v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, (v_policy.calendar).time_zone);
   v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, (v_policy.calendar).anchor);
-  perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, v_time_zone, v_anchor);
+  perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, ratelimit_override.time_zone, v_anchor);
   perform check_numbers(v_capacity, v_refill, v_every);
 
   if v_policy.calendar is null then

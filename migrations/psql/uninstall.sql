@@ -165,17 +165,6 @@ $functions$;
 drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
 alter type ratelimit.retired_decision rename to decision;
 
--- Without quotas, what is used of one is missing in its bucket.
-update ratelimit.buckets as b
-   set level = b.level + p.full_level
-  from ratelimit.policies as p
- where p.id = b.policy_id
-   and not p.calendar is null;
-update ratelimit.ephemeral_buckets as b
-   set level = b.level + p.full_level
-  from ratelimit.policies as p
- where p.id = b.policy_id
-   and not p.calendar is null;
 -- Without refill 0, such a policy refills as slowly as one can.
 update ratelimit.policies
    set refill = 1,

@@ -379,6 +379,17 @@ func TestPolicyChange_TwoAtATimeAreCheckedTogether(t *testing.T) {
 	require.Equal(t, "22023", kit.SQLState(err), "%v", err)
 }
 
+// To look a name up reads every file of the time zones. So only a zone that is named is checked, and not that of the policy.
+func TestPolicyChange_ChecksOnlyATimeZoneThatItNames(t *testing.T) {
+	db := kit.ParallelDB(t)
+	db.Execute("select ratelimit_define_policy('p', 10, period => '1 day', time_zone => 'Europe/Berlin')")
+	db.Execute("update ratelimit.policies set calendar.time_zone = 'Europe/Atlantis'")
+	db.Execute("select ratelimit_override('p', 'k', capacity => 20), ratelimit_define_policy('p', 15)")
+	_ = db.Refused("22023", "select ratelimit_override('p', 'k', time_zone => 'Europe/Atlantis')")
+	db.Execute("select ratelimit_override('p', 'k', capacity => 20, time_zone => 'UTC')")
+	require.EqualValues(t, 19, db.Acquire("p", "k", 1).Remaining)
+}
+
 func TestPolicyChange_OverridesFollowStepped(t *testing.T) {
 	type testCase struct{ first, then []string }
 	kit.OnDBs(t, map[string]testCase{

@@ -370,6 +370,50 @@ func TestConcurrency_AnOverrideAndADropOfItsPolicyTakeTurns(t *testing.T) {
 	}
 }
 
+// A call that waits for a bucket whose quota is dropped meanwhile is answered by the quota as it was.
+func TestConcurrency_AQuotaIsDroppedDuringAWait(t *testing.T) {
+	for name, call := range map[string]func(q kit.Querier) (kit.Decision, error){
+		"acquire":        func(q kit.Querier) (kit.Decision, error) { return kit.Acquire(q, "p", "k", 3) },
+		"acquire, keyed": func(q kit.Querier) (kit.Decision, error) { return kit.Acquire(q, "p", "k", 3, "first") },
+		"enforce":        func(q kit.Querier) (kit.Decision, error) { return kit.Decide(q, "ratelimit_enforce('p', 'k', 3)") },
+		"charge":         func(q kit.Querier) (kit.Decision, error) { return kit.Decide(q, "ratelimit_charge('p', 'k', 3)") },
+		"up to": func(q kit.Querier) (kit.Decision, error) {
+			return kit.Decide(q, "(select allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed from ratelimit_acquire_up_to('p', 'k', 3))")
+		},
+		"reserve": func(q kit.Querier) (kit.Decision, error) {
+			return kit.Decide(q, "(select allowed, remaining, wait as retry_after, reset_after, capacity, replayed, shadowed from ratelimit_reserve('p', 'k', '1 day', 3))")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
+				var p kit.PolicyOptions
+				kind(&p)
+				db.SetClock(kit.T0)
+				db.Execute("select ratelimit_define_policy('p', 10, period => '1 day', durable => $1::boolean)", p.Durable)
+				db.Acquire("p", "k", 5)
+				holder := db.Begin().Run("select ratelimit_drop_policy('p')")
+				pending := db.Session().Start(call)
+				pending.AwaitBlockedBy(holder)
+				holder.Execute("commit")
+				require.Equal(t, kit.Allowed(7, 12*time.Hour, 10), pending.Answer())
+			})
+		})
+	}
+}
+
+// Two sessions create a quota. The second changes what it names, and an override that the key has by then counts.
+func TestConcurrency_TwoSessionsCreateAQuota(t *testing.T) {
+	db := kit.ParallelDB(t)
+	holder := db.Begin().Run("select ratelimit_define_policy('p', 10, period => '1 day', time_zone => 'Europe/Berlin', anchor => '2024-01-31')").Run("select ratelimit_override('p', 'k', capacity => 0)")
+	call := db.Session().StartExec("select ratelimit_define_policy('p', 20, period => '1 month')").BlockedBy(holder)
+	holder.Execute("commit")
+	_, err := call.Result()
+	require.NoError(t, err)
+	require.False(t, db.Acquire("p", "k", 1).Allowed)
+	require.EqualValues(t, 19, db.Acquire("p", "other", 1).Remaining)
+	require.Equal(t, []string{"1 mon Europe/Berlin 2024-01-31 00:00:00"}, kit.Column(t, db.DB, "select format('%s %s %s', period, time_zone, anchor) from ratelimit_policies()"))
+}
+
 func TestConcurrency_Vectors(t *testing.T) {
 	t.Parallel()
 	for _, v := range []struct {

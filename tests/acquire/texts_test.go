@@ -117,6 +117,12 @@ func TestCollations_StayOutside(t *testing.T) {
 				_ = db.Refused("22023", sql+every)
 			}
 			db.Execute("select ratelimit_drop_policy(t.policy) " + every + " limit 1")
+			db.Execute("select ratelimit_define_policy('quota', 1, period => '1 day', time_zone => 'Europe/Berlin' collate " + collation + ")")
+			for _, zone := range []string{"utc", "europe/berlin"} {
+				for _, call := range []string{"define_policy('quota', ", "override('quota', 'k', "} {
+					_ = db.Refused("22023", "select ratelimit_"+call+"time_zone => '"+zone+"' collate "+collation+")")
+				}
+			}
 			_ = db.Refused("RL001", "select ratelimit_drop_policy(t.policy) "+every)
 		})
 	}

@@ -250,10 +250,14 @@ func TestUpgrade_AndBack(t *testing.T) {
 			require.False(t, db.Acquire(policy, "k", 3, "first").Replayed)
 			require.False(t, db.Acquire(policy, "other", 3, "first").Replayed)
 		}
+		db.Acquire(name+" quota", "of a year that is over", 3)
 	}
 	require.NotZero(t, db.Number(`
 		select count(*) from (table ratelimit.idempotency_keys union all table ratelimit.ephemeral_idempotency_keys) as k where reset_after is null`))
 
+	for _, table := range []string{"buckets", "ephemeral_buckets"} {
+		db.Execute("update ratelimit." + table + " set refilled_at = refilled_at - interval '1 year' where key = 'of a year that is over'")
+	}
 	kit.MigrateTo(t, db.DB, files, 1)
 	kit.SameSchema(t, kit.InstalledAt(t, files, 1).DB, db.DB)
 	data.Check()
@@ -263,6 +267,7 @@ func TestUpgrade_AndBack(t *testing.T) {
 			require.True(t, db.Acquire(quota, key, 3, "first").Replayed)
 			require.False(t, db.Acquire(quota, key, 8).Allowed)
 		}
+		require.True(t, db.Acquire(quota, "of a year that is over", 10).Allowed)
 		db.DropPolicy(quota)
 	}
 	for _, policy := range []string{"durable", "durable most", "ephemeral", "ephemeral most"} {
