@@ -9,6 +9,7 @@ import (
 
 const (
 	maxDenials   = 1 << 17
+	oldestDenial = time.Minute
 	denialShards = 64
 	evictOf      = 16
 )
@@ -145,9 +146,10 @@ func (s *denialShard) evict() {
 	delete(s.byKey, first)
 }
 
-// lasts counts from before the question, so that no request is denied for longer than RetryAfter.
+// lasts counts from before the question, so that no request is denied for longer than RetryAfter. An old denial is asked again: the
+// wait of a quota may be a month, in which another program sells a larger plan.
 func (e denial) lasts(now time.Time) bool {
-	return now.Sub(e.asked) < e.RetryAfter
+	return now.Sub(e.asked) < min(e.RetryAfter, oldestDenial)
 }
 
 // at is the denial as it is now. Its times count from after the answer, so that a request after RetryAfter

@@ -70,6 +70,19 @@ func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
 	})
 }
 
+// A quota may deny for a month. What another program has given back meanwhile is seen within a minute.
+func TestDenialCache_AsksAgainAfterAMinute(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		db, limiter := cached(denied(30*24*time.Hour), granted(4))
+		for _, after := range []time.Duration{0, time.Minute - 1, 1} {
+			time.Sleep(after)
+			d := noError(limiter.Acquire(t.Context(), "p", "k", client.Cost(5)))(t)
+			require.Equal(t, after == 1, d.Allowed)
+		}
+		require.Len(t, db.sent(), 2)
+	})
+}
+
 func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		db, limiter := cached(denied(time.Minute))

@@ -180,7 +180,7 @@ func Schema(name string) Option { return option{set: func(c *config) { c.schema 
 func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }} }
 
 // DenialCache makes Acquire repeat denials from memory: after a denial, requests
-// on that bucket for the same cost or more are denied here until the denial's RetryAfter has passed. A
+// on that bucket for the same cost or more are denied here until the denial's RetryAfter has passed, for a minute at most. A
 // client that hammers an empty bucket then costs next to nothing.
 //
 // Such an answer repeats the denial with its times counted down: for a larger cost RetryAfter is only
@@ -189,7 +189,7 @@ func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }}
 // idempotency key are always sent, and so are AcquireAll, AcquireUpTo and Reserve. In a transaction the cache is not used.
 //
 // The cache sees Refund, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter at once.
-// It sees the same calls of other programs, and the end of an override, when RetryAfter has passed. Leave the cache out where
+// It sees the same calls of other programs, and the end of an override, when RetryAfter or a minute has passed. Leave the cache out where
 // tokens are given back by other programs, in transactions, or with SQL, and callers must not wait for them.
 func DenialCache() Option { return option{set: func(c *config) { c.denials = true }} }
 

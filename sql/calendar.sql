@@ -129,10 +129,25 @@ $$;
 comment on function ratelimit.wait_for_turn(bigint, bigint, timestamptz, timestamptz, ratelimit.policies) is
   'Microseconds until the bucket of a quota, as of turning, holds tokens; null tokens are a full bucket.';
 
+-- A zone that an older tzdata had must not stop clean-up.
+create or replace function ratelimit.turning_if_known(calendar ratelimit.calendar, at timestamptz)
+  returns ratelimit.calendar
+  language plpgsql
+  immutable
+as $$
+begin
+  return ratelimit.turning(calendar, at);
+exception when invalid_parameter_value then
+  return calendar;
+end;
+$$;
+comment on function ratelimit.turning_if_known(ratelimit.calendar, timestamptz) is
+  'A calendar with the turns around an instant, or without turns if the server does not know its time zone.';
+
 create or replace function ratelimit.unused(calendar ratelimit.calendar, level bigint, refilled_at timestamptz, now timestamptz)
   returns boolean language sql immutable parallel safe
 as $$
-  select ratelimit.used_level(level, refilled_at, (ratelimit.turning(calendar, now)).turned_at) = 0
+  select ratelimit.used_level(level, refilled_at, (ratelimit.turning_if_known(calendar, now)).turned_at) = 0
 $$;
 comment on function ratelimit.unused(ratelimit.calendar, bigint, timestamptz, timestamptz) is
   'Whether the row of a quota''s bucket says that nothing is used of the period that runs.';

@@ -282,7 +282,7 @@ begin
   elsif stepped is not null then
     perform ratelimit.refuse('stepped', stepped::text, v_no_refill);
   end if;
-  v_months := case when isfinite(period) then extract(year from period) * 12 + extract(month from period) end;
+  v_months := case when isfinite(period) then extract(year from period)::integer * 12 + extract(month from period)::integer end;
   if (isfinite(period) and (v_months = 0 and period = make_interval(days => extract(day from period)::integer)
                                          and extract(day from period) between 1 and 365250
                             or period = make_interval(months => v_months) and extract(day from period) = 0

@@ -239,6 +239,21 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
        and u.used / u.seconds > m.most / 86400;  -- all within a day
   return query
     select 'warning',
+           format('The server does not know the time zone %L of %s, so calls about them fail.', z.time_zone, z.users),
+           'Install the time zone data that has it (tzdata-legacy on Debian), or name another zone with ratelimit_define_policy or ratelimit_override.' || v_where
+      from (select u.time_zone, string_agg(u.name, ', ' order by u.name) as users
+              from (select (p.calendar).time_zone, format('policy %L', p.name) as name from policies as p where not p.calendar is null
+                    union all
+                    select (o.calendar).time_zone, format('%s overrides of policy %L', count(*), p.name)
+                      from policies as p
+                      join overrides as o on o.policy_id = p.id
+                     where (p.calendar).overridden
+                     group by (o.calendar).time_zone, p.name) as u
+             group by u.time_zone) as z
+     where not exists (select from pg_timezone_names as n where n.name = z.time_zone)
+     order by z.time_zone;
+  return query
+    select 'warning',
            format('The setting %s of the server is off, so nothing vacuums the tables.', s.name),
            format('alter system set %s = on; select pg_reload_conf();', s.name)
       from pg_settings as s

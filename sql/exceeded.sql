@@ -14,7 +14,7 @@ declare
   v_token_s    numeric;  -- until there is more, as if a bucket that refills did so evenly
   v_is_quota   boolean;
 begin
-  select case when p.capacity = denial.capacity then
+  select case when p.capacity = denial.capacity and (p.calendar).overridden is not true then  -- a key may have another calendar
            ceil(coalesce(extract(epoch from t.turns_at - t.turned_at), short_wait(p.full_level, 0, 0, p) / 1000000.0))
          end, (p.calendar).period is not null
     into v_window_s, v_is_quota

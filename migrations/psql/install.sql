@@ -3436,7 +3436,7 @@ begin
   elsif stepped is not null then
     perform ratelimit.refuse('stepped', stepped::text, v_no_refill);
   end if;
-  v_months := case when isfinite(period) then extract(year from period) * 12 + extract(month from period) end;
+  v_months := case when isfinite(period) then extract(year from period)::integer * 12 + extract(month from period)::integer end;
   if (isfinite(period) and (v_months = 0 and period = make_interval(days => extract(day from period)::integer)
                                          and extract(day from period) between 1 and 365250
                             or period = make_interval(months => v_months) and extract(day from period) = 0
@@ -3901,10 +3901,25 @@ $$;
 comment on function ratelimit.wait_for_turn(bigint, bigint, timestamptz, timestamptz, ratelimit.policies) is
   'Microseconds until the bucket of a quota, as of turning, holds tokens; null tokens are a full bucket.';
 
+-- A zone that an older tzdata had must not stop clean-up.
+create or replace function ratelimit.turning_if_known(calendar ratelimit.calendar, at timestamptz)
+  returns ratelimit.calendar
+  language plpgsql
+  immutable
+as $$
+begin
+  return ratelimit.turning(calendar, at);
+exception when invalid_parameter_value then
+  return calendar;
+end;
+$$;
+comment on function ratelimit.turning_if_known(ratelimit.calendar, timestamptz) is
+  'A calendar with the turns around an instant, or without turns if the server does not know its time zone.';
+
 create or replace function ratelimit.unused(calendar ratelimit.calendar, level bigint, refilled_at timestamptz, now timestamptz)
   returns boolean language sql immutable parallel safe
 as $$
-  select ratelimit.used_level(level, refilled_at, (ratelimit.turning(calendar, now)).turned_at) = 0
+  select ratelimit.used_level(level, refilled_at, (ratelimit.turning_if_known(calendar, now)).turned_at) = 0
 $$;
 comment on function ratelimit.unused(ratelimit.calendar, bigint, timestamptz, timestamptz) is
   'Whether the row of a quota''s bucket says that nothing is used of the period that runs.';
@@ -4095,7 +4110,7 @@ declare
   v_token_s    numeric;  -- until there is more, as if a bucket that refills did so evenly
   v_is_quota   boolean;
 begin
-  select case when p.capacity = denial.capacity then
+  select case when p.capacity = denial.capacity and (p.calendar).overridden is not true then  -- a key may have another calendar
            ceil(coalesce(extract(epoch from t.turns_at - t.turned_at), short_wait(p.full_level, 0, 0, p) / 1000000.0))
          end, (p.calendar).period is not null
     into v_window_s, v_is_quota
@@ -4762,7 +4777,7 @@ declare
   v_key         text collate "C" := key;
   v_now         timestamptz := clock();
   v_quota       ratelimit.policies := quota_of_key(policy, v_key, v_now);
-  v_given       bigint := microtokens(least(amount, v_quota.capacity));
+  v_given       bigint := microtokens(least(amount, 9000000000000));  -- more may be used than the capacity is by now
   v_level       bigint;
   v_refilled_at timestamptz;
   v_reset_us    bigint;
@@ -5002,7 +5017,7 @@ declare
   v_key         text collate "C" := key;
   v_now         timestamptz := clock();
   v_quota       ratelimit.policies := quota_of_key(policy, v_key, v_now);
-  v_given       bigint := microtokens(least(amount, v_quota.capacity));
+  v_given       bigint := microtokens(least(amount, 9000000000000));  -- more may be used than the capacity is by now
   v_level       bigint;
   v_refilled_at timestamptz;
   v_reset_us    bigint;
@@ -5596,7 +5611,7 @@ $$;
 comment on function ratelimit_refund(text, text, bigint) is
 'Gives amount tokens back to one bucket, never above its capacity, and returns the tokens that the bucket holds then.
 Refunded tokens can be taken again: do not let a role refund that is itself to be limited.
-amount: whole tokens, 0 or more. An amount above the capacity counts as the capacity.
+amount: whole tokens, 0 or more. An amount above the capacity counts as the capacity. A quota gets back at most what is used.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
 Locks: the bucket row until the transaction ends. A bucket without a row is full, and nothing is locked or written.
 Writes: the bucket.
@@ -10345,10 +10360,11 @@ begin
     update buckets as b
        set due_at = (select case
                               when (p.calendar).period is not null then
-                                greatest((turning(p.calendar, v_now)).turns_at,
-                                         case when o.key is not null then
-                                           (turning(with_calendar(p.calendar, o.calendar, o.expires_at), v_now)).turns_at
-                                         end)
+                                coalesce(greatest((turning_if_known(p.calendar, v_now)).turns_at,
+                                                  case when o.key is not null then
+                                                    (turning_if_known(with_calendar(p.calendar, o.calendar, o.expires_at), v_now)).turns_at
+                                                  end),
+                                         v_now + duration(v_most_us))
                               else
                                 v_now + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up), v_most_us),
                                                          case when o.key is not null then
@@ -10391,10 +10407,11 @@ begin
     update ephemeral_buckets as b
        set due_at = (select case
                               when (p.calendar).period is not null then
-                                greatest((turning(p.calendar, v_now)).turns_at,
-                                         case when o.key is not null then
-                                           (turning(with_calendar(p.calendar, o.calendar, o.expires_at), v_now)).turns_at
-                                         end)
+                                coalesce(greatest((turning_if_known(p.calendar, v_now)).turns_at,
+                                                  case when o.key is not null then
+                                                    (turning_if_known(with_calendar(p.calendar, o.calendar, o.expires_at), v_now)).turns_at
+                                                  end),
+                                         v_now + duration(v_most_us))
                               else
                                 v_now + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, v_now, p.every_us, p.tick_us, p.tick_gain, p.round_up), v_most_us),
                                                          case when o.key is not null then
@@ -10928,6 +10945,21 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
      where not v_standby
        and u.seconds >= 30
        and u.used / u.seconds > m.most / 86400;  -- all within a day
+  return query
+    select 'warning',
+           format('The server does not know the time zone %L of %s, so calls about them fail.', z.time_zone, z.users),
+           'Install the time zone data that has it (tzdata-legacy on Debian), or name another zone with ratelimit_define_policy or ratelimit_override.' || v_where
+      from (select u.time_zone, string_agg(u.name, ', ' order by u.name) as users
+              from (select (p.calendar).time_zone, format('policy %L', p.name) as name from policies as p where not p.calendar is null
+                    union all
+                    select (o.calendar).time_zone, format('%s overrides of policy %L', count(*), p.name)
+                      from policies as p
+                      join overrides as o on o.policy_id = p.id
+                     where (p.calendar).overridden
+                     group by (o.calendar).time_zone, p.name) as u
+             group by u.time_zone) as z
+     where not exists (select from pg_timezone_names as n where n.name = z.time_zone)
+     order by z.time_zone;
   return query
     select 'warning',
            format('The setting %s of the server is off, so nothing vacuums the tables.', s.name),

@@ -31,10 +31,11 @@ with due as materialized (
     update {{ .table }} as b
        set due_at = (select case
                               when (p.calendar).period is not null then
-                                greatest((turning(p.calendar, {{ $now }})).turns_at,
-                                         case when o.key is not null then
-                                           (turning(with_calendar(p.calendar, o.calendar, o.expires_at), {{ $now }})).turns_at
-                                         end)
+                                coalesce(greatest((turning_if_known(p.calendar, {{ $now }})).turns_at,
+                                                  case when o.key is not null then
+                                                    (turning_if_known(with_calendar(p.calendar, o.calendar, o.expires_at), {{ $now }})).turns_at
+                                                  end),
+                                         {{ $now }} + duration({{ $most_us }}))
                               else
                                 {{ $now }} + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, {{ $now }}, p.every_us, p.tick_us, p.tick_gain, p.round_up), {{ $most_us }}),
                                                          case when o.key is not null then

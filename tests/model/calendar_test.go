@@ -138,6 +138,8 @@ func TestQuota_Spending(t *testing.T) {
 	remaining(960)(m.Refund(turn, quota, 10))
 	remaining(1000)(m.Refund(turn, quota, 2000))
 	remaining(-500)(m.Charge(turn, quota, 1500, ""))
+	remaining(1000)(m.Refund(turn, quota, 1500)) // more than the capacity was used
+	remaining(-500)(m.Charge(turn, quota, 1500, ""))
 	remaining(1000 - 9_000_000_000_000)(m.Charge(turn, quota, 9_000_000_000_000, ""))
 
 	d, err := m.Reserve(turn, quota, 300*24*3600*second, 1, "")

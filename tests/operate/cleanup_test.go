@@ -163,6 +163,25 @@ func TestCleanup_KeepsWhatAQuotaHasUsedUntilTheTurn(t *testing.T) {
 	}
 }
 
+// A time zone may leave the server with an upgrade of its time zone data. The doctor names it, and clean-up goes on.
+func TestCleanup_GoesOnWhereATimeZoneIsGone(t *testing.T) {
+	db := kit.ParallelDB(t, kit.T0).CleanUpAtOnce().Policy("p", 10, 1, time.Second).Take("p", "k", 1)
+	for _, quota := range []string{"known", "gone"} {
+		db.Execute("select ratelimit_define_policy($1, 10, period => '1 day', time_zone => 'Europe/Berlin')", quota)
+		db.Execute("select ratelimit_override($1, 'of a key', time_zone => 'Asia/Tokyo')", quota)
+		db.Take(quota, "k", 1)
+	}
+	db.Execute(`
+		update ratelimit.policies set calendar.time_zone = 'Asia/Gone' where name = 'gone';
+		update ratelimit.overrides set calendar.time_zone = 'Asia/Past'`)
+	require.Equal(t, []string{
+		"The server does not know the time zone 'Asia/Gone' of policy 'gone', so calls about them fail.",
+		"The server does not know the time zone 'Asia/Past' of 1 overrides of policy 'gone', 1 overrides of policy 'known', so calls about them fail.",
+	}, kit.Column(t, db.DB, "select finding from ratelimit_doctor() where finding ~ 'time zone'"))
+	require.Equal(t, kit.Deleted{Buckets: 2}, db.CleanupAt(kit.T0.Add(48*time.Hour)))
+	require.Equal(t, []string{"k"}, kit.Column(t, db.DB, "select key from ratelimit.buckets where due_at > $1", kit.T0.Add(48*time.Hour)))
+}
+
 func TestCleanup_ARefundMakesABucketRemovable(t *testing.T) {
 	db := kit.ParallelDB(t).CleanUpAtOnce().Policy("p", 10, 1, kit.ADay)
 	db.AcquireAt(kit.T0, "p", "k", 7)

@@ -130,8 +130,12 @@ func (p Policy) Take(b Bucket, now time.Time, cost int64) (Bucket, Decision) {
 
 // Refund answers, and returns the bucket with the tokens given back.
 func (p Policy) Refund(b Bucket, now time.Time, amount int64) (Bucket, Decision) {
+	most := p.Capacity
+	if p.IsQuota() { // of which more may be used than its capacity is by now
+		most = 9_000_000_000_000
+	}
 	given := p.Refilled(b, now)
-	given.Level = least(p.full(), new(big.Int).Add(given.Level, microtokens(min(amount, p.Capacity))))
+	given.Level = least(p.full(), new(big.Int).Add(given.Level, microtokens(min(amount, most))))
 	return given, p.answer(given, now, 0)
 }
 
