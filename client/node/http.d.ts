@@ -16,6 +16,8 @@ export interface HttpOptions<Args extends unknown[]> {
   charges: (...request: Args) => Charge[] | undefined | Promise<Charge[] | undefined>
   /** Whether a request without a decision passes, or is refused with 503. There is no default. */
   failure: 'open' | 'closed'
+  /** The policies that are quotas: of these t is the time until the turn. */
+  quotas?: string[]
   /** Seconds until a request is without a decision. Defaults to 1. */
   timeout?: number
   /** Is called with each error of the limiter. Defaults to console.warn, at most once a second. */

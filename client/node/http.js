@@ -73,7 +73,7 @@ export const byUser = (user, otherwise) => (...request) => {
 }
 
 /** Returns a function of a request that resolves to the header fields of its answer, and its refusal if it has one. */
-function decider(limiter, { charges: chargesOf, failure, timeout = 1, onError = warn() } = {}) {
+function decider(limiter, { charges: chargesOf, failure, quotas = [], timeout = 1, onError = warn() } = {}) {
   if (typeof limiter?.acquireAll !== 'function') throw new TypeError('pgratelimit/http: the first argument must be a Limiter or a Combiner')
   if (typeof chargesOf !== 'function') throw new TypeError('pgratelimit/http: charges must be a function of the request')
   if (failure !== 'open' && failure !== 'closed') throw new TypeError("pgratelimit/http: choose failure: 'open' or 'closed', for when there is no database")
@@ -90,7 +90,7 @@ function decider(limiter, { charges: chargesOf, failure, timeout = 1, onError = 
       if (isInvalid) return { headers: {}, refusal: problem(500, 'Internal Server Error') }
       return { headers: {}, refusal: failure === 'open' ? undefined : problem(503, 'Service Unavailable') }
     }
-    const headers = fields(charges, decided)
+    const headers = fields(charges, decided, quotas)
     if (decided.allowed) return { headers }
     if (decided.retryAfter !== null) headers['Retry-After'] = String(Math.ceil(decided.retryAfter))
     const violated = charges.filter((_, i) => !decided.decisions[i].allowed).map(({ policy }) => printable(policy))
@@ -115,7 +115,7 @@ async function ask(limiter, charges, timeout) {
 }
 
 /** RateLimit-Policy and RateLimit: each policy once, with its emptiest bucket. */
-function fields(charges, { allowed, retryAfter, decisions }) {
+function fields(charges, { allowed, retryAfter, decisions }, quotas) {
   const tightest = new Map() // by policy
   charges.forEach(({ policy }, i) => {
     const d = decisions[i], other = tightest.get(policy)
@@ -123,15 +123,16 @@ function fields(charges, { allowed, retryAfter, decisions }) {
     tightest.set(policy, { ...(isTighter ? d : other), replayed: d.replayed || (other?.replayed ?? false) })
   })
   const shown = [...tightest].filter(([, d]) => !d.shadowed)
-  const quotas = shown.map(([policy, d]) => `${quoted(policy)};q=${d.capacity}`)
+  const policies = shown.map(([policy, d]) => `${quoted(policy)};q=${d.capacity}`)
   const limits = shown.filter(([, d]) => !d.replayed).map(([policy, d]) => { // a replay has the level of its time
     const limit = `${quoted(policy)};r=${Math.max(0, d.remaining)}`
     if (d.resetAfter === null) return limit
-    const untilMore = Math.max(1, Math.ceil(Math.round(d.resetAfter * 1e6) / (Math.max(1, d.capacity - d.remaining) * 1e6)))
+    const comeTill = quotas.includes(policy) ? 1 : Math.max(1, d.capacity - d.remaining) // tokens, by resetAfter
+    const untilMore = Math.max(1, Math.ceil(Math.round(d.resetAfter * 1e6) / (comeTill * 1e6)))
     return `${limit};t=${allowed || retryAfter === null ? untilMore : Math.min(untilMore, Math.ceil(retryAfter))}`
   })
   return {
-    ...(quotas.length > 0 && { 'RateLimit-Policy': quotas.join(', ') }),
+    ...(policies.length > 0 && { 'RateLimit-Policy': policies.join(', ') }),
     ...(limits.length > 0 && { RateLimit: limits.join(', ') }),
   }
 }

@@ -3,7 +3,7 @@ import http from 'node:http'
 import test from 'node:test'
 import { Combiner, InvalidArgument, Limiter } from '../index.js'
 import { addressKey, byIP, byUser, limit, limitFetch, per } from '../http.js'
-import { connect, definePolicy, left, pool, withLocked } from './kit.js'
+import { connect, definePolicy, defineQuota, left, pool, withLocked } from './kit.js'
 
 /** Serves a handler behind middleware while use asks it, by the path and headers of a request. */
 async function serving(middleware, use) {
@@ -40,6 +40,15 @@ for (const LimiterKind of [Limiter, Combiner]) {
     assert.equal(await left(policy, 'ip:127.0.0.1'), 0)
   })
 }
+
+test('the next tokens of a quota come at its turn', async () => {
+  const policy = await defineQuota(2, '1 day')
+  await serving(limit(new Limiter(pool), { charges: per(policy, () => 'k'), failure: 'closed', quotas: [policy] }), async (get) => {
+    const { rows: [{ turn }] } = await pool.query("select ceil(extract(epoch from reset_after))::integer as turn from ratelimit_acquire($1, 'k')", [policy])
+    const [, t] = /r=0;t=(\d+)$/.exec((await get()).headers.get('ratelimit'))
+    assert.ok(turn * 0.75 < Number(t) && Number(t) <= turn, `${t} of ${turn}`)
+  })
+})
 
 test('a denial that no wait helps has no Retry-After', async () => {
   const policy = await definePolicy(2, 0, '1 hour')

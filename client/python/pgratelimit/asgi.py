@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from typing import Any
 
 from . import http
@@ -36,7 +36,7 @@ class RateLimit:
 
     charges returns the charges of a request, all of which are taken or none, by its scope. A request without charges passes, and so does
     everything but HTTP. failure is the fate of a request that has no decision within timeout seconds: "closed" refuses it with 503,
-    "open" lets it pass.
+    "open" lets it pass. quotas are the policies with turns: their field t is the time until the turn.
     """
 
     def __init__(
@@ -47,9 +47,11 @@ class RateLimit:
         *,
         failure: Failure,
         timeout: float,
+        quotas: Collection[str] = (),
     ) -> None:
         http.check(limiter, failure)
         self._app, self._limiter, self._charges, self._failure, self._timeout = app, limiter, charges, failure, timeout
+        self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not (asked := list(self._charges(scope))):
@@ -63,7 +65,7 @@ class RateLimit:
                     decision = joint([d], 0, d.allowed, d.replayed, d.shadowed)
                 else:
                     decision = await self._limiter.acquire_all(charges)
-            status, fields, body = http.decided(charges, decision)
+            status, fields, body = http.decided(charges, decision, self._quotas)
         except Exception as error:
             status, fields, body = http.failed(self._failure, error)
         headers = [(name.lower().encode(), value.encode()) for name, value in fields]

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 from urllib.parse import quote
 
@@ -68,7 +68,7 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     return mapped or address
 
 
-def decided(charges: Sequence[Charge], d: JointDecision) -> tuple[int | None, Fields, bytes]:
+def decided(charges: Sequence[Charge], d: JointDecision, quotas: Collection[str] = ()) -> tuple[int | None, Fields, bytes]:
     """The status of the refusal or None, the fields for the answer, and the body of the refusal."""
     fields: Fields = []
     policies, limits = [], []
@@ -77,7 +77,7 @@ def decided(charges: Sequence[Charge], d: JointDecision) -> tuple[int | None, Fi
             continue
         name = _string(policy)
         policies.append(f"{name};q={own.capacity}")
-        more = "" if own.reset_after is None else f";t={_until_more(own, d)}"
+        more = "" if own.reset_after is None else f";t={_until_more(own, d, policy in quotas)}"
         limits.append(f"{name};r={max(0, own.remaining)}{more}")
     if policies:
         fields += [("RateLimit-Policy", ", ".join(policies)), ("RateLimit", ", ".join(limits))]
@@ -131,9 +131,10 @@ def _tightest(charges: Sequence[Charge], decisions: Sequence[Decision]) -> dict[
     return tightest
 
 
-def _until_more(d: Decision, whole: Decision) -> int:
-    """The time that a token takes to come, on average until the bucket is full: seconds, rounded up, at least 1, at most Retry-After."""
-    missing = max(1, d.capacity - d.remaining)
+def _until_more(d: Decision, whole: Decision, is_quota: bool) -> int:
+    """The time that a token takes to come, on average until the bucket is full: seconds, rounded up, at least 1, at most Retry-After.
+    The tokens of a quota all come at its turn."""
+    missing = 1 if is_quota else max(1, d.capacity - d.remaining)
     t = max(1, -(-round((d.reset_after or 0) * 1_000_000) // (missing * 1_000_000)))
     return min(t, math.ceil(whole.retry_after)) if not whole.allowed and whole.retry_after is not None else t
 

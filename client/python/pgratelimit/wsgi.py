@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -37,9 +37,10 @@ class RateLimit:
         charges: Callable[[Environ], Iterable[Charge | tuple[str, str] | tuple[str, str, int]]],
         *,
         failure: Failure,
+        quotas: Collection[str] = (),
     ) -> None:
         http.check(limiter, failure)
-        self._app, self._limiter, self._charges, self._failure = app, limiter, charges, failure
+        self._app, self._limiter, self._charges, self._failure, self._quotas = app, limiter, charges, failure, quotas
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         if not (asked := list(self._charges(environ))):
@@ -51,7 +52,7 @@ class RateLimit:
                 decision = joint([d], 0, d.allowed, d.replayed, d.shadowed)
             else:
                 decision = self._limiter.acquire_all(charges)
-            status, fields, body = http.decided(charges, decision)
+            status, fields, body = http.decided(charges, decision, self._quotas)
         except Exception as error:
             status, fields, body = http.failed(self._failure, error)
         if status is not None:

@@ -190,6 +190,9 @@ class WsgiTest(unittest.TestCase):
         self.assertEqual(
             (429, '"a";q=10, "b";q=10', '"a";r=4;t=2, "b";r=0;t=1', "2"),
             (status, *(dict(fields)[name] for name in ("RateLimit-Policy", "RateLimit", "Retry-After"))))
+        month = bucket(4, 86400.0)
+        _, fields, _ = http.decided(charges[:1], JointDecision(True, 4, 0.0, 86400.0, 10, False, False, 0, [month]), ["a"])
+        self.assertEqual('"a";r=4;t=86400', dict(fields)["RateLimit"], "all that is missing comes at the turn")
 
 
 if __name__ == "__main__":
