@@ -223,15 +223,16 @@ class SyncTest(unittest.TestCase):
             Limiter(self.conn).wait(self.policy, "k")
 
     def test_wait_sleeps_until_the_turn_of_a_quota(self):
-        limiter = Limiter(self.pool)
-        turn = define_quota(self.policy, 10, "500 ms")
-        limiter.charge(self.policy, "k", 10)
-        reservation = limiter.wait(self.policy, "k", 4, timeout=60)
+        limiter, quota = Limiter(self.pool), self.id() + " quota"
+        define_quota(quota, 10, "1 hour")
+        limiter.charge(quota, "k", 10)
+        turn = define_quota(quota, 10, "500 ms")  # perhaps over by the call, on a slow machine
+        reservation = limiter.wait(quota, "k", 4, timeout=60)
         self.assertEqual((True, 6, 0.0), (reservation.allowed, reservation.remaining, reservation.wait))
         self.assertEqual([(True,)], execute("select clock_timestamp() >= %s", turn))
         for cost, timeout in ((7, 3600), (11, None)):
             with self.assertRaises(TooLate):
-                limiter.wait(self.policy, "k", cost, timeout=timeout)
+                limiter.wait(quota, "k", cost, timeout=timeout)
 
     def test_a_sleep_of_a_month_is_cut_in_days(self):
         for allowed in (True, False):
