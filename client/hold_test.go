@@ -58,7 +58,7 @@ func TestHold_RenewsAtAThirdOfTheLease(t *testing.T) {
 		time.Sleep(10*time.Second - 1)
 		synctest.Wait()
 		require.Equal(t, "hold allowed\n", s.operations())
-		time.Sleep(1)
+		time.Sleep(time.Nanosecond)
 		synctest.Wait()
 		require.Equal(t, "renew allowed\n", s.operations())
 		time.Sleep(time.Hour)
@@ -105,10 +105,10 @@ func TestHold_EndsWithItsLease(t *testing.T) {
 		after time.Duration
 		frees bool // for the next
 	}{
-		"no answer":       {func(_ context.Context, f *clienttest.Fake) error { f.FailAll(errors.New("no connection")); return nil }, 30 * time.Second, true},
-		"a reset":         {func(ctx context.Context, f *clienttest.Fake) error { return f.Reset(ctx, "jobs", "k") }, 10 * time.Second, true},
-		"a policy gone":   {func(ctx context.Context, f *clienttest.Fake) error { return f.DropPolicy(ctx, "jobs") }, 10 * time.Second, false},
-		"a shorter lease": {func(ctx context.Context, f *clienttest.Fake) error { f.FailNext(errors.New("no")); return nil }, 0, false},
+		"no answer":      {func(_ context.Context, f *clienttest.Fake) error { f.FailAll(errors.New("no connection")); return nil }, 30 * time.Second, true},
+		"a reset":        {func(ctx context.Context, f *clienttest.Fake) error { return f.Reset(ctx, "jobs", "k") }, 10 * time.Second, true},
+		"a policy gone":  {func(ctx context.Context, f *clienttest.Fake) error { return f.DropPolicy(ctx, "jobs") }, 10 * time.Second, false},
+		"no answer once": {func(_ context.Context, f *clienttest.Fake) error { f.FailNext(errors.New("no connection")); return nil }, 0, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			inBubble(t, func(t *testing.T) {
@@ -116,7 +116,7 @@ func TestHold_EndsWithItsLease(t *testing.T) {
 				h := held(t, fake)
 				begin := time.Now()
 				require.NoError(t, test.lose(t.Context(), fake))
-				if test.after == 0 { // one failure is none
+				if test.after == 0 { // it does not end
 					time.Sleep(time.Minute)
 					require.NoError(t, h.Context().Err())
 					require.NoError(t, h.Release(t.Context()))
@@ -268,7 +268,7 @@ func TestHold_ALookAtTheContextLooksAtTheClock(t *testing.T) {
 			client.StopTimer(h)
 			time.Sleep(10*time.Second - 1)
 			require.False(t, isOver(h.Context()), name)
-			time.Sleep(1)
+			time.Sleep(time.Nanosecond)
 			require.True(t, isOver(h.Context()), name)
 			require.Equal(t, client.ErrLeaseLost, context.Cause(child))
 			cancel(nil)
@@ -500,7 +500,7 @@ func TestHold_LeavesNothingBehind(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		fake := newJobs(t)
 		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 3}))
-		var holding, most atomic.Int64
+		var holding atomic.Int64
 		var callers sync.WaitGroup
 		for i := range 100 {
 			callers.Go(func() {
@@ -508,22 +508,23 @@ func TestHold_LeavesNothingBehind(t *testing.T) {
 					ctx, cancel := context.WithTimeout(context.Background(), time.Duration((i*31+j*17)%40)*time.Second)
 					h, _, err := fake.HoldWait(ctx, "jobs", fmt.Sprint(j%7))
 					if err == nil {
-						n := holding.Add(1)
-						for old := most.Load(); n > old && !most.CompareAndSwap(old, n); old = most.Load() {
+						if n := holding.Add(1); n > 21 {
+							t.Errorf("%d hold", n)
 						}
 						select {
 						case <-h.Context().Done():
 						case <-time.After(time.Duration(i+j) * 100 * time.Millisecond):
 						}
 						holding.Add(-1)
-						require.NoError(t, h.Release(ctx))
+						if err := h.Release(ctx); err != nil {
+							t.Error(err)
+						}
 					}
 					cancel()
 				}
 			})
 		}
 		callers.Wait()
-		require.LessOrEqual(t, most.Load(), int64(21))
 		require.Empty(t, noError(fake.Holders(t.Context()))(t))
 	})
 }
