@@ -43,6 +43,9 @@ func (db *database) acquire(now time.Time, charges []model.Charge, idempotencyKe
 	for i, c := range charges {
 		err = cmp.Or(err, ofElement(charges, i, db.checkPolicy(c.Policy)))
 	}
+	for i, c := range charges {
+		err = cmp.Or(err, ofElement(charges, i, db.checkHasBuckets(c.Policy)))
+	}
 	if err != nil {
 		return model.Whole{}, err
 	}

@@ -1,6 +1,7 @@
 package model
 
 import (
+	"cmp"
 	"errors"
 	"math"
 	"math/big"
@@ -35,13 +36,19 @@ func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey strin
 		return Whole{}, InvalidArgument
 	}
 	rules, sums := map[BucketID]Policy{}, map[BucketID]int64{}
+	var ofSlots error
 	for _, c := range charges {
 		p, err := m.rules(now, c.BucketID)
-		if err != nil {
+		if errors.Is(err, UnknownPolicy) {
 			return Whole{}, err
 		}
+		ofSlots = cmp.Or(ofSlots, err)
 		rules[c.BucketID] = p
 		sums[c.BucketID] += min(c.Cost, math.MaxInt64-sums[c.BucketID]) // more is as far above any capacity
+	}
+
+	if ofSlots != nil {
+		return Whole{}, ofSlots
 	}
 
 	answers, granted := map[BucketID]Decision{}, true
