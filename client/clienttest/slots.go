@@ -75,13 +75,17 @@ func (db *database) checkLends(name string) error {
 	return nil
 }
 
+// checkTokensOf refuses a policy that has slots in place of buckets.
+func (db *database) checkTokensOf(name string) error {
+	if p, ok := db.model.Policy(name); ok && p.IsSlots() {
+		return failure("22023", "invalid policy", fmt.Sprintf("Policy %s lends slots: it has a lease, and no tokens.", quoted(name)))
+	}
+	return nil
+}
+
 // checkHasBuckets refuses a policy that is not there, or has slots in place of buckets.
 func (db *database) checkHasBuckets(name string) error {
-	err := db.checkPolicy(name)
-	if p, ok := db.model.Policy(name); err == nil && ok && p.IsSlots() {
-		err = failure("22023", "invalid policy", fmt.Sprintf("Policy %s lends slots: it has a lease, and no tokens.", quoted(name)))
-	}
-	return err
+	return cmp.Or(db.checkPolicy(name), db.checkTokensOf(name))
 }
 
 // checkSlots refuses what slots do not have, and numbers out of range. A capacity that is nil is the policy's.
