@@ -67,6 +67,19 @@
 // An [Override] gives one bucket another size. A policy with [Policy.Shadow] watches, and denies nothing. A policy
 // with a Refill of [Zero] is a budget.
 //
+// # At most so many at a time
+//
+// A policy with a [Policy.Lease] limits what is in flight: it lends up to Capacity slots of a key to holders. [Limiter.Hold]
+// renews its lease for as long as the program lives, so a holder that dies leaks nothing.
+//
+//	h, d, err := limiter.Hold(ctx, "jobs", "tenant:7") // or HoldWait
+//	// if d.Allowed:
+//	defer h.Release(ctx)
+//	work(h.Context()) // which ends when the lease is lost
+//
+// In a transaction, such as the one that claims a job, call the SQL functions ratelimit_hold, ratelimit_renew and
+// ratelimit_release.
+//
 // # More than one server
 //
 // Where one server is not enough even with a Combiner, [NewSharded] spreads the keys over several databases. Each is told once

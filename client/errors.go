@@ -30,8 +30,12 @@ var (
 	// taken. An operation that was cancelled, and begins again, needs a new key.
 	ErrSettled = errors.New("the grant under this idempotency key was settled")
 
-	// ErrTooLate: the tokens would come after the deadline of ctx, or never. Nothing was taken.
+	// ErrTooLate: the tokens or slots would come after the deadline of ctx, or never. Nothing was taken.
 	ErrTooLate = errors.New("the tokens would come too late")
+
+	// ErrLeaseLost is the [context.Cause] of a [Hold.Context] that ended because its lease has: it was not renewed in time, or
+	// the slots were reset or their policy dropped.
+	ErrLeaseLost = errors.New("the lease was lost")
 
 	// ErrInvalidArgument: an argument is outside its range (SQLSTATE 22023, 22008), no value of its
 	// type (22P02, 22007), or text that the database cannot hold (22021, 22P05); or it cannot be sent (a zero

@@ -68,11 +68,11 @@ func TestErrors_SayWhichGrantIsMissing(t *testing.T) {
 	require.EqualError(t, err, `pgratelimit: peek: ERROR: permission denied for function ratelimit_peek (SQLSTATE 42501). `+
 		`Its owner can run: grant execute on function "ratelimit_app".ratelimit_peek(text, text, bigint) to <role>;`)
 	err = fail("keine Berechtigung für Funktion ratelimit_define_policy").DefinePolicy(ctx, client.Policy{Name: "p"})
-	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp) to <role>;`)
+	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval) to <role>;`)
 	_, err = fail("permission denied for function ratelimit_acquire_all").AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}})
 	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_acquire_all(text[], text[], bigint[], text) to <role>;`)
 	err = fail("permission denied for function ratelimit_override").Override(ctx, client.Override{})
-	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp) to <role>;`)
+	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp, interval) to <role>;`)
 	for _, other := range []string{"permission denied for schema ratelimit_app", "permission denied for table policies"} {
 		_, err = fail(other).Acquire(ctx, "p", "k")
 		require.EqualError(t, err, "pgratelimit: acquire: ERROR: "+other+" (SQLSTATE 42501)", "no other grant would help")

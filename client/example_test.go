@@ -223,6 +223,57 @@ func ExampleLimiter_Override() {
 	// true
 }
 
+// At most two jobs of a tenant at a time, on any number of machines. A worker that dies frees its slot within a minute.
+func ExampleLimiter_Hold() {
+	ctx := context.Background()
+	limiter := newLimiter()
+
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "jobs", Capacity: 2, Lease: time.Minute}))
+
+	work := func(ctx context.Context, job string) { fmt.Println(job, ctx.Err()) } // until ctx ends
+	run := func(job string, next func()) {
+		h, d, err := limiter.Hold(ctx, "jobs", "tenant:7")
+		switch {
+		case err != nil:
+			panic(err)
+		case !d.Allowed: // d.RetryAfter is the end of a lease, and slots are usually free earlier
+			fmt.Println(job, "has to wait")
+			return
+		}
+		defer func() { check(h.Release(ctx)) }()
+		work(h.Context(), job)
+		next()
+	}
+	run("import", func() {
+		run("export", func() {
+			run("report", func() {})
+		})
+	})
+	run("report", func() {})
+	// Output:
+	// import <nil>
+	// export <nil>
+	// report has to wait
+	// report <nil>
+}
+
+// A worker that has nothing else to do waits for a slot.
+func ExampleLimiter_HoldWait() {
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
+	defer cancel()
+	limiter := newLimiter()
+
+	check(limiter.DefinePolicy(ctx, client.Policy{Name: "migration", Capacity: 1, Lease: time.Minute}))
+
+	h, _, err := limiter.HoldWait(ctx, "migration", "all")
+	check(err)
+	defer func() { check(h.Release(ctx)) }() // also after ctx has ended
+
+	_, _, err = limiter.HoldWait(ctx, "migration", "all")
+	fmt.Println(errors.Is(err, context.DeadlineExceeded))
+	// Output: true
+}
+
 // A limit is tried out on real traffic before it is enforced.
 func ExamplePolicy_shadow() {
 	ctx := context.Background()

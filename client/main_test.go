@@ -124,8 +124,10 @@ func TestStatements_HaveTypedParametersAndNamedColumns(t *testing.T) {
 	_, _ = limiter.RemoveOverride(ctx, "p", "k")
 	_, _ = limiter.Overrides(ctx)
 	_, _ = limiter.Overrides(ctx, client.OfPolicy("p"), client.OfKey("k"), client.MaxRows(1))
+	_, _, _ = limiter.Hold(ctx, "p", "k", client.Cost(2))
+	_, _ = limiter.Holders(ctx)
 
-	require.Len(t, db.sent(), 16)
+	require.Len(t, db.sent(), 18)
 	parameter := regexp.MustCompile(`\$\d+(::\w+(?:\[\])?)?`)
 	for _, query := range db.sent() {
 		require.NotRegexp(t, `;|select \*|\.\*`, query.sql)

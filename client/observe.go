@@ -10,13 +10,13 @@ import (
 // The goroutine that did the work calls them, and goes on when they return; many goroutines call them at a time. No hook
 // gets a key. Package otellimit, a module of its own, has hooks for OpenTelemetry.
 type Hooks struct {
-	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek and Refund, before the
-	// caller has it. In a transaction it is unknown by then whether the transaction will be committed. A Wait appears as its
-	// Reserves. A grant from a lease of a [Leaser] is an answer of Acquire. The Leaser's own refills and refunds are not reported.
+	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek, Refund and Hold, before the
+	// caller has it, and each renewal and release of a [Hold]. In a transaction it is unknown by then whether the transaction
+	// will be committed. A Wait appears as its Reserves, a HoldWait as its Holds. A grant from a lease of a [Leaser] is an answer of Acquire. The Leaser's own refills and refunds are not reported.
 	Answered func(context.Context, Answer)
 
-	// Waited gets the time that a Wait has slept, 0 if the tokens were there, and the error of ctx if ctx ended first.
-	// A Wait that was refused is not reported.
+	// Waited gets the time that a Wait or HoldWait has slept, 0 if the tokens or slots were there, and the error of ctx if ctx
+	// ended first. A Wait that was refused is not reported.
 	Waited func(ctx context.Context, policy string, slept time.Duration, err error)
 
 	// Combined gets the number of requests in a call that a [Combiner] is about to make for Acquire or AcquireAll.
@@ -26,14 +26,15 @@ type Hooks struct {
 // An Answer is the result of one call of a limiter.
 type Answer struct {
 	// Operation is the operation's name, as in the text of errors: "acquire", "acquire all", "acquire up to", "charge", "settle",
-	// "reserve", "peek" or "refund".
+	// "reserve", "peek", "refund", "hold", "renew" or "release".
 	Operation string
 
 	// Policy is the policy of the request, which may not exist. Of several charges it is the policy of the binding charge, and
 	// empty if there was an error.
 	Policy string
 
-	// Decision is zero if Err is not nil. Of a [Reservation], RetryAfter is the wait.
+	// Decision is zero if Err is not nil. Of a [Reservation], RetryAfter is the wait. Of a [HoldDecision] it has no ResetAfter,
+	// and Replayed is Renewed. Of a renewal and a release it has only Allowed: whether the slots were held until then.
 	Decision Decision
 	Err      error
 
@@ -41,10 +42,10 @@ type Answer struct {
 	Duration time.Duration
 }
 
-// Takes reports whether tokens were asked for.
+// Takes reports whether tokens or slots were asked for.
 func (a Answer) Takes() bool {
 	switch a.Operation {
-	case verbAcquire, verbAcquireAll, verbAcquireUpTo, verbCharge, verbReserve:
+	case verbAcquire, verbAcquireAll, verbAcquireUpTo, verbCharge, verbReserve, verbHold:
 		return true
 	}
 	return false
@@ -88,6 +89,9 @@ const (
 	verbReserve     = "reserve"
 	verbPeek        = "peek"
 	verbRefund      = "refund"
+	verbHold        = "hold"
+	verbRenew       = "renew"
+	verbRelease     = "release"
 )
 
 // begin is the time, if a hook is to get the duration of a request.

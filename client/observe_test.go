@@ -2,6 +2,7 @@ package client_test
 
 import (
 	"context"
+	"sync"
 	"testing"
 	"time"
 
@@ -11,8 +12,9 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 )
 
-// seen is what the hooks of one goroutine were told.
+// seen is what the hooks were told.
 type seen struct {
+	mu      sync.Mutex // of answers: a Hold renews in the background
 	answers []client.Answer
 	waits   []wait
 	calls   []int
@@ -26,7 +28,11 @@ type wait struct {
 
 func (s *seen) hooks() client.Hooks {
 	return client.Hooks{
-		Answered: func(_ context.Context, a client.Answer) { s.answers = append(s.answers, a) },
+		Answered: func(_ context.Context, a client.Answer) {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.answers = append(s.answers, a)
+		},
 		Waited: func(_ context.Context, policy string, slept time.Duration, err error) {
 			s.waits = append(s.waits, wait{policy, slept, err})
 		},

@@ -53,7 +53,7 @@ type settings struct {
 	idempotencyKey any // a string, or nil for none
 	atLeast        int64
 	maxRows        int32
-	policy, key    any // of overrides: a string, or nil for all
+	policy, key    any // of a list: a string, or nil for all
 	err            error
 }
 
@@ -226,10 +226,10 @@ func MaxWaiting(n int) Option {
 // for clean-up.
 func MaxRows(n int32) CallOption { return maxRows(n) }
 
-// OfPolicy lists overrides of one policy only.
+// OfPolicy lists overrides or holders of one policy only.
 func OfPolicy(name string) CallOption { return ofPolicy(name) }
 
-// OfKey lists overrides of one key only, under any policy.
+// OfKey lists overrides or holders of one key only, under any policy.
 func OfKey(key string) CallOption { return ofKey(key) }
 
 // OnError is the function that [Limiter.RunCleanup] calls with an error before it goes on. Defaults to a warning

@@ -166,13 +166,14 @@ func TestDefinePolicy_SendsNullForWhatIsLeftOpen(t *testing.T) {
 	for _, p := range []client.Policy{{Name: "p"}, {
 		Name: "p", Capacity: -2, Refill: client.Zero, Every: time.Second,
 		Stepped: client.Yes, Durable: client.No, Remember: -time.Second, Shadow: client.Yes,
-	}, {Name: "p", Period: client.Period{Months: 1}, TimeZone: "UTC", Anchor: anchor}} {
+	}, {Name: "p", Period: client.Period{Months: 1}, TimeZone: "UTC", Anchor: anchor}, {Name: "p", Capacity: 5, Lease: 5 * time.Minute}} {
 		require.NoError(t, limiter.DefinePolicy(t.Context(), p))
 	}
 	sent := db.sent()
-	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil, nil, nil, nil, nil}, sent[0].args)
-	require.Equal(t, []any{"p", int64(-2), int64(0), "1000000 microseconds", "yes", "no", "-1000000 microseconds", "yes", nil, nil, nil}, sent[1].args)
-	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil, nil, "1 month", "UTC", "2024-01-31T09:30:00.000001"}, sent[2].args)
+	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil}, sent[0].args)
+	require.Equal(t, []any{"p", int64(-2), int64(0), "1000000 microseconds", "yes", "no", "-1000000 microseconds", "yes", nil, nil, nil, nil}, sent[1].args)
+	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil, nil, "1 month", "UTC", "2024-01-31T09:30:00.000001", nil}, sent[2].args)
+	require.Equal(t, []any{"p", int64(5), nil, nil, nil, nil, nil, nil, nil, nil, nil, "300000000 microseconds"}, sent[3].args)
 }
 
 // anchor is a time of day with a fraction of a microsecond, in a zone that does not count.

@@ -31,6 +31,10 @@ type Override struct {
 	// the subscription began. If zero they stay those of the key's live override, or else are the policy's as of the call.
 	TimeZone string
 	Anchor   time.Time
+
+	// Lease is that of a [Policy] with slots, and for a key of such a policy only: Capacity is then up to 10,000, and the other
+	// numbers are zero. It applies to leases that are granted or renewed from now on.
+	Lease time.Duration
 }
 
 // Override gives a bucket numbers of its own, in place of the numbers of an earlier Override. It applies to
@@ -43,8 +47,8 @@ type Override struct {
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Override(ctx context.Context, o Override) error {
 	const verb = "override"
-	if o.Every%time.Microsecond != 0 {
-		return failed(verb, fmt.Errorf("%w: every %v must be whole microseconds", ErrInvalidArgument, o.Every))
+	if o.Every%time.Microsecond != 0 || o.Lease%time.Microsecond != 0 {
+		return failed(verb, fmt.Errorf("%w: every %v and lease %v must be whole microseconds", ErrInvalidArgument, o.Every, o.Lease))
 	}
 	if err := checkAnchor(o.Anchor); err != nil {
 		return failed(verb, err)
@@ -53,11 +57,11 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 	return l.run(ctx, call{
 		verb: verb,
 		function: "ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz, " +
-			"$7::text, $8::text::timestamp)",
+			"$7::text, $8::text::timestamp, $9::text::interval)",
 		args: []any{
 			o.Policy, o.Key, number(o.Capacity), number(o.Refill), orNull(o.Every, interval(o.Every)),
 			orNull(o.ExpiresAt, o.ExpiresAt.UTC().Truncate(time.Microsecond).Format(time.RFC3339Nano)),
-			orNull(o.TimeZone, o.TimeZone), localTime(o.Anchor),
+			orNull(o.TimeZone, o.TimeZone), localTime(o.Anchor), orNull(o.Lease, interval(o.Lease)),
 		},
 	})
 }
@@ -80,12 +84,13 @@ func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (remov
 var overrideColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'policy', policy, 'key', key, 'capacity', capacity, 'refill', refill,
 		'every', ` + microseconds("every") + `, 'expires_at', ` + microseconds("expires_at") + `,
-		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `
+		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `, 'lease', ` + microseconds("lease") + `
 		) order by policy collate "C", key collate "C"), '[]')::text`
 
-func newOverrides(opts []CallOption) settings {
+// newList reads the options of a list.
+func newList(method string, opts []CallOption) settings {
 	s := settings{maxRows: 1000}
-	s.read("Overrides", opts, "OfPolicy", "OfKey", "MaxRows")
+	s.read(method, opts, "OfPolicy", "OfKey", "MaxRows")
 	return s
 }
 
@@ -95,7 +100,7 @@ func newOverrides(opts []CallOption) settings {
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {
 	const verb = "list overrides"
-	s := newOverrides(opts)
+	s := newList("Overrides", opts)
 	var text string
 	err := l.query(ctx, call{
 		verb:     verb,
@@ -110,10 +115,11 @@ func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override
 	var rows []struct {
 		Policy, Key   string
 		Capacity      int64
-		Refill, Every *int64 // null for a quota
+		Refill, Every *int64 // null for a quota and for slots
 		ExpiresAt     *int64 `json:"expires_at"`
 		TimeZone      string `json:"time_zone"`
 		Anchor        *int64
+		Lease         int64 // null, and so 0, unless it is of slots
 	}
 	if err := json.Unmarshal([]byte(text), &rows); err != nil {
 		return nil, failed(verb, err)
@@ -127,6 +133,7 @@ func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override
 			ExpiresAt: instant(r.ExpiresAt),
 			TimeZone:  r.TimeZone,
 			Anchor:    instant(r.Anchor),
+			Lease:     duration(r.Lease),
 		}
 		if r.Refill != nil {
 			overrides[i].Refill, overrides[i].Every = orZero(*r.Refill), duration(*r.Every)

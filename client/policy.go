@@ -10,9 +10,9 @@ import (
 	"time"
 )
 
-// A Policy sets how large a bucket is, and how fast it refills or, for a quota, when it is full again. To
-// [Limiter.DefinePolicy], a zero field keeps the current value; a new policy needs Name, Capacity, and Refill and Every or a
-// Period. A policy that refills cannot become a quota, nor a quota refill: drop the policy and define it anew.
+// A Policy sets how large a bucket is, and how fast it refills or, for a quota, when it is full again. With a Lease it has slots
+// in place of buckets. To [Limiter.DefinePolicy], a zero field keeps the current value; a new policy needs Name, Capacity, and
+// Refill and Every, or a Period, or a Lease. None of the three kinds can become another: drop the policy and define it anew.
 type Policy struct {
 	// Name has 1 to 512 bytes.
 	Name string
@@ -63,6 +63,12 @@ type Policy struct {
 	// count, to the microsecond, and its [time.Location] does not. Years are 1 to 9999. Defaults to 1 January 2001, the
 	// start of a week, a month, a quarter and a year, for a new quota.
 	Anchor time.Time
+
+	// Lease makes the policy lend slots: up to Capacity of a key at a time, 1 to 10,000, to holders that call
+	// [Limiter.Hold]. A holder has its slots until it releases them, or until a Lease after its last renewal is over. It is
+	// whole microseconds, 1 millisecond or more. Such a policy has no Refill, Every, Stepped, Remember, Period, TimeZone
+	// and Anchor.
+	Lease time.Duration
 }
 
 // A Period is the time between two turns of a quota: whole months or whole days, and not both, of 1 day to 1,000 years.
@@ -147,9 +153,9 @@ func (c Choice) String() string {
 // Errors: [ErrInvalidArgument].
 func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 	const verb = "define policy"
-	if p.Every%time.Microsecond != 0 || p.Remember%time.Microsecond != 0 {
-		return failed(verb, fmt.Errorf("%w: every %v and remember %v must be whole microseconds",
-			ErrInvalidArgument, p.Every, p.Remember))
+	if p.Every%time.Microsecond != 0 || p.Remember%time.Microsecond != 0 || p.Lease%time.Microsecond != 0 {
+		return failed(verb, fmt.Errorf("%w: every %v, remember %v and lease %v must be whole microseconds",
+			ErrInvalidArgument, p.Every, p.Remember, p.Lease))
 	}
 	if err := checkAnchor(p.Anchor); err != nil {
 		return failed(verb, err)
@@ -159,19 +165,19 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 		verb: verb,
 		function: "ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, " +
 			"$5::text::boolean, $6::text::boolean, $7::text::interval, $8::text::boolean, " +
-			"$9::text::interval, $10::text, $11::text::timestamp)",
+			"$9::text::interval, $10::text, $11::text::timestamp, $12::text::interval)",
 		args: []any{
 			p.Name, number(p.Capacity), number(p.Refill), orNull(p.Every, interval(p.Every)),
 			orNull(p.Stepped, p.Stepped.String()), // PostgreSQL reads yes and no, and refuses the rest
 			orNull(p.Durable, p.Durable.String()),
 			orNull(p.Remember, interval(p.Remember)),
 			orNull(p.Shadow, p.Shadow.String()),
-			orNull(p.Period, p.Period.String()), orNull(p.TimeZone, p.TimeZone), localTime(p.Anchor),
+			orNull(p.Period, p.Period.String()), orNull(p.TimeZone, p.TimeZone), localTime(p.Anchor), orNull(p.Lease, interval(p.Lease)),
 		},
 	})
 }
 
-// DropPolicy removes a policy with its overrides, buckets and idempotency keys. It does not wait for acquires that
+// DropPolicy removes a policy with its overrides, buckets, idempotency keys and holders. It does not wait for acquires that
 // are under way: the rows that they hold are left to clean-up, and no call counts them.
 //
 // It locks the policy and the rows that it removes until the transaction ends.
@@ -191,11 +197,11 @@ var policyColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'name', policy, 'capacity', capacity, 'refill', refill, 'every', ` + microseconds("every") + `,
 		'stepped', stepped, 'durable', durable, 'remember', ` + microseconds("remember") + `, 'shadow', shadow,
 		'months', (extract(year from period) * 12.0 + extract(month from period))::integer, 'days', extract(day from period)::integer,
-		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `
+		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `, 'lease', ` + microseconds("lease") + `
 		) order by policy collate "C"), '[]')::text`
 
-// Policies lists the policies, ordered by name, as they can be passed to DefinePolicy. Nothing is left open but, of a quota,
-// Refill, Every and Stepped, and of another policy Period, TimeZone and Anchor. It writes and locks nothing.
+// Policies lists the policies, ordered by name, as they can be passed to DefinePolicy. Nothing is left open but the fields
+// that a policy of its kind does not have. It writes and locks nothing.
 func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 	const verb = "list policies"
 	var text string
@@ -206,13 +212,14 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 	var rows []struct {
 		Name            string
 		Capacity        int64
-		Refill, Every   *int64 // null for a quota
+		Refill, Every   *int64 // null for a quota and for slots
 		Stepped         *bool  // likewise
 		Durable, Shadow bool
-		Remember        int64
+		Remember        int64  // null, and so 0, for slots
 		Months, Days    int    // null, and so 0, unless it is a quota
 		TimeZone        string `json:"time_zone"`
 		Anchor          *int64
+		Lease           int64 // null, and so 0, unless it has slots
 	}
 	if err := json.Unmarshal([]byte(text), &rows); err != nil {
 		return nil, failed(verb, err)
@@ -228,6 +235,7 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 			Period:   Period{r.Months, r.Days},
 			TimeZone: r.TimeZone,
 			Anchor:   instant(r.Anchor),
+			Lease:    duration(r.Lease),
 		}
 		if r.Refill != nil {
 			policies[i].Refill, policies[i].Every, policies[i].Stepped = orZero(*r.Refill), duration(*r.Every), choice(*r.Stepped)

@@ -310,6 +310,28 @@ func (s *Sharded) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Wait(ctx, policy, key, opts...) })
 }
 
+// Hold is [Limiter.Hold] on the shard of key.
+//
+// Errors: as Limiter.Hold, in a [*ShardError].
+func (s *Sharded) Hold(ctx context.Context, policy, key string, opts ...CallOption) (h *Hold, d HoldDecision, err error) {
+	h, err = ask(ctx, s, key, func(on *shard) (h *Hold, err error) {
+		h, d, err = on.Hold(ctx, policy, key, opts...)
+		return h, err
+	})
+	return h, d, err
+}
+
+// HoldWait is [Limiter.HoldWait] on the shard of key.
+//
+// Errors: as Limiter.HoldWait, in a [*ShardError].
+func (s *Sharded) HoldWait(ctx context.Context, policy, key string, opts ...CallOption) (h *Hold, d HoldDecision, err error) {
+	h, err = ask(ctx, s, key, func(on *shard) (h *Hold, err error) {
+		h, d, err = on.HoldWait(ctx, policy, key, opts...)
+		return h, err
+	})
+	return h, d, err
+}
+
 // Override is [Limiter.Override] on the shard of the override's key.
 //
 // Errors: as Limiter.Override, in a [*ShardError].
@@ -329,31 +351,54 @@ func (s *Sharded) RemoveOverride(ctx context.Context, policy, key string) (remov
 //
 // Errors: as Limiter.Overrides, in a [*ShardError] of each shard that failed. Then nothing is listed.
 func (s *Sharded) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {
-	wanted := newOverrides(opts)
+	return listKeys(ctx, s, opts, newList("Overrides", opts), (*shard).Overrides, func(o Override) (policy, key string) { return o.Policy, o.Key })
+}
+
+// Holders lists the holders of all shards as [Limiter.Holders] lists the holders of one database. With [OfKey], it asks one
+// shard. A copy of a database has holders of keys that belong to another shard: these are left out.
+//
+// Errors: as Limiter.Holders, in a [*ShardError] of each shard that failed. Then nothing is listed.
+func (s *Sharded) Holders(ctx context.Context, opts ...CallOption) ([]Holder, error) {
+	return listKeys(ctx, s, opts, newList("Holders", opts), (*shard).Holders, func(h Holder) (policy, key string) { return h.Policy, h.Key })
+}
+
+// listKeys merges the lists of all shards, by policy and key.
+func listKeys[A any](ctx context.Context, s *Sharded, opts []CallOption, wanted settings,
+	list func(*shard, context.Context, ...CallOption) ([]A, error), of func(A) (policy, key string),
+) ([]A, error) {
 	if key, ok := wanted.key.(string); ok {
-		return ask(ctx, s, key, func(on *shard) ([]Override, error) { return on.Overrides(ctx, opts...) })
+		return ask(ctx, s, key, func(on *shard) ([]A, error) { return list(on, ctx, opts...) })
 	}
-	lists, err := listAll(ctx, s, func(on *shard) ([]Override, error) { return on.ownOverrides(ctx, opts, wanted.maxRows) })
+	lists, err := listAll(ctx, s, func(on *shard) ([]A, error) { return listOwn(ctx, on, opts, wanted.maxRows, list, of) })
 	if err != nil {
 		return nil, err
 	}
 	all := slices.Concat(lists...)
-	slices.SortFunc(all, func(a, b Override) int { return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key)) })
+	slices.SortStableFunc(all, func(a, b A) int {
+		aPolicy, aKey := of(a)
+		bPolicy, bKey := of(b)
+		return cmp.Or(cmp.Compare(aPolicy, bPolicy), cmp.Compare(aKey, bKey))
+	})
 	return all[:min(len(all), int(wanted.maxRows))], nil
 }
 
-// ownOverrides lists overrides of the keys that the shard has. A copy of a larger database has overrides of other shards' keys, too. If
-// they fill a list, ownOverrides asks for a longer list.
-func (s *shard) ownOverrides(ctx context.Context, opts []CallOption, wanted int32) ([]Override, error) {
+// listOwn lists what a shard has of its own keys. A copy of a larger database has rows of other shards' keys, too. If
+// they fill a list, listOwn asks for a longer list.
+func listOwn[A any](ctx context.Context, s *shard, opts []CallOption, wanted int32,
+	list func(*shard, context.Context, ...CallOption) ([]A, error), of func(A) (policy, key string),
+) ([]A, error) {
 	for rows := wanted; ; rows = 2 * min(rows, math.MaxInt32/2) {
-		list, err := s.Overrides(ctx, append(slices.Clone(opts), MaxRows(rows))...)
+		all, err := list(s, ctx, append(slices.Clone(opts), MaxRows(rows))...)
 		if err != nil {
 			return nil, err
 		}
-		isAll := len(list) < int(rows)
-		list = slices.DeleteFunc(list, func(o Override) bool { return ShardOf(o.Key, s.of) != s.number })
-		if isAll || len(list) >= int(wanted) {
-			return list, nil
+		isAll := len(all) < int(rows)
+		all = slices.DeleteFunc(all, func(row A) bool {
+			_, key := of(row)
+			return ShardOf(key, s.of) != s.number
+		})
+		if isAll || len(all) >= int(wanted) {
+			return all, nil
 		}
 	}
 }

@@ -162,10 +162,11 @@ create type ratelimit.calendar as (
   time_zone  text collate "C",
   anchor     timestamp,
   turned_at  timestamptz,
-  turns_at   timestamptz
+  turns_at   timestamptz,
+  lease      interval
 );
 comment on type ratelimit.calendar is
-  'When numbers end, infinity for those of a quota; of a quota whether some key has had an override, its period, also in months or 0, its time zone and the local time of one turn; and in a call its last turn and the next.';
+  'When numbers end, infinity for those of a quota or of slots; of these whether some key has had an override; of a quota its period, also in months or 0, its time zone and the local time of one turn, and in a call its last turn and the next; of slots the lease.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,
@@ -205,6 +206,25 @@ create type ratelimit.partial_decision as (
 comment on type ratelimit.partial_decision is
 'The answer of ratelimit_acquire_up_to: the columns of ratelimit.decision, and taken.
 taken: whole tokens, 0 for a denial.';
+create type ratelimit.hold as (
+  allowed     boolean,
+  remaining   bigint,
+  retry_after interval,
+  held_for    interval,
+  capacity    bigint,
+  renewed     boolean,
+  shadowed    boolean
+);
+comment on type ratelimit.hold is
+'The answer of ratelimit_hold.
+allowed: whether the holder holds. A shadow policy grants each request.
+remaining: the slots that nobody holds after the call. Below zero after the capacity was lowered.
+retry_after: the time until the same request is allowed, if nobody holds, renews or releases meanwhile. Zero if it is allowed;
+  null if no wait helps.
+held_for: how long the lease lasts from now. Zero for a denial.
+capacity: the slots of the key, by the policy or the override of the key.
+renewed: the holder held them before the call.
+shadowed: a shadow policy would have denied if it were enforced. Then nothing is held.';
 create type ratelimit.asked as (
   key    text collate "C",
   wanted bigint,
@@ -228,17 +248,17 @@ alter table ratelimit.policies
   add column overridden boolean not null default false,
   add column shadow     boolean not null default false,
   add column calendar   ratelimit.calendar,
-  add constraint policies_calendar_check check ((calendar).period is not null or calendar is null);
+  add constraint policies_calendar_check check ((calendar).period is not null or (calendar).lease is not null or calendar is null);
 -- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
 -- it keeps them visible to older snapshots.
 cluster ratelimit.policies using policies_pkey;
 alter table ratelimit.policies set without cluster;
 comment on column ratelimit.policies.overridden is
-  'Some key has had an override, or the policy is a quota; until then nothing looks for an override.';
+  'Some key has had an override, or the policy is a quota or lends slots; until then nothing looks for an override.';
 comment on column ratelimit.policies.shadow is
   'The policy watches: what it would deny is allowed, and marked shadowed.';
 comment on column ratelimit.policies.calendar is
-  'Of a quota, whose buckets are full at each turn and whose refill is 0; null for a policy that refills.';
+  'Of a quota, whose buckets are full at each turn, or of slots, which have a lease; either has refill 0. null for a policy that refills.';
 
 -- The columns from stepped on are those of ratelimit.policies.
 create table ratelimit.overrides (
@@ -267,7 +287,7 @@ comment on column ratelimit.overrides.expires_at is
 comment on column ratelimit.overrides.stepped is
   'That of the policy.';
 comment on column ratelimit.overrides.calendar is
-  'Of a quota''s key: the time zone and the anchor.';
+  'Of a quota''s key the time zone and the anchor; of a key of slots the lease.';
 
 -- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
 -- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
@@ -313,6 +333,59 @@ comment on column ratelimit.ephemeral_idempotency_keys.settled is
 comment on column ratelimit.ephemeral_idempotency_keys.taken is
   'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 
+-- Slots. What is held is the sum of the leases that have not ended, and nothing else is stored about it. A key's row in slots is
+-- the lock of its leases: whoever changes them writes it first. So no lease is without that row.
+--
+-- Neither a grant nor a renewal nor a release changes an indexed column, but for due_at once after clean-up has postponed it: updates
+-- can be HOT, and a key that is in use pays nothing for clean-up.
+create table ratelimit.slots (
+  policy_id bigint      not null,
+  changes   bigint      not null,
+  due_at    timestamptz not null,
+  key       text        collate "C" not null,
+  constraint slots_pkey primary key (policy_id, key)
+);
+create index slots_due_at_idx on ratelimit.slots (due_at);
+comment on table ratelimit.slots is
+  'Keys of durable slots that somebody has held: the lock of the leases of a key.';
+comment on column ratelimit.slots.changes is
+  'Counts what was changed in the leases of the key, from the microsecond in which the row was created: no two states have one number.';
+comment on column ratelimit.slots.due_at is
+  'When clean-up looks for ended leases of the key; none of its leases ends earlier.';
+create table ratelimit.leases (
+  policy_id bigint      not null,
+  ends_at   timestamptz not null,
+  cost      integer     not null,
+  key       text        collate "C" not null,
+  holder    text        collate "C" not null,
+  constraint leases_pkey primary key (policy_id, key, holder)
+);
+comment on table ratelimit.leases is
+  'Who holds how many slots of a durable policy until when; from ends_at on a lease is as good as absent.';
+create unlogged table ratelimit.ephemeral_slots (
+  like ratelimit.slots including all
+);
+comment on table ratelimit.ephemeral_slots is
+  'Keys of ephemeral slots: unlogged, empty after a crash.';
+create unlogged table ratelimit.ephemeral_leases (
+  like ratelimit.leases including all
+);
+comment on table ratelimit.ephemeral_leases is
+  'Leases of ephemeral slots: unlogged, empty after a crash.';
+-- As for buckets: room for the next versions of rows, and vacuum that keeps up.
+alter table ratelimit.slots set (
+  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+alter table ratelimit.ephemeral_slots set (
+  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+alter table ratelimit.leases set (
+  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+alter table ratelimit.ephemeral_leases set (
+  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+
 create table ratelimit.shard (
   shard integer not null,
   of    integer not null
@@ -336,7 +409,8 @@ begin
     select distinct c.oid::regclass as of, case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
       from pg_class as c
      cross join aclexplode(c.relacl) as a
-     where c.oid in ('ratelimit.overrides'::regclass, 'ratelimit.shard'::regclass)
+     where c.oid in ('ratelimit.overrides'::regclass, 'ratelimit.shard'::regclass, 'ratelimit.slots'::regclass, 'ratelimit.leases'::regclass,
+                     'ratelimit.ephemeral_slots'::regclass, 'ratelimit.ephemeral_leases'::regclass)
        and a.grantee <> c.relowner
   loop
     execute format('revoke all on %s from %s', v_grant.of, v_grant.grantee);
@@ -383,19 +457,20 @@ update ratelimit.buckets as b
    set level = ratelimit.level_now(b.level, b.refilled_at, now(), ratelimit.with_turns(p, now()))
   from ratelimit.policies as p
  where p.id = b.policy_id
-   and not p.calendar is null;
+   and (p.calendar).period is not null;
 update ratelimit.ephemeral_buckets as b
    set level = ratelimit.level_now(b.level, b.refilled_at, now(), ratelimit.with_turns(p, now()))
   from ratelimit.policies as p
  where p.id = b.policy_id
-   and not p.calendar is null;
+   and (p.calendar).period is not null;
 {{- end }}
 
 {{ template "drop_changed" `,
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
                          'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
                          'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
-                         'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard', 'ratelimit_reset_all'` }}
+                         'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard', 'ratelimit_reset_all',
+                         'ratelimit_hold', 'ratelimit_renew', 'ratelimit_release', 'ratelimit_holders'` }}
 drop table if exists ratelimit.pre_request;  -- docs/postgrest/install.sql created it, and the function ratelimit_pre_request
 
 -- Snapshot 001 makes its functions anew. By clock it knows that it is installed already, two are needed below, and one may have
@@ -417,9 +492,26 @@ begin
   perform set_config('search_path', v_path, true);
 end;
 $functions$;
-drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
+drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.hold, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
 alter type ratelimit.retired_decision rename to decision;
 
+-- Without slots, what is held of a key is missing in its bucket. Slots come back within a lease, and so do the tokens.
+insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at)
+select p.id, l.key, p.full_level - sum(l.cost) * 1000000, pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp()
+  from ratelimit.policies as p
+  join ratelimit.leases as l on l.policy_id = p.id
+ where l.ends_at > pg_catalog.clock_timestamp()
+ group by p.id, p.full_level, l.key;
+insert into ratelimit.ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+select p.id, l.key, p.full_level - sum(l.cost) * 1000000, pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp()
+  from ratelimit.policies as p
+  join ratelimit.ephemeral_leases as l on l.policy_id = p.id
+ where l.ends_at > pg_catalog.clock_timestamp()
+ group by p.id, p.full_level, l.key;
+update ratelimit.policies
+   set refill = capacity,
+       every  = (calendar).lease
+ where (calendar).lease is not null;
 -- Without refill 0, such a policy refills as slowly as one can.
 update ratelimit.policies
    set refill = 1,
@@ -454,7 +546,7 @@ begin
   end if;
 end;
 $names$;
-drop table ratelimit.overrides, ratelimit.shard;
+drop table ratelimit.overrides, ratelimit.shard, ratelimit.slots, ratelimit.leases, ratelimit.ephemeral_slots, ratelimit.ephemeral_leases;
 alter table ratelimit.policies
   drop column overridden,
   drop column shadow,

@@ -189,7 +189,7 @@ comment on function ratelimit.binding_rank(boolean, boolean, boolean, bigint, bi
 
 -- The functions that answer many requests report an error in the row of its request. So this function catches the
 -- errors of the checks. granted is the remembered grant whose cost differs, or which was settled; null means that the policy
--- is unknown, unless an argument is bad.
+-- is unknown or lends slots, unless an argument is bad.
 create or replace function ratelimit.refusal(
     in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,
     out error_code text, out error_message text, out error_detail text, out error_hint text)
@@ -198,6 +198,7 @@ as $$
 begin
   perform ratelimit.check_request(policy, key, cost, idempotency_key);
   if granted is null then
+    perform ratelimit.refuse_slots(p.name) from ratelimit.policies as p where p.name = refusal.policy collate "C" and (p.calendar).lease is not null;
     perform ratelimit.unknown_policy(policy);
   else
     perform ratelimit.refuse_repeat(granted, cost);

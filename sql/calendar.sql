@@ -8,6 +8,8 @@
 --
 -- Where a function reads the numbers of a quota, it passes their calendar through turning. For that a quota counts as overridden, and
 -- as numbers that end: the code about neither is left as it is. Names are qualified: Citus calls the functions on other nodes.
+--
+-- The column has the lease of slots, too, which count as overridden and as numbers that end for the same reason: slots.sql.
 create or replace function ratelimit.turning(calendar ratelimit.calendar, at timestamptz)
   returns ratelimit.calendar
   language plpgsql
@@ -55,7 +57,7 @@ create or replace function ratelimit.with_calendar(calendar ratelimit.calendar, 
   returns ratelimit.calendar language sql immutable parallel safe
 as $$
   select row(coalesce(nullif(expires_at, 'infinity'), calendar.ends_at), calendar.overridden, calendar.period, calendar.months,
-             override.time_zone, override.anchor, null, null)::ratelimit.calendar
+             override.time_zone, override.anchor, null, null, override.lease)::ratelimit.calendar
 $$;
 comment on function ratelimit.with_calendar(ratelimit.calendar, ratelimit.calendar, timestamptz) is
   'The calendar of a policy for a key that has an override.';

@@ -49,6 +49,9 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);

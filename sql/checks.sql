@@ -64,7 +64,7 @@ begin
 end;
 $$;
 comment on function ratelimit.check_name(text, text) is
-  'Raises 22023 unless a policy, key or idempotency key has 1 to 512 bytes.';
+  'Raises 22023 unless a policy, key, idempotency key or holder has 1 to 512 bytes.';
 
 create or replace function ratelimit.check_tokens(argument text, value bigint)
   returns void language plpgsql
@@ -156,6 +156,21 @@ $$;
 comment on function ratelimit.check_bounds(bigint, bigint) is
   'Raises 22023 unless 1 <= at_least <= at_most.';
 
+create or replace function ratelimit.check_hold(policy text, key text, holder text, cost bigint)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_name('policy', policy);
+  perform ratelimit.check_name('key', key);
+  perform ratelimit.check_name('holder', holder);
+  if (cost >= 1) is not true then
+    perform ratelimit.refuse('cost', cost::text, 'Pass a whole number of slots, 1 or more; ratelimit_release gives them back.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_hold(text, text, text, bigint) is
+  'Raises 22023 for the first argument about a holder that is out of range.';
+
 create or replace function ratelimit.check_max_rows(max_rows integer)
   returns void language plpgsql
 as $$
@@ -222,7 +237,7 @@ create or replace function ratelimit.check_numbers(capacity bigint, refill bigin
   returns void language plpgsql
 as $$
 declare
-  v_missing constant text := 'A new policy needs capacity, refill and every, or capacity and period.';
+  v_missing constant text := 'A new policy needs capacity, refill and every, or capacity and period, or capacity and lease.';
 begin
   if (capacity between 0 and 9000000000000) is not true then
     perform ratelimit.refuse('capacity', capacity::text,
@@ -298,6 +313,77 @@ $$;
 comment on function ratelimit.check_calendar(bigint, interval, boolean, interval, text, timestamp) is
   'Raises 22023 for the first argument of a quota that is out of range, or that a policy of another kind has.';
 
+-- A policy with a lease lends slots in place of tokens.
+create or replace function ratelimit.check_lease(capacity bigint, least_capacity bigint, lease interval)
+  returns void language plpgsql
+as $$
+begin
+  if (capacity between least_capacity and 10000) is not true then
+    perform ratelimit.refuse('capacity', capacity::text,
+      case when capacity is null then 'A new policy needs capacity, refill and every, or capacity and period, or capacity and lease.'
+           else format('Pass %s to 10000 slots.', least_capacity) end);
+  elsif (isfinite(lease) and date_trunc('month', lease) = interval '0'
+         and lease between interval '1 millisecond' and interval '365250 days') is not true then
+    perform ratelimit.refuse('lease', lease::text, 'Pass an interval of 1 millisecond to 365250 days (1000 years), in days or smaller units.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_lease(bigint, bigint, interval) is
+  'Raises 22023 unless there can be so many slots of a key, and such a lease.';
+
+create or replace function ratelimit.check_only_slots(
+    refill bigint, every interval, stepped boolean, remember interval, period interval, time_zone text, anchor timestamp)
+  returns void language plpgsql
+as $$
+declare
+  v_remedy constant text := 'Slots come back by ratelimit_release, or when the lease ends. Leave it out, or drop the policy and define it anew without a lease.';
+begin
+  if refill is not null then
+    perform ratelimit.refuse('refill', refill::text, v_remedy);
+  elsif every is not null then
+    perform ratelimit.refuse('every', every::text, v_remedy);
+  elsif stepped is not null then
+    perform ratelimit.refuse('stepped', stepped::text, v_remedy);
+  elsif remember is not null then
+    perform ratelimit.refuse('remember', remember::text, 'A lease is known by its holder, and no idempotency key is remembered. Leave it out.');
+  elsif period is not null then
+    perform ratelimit.refuse('period', period::text, v_remedy);
+  elsif time_zone is not null then
+    perform ratelimit.refuse('time_zone', time_zone, v_remedy);
+  elsif anchor is not null then
+    perform ratelimit.refuse('anchor', anchor::text, v_remedy);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_only_slots(bigint, interval, boolean, interval, interval, text, timestamp) is
+  'Raises 22023 for the first argument that a policy of slots cannot have.';
+
+create or replace function ratelimit.refuse_slots(policy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'invalid policy' using
+    errcode = '22023',
+    detail  = format('Policy %L lends slots: it has a lease, and no tokens.', policy),
+    hint    = 'Call ratelimit_hold, ratelimit_renew and ratelimit_release; ratelimit_peek shows what is free.';
+end;
+$$;
+comment on function ratelimit.refuse_slots(text) is
+  'Raises 22023 where a policy of tokens is needed.';
+
+create or replace function ratelimit.refuse_tokens(policy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'invalid policy' using
+    errcode = '22023',
+    detail  = format('Policy %L has tokens, and lends no slots.', policy),
+    hint    = 'Call ratelimit_acquire, or define another policy with a lease: select ratelimit_define_policy(''jobs'', capacity => 5, lease => ''5 minutes'').';
+end;
+$$;
+comment on function ratelimit.refuse_tokens(text) is
+  'Raises 22023 where a policy of slots is needed.';
+
 create or replace function ratelimit.unknown_policy(policy text)
   returns void language plpgsql
 as $$
@@ -338,6 +424,19 @@ end;
 $$;
 comment on function ratelimit.another_cost(text, text) is
   'Raises RL002, the error for another cost under a live idempotency key.';
+
+create or replace function ratelimit.held_with_another_cost(holder text, held bigint, cost bigint)
+  returns void language plpgsql immutable
+as $$
+begin
+  raise exception 'the holder holds with another cost' using
+    errcode = 'RL002',
+    detail  = format('%L holds %s and is asked to hold %s.', holder, ratelimit.counted(held, 'slot'), cost),
+    hint    = 'Repeat a request with its first cost. Give each attempt a holder of its own.';
+end;
+$$;
+comment on function ratelimit.held_with_another_cost(text, bigint, bigint) is
+  'Raises RL002, the error for a holder that holds with another cost.';
 
 -- ratelimit_charge does not raise RL004: its repeat is answered again.
 create or replace function ratelimit.refuse_repeat(granted ratelimit.idempotency_keys, cost bigint)

@@ -14,8 +14,8 @@ as $$
 $$;
 comment on function ratelimit_cleanup(integer) is
 'Removes one batch of rows that change no answer.
-These are buckets that are full, idempotency keys and overrides that have expired, and, if nothing else is due, rows
-  of dropped policies. Rows are judged as of five minutes ago. A row that another session has locked is left for a
+These are buckets that are full, idempotency keys and overrides that have expired, leases that have ended, keys of slots that nobody
+  holds, which count as buckets, and, if nothing else is due, rows of dropped policies. Rows are judged as of five minutes ago. A row that another session has locked is left for a
   later batch.
 max_rows: rows of each table, 1 or more.
 Errors: 22023 for a bad argument, 25006 in a read-only transaction.

@@ -1,4 +1,5 @@
--- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired overrides, and rows
+-- Clean-up removes rows that change no answer: buckets that are full again, leases that have ended and keys of slots that nobody holds,
+-- expired idempotency keys, expired overrides, and rows
 -- whose policy was dropped. A bucket with a live override must be full by the numbers of the override and of the policy, because
 -- either may apply next. Clean-up finds due rows through an index and skips rows that another session has locked. A call that takes
 -- from or gives to a bucket waits while a batch removes or postpones it, until the batch commits. So does a call that overwrites an
@@ -70,6 +71,12 @@ begin
     get diagnostics v_deleted = row_count;
     v_rows                   := v_rows + v_deleted;
     idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_slots(max_rows, v_now, due_before) as c;
+    v_rows          := v_rows + v_read;
+    buckets_deleted := buckets_deleted + v_deleted;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_ephemeral_slots(max_rows, v_now, due_before) as c;
+    v_rows          := v_rows + v_read;
+    buckets_deleted := buckets_deleted + v_deleted;
     delete from overrides as o
      where o.ctid = any (array(select d.ctid
                                  from overrides as d
@@ -107,6 +114,18 @@ begin
   {{ template "include/orphans.sql" (dict "table" "buckets") }};
   get diagnostics buckets_deleted = row_count;
   {{ template "include/orphans.sql" (dict "table" "ephemeral_buckets") }};
+  get diagnostics v_deleted = row_count;
+  buckets_deleted := buckets_deleted + v_deleted;
+  {{ template "include/orphans.sql" (dict "table" "slots") }};
+  get diagnostics v_deleted = row_count;
+  buckets_deleted := buckets_deleted + v_deleted;
+  {{ template "include/orphans.sql" (dict "table" "ephemeral_slots") }};
+  get diagnostics v_deleted = row_count;
+  buckets_deleted := buckets_deleted + v_deleted;
+  {{ template "include/orphans.sql" (dict "table" "leases") }};
+  get diagnostics v_deleted = row_count;
+  buckets_deleted := buckets_deleted + v_deleted;
+  {{ template "include/orphans.sql" (dict "table" "ephemeral_leases") }};
   get diagnostics v_deleted = row_count;
   buckets_deleted := buckets_deleted + v_deleted;
   {{ template "include/orphans.sql" (dict "table" "idempotency_keys") }};

@@ -11,7 +11,8 @@ create or replace function ratelimit_define_policy(
     shadow    boolean   default null,
     period    interval  default null,
     time_zone text      default null,
-    anchor    timestamp default null)
+    anchor    timestamp default null,
+    lease     interval  default null)
   returns void
   language plpgsql
   volatile
@@ -27,18 +28,28 @@ declare
   v_period    interval;
   v_time_zone text;
   v_anchor    timestamp;
+  v_lease     interval;
 begin
   perform check_name('policy', v_name);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
-  if v_policy.id is not null and (v_policy.calendar).period is null and ratelimit_define_policy.period is not null then
+  if v_policy.id is not null and (v_policy.calendar).lease is null and ratelimit_define_policy.lease is not null then
+    perform refuse('lease', ratelimit_define_policy.lease::text, 'The policy has tokens. Drop it and define it anew, or choose another name.');
+  end if;
+  v_lease := coalesce(ratelimit_define_policy.lease, (v_policy.calendar).lease);
+  if v_lease is not null then
+    perform check_only_slots(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped,
+                             ratelimit_define_policy.remember, ratelimit_define_policy.period, ratelimit_define_policy.time_zone,
+                             ratelimit_define_policy.anchor);
+    perform check_lease(coalesce(ratelimit_define_policy.capacity, v_policy.capacity), 1, v_lease);
+  elsif v_policy.id is not null and (v_policy.calendar).period is null and ratelimit_define_policy.period is not null then
     perform refuse('period', ratelimit_define_policy.period::text, 'The policy refills. Drop it and define it anew; its buckets will be full.');
   end if;
   v_period    := coalesce(ratelimit_define_policy.period, (v_policy.calendar).period);
   v_time_zone := coalesce(ratelimit_define_policy.time_zone, (v_policy.calendar).time_zone, case when v_period is not null then 'UTC' end);
   v_anchor    := coalesce(ratelimit_define_policy.anchor, (v_policy.calendar).anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
   perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, ratelimit_define_policy.time_zone, v_anchor);
-  if v_period is not null then
+  if v_period is not null or v_lease is not null then
     refill := 0;  -- as of calendar.sql
     every  := interval '1 day';
   end if;
@@ -56,9 +67,10 @@ begin
           coalesce(ratelimit_define_policy.durable, true),
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
-          v_period is not null,
-          case when v_period is not null then row('infinity', false, v_period,
-                                                    extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null)::calendar end)
+          v_period is not null or v_lease is not null,
+          case when v_period is not null or v_lease is not null then
+            row('infinity', false, v_period, extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null, v_lease)::calendar
+          end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
          refill    = excluded.refill,
@@ -66,15 +78,18 @@ begin
          stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
          remember  = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
-         calendar  = case when (excluded.calendar).period is not null then
-                       row((p.calendar).ends_at, (p.calendar).overridden,  -- another session may have created the quota, and an override
+         calendar  = case when not excluded.calendar is null then
+                       row((p.calendar).ends_at, (p.calendar).overridden,  -- another session may have created the policy, and an override
                            (excluded.calendar).period, (excluded.calendar).months, coalesce(ratelimit_define_policy.time_zone, (p.calendar).time_zone),
-                           coalesce(ratelimit_define_policy.anchor, (p.calendar).anchor), null, null)::calendar
+                           coalesce(ratelimit_define_policy.anchor, (p.calendar).anchor), null, null,
+                           coalesce(ratelimit_define_policy.lease, (p.calendar).lease))::calendar
                      end
-   where (p.calendar is null) = (excluded.calendar is null)
+   where ((p.calendar).period is null) = ((excluded.calendar).period is null)
+     and ((p.calendar).lease is null) = ((excluded.calendar).lease is null)
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
   if not found then  -- another session has created the policy meanwhile
-    perform refuse('period', v_period::text, 'Another session has just created the policy as one of the other kind: drop it, or choose another name.');
+    perform refuse(case when v_lease is not null then 'lease' else 'period' end, coalesce(v_lease, v_period)::text,
+                   'Another session has just created the policy as one of another kind: drop it, or choose another name.');
   end if;
 
   if v_policy.stepped is distinct from v_stepped then  -- another session may have created the policy meanwhile
@@ -88,19 +103,21 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp) is
+comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval) is
 'Creates a policy, or changes the policy of that name.
 null keeps the value of an existing policy.
 A change applies to the next call about each bucket. Levels stay, cut to the new capacity. The time since a bucket was
   last written is credited at the new rate. Overrides keep their numbers.
 A policy with a period is a quota: its buckets are full at each turn of a calendar, and gain nothing in between. What was
   used stays used when its capacity changes. Another period, time_zone or anchor fills no bucket by itself.
+A policy with a lease lends slots: at most capacity of a key are held at a time, by ratelimit_hold. It has no refill, every,
+  stepped, remember, period, time_zone and anchor.
 policy: 1 to 512 bytes, case-sensitive.
 capacity: the most tokens that a bucket holds, 0 to 9000000000000. With 0 each cost above 0 is denied. A new policy
-  needs it.
+  needs it. Of slots it is 1 to 10000.
 refill: the tokens that a bucket gains in each interval every, 0 to 9000000000000. With 0 only ratelimit_refund and
-  ratelimit_reset fill a bucket. A new policy that is no quota needs it.
-every: 1 microsecond to 365250 days, without months and years. A new policy that is no quota needs it.
+  ratelimit_reset fill a bucket. A new policy without period and lease needs it.
+every: 1 microsecond to 365250 days, without months and years. A new policy without period and lease needs it.
 stepped: true refills at the end of each interval every, false by the microsecond. A new policy has false.
 durable: false keeps buckets and idempotency keys in unlogged tables: after a crash buckets are full. It cannot be
   changed. A new policy has true.
@@ -113,6 +130,8 @@ period: whole days or whole months, 1 day to 1000 years, in place of refill, eve
 time_zone: the time zone of the turns, UTC or a name with a slash of pg_timezone_names. A new quota has UTC.
 anchor: the local time of one turn, of the years 1 to 9999. The others are whole periods from it: a month after
   31 January is 28 or 29 February. A new quota has 2001-01-01 00:00, which is the start of a week, a month and a year.
+lease: how long slots are held unless the holder renews or releases them, 1 millisecond to 365250 days, without months and years. A
+  policy cannot begin or cease to lend slots. Leases that run keep their ends when it changes.
 Errors: 22023 for a bad argument, for a new policy without capacity, refill or every, for a bucket that would take
   more than 10000 years to fill, and for a durable other than that of the policy. 25006 in a read-only transaction.
 Locks: the row of the policy until the transaction ends. Acquires do not wait for it.

@@ -126,7 +126,8 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
 
   v_now := clock();
   v_due_before := v_now - interval '10 minutes';
-  v_tables := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass];
+  v_tables := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'slots'::regclass, 'ephemeral_slots'::regclass,
+                    'leases'::regclass, 'ephemeral_leases'::regclass, 'idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass];
   return query
   select 'warning',
          format('ratelimit.%s has %s overdue for clean-up, the oldest since %s.', o.name,
@@ -137,6 +138,9 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
           union all
           select 'idempotency_keys' as name, count(*) as overdue, min(d.due) as since
             from (select t.expires_at as due from idempotency_keys as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d
+          union all
+          select 'slots' as name, count(*) as overdue, min(d.due) as since
+            from (select t.due_at as due from slots as t where t.due_at < v_due_before order by t.due_at limit 10000) as d
           union all
           select 'overrides' as name, count(*) as overdue, min(d.due) as since
             from (select t.expires_at as due from overrides as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d) as o
@@ -151,12 +155,15 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
               from (select t.due_at as due from ephemeral_buckets as t where t.due_at < v_due_before and t.refilled_at < v_due_before order by t.due_at limit 10000) as d
             union all
             select 'ephemeral_idempotency_keys' as name, count(*) as overdue, min(d.due) as since
-              from (select t.expires_at as due from ephemeral_idempotency_keys as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d) as o
+              from (select t.expires_at as due from ephemeral_idempotency_keys as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d
+            union all
+            select 'ephemeral_slots' as name, count(*) as overdue, min(d.due) as since
+              from (select t.due_at as due from ephemeral_slots as t where t.due_at < v_due_before order by t.due_at limit 10000) as d) as o
      where o.overdue > 0;
   elsif exists (select from policies as p where not p.durable) then
     return query values (
       'notice',
-      'This server is a standby, which cannot read the buckets and idempotency keys of ephemeral policies: overdue rows there are not found.',
+      'This server is a standby, which cannot read the buckets, leases and idempotency keys of ephemeral policies: overdue rows there are not found.',
       'Ask the primary, too: select * from ratelimit_doctor();');
   end if;
 
@@ -191,7 +198,7 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
            'Pages have no room for new row versions. Most often an old snapshot or an idle transaction keeps the versions that are there. '
            'Or the table has another index or fillfactor than it was created with: see \d+ ratelimit.' || s.relname
       from pg_stat_all_tables as s
-     where s.relid = any (v_tables[1:2])
+     where s.relid = any (v_tables[1:6])
        and s.n_tup_upd > 10000
        and s.n_tup_hot_upd < 0.7 * s.n_tup_upd
      order by s.relname;

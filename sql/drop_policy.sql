@@ -37,14 +37,18 @@ begin
   if v_durable then
     {{ template "delete_rows_of_policy" (dict "table" "buckets" "order" "u.key") }}
     {{ template "delete_rows_of_policy" (dict "table" "idempotency_keys" "order" "u.key, u.idempotency_key") }}
+    {{ template "delete_rows_of_policy" (dict "table" "slots" "order" "u.key") }}
+    {{ template "delete_rows_of_policy" (dict "table" "leases" "order" "u.key, u.holder") }}
   else
     {{ template "delete_rows_of_policy" (dict "table" "ephemeral_buckets" "order" "u.key") }}
     {{ template "delete_rows_of_policy" (dict "table" "ephemeral_idempotency_keys" "order" "u.key, u.idempotency_key") }}
+    {{ template "delete_rows_of_policy" (dict "table" "ephemeral_slots" "order" "u.key") }}
+    {{ template "delete_rows_of_policy" (dict "table" "ephemeral_leases" "order" "u.key, u.holder") }}
   end if;
 end;
 $$;
 comment on function ratelimit_drop_policy(text) is
-'Removes a policy with its overrides, buckets and idempotency keys.
+'Removes a policy with its overrides, buckets, idempotency keys and holders.
 A row that another transaction has locked is left to clean-up. It does not count for a new policy of the same name.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
 Locks: the row of the policy and the rows that it deletes until the transaction ends.

@@ -11,8 +11,11 @@
 -- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all and
 -- ratelimit_reset_all, which commit.
 --
+-- A policy with a lease lends slots in place of tokens: what is held of a key is the sum of its leases that have not ended. Their rows,
+-- and one row of each key, which is the lock of its leases, are in leases and slots.
+--
 -- An ephemeral policy writes no WAL: a crash makes its buckets full. Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
--- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
+-- idempotency_keys and ephemeral_idempotency_keys, slots and leases likewise), because a statement cannot choose its table at run time.
 -- Longer code that touches them is written once, as a template over the two names; short statements are written twice. The
 -- tables and types are made by migrations/002_several_limits.sql.
 --
@@ -41,6 +44,14 @@
 {{ template "peek.sql" . }}
 {{ template "refund.sql" . }}
 {{ template "reset.sql" . }}
+
+-- Slots: so many at a time.
+{{ template "slots.sql" (dict "slots" "slots" "leases" "leases") }}
+{{ template "slots.sql" (dict "slots" "ephemeral_slots" "leases" "ephemeral_leases") }}
+{{ template "hold.sql" . }}
+{{ template "renew.sql" . }}
+{{ template "release.sql" . }}
+{{ template "holders.sql" . }}
 
 -- Spend now, know later; wait in line; take what is there.
 {{ template "charge.sql" . }}

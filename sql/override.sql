@@ -8,7 +8,8 @@ create or replace function ratelimit_override(
     every      interval    default null,
     expires_at timestamptz default null,
     time_zone  text        default null,
-    anchor     timestamp   default null)
+    anchor     timestamp   default null,
+    lease      interval    default null)
   returns void
   language plpgsql
   volatile
@@ -50,8 +51,15 @@ begin
   end if;
   v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, (v_policy.calendar).time_zone);
   v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, (v_policy.calendar).anchor);
-  perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, ratelimit_override.time_zone, v_anchor);
-  perform check_numbers(v_capacity, v_refill, v_every);
+  if (v_policy.calendar).lease is not null then
+    perform check_only_slots(ratelimit_override.refill, ratelimit_override.every, null, null, null, ratelimit_override.time_zone, ratelimit_override.anchor);
+    perform check_lease(v_capacity, 0, coalesce(ratelimit_override.lease, (v_policy.calendar).lease));
+  elsif ratelimit_override.lease is not null then
+    perform refuse('lease', ratelimit_override.lease::text, 'Only a policy that lends slots has a lease. Leave it out, or drop the policy and define it anew with one.');
+  else
+    perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, ratelimit_override.time_zone, v_anchor);
+    perform check_numbers(v_capacity, v_refill, v_every);
+  end if;
 
   if v_policy.calendar is null then
     update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
@@ -61,7 +69,9 @@ begin
   end if;
   insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, calendar)
   values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at,
-          case when (v_policy.calendar).period is not null then row(null, null, null, null, v_time_zone, v_anchor, null, null)::calendar end)
+          case when (v_policy.calendar).ends_at is not null then
+            row(null, null, null, null, v_time_zone, v_anchor, null, null, coalesce(ratelimit_override.lease, (v_policy.calendar).lease))::calendar
+          end)
   on conflict on constraint overrides_pkey do update
      set capacity   = excluded.capacity,
          refill     = excluded.refill,
@@ -71,17 +81,19 @@ begin
          calendar   = excluded.calendar;
 end;
 $$;
-comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp) is
+comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp, interval) is
 'Gives one key of a policy numbers of its own, in place of an earlier override of the key.
 The override applies to calls that begin after the transaction commits. A bucket with a row keeps its level, cut to
   the new capacity. A bucket without a row is full at the new capacity.
 stepped, durable, remember, shadow and period stay the values of the policy.
+Of a policy that lends slots, a key has capacity, lease and expires_at. A lease that runs keeps its end.
 capacity: as in ratelimit_define_policy. null: the capacity of the policy as of this call. 0 blocks the key.
 refill: as in ratelimit_define_policy. null: the refill of the policy as of this call.
 every: as in ratelimit_define_policy. null: the interval of the policy as of this call.
 time_zone: as in ratelimit_define_policy, for a quota only. null: that of the live override of the key, or else of the
   policy as of this call.
 anchor: likewise.
+lease: as in ratelimit_define_policy, for a policy that lends slots only. null: the lease of the policy as of this call.
 expires_at: a time in the future, from which on the numbers of the policy apply again, counted from when the bucket was
   last written. retry_after and reset_after of the key allow for it. null: the override stays until it is removed.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
@@ -142,15 +154,15 @@ comment on function ratelimit.check_listing(text, text, integer) is
   'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
 
 create or replace function ratelimit_overrides(policy text default null, key text default null, max_rows integer default 1000)
-  returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz, time_zone text, anchor timestamp)
+  returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz, time_zone text, anchor timestamp, lease interval)
   language sql
   stable
   security definer
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, $2, $3);
-  select p.name, o.key, o.capacity, case when (p.calendar).period is null then o.refill end, case when (p.calendar).period is null then o.every end,
-         nullif(o.expires_at, 'infinity'), (o.calendar).time_zone, (o.calendar).anchor
+  select p.name, o.key, o.capacity, case when p.calendar is null then o.refill end, case when p.calendar is null then o.every end,
+         nullif(o.expires_at, 'infinity'), (o.calendar).time_zone, (o.calendar).anchor, (o.calendar).lease
     from policies as p
    cross join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = $2 collate "C"  -- through the primary key
                        union all
@@ -165,10 +177,11 @@ comment on function ratelimit_overrides(text, text, integer) is
 policy: null lists the overrides of all policies.
 key: null lists the overrides of all keys.
 max_rows: 1 or more.
-capacity: whole tokens.
-refill: null for a quota, as every is.
+capacity: whole tokens, or slots.
+refill: null for a quota and for slots, as every is.
 expires_at: null if the override stays until it is removed.
 time_zone: null unless the policy is a quota, as anchor is.
+lease: null unless the policy lends slots.
 Errors: 22023 for a bad argument, RL001 for an unknown policy.
 Locks: nothing.
 Writes: nothing.

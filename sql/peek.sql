@@ -31,6 +31,9 @@ begin
     if found then
       v_policy := with_override(v_policy, v_override);
     end if;
+    if (v_policy.calendar).lease is not null then
+      return peek_slots(v_policy, v_key, v_cost, v_now);
+    end if;
   end if;
   if (v_policy.calendar).ends_at is not null then
     select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
@@ -69,6 +72,8 @@ $$;
 comment on function ratelimit_peek(text, text, bigint) is
 'Returns the tokens that one bucket holds, and whether ratelimit_acquire would grant the cost now.
 It takes nothing. A shadow policy is shown as if it were enforced.
+Of a policy that lends slots it returns what ratelimit_hold would answer to a holder that holds nothing. reset_after is the time
+  until nobody holds.
 cost: whole tokens, 0 or more.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 0A000 for an ephemeral policy on a standby.
 Locks: nothing.

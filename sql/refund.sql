@@ -27,7 +27,9 @@ begin
     perform unknown_policy(policy);
   end if;
   if v_policy.overridden then
-    if (v_policy.calendar).period is not null and v_policy.durable then
+    if (v_policy.calendar).lease is not null then
+      perform refuse_slots(v_policy.name);  -- raises 22023
+    elsif (v_policy.calendar).period is not null and v_policy.durable then
       return refund_quota_of_buckets(v_policy, v_key, amount);
     elsif (v_policy.calendar).period is not null then
       return refund_quota_of_ephemeral_buckets(v_policy, v_key, amount);

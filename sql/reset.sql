@@ -20,7 +20,11 @@ begin
     perform unknown_policy(policy);
   end if;
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  if v_policy.durable then
+  if (v_policy.calendar).lease is not null and v_policy.durable then
+    perform reset_slots(v_policy.id, v_key);
+  elsif (v_policy.calendar).lease is not null then
+    perform reset_ephemeral_slots(v_policy.id, v_key);
+  elsif v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
     delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
@@ -28,19 +32,19 @@ begin
 end;
 $$;
 comment on function ratelimit_reset(text, text) is
-'Makes one bucket full, and so forgives its debt.
+'Makes one bucket full, and so forgives its debt. Of a policy that lends slots it frees all slots of the key.
 Idempotency keys stay.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
-Locks: the bucket row, if there is one, until the transaction ends.
-Writes: deletes the bucket row.
+Locks: the row of the bucket or key, if there is one, until the transaction ends.
+Writes: deletes the bucket row, or the leases of the key.
 Role: administrator.';
 
 -- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
 -- null. more is true if there may be others.
 -- Each bucket is removed by a statement of its own, which keeps the order.
 --
--- Locks:  the bucket rows, in the order of key, until the caller's transaction ends.
--- Writes: the buckets.
+-- Locks:  the rows of the buckets, or of the keys of slots, in the order of key, until the caller's transaction ends.
+-- Writes: the buckets, or the leases.
 create or replace function ratelimit.reset_batch(in policy text, inout after text, out more boolean)
   language plpgsql
   volatile
@@ -55,7 +59,17 @@ declare
   v_keys   text[];
 begin
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  if v_policy.durable then
+  if (v_policy.calendar).lease is not null and v_policy.durable then
+    v_keys := array(select s.key from slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000);
+    foreach v_key in array v_keys loop
+      perform reset_slots(v_policy.id, v_key);
+    end loop;
+  elsif (v_policy.calendar).lease is not null then
+    v_keys := array(select s.key from ephemeral_slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000);
+    foreach v_key in array v_keys loop
+      perform reset_ephemeral_slots(v_policy.id, v_key);
+    end loop;
+  elsif v_policy.durable then
     v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
     foreach v_key in array v_keys loop
       delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
@@ -90,10 +104,10 @@ begin
 end;
 $$;
 comment on procedure ratelimit_reset_all(text) is
-'Makes all buckets of a policy full, in batches of 1000, and commits after each batch.
+'Makes all buckets of a policy full, or frees all its slots, in batches of 1000 keys, and commits after each batch.
 Idempotency keys and overrides stay. The call waits for a bucket that another transaction has locked.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction, 2D000 inside a
   transaction.
-Locks: the bucket rows of a batch, in the order of key, until the batch commits.
-Writes: deletes the bucket rows.
+Locks: the rows of the buckets or keys of a batch, in the order of key, until the batch commits.
+Writes: deletes the bucket rows, or the leases.
 Role: administrator. The role also needs EXECUTE on ratelimit.reset_batch and USAGE on schema ratelimit.';

@@ -3,7 +3,8 @@
 -- A standby cannot read ephemeral buckets. Even a statement that names their table fails there, so it has a statement of its
 -- own. If an ephemeral policy is asked for, it is 0A000: to list no bucket would say that all are full.
 create or replace function ratelimit.emptiest_buckets(in of_policy text, in of_key text, in at_most integer,
-    out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint, out overridden boolean)
+    out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint,
+    out overridden boolean, out share numeric)
   returns setof record
   language plpgsql
   stable
@@ -19,8 +20,9 @@ begin
       select s.name, s.key, whole_tokens(s.level_now),
              duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
-             (s.numbers).capacity, s.overridden
-        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
+             (s.numbers).capacity, s.overridden, s.share
+        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now,
+                     level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1) as share
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
                              with_turns(case when o.key is null then row(p.*)::ratelimit.policies
                                              else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, v_now) as numbers
@@ -30,21 +32,18 @@ begin
                        where (v_name is null or p.name = v_name)
                          and (v_key is null or b.key = v_key)
                       offset 0) as u
-               order by level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
+               order by share, u.name, u.key
                limit at_most) as s
-       order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
-  elsif exists (select from policies as p where p.name = v_name and not p.durable) then
-    raise exception 'ephemeral buckets cannot be read on a standby'
-      using errcode = '0A000',
-            detail  = format('Policy %L is ephemeral.', v_name),
-            hint    = 'Ask the primary.';
+       order by s.share, s.name, s.key;
   else
+    perform refuse_ephemeral(v_name);  -- raises 0A000
     return query
       select s.name, s.key, whole_tokens(s.level_now),
              duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
-             (s.numbers).capacity, s.overridden
-        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
+             (s.numbers).capacity, s.overridden, s.share
+        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now,
+                     level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1) as share
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
                              with_turns(case when o.key is null then row(p.*)::ratelimit.policies
                                              else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, v_now) as numbers
@@ -54,14 +53,30 @@ begin
                        where (v_name is null or p.name = v_name)
                          and (v_key is null or b.key = v_key)
                       offset 0) as u
-               order by level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
+               order by share, u.name, u.key
                limit at_most) as s
-       order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
+       order by s.share, s.name, s.key;
   end if;
 end;
 $$;
 comment on function ratelimit.emptiest_buckets(text, text, integer) is
   'The buckets that have rows, the emptiest first, at most at_most of them.';
+
+create or replace function ratelimit.refuse_ephemeral(policy text)
+  returns void language plpgsql stable
+  set search_path = ratelimit, pg_temp
+as $$
+begin
+  if exists (select from policies as p where p.name = refuse_ephemeral.policy collate "C" and not p.durable) then
+    raise exception 'ephemeral buckets cannot be read on a standby'
+      using errcode = '0A000',
+            detail  = format('Policy %L is ephemeral.', policy),
+            hint    = 'Ask the primary.';
+  end if;
+end;
+$$;
+comment on function ratelimit.refuse_ephemeral(text) is
+  'Raises 0A000 for an ephemeral policy on a standby.';
 
 create or replace function ratelimit_status(policy text default null, max_rows integer default 100, key text default null)
   returns table (policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean)
@@ -71,16 +86,23 @@ create or replace function ratelimit_status(policy text default null, max_rows i
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, $3, $2);
-  select * from emptiest_buckets($1, $3, $2)
+  select s.policy, s.key, s.remaining, s.retry_after, s.reset_after, s.capacity, s.overridden
+    from (select * from emptiest_buckets($1, $3, $2)
+          union all
+          select * from fullest_slots($1, $3, $2)) as s
+   order by s.share, s.policy collate "C", s.key collate "C"
+   limit $2
 $$;
 comment on function ratelimit_status(text, integer, text) is
-'Lists the buckets that have rows, the emptiest first by the share of the capacity that a bucket holds.
+'Lists the buckets that have rows, the emptiest first by the share of the capacity that a bucket holds, and among them the keys of
+  which slots are held.
 A bucket without a row is full. The call reads every bucket, or every bucket of the policy or the key. On a standby it
   lists durable policies only.
 policy: null lists the buckets of all policies.
 max_rows: 1 or more.
 key: null lists all keys.
-retry_after: the time until the bucket holds 1 token; null for never.
+remaining: tokens, or the slots that nobody holds.
+retry_after: the time until the bucket holds 1 token, or 1 slot is free; null for never.
 overridden: whether the key has an override.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 0A000 for an ephemeral policy on a standby.
 Locks: nothing.

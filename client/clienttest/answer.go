@@ -81,13 +81,15 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 		}
 		return columns(d), err
 	case "ratelimit_refund":
-		err = cmp.Or(checkBucket(bucket()), checkTokens("amount", number(2)), db.checkPolicy(text(0)))
+		err = cmp.Or(checkBucket(bucket()), checkTokens("amount", number(2)), db.checkHasBuckets(text(0)))
 		if err == nil {
 			d, err = db.model.Refund(now, bucket(), number(2))
 		}
 		return columns(d), err
 	case "ratelimit_charge", "ratelimit_settle", "ratelimit_reserve", "ratelimit_acquire_up_to":
 		return db.spend(function, now, bucket(), args)
+	case "ratelimit_hold", "ratelimit_renew", "ratelimit_release":
+		return db.lend(function, now, bucket(), args)
 	case "ratelimit_reset":
 		if err = cmp.Or(checkBucket(bucket()), db.checkPolicy(text(0))); err == nil {
 			err = db.model.Reset(bucket())
@@ -113,7 +115,7 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 			had, err = db.model.RemoveOverride(now, bucket())
 		}
 		return []any{had}, err
-	case "ratelimit_overrides":
+	case "ratelimit_overrides", "ratelimit_holders":
 		if args[0] != nil {
 			err = checkName("policy", text(0))
 		}
@@ -123,6 +125,9 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 		err = cmp.Or(err, checkPositive("max_rows", number(2)))
 		if args[0] != nil {
 			err = cmp.Or(err, db.checkPolicy(text(0)))
+		}
+		if function == "ratelimit_holders" {
+			return []any{db.holders(now, args[0], args[1], number(2))}, err
 		}
 		return []any{db.overrides(now, args[0], args[1], number(2))}, err
 	case "ratelimit_policies":
@@ -157,6 +162,7 @@ func (db *database) define(name string, args []any) error {
 	def.Durable, errs[1] = boolean(args[4])
 	def.Shadow, errs[2] = boolean(args[6])
 	def.Zone, def.Anchor = calendar(args[8:])
+	def.Lease = micros(args[10])
 	err := cmp.Or(errs[0], errs[1], errs[2], checkName("policy", name))
 
 	var wrongPeriod error
@@ -166,9 +172,15 @@ func (db *database) define(name string, args []any) error {
 		if unreadable != nil {
 			wrongPeriod = invalid("period", text)
 		}
-		if exists && !p.IsQuota() {
-			err = cmp.Or(err, invalid("period", text))
+	}
+	if def.Lease != nil || p.IsSlots() {
+		if err = cmp.Or(err, checkSlotsOf(def, p, exists), checkDurable(name, def, p, exists)); err != nil {
+			return err
 		}
+		return db.model.Define(name, def)
+	}
+	if exists && !p.IsQuota() && def.Period != nil {
+		err = cmp.Or(err, invalid("period", *def.Period))
 	}
 	isQuota := exists && p.IsQuota() || def.Period != nil
 	err = cmp.Or(err, checkKind(def.Numbers, isQuota))
@@ -193,13 +205,17 @@ func (db *database) define(name string, args []any) error {
 	if def.Remember != nil {
 		err = cmp.Or(err, checkPositive("remember", int64(*def.Remember)))
 	}
-	if err == nil && exists && def.Durable != nil && *def.Durable != p.Durable {
-		err = failure("22023", "invalid durable", fmt.Sprintf("Policy %s was created with durable => %v.", quoted(name), p.Durable))
-	}
-	if err != nil {
+	if err = cmp.Or(err, checkDurable(name, def, p, exists)); err != nil {
 		return err
 	}
 	return db.model.Define(name, def)
+}
+
+func checkDurable(name string, def model.Definition, p model.Policy, exists bool) error {
+	if exists && def.Durable != nil && *def.Durable != p.Durable {
+		return failure("22023", "invalid durable", fmt.Sprintf("Policy %s was created with durable => %v.", quoted(name), p.Durable))
+	}
+	return nil
 }
 
 // override has the arguments after the bucket: a number that is nil is the policy's.
@@ -213,12 +229,19 @@ func (db *database) override(now time.Time, id model.BucketID, args []any) error
 	}
 	n := numbers(args)
 	n.Zone, n.Anchor = calendar(args[4:])
+	n.Lease = micros(args[6])
 	err := cmp.Or(checkBucket(id), checkNumbers(n, model.Policy{Every: 1}, 0, 0))
 	if err == nil && !expires.IsZero() && !expires.After(now) {
 		err = invalid("expires_at", expires)
 	}
 	if err = cmp.Or(err, db.checkPolicy(id.Policy)); err == nil {
 		p, _ := db.model.Policy(id.Policy)
+		if p.IsSlots() {
+			if err = checkSlots(model.Definition{Numbers: n}, 0); err != nil {
+				return err
+			}
+			return db.model.Override(now, id, n, expires)
+		}
 		err = checkKind(n, p.IsQuota())
 		if p.IsQuota() {
 			p.Every = 1 // which it does not have
@@ -249,6 +272,8 @@ func calendar(args []any) (zone *string, anchor *time.Time) {
 // checkKind refuses numbers that are for policies of the other kind.
 func checkKind(n model.Numbers, isQuota bool) error {
 	switch {
+	case n.Lease != nil:
+		return invalid("lease", *n.Lease)
 	case isQuota && n.Refill != nil:
 		return invalid("refill", *n.Refill)
 	case isQuota && n.Every != nil:
@@ -322,9 +347,12 @@ func (db *database) policies() string {
 	rows := []map[string]any{}
 	for name, p := range db.model.Policies() {
 		row := map[string]any{"name": name, "capacity": p.Capacity, "durable": p.Durable, "remember": p.Remember, "shadow": p.Shadow}
-		if p.IsQuota() {
+		switch {
+		case p.IsQuota():
 			row["months"], row["days"], row["time_zone"], row["anchor"] = p.Period.Months, p.Period.Days, p.Zone, p.Anchor.UnixMicro()
-		} else {
+		case p.IsSlots():
+			row["remember"], row["lease"] = nil, p.Lease
+		default:
 			row["refill"], row["every"], row["stepped"] = p.Refill, p.Every, p.Stepped
 		}
 		rows = append(rows, row)
@@ -346,9 +374,12 @@ func (db *database) overrides(now time.Time, policy, key any, maxRows int64) str
 			continue
 		}
 		row := map[string]any{"policy": id.Policy, "key": id.Key, "capacity": o.Capacity}
-		if o.Zone != "" {
+		switch {
+		case o.Zone != "":
 			row["time_zone"], row["anchor"] = o.Zone, o.Anchor.UnixMicro()
-		} else {
+		case o.Lease != 0:
+			row["lease"] = o.Lease
+		default:
 			row["refill"], row["every"] = o.Refill, o.Every
 		}
 		if !o.Expires.IsZero() {

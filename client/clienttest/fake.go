@@ -90,12 +90,15 @@ func (f *Fake) FailAll(err error) {
 // SetLevel makes the bucket of key hold so many tokens now, to the microtoken, regardless of earlier calls:
 // 0 for a test of denials, less for a bucket in debt.
 //
-// Errors: [client.ErrUnknownPolicy].
+// Errors: [client.ErrUnknownPolicy]; [client.ErrInvalidArgument] for a policy with slots: hold them.
 func (f *Fake) SetLevel(policy, key string, tokens float64) error {
 	f.db.mu.Lock()
 	defer f.db.mu.Unlock()
-	if _, ok := f.db.model.Policies()[policy]; !ok {
+	switch p, ok := f.db.model.Policy(policy); {
+	case !ok:
 		return fmt.Errorf("clienttest: set level: %w", client.ErrUnknownPolicy)
+	case p.IsSlots():
+		return fmt.Errorf("clienttest: set level: %w: %q has slots", client.ErrInvalidArgument, policy)
 	}
 	level := big.NewInt(int64(math.Round(tokens * 1e6)))
 	f.db.model.Put(model.BucketID{Policy: policy, Key: key}, model.Bucket{Level: level, RefilledAt: f.db.instant()})

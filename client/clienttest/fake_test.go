@@ -116,6 +116,64 @@ func TestFake_Overrides(t *testing.T) {
 	}
 }
 
+func TestFake_Slots(t *testing.T) {
+	t.Parallel()
+	now := time.Unix(0, 0)
+	fake := newFake(t, func() time.Time { return now })
+	ctx := t.Context()
+	jobs := client.Policy{Name: "jobs", Capacity: 5, Lease: time.Hour, Durable: client.Yes, Shadow: client.No}
+	require.NoError(t, fake.DefinePolicy(ctx, client.Policy{Name: "jobs", Capacity: 5, Lease: time.Hour}))
+	require.Equal(t, []client.Policy{api, jobs}, noError(fake.Policies(ctx))(t))
+	require.NoError(t, fake.DefinePolicy(ctx, jobs), "what is listed can be passed back")
+	plan := client.Override{Policy: "jobs", Key: "k", Capacity: 1, Lease: time.Minute, ExpiresAt: now.Add(time.Hour).UTC()}
+	require.NoError(t, fake.Override(ctx, client.Override{Policy: "jobs", Key: "k", Capacity: 1, Lease: time.Minute, ExpiresAt: plan.ExpiresAt}))
+	require.Equal(t, []client.Override{plan}, noError(fake.Overrides(ctx))(t))
+
+	h, d, err := fake.Hold(ctx, "jobs", "k")
+	require.NoError(t, err)
+	require.Equal(t, client.HoldDecision{Allowed: true, HeldFor: time.Minute, Capacity: 1}, d)
+	require.Equal(t, client.Decision{RetryAfter: time.Minute, ResetAfter: time.Minute, Capacity: 1}, noError(fake.Peek(ctx, "jobs", "k"))(t))
+	other, _, err := fake.Hold(ctx, "jobs", "l", client.Cost(5))
+	require.NoError(t, err)
+	now = now.Add(time.Second)
+	require.Equal(t, []client.Holder{
+		{Policy: "jobs", Key: "k", Holder: h.Holder(), Cost: 1, HeldFor: 59 * time.Second},
+		{Policy: "jobs", Key: "l", Holder: other.Holder(), Cost: 5, HeldFor: time.Hour - time.Second},
+	}, noError(fake.Holders(ctx))(t))
+	require.Len(t, noError(fake.Holders(ctx, client.OfPolicy("jobs"), client.OfKey("l")))(t), 1)
+	require.Len(t, noError(fake.Holders(ctx, client.MaxRows(1)))(t), 1)
+	require.NoError(t, h.Release(ctx))
+	require.NoError(t, fake.Reset(ctx, "jobs", "l"))
+	require.Empty(t, noError(fake.Holders(ctx))(t))
+	require.NoError(t, other.Release(ctx))
+
+	for name, call := range map[string]func() error{
+		"acquire": func() error { _, err := fake.Acquire(ctx, "jobs", "k", client.Cost(0)); return err },
+		"acquire all": func() error {
+			_, err := fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "jobs", Key: "k"}})
+			return err
+		},
+		"refund":             func() error { _, err := fake.Refund(ctx, "jobs", "k", 1); return err },
+		"charge":             func() error { _, err := fake.Charge(ctx, "jobs", "k", 1); return err },
+		"settle":             func() error { _, err := fake.Settle(ctx, "jobs", "k", "i", 1); return err },
+		"reserve":            func() error { _, err := fake.Reserve(ctx, "jobs", "k", time.Second); return err },
+		"up to":              func() error { _, err := fake.AcquireUpTo(ctx, "jobs", "k", 1); return err },
+		"set level":          func() error { return fake.SetLevel("jobs", "k", 1) },
+		"hold tokens":        func() error { _, _, err := fake.Hold(ctx, "api", "k"); return err },
+		"holders of nothing": func() error { _, err := fake.Holders(ctx, client.MaxRows(0)); return err },
+		"a refill":           func() error { return fake.DefinePolicy(ctx, client.Policy{Name: "jobs", Refill: 1}) },
+		"another kind":       func() error { return fake.DefinePolicy(ctx, client.Policy{Name: "api", Lease: time.Hour}) },
+		"no capacity":        func() error { return fake.DefinePolicy(ctx, client.Policy{Name: "new", Lease: time.Hour}) },
+		"too short": func() error {
+			return fake.DefinePolicy(ctx, client.Policy{Name: "new", Capacity: 1, Lease: time.Microsecond})
+		},
+		"its override": func() error { return fake.Override(ctx, client.Override{Policy: "jobs", Key: "k", Every: time.Hour}) },
+		"of another":   func() error { return fake.Override(ctx, client.Override{Policy: "api", Key: "k", Lease: time.Hour}) },
+	} {
+		require.ErrorIs(t, call(), client.ErrInvalidArgument, name)
+	}
+}
+
 func TestFake_Quotas(t *testing.T) {
 	t.Parallel()
 	now := time.Date(2024, 1, 30, 23, 0, 0, 0, time.UTC) // midnight in Berlin

@@ -68,7 +68,7 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 			return err
 		}
 	}
-	if err = cmp.Or(err, db.checkPolicy(id.Policy)); err != nil {
+	if err = cmp.Or(err, db.checkHasBuckets(id.Policy)); err != nil {
 		return nil, err
 	}
 	err = db.refused(now, id, key, call(), repeat)

@@ -27,6 +27,13 @@
 //
 // The answer never has the key of a bucket.
 //
+// # At most so many at a time
+//
+// [Slots] is middleware of its own, which holds slots while a request is served:
+//
+//	slots := httplimit.Slots(limiter, httplimit.Per("reports", httplimit.ByIP(0)), httplimit.Closed(time.Second))
+//	mux.Handle("GET /reports", slots(reports))
+//
 // # Streaming and other headers
 //
 // The handler gets the ResponseWriter that the server made: streaming, hijacking and everything else that an

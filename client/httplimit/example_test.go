@@ -180,6 +180,35 @@ func ExampleIdempotencyKey() {
 	// POST /complete 200 "tokens";r=700;t=1
 }
 
+// One report at a time for each user, however long it takes.
+func ExampleSlots() {
+	fake := clienttest.New(nil)
+	_ = fake.DefinePolicy(context.Background(), client.Policy{Name: "reports", Capacity: 1, Lease: time.Minute})
+
+	var handler http.Handler
+	again := true
+	report := func(http.ResponseWriter, *http.Request) {
+		if again { // meanwhile the same user asks for another
+			again = false
+			w := httptest.NewRecorder()
+			handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
+			fmt.Println("meanwhile", w.Code)
+		}
+	}
+	slots := httplimit.Slots(fake, httplimit.Per("reports", httplimit.ByIP(0)), httplimit.Closed(time.Second))
+	handler = slots(http.HandlerFunc(report))
+
+	for range 2 {
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
+		fmt.Println(w.Code)
+	}
+	// Output:
+	// meanwhile 429
+	// 200
+	// 200
+}
+
 // While the database is away, each of four processes lets a fourth pass.
 func ExampleLocal() {
 	api := client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Hour}

@@ -48,12 +48,17 @@ func ceil(a, b *big.Int) *big.Int {
 	return sum.Div(sum.Sub(sum, big.NewInt(1)), b)
 }
 
+// setRetryAfter says when a request that is denied may be sent again.
+func setRetryAfter(h http.Header, e Event) {
+	if d := e.Decision; e.Outcome == Denied && !d.Never() {
+		h.Set("Retry-After", strconv.FormatInt(d.RetryAfterSeconds(), 10))
+	}
+}
+
 // report sets the fields of the header. They are added to the fields of other middleware.
 func (m *middleware) report(h http.Header, e Event) {
 	d := e.Decision
-	if e.Outcome == Denied && !d.Never() {
-		h.Set("Retry-After", strconv.FormatInt(d.RetryAfterSeconds(), 10))
-	}
+	setRetryAfter(h, e)
 	if e.Local || len(d.Decisions) == 0 {
 		return
 	}

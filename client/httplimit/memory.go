@@ -41,12 +41,16 @@ var _ client.Acquirer = (*Memory)(nil)
 
 // NewMemory returns a Memory with these policies, which need Name, Capacity, Refill and Every. With n processes, each
 // of n limiters grants as much as the policies allow: divide Capacity and Refill by n for the same sum. Panics
-// if a policy lacks a number, has a number that the database would refuse, or is a quota: a Memory has no calendar.
+// if a policy lacks a number, has a number that the database would refuse, or is a quota or has a Lease: a Memory has no
+// calendar and no slots.
 func NewMemory(policies ...client.Policy) *Memory {
 	m := &Memory{policies: make(map[string]client.Policy, len(policies)), started: time.Now(), young: make(map[bucket]level)}
 	for _, p := range policies {
 		if p.Period != (client.Period{}) {
 			panic(fmt.Sprintf("httplimit: NewMemory: policy %q is a quota: pass a Refill and Every in place of its Period", p.Name))
+		}
+		if p.Lease != 0 {
+			panic(fmt.Sprintf("httplimit: NewMemory: policy %q has slots", p.Name))
 		}
 		if p.Name == "" || p.Capacity < 1 && p.Capacity != client.Zero || p.Capacity > maxTokens || p.Refill > maxTokens ||
 			p.Refill < 1 && p.Refill != client.Zero || p.Every < time.Microsecond && p.Refill != client.Zero {

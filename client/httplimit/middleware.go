@@ -25,16 +25,8 @@ func New(limiter client.Acquirer, charges func(*http.Request) []client.Charge, f
 	if failure.timeout == 0 {
 		panic("httplimit: New: choose Closed, Open or Local")
 	}
-	m := &middleware{
-		limiter: limiter,
-		charges: charges,
-		failure: failure,
-		observe: warnOfFailures(),
-		refuse:  Refuse,
-	}
-	for _, opt := range opts {
-		opt(m)
-	}
+	m := newMiddleware(failure, opts)
+	m.limiter, m.charges = limiter, charges
 	return func(next http.Handler) http.Handler {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { m.serve(w, r, next) })
 	}
@@ -55,6 +47,14 @@ type middleware struct {
 	observe        func(*http.Request, Event)
 	refuse         func(http.ResponseWriter, *http.Request, Event)
 	quotas         map[string]quota // of Policies, by name
+}
+
+func newMiddleware(failure Failure, opts []Option) *middleware {
+	m := &middleware{failure: failure, observe: warnOfFailures(), refuse: Refuse}
+	for _, opt := range opts {
+		opt(m)
+	}
+	return m
 }
 
 // serve passes w and r on as they are.
@@ -91,19 +91,23 @@ func (m *middleware) decide(r *http.Request, charges []client.Charge) Event {
 	if e.Decision, e.Err = ask(ctx, m.limiter, charges, idempotencyKey); e.Err == nil {
 		return e.decided()
 	}
-	if r.Context().Err() != nil {
-		// To go on would let a client pass that asks and leaves, if Open is chosen.
-		return e.ended(Abandoned, http.StatusServiceUnavailable)
-	}
 	err := e.Err
-	if m.failure.local != nil && !isInvalid(err) {
+	if m.failure.local != nil && !isInvalid(err) && r.Context().Err() == nil {
 		e.Local = true
 		if e.Decision, err = ask(r.Context(), m.failure.local, charges, idempotencyKey); err == nil {
 			return e.decided()
 		}
 		e.Err = errors.Join(e.Err, err)
 	}
+	return m.undecided(r, e, err)
+}
+
+// undecided is the fate of a request whose last limiter failed with err.
+func (m *middleware) undecided(r *http.Request, e Event, err error) Event {
 	switch {
+	case r.Context().Err() != nil && !e.Local:
+		// To go on would let a client pass that asks and leaves, if Open is chosen.
+		return e.ended(Abandoned, http.StatusServiceUnavailable)
 	case errors.Is(err, client.ErrIdempotencyMismatch):
 		return e.ended(Invalid, http.StatusUnprocessableEntity)
 	case isInvalid(err):

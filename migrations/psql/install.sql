@@ -2661,10 +2661,11 @@ create type ratelimit.calendar as (
   time_zone  text collate "C",
   anchor     timestamp,
   turned_at  timestamptz,
-  turns_at   timestamptz
+  turns_at   timestamptz,
+  lease      interval
 );
 comment on type ratelimit.calendar is
-  'When numbers end, infinity for those of a quota; of a quota whether some key has had an override, its period, also in months or 0, its time zone and the local time of one turn; and in a call its last turn and the next.';
+  'When numbers end, infinity for those of a quota or of slots; of these whether some key has had an override; of a quota its period, also in months or 0, its time zone and the local time of one turn, and in a call its last turn and the next; of slots the lease.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,
@@ -2704,6 +2705,25 @@ create type ratelimit.partial_decision as (
 comment on type ratelimit.partial_decision is
 'The answer of ratelimit_acquire_up_to: the columns of ratelimit.decision, and taken.
 taken: whole tokens, 0 for a denial.';
+create type ratelimit.hold as (
+  allowed     boolean,
+  remaining   bigint,
+  retry_after interval,
+  held_for    interval,
+  capacity    bigint,
+  renewed     boolean,
+  shadowed    boolean
+);
+comment on type ratelimit.hold is
+'The answer of ratelimit_hold.
+allowed: whether the holder holds. A shadow policy grants each request.
+remaining: the slots that nobody holds after the call. Below zero after the capacity was lowered.
+retry_after: the time until the same request is allowed, if nobody holds, renews or releases meanwhile. Zero if it is allowed;
+  null if no wait helps.
+held_for: how long the lease lasts from now. Zero for a denial.
+capacity: the slots of the key, by the policy or the override of the key.
+renewed: the holder held them before the call.
+shadowed: a shadow policy would have denied if it were enforced. Then nothing is held.';
 create type ratelimit.asked as (
   key    text collate "C",
   wanted bigint,
@@ -2727,17 +2747,17 @@ alter table ratelimit.policies
   add column overridden boolean not null default false,
   add column shadow     boolean not null default false,
   add column calendar   ratelimit.calendar,
-  add constraint policies_calendar_check check ((calendar).period is not null or calendar is null);
+  add constraint policies_calendar_check check ((calendar).period is not null or (calendar).lease is not null or calendar is null);
 -- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
 -- it keeps them visible to older snapshots.
 cluster ratelimit.policies using policies_pkey;
 alter table ratelimit.policies set without cluster;
 comment on column ratelimit.policies.overridden is
-  'Some key has had an override, or the policy is a quota; until then nothing looks for an override.';
+  'Some key has had an override, or the policy is a quota or lends slots; until then nothing looks for an override.';
 comment on column ratelimit.policies.shadow is
   'The policy watches: what it would deny is allowed, and marked shadowed.';
 comment on column ratelimit.policies.calendar is
-  'Of a quota, whose buckets are full at each turn and whose refill is 0; null for a policy that refills.';
+  'Of a quota, whose buckets are full at each turn, or of slots, which have a lease; either has refill 0. null for a policy that refills.';
 
 -- The columns from stepped on are those of ratelimit.policies.
 create table ratelimit.overrides (
@@ -2766,7 +2786,7 @@ comment on column ratelimit.overrides.expires_at is
 comment on column ratelimit.overrides.stepped is
   'That of the policy.';
 comment on column ratelimit.overrides.calendar is
-  'Of a quota''s key: the time zone and the anchor.';
+  'Of a quota''s key the time zone and the anchor; of a key of slots the lease.';
 
 -- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
 -- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
@@ -2812,6 +2832,59 @@ comment on column ratelimit.ephemeral_idempotency_keys.settled is
 comment on column ratelimit.ephemeral_idempotency_keys.taken is
   'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 
+-- Slots. What is held is the sum of the leases that have not ended, and nothing else is stored about it. A key's row in slots is
+-- the lock of its leases: whoever changes them writes it first. So no lease is without that row.
+--
+-- Neither a grant nor a renewal nor a release changes an indexed column, but for due_at once after clean-up has postponed it: updates
+-- can be HOT, and a key that is in use pays nothing for clean-up.
+create table ratelimit.slots (
+  policy_id bigint      not null,
+  changes   bigint      not null,
+  due_at    timestamptz not null,
+  key       text        collate "C" not null,
+  constraint slots_pkey primary key (policy_id, key)
+);
+create index slots_due_at_idx on ratelimit.slots (due_at);
+comment on table ratelimit.slots is
+  'Keys of durable slots that somebody has held: the lock of the leases of a key.';
+comment on column ratelimit.slots.changes is
+  'Counts what was changed in the leases of the key, from the microsecond in which the row was created: no two states have one number.';
+comment on column ratelimit.slots.due_at is
+  'When clean-up looks for ended leases of the key; none of its leases ends earlier.';
+create table ratelimit.leases (
+  policy_id bigint      not null,
+  ends_at   timestamptz not null,
+  cost      integer     not null,
+  key       text        collate "C" not null,
+  holder    text        collate "C" not null,
+  constraint leases_pkey primary key (policy_id, key, holder)
+);
+comment on table ratelimit.leases is
+  'Who holds how many slots of a durable policy until when; from ends_at on a lease is as good as absent.';
+create unlogged table ratelimit.ephemeral_slots (
+  like ratelimit.slots including all
+);
+comment on table ratelimit.ephemeral_slots is
+  'Keys of ephemeral slots: unlogged, empty after a crash.';
+create unlogged table ratelimit.ephemeral_leases (
+  like ratelimit.leases including all
+);
+comment on table ratelimit.ephemeral_leases is
+  'Leases of ephemeral slots: unlogged, empty after a crash.';
+-- As for buckets: room for the next versions of rows, and vacuum that keeps up.
+alter table ratelimit.slots set (
+  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+alter table ratelimit.ephemeral_slots set (
+  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+alter table ratelimit.leases set (
+  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+alter table ratelimit.ephemeral_leases set (
+  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0);
+
 create table ratelimit.shard (
   shard integer not null,
   of    integer not null
@@ -2835,7 +2908,8 @@ begin
     select distinct c.oid::regclass as of, case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
       from pg_class as c
      cross join aclexplode(c.relacl) as a
-     where c.oid in ('ratelimit.overrides'::regclass, 'ratelimit.shard'::regclass)
+     where c.oid in ('ratelimit.overrides'::regclass, 'ratelimit.shard'::regclass, 'ratelimit.slots'::regclass, 'ratelimit.leases'::regclass,
+                     'ratelimit.ephemeral_slots'::regclass, 'ratelimit.ephemeral_leases'::regclass)
        and a.grantee <> c.relowner
   loop
     execute format('revoke all on %s from %s', v_grant.of, v_grant.grantee);
@@ -2857,8 +2931,11 @@ $private$;
 -- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all and
 -- ratelimit_reset_all, which commit.
 --
+-- A policy with a lease lends slots in place of tokens: what is held of a key is the sum of its leases that have not ended. Their rows,
+-- and one row of each key, which is the lock of its leases, are in leases and slots.
+--
 -- An ephemeral policy writes no WAL: a crash makes its buckets full. Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
--- idempotency_keys and ephemeral_idempotency_keys), because a statement cannot choose its table at run time.
+-- idempotency_keys and ephemeral_idempotency_keys, slots and leases likewise), because a statement cannot choose its table at run time.
 -- Longer code that touches them is written once, as a template over the two names; short statements are written twice. The
 -- tables and types are made by migrations/002_several_limits.sql.
 --
@@ -3218,7 +3295,7 @@ begin
 end;
 $$;
 comment on function ratelimit.check_name(text, text) is
-  'Raises 22023 unless a policy, key or idempotency key has 1 to 512 bytes.';
+  'Raises 22023 unless a policy, key, idempotency key or holder has 1 to 512 bytes.';
 
 create or replace function ratelimit.check_tokens(argument text, value bigint)
   returns void language plpgsql
@@ -3310,6 +3387,21 @@ $$;
 comment on function ratelimit.check_bounds(bigint, bigint) is
   'Raises 22023 unless 1 <= at_least <= at_most.';
 
+create or replace function ratelimit.check_hold(policy text, key text, holder text, cost bigint)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_name('policy', policy);
+  perform ratelimit.check_name('key', key);
+  perform ratelimit.check_name('holder', holder);
+  if (cost >= 1) is not true then
+    perform ratelimit.refuse('cost', cost::text, 'Pass a whole number of slots, 1 or more; ratelimit_release gives them back.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_hold(text, text, text, bigint) is
+  'Raises 22023 for the first argument about a holder that is out of range.';
+
 create or replace function ratelimit.check_max_rows(max_rows integer)
   returns void language plpgsql
 as $$
@@ -3376,7 +3468,7 @@ create or replace function ratelimit.check_numbers(capacity bigint, refill bigin
   returns void language plpgsql
 as $$
 declare
-  v_missing constant text := 'A new policy needs capacity, refill and every, or capacity and period.';
+  v_missing constant text := 'A new policy needs capacity, refill and every, or capacity and period, or capacity and lease.';
 begin
   if (capacity between 0 and 9000000000000) is not true then
     perform ratelimit.refuse('capacity', capacity::text,
@@ -3452,6 +3544,77 @@ $$;
 comment on function ratelimit.check_calendar(bigint, interval, boolean, interval, text, timestamp) is
   'Raises 22023 for the first argument of a quota that is out of range, or that a policy of another kind has.';
 
+-- A policy with a lease lends slots in place of tokens.
+create or replace function ratelimit.check_lease(capacity bigint, least_capacity bigint, lease interval)
+  returns void language plpgsql
+as $$
+begin
+  if (capacity between least_capacity and 10000) is not true then
+    perform ratelimit.refuse('capacity', capacity::text,
+      case when capacity is null then 'A new policy needs capacity, refill and every, or capacity and period, or capacity and lease.'
+           else format('Pass %s to 10000 slots.', least_capacity) end);
+  elsif (isfinite(lease) and date_trunc('month', lease) = interval '0'
+         and lease between interval '1 millisecond' and interval '365250 days') is not true then
+    perform ratelimit.refuse('lease', lease::text, 'Pass an interval of 1 millisecond to 365250 days (1000 years), in days or smaller units.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_lease(bigint, bigint, interval) is
+  'Raises 22023 unless there can be so many slots of a key, and such a lease.';
+
+create or replace function ratelimit.check_only_slots(
+    refill bigint, every interval, stepped boolean, remember interval, period interval, time_zone text, anchor timestamp)
+  returns void language plpgsql
+as $$
+declare
+  v_remedy constant text := 'Slots come back by ratelimit_release, or when the lease ends. Leave it out, or drop the policy and define it anew without a lease.';
+begin
+  if refill is not null then
+    perform ratelimit.refuse('refill', refill::text, v_remedy);
+  elsif every is not null then
+    perform ratelimit.refuse('every', every::text, v_remedy);
+  elsif stepped is not null then
+    perform ratelimit.refuse('stepped', stepped::text, v_remedy);
+  elsif remember is not null then
+    perform ratelimit.refuse('remember', remember::text, 'A lease is known by its holder, and no idempotency key is remembered. Leave it out.');
+  elsif period is not null then
+    perform ratelimit.refuse('period', period::text, v_remedy);
+  elsif time_zone is not null then
+    perform ratelimit.refuse('time_zone', time_zone, v_remedy);
+  elsif anchor is not null then
+    perform ratelimit.refuse('anchor', anchor::text, v_remedy);
+  end if;
+end;
+$$;
+comment on function ratelimit.check_only_slots(bigint, interval, boolean, interval, interval, text, timestamp) is
+  'Raises 22023 for the first argument that a policy of slots cannot have.';
+
+create or replace function ratelimit.refuse_slots(policy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'invalid policy' using
+    errcode = '22023',
+    detail  = format('Policy %L lends slots: it has a lease, and no tokens.', policy),
+    hint    = 'Call ratelimit_hold, ratelimit_renew and ratelimit_release; ratelimit_peek shows what is free.';
+end;
+$$;
+comment on function ratelimit.refuse_slots(text) is
+  'Raises 22023 where a policy of tokens is needed.';
+
+create or replace function ratelimit.refuse_tokens(policy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'invalid policy' using
+    errcode = '22023',
+    detail  = format('Policy %L has tokens, and lends no slots.', policy),
+    hint    = 'Call ratelimit_acquire, or define another policy with a lease: select ratelimit_define_policy(''jobs'', capacity => 5, lease => ''5 minutes'').';
+end;
+$$;
+comment on function ratelimit.refuse_tokens(text) is
+  'Raises 22023 where a policy of slots is needed.';
+
 create or replace function ratelimit.unknown_policy(policy text)
   returns void language plpgsql
 as $$
@@ -3492,6 +3655,19 @@ end;
 $$;
 comment on function ratelimit.another_cost(text, text) is
   'Raises RL002, the error for another cost under a live idempotency key.';
+
+create or replace function ratelimit.held_with_another_cost(holder text, held bigint, cost bigint)
+  returns void language plpgsql immutable
+as $$
+begin
+  raise exception 'the holder holds with another cost' using
+    errcode = 'RL002',
+    detail  = format('%L holds %s and is asked to hold %s.', holder, ratelimit.counted(held, 'slot'), cost),
+    hint    = 'Repeat a request with its first cost. Give each attempt a holder of its own.';
+end;
+$$;
+comment on function ratelimit.held_with_another_cost(text, bigint, bigint) is
+  'Raises RL002, the error for a holder that holds with another cost.';
 
 -- ratelimit_charge does not raise RL004: its repeat is answered again.
 create or replace function ratelimit.refuse_repeat(granted ratelimit.idempotency_keys, cost bigint)
@@ -3733,7 +3909,7 @@ comment on function ratelimit.binding_rank(boolean, boolean, boolean, bigint, bi
 
 -- The functions that answer many requests report an error in the row of its request. So this function catches the
 -- errors of the checks. granted is the remembered grant whose cost differs, or which was settled; null means that the policy
--- is unknown, unless an argument is bad.
+-- is unknown or lends slots, unless an argument is bad.
 create or replace function ratelimit.refusal(
     in  policy text, in key text, in cost bigint, in idempotency_key text, in granted ratelimit.idempotency_keys,
     out error_code text, out error_message text, out error_detail text, out error_hint text)
@@ -3742,6 +3918,7 @@ as $$
 begin
   perform ratelimit.check_request(policy, key, cost, idempotency_key);
   if granted is null then
+    perform ratelimit.refuse_slots(p.name) from ratelimit.policies as p where p.name = refusal.policy collate "C" and (p.calendar).lease is not null;
     perform ratelimit.unknown_policy(policy);
   else
     perform ratelimit.refuse_repeat(granted, cost);
@@ -3780,6 +3957,8 @@ comment on function ratelimit.detail_of_element(text, text, bigint, bigint) is
 --
 -- Where a function reads the numbers of a quota, it passes their calendar through turning. For that a quota counts as overridden, and
 -- as numbers that end: the code about neither is left as it is. Names are qualified: Citus calls the functions on other nodes.
+--
+-- The column has the lease of slots, too, which count as overridden and as numbers that end for the same reason: slots.sql.
 create or replace function ratelimit.turning(calendar ratelimit.calendar, at timestamptz)
   returns ratelimit.calendar
   language plpgsql
@@ -3827,7 +4006,7 @@ create or replace function ratelimit.with_calendar(calendar ratelimit.calendar, 
   returns ratelimit.calendar language sql immutable parallel safe
 as $$
   select row(coalesce(nullif(expires_at, 'infinity'), calendar.ends_at), calendar.overridden, calendar.period, calendar.months,
-             override.time_zone, override.anchor, null, null)::ratelimit.calendar
+             override.time_zone, override.anchor, null, null, override.lease)::ratelimit.calendar
 $$;
 comment on function ratelimit.with_calendar(ratelimit.calendar, ratelimit.calendar, timestamptz) is
   'The calendar of a policy for a key that has an override.';
@@ -4183,7 +4362,8 @@ create or replace function ratelimit_define_policy(
     shadow    boolean   default null,
     period    interval  default null,
     time_zone text      default null,
-    anchor    timestamp default null)
+    anchor    timestamp default null,
+    lease     interval  default null)
   returns void
   language plpgsql
   volatile
@@ -4199,18 +4379,28 @@ declare
   v_period    interval;
   v_time_zone text;
   v_anchor    timestamp;
+  v_lease     interval;
 begin
   perform check_name('policy', v_name);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
-  if v_policy.id is not null and (v_policy.calendar).period is null and ratelimit_define_policy.period is not null then
+  if v_policy.id is not null and (v_policy.calendar).lease is null and ratelimit_define_policy.lease is not null then
+    perform refuse('lease', ratelimit_define_policy.lease::text, 'The policy has tokens. Drop it and define it anew, or choose another name.');
+  end if;
+  v_lease := coalesce(ratelimit_define_policy.lease, (v_policy.calendar).lease);
+  if v_lease is not null then
+    perform check_only_slots(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped,
+                             ratelimit_define_policy.remember, ratelimit_define_policy.period, ratelimit_define_policy.time_zone,
+                             ratelimit_define_policy.anchor);
+    perform check_lease(coalesce(ratelimit_define_policy.capacity, v_policy.capacity), 1, v_lease);
+  elsif v_policy.id is not null and (v_policy.calendar).period is null and ratelimit_define_policy.period is not null then
     perform refuse('period', ratelimit_define_policy.period::text, 'The policy refills. Drop it and define it anew; its buckets will be full.');
   end if;
   v_period    := coalesce(ratelimit_define_policy.period, (v_policy.calendar).period);
   v_time_zone := coalesce(ratelimit_define_policy.time_zone, (v_policy.calendar).time_zone, case when v_period is not null then 'UTC' end);
   v_anchor    := coalesce(ratelimit_define_policy.anchor, (v_policy.calendar).anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
   perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, ratelimit_define_policy.time_zone, v_anchor);
-  if v_period is not null then
+  if v_period is not null or v_lease is not null then
     refill := 0;  -- as of calendar.sql
     every  := interval '1 day';
   end if;
@@ -4228,9 +4418,10 @@ begin
           coalesce(ratelimit_define_policy.durable, true),
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
-          v_period is not null,
-          case when v_period is not null then row('infinity', false, v_period,
-                                                    extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null)::calendar end)
+          v_period is not null or v_lease is not null,
+          case when v_period is not null or v_lease is not null then
+            row('infinity', false, v_period, extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null, v_lease)::calendar
+          end)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
          refill    = excluded.refill,
@@ -4238,15 +4429,18 @@ begin
          stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
          remember  = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
-         calendar  = case when (excluded.calendar).period is not null then
-                       row((p.calendar).ends_at, (p.calendar).overridden,  -- another session may have created the quota, and an override
+         calendar  = case when not excluded.calendar is null then
+                       row((p.calendar).ends_at, (p.calendar).overridden,  -- another session may have created the policy, and an override
                            (excluded.calendar).period, (excluded.calendar).months, coalesce(ratelimit_define_policy.time_zone, (p.calendar).time_zone),
-                           coalesce(ratelimit_define_policy.anchor, (p.calendar).anchor), null, null)::calendar
+                           coalesce(ratelimit_define_policy.anchor, (p.calendar).anchor), null, null,
+                           coalesce(ratelimit_define_policy.lease, (p.calendar).lease))::calendar
                      end
-   where (p.calendar is null) = (excluded.calendar is null)
+   where ((p.calendar).period is null) = ((excluded.calendar).period is null)
+     and ((p.calendar).lease is null) = ((excluded.calendar).lease is null)
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
   if not found then  -- another session has created the policy meanwhile
-    perform refuse('period', v_period::text, 'Another session has just created the policy as one of the other kind: drop it, or choose another name.');
+    perform refuse(case when v_lease is not null then 'lease' else 'period' end, coalesce(v_lease, v_period)::text,
+                   'Another session has just created the policy as one of another kind: drop it, or choose another name.');
   end if;
 
   if v_policy.stepped is distinct from v_stepped then  -- another session may have created the policy meanwhile
@@ -4260,19 +4454,21 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp) is
+comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval) is
 'Creates a policy, or changes the policy of that name.
 null keeps the value of an existing policy.
 A change applies to the next call about each bucket. Levels stay, cut to the new capacity. The time since a bucket was
   last written is credited at the new rate. Overrides keep their numbers.
 A policy with a period is a quota: its buckets are full at each turn of a calendar, and gain nothing in between. What was
   used stays used when its capacity changes. Another period, time_zone or anchor fills no bucket by itself.
+A policy with a lease lends slots: at most capacity of a key are held at a time, by ratelimit_hold. It has no refill, every,
+  stepped, remember, period, time_zone and anchor.
 policy: 1 to 512 bytes, case-sensitive.
 capacity: the most tokens that a bucket holds, 0 to 9000000000000. With 0 each cost above 0 is denied. A new policy
-  needs it.
+  needs it. Of slots it is 1 to 10000.
 refill: the tokens that a bucket gains in each interval every, 0 to 9000000000000. With 0 only ratelimit_refund and
-  ratelimit_reset fill a bucket. A new policy that is no quota needs it.
-every: 1 microsecond to 365250 days, without months and years. A new policy that is no quota needs it.
+  ratelimit_reset fill a bucket. A new policy without period and lease needs it.
+every: 1 microsecond to 365250 days, without months and years. A new policy without period and lease needs it.
 stepped: true refills at the end of each interval every, false by the microsecond. A new policy has false.
 durable: false keeps buckets and idempotency keys in unlogged tables: after a crash buckets are full. It cannot be
   changed. A new policy has true.
@@ -4285,6 +4481,8 @@ period: whole days or whole months, 1 day to 1000 years, in place of refill, eve
 time_zone: the time zone of the turns, UTC or a name with a slash of pg_timezone_names. A new quota has UTC.
 anchor: the local time of one turn, of the years 1 to 9999. The others are whole periods from it: a month after
   31 January is 28 or 29 February. A new quota has 2001-01-01 00:00, which is the start of a week, a month and a year.
+lease: how long slots are held unless the holder renews or releases them, 1 millisecond to 365250 days, without months and years. A
+  policy cannot begin or cease to lend slots. Leases that run keep their ends when it changes.
 Errors: 22023 for a bad argument, for a new policy without capacity, refill or every, for a bucket that would take
   more than 10000 years to fill, and for a durable other than that of the policy. 25006 in a read-only transaction.
 Locks: the row of the policy until the transaction ends. Acquires do not wait for it.
@@ -4330,6 +4528,18 @@ begin
                             where u.policy_id = v_id
                             order by u.key, u.idempotency_key
                               for update skip locked));
+    delete from slots as t
+ where t.ctid = any (array(select u.ctid
+                             from slots as u
+                            where u.policy_id = v_id
+                            order by u.key
+                              for update skip locked));
+    delete from leases as t
+ where t.ctid = any (array(select u.ctid
+                             from leases as u
+                            where u.policy_id = v_id
+                            order by u.key, u.holder
+                              for update skip locked));
   else
     delete from ephemeral_buckets as t
  where t.ctid = any (array(select u.ctid
@@ -4343,11 +4553,23 @@ begin
                             where u.policy_id = v_id
                             order by u.key, u.idempotency_key
                               for update skip locked));
+    delete from ephemeral_slots as t
+ where t.ctid = any (array(select u.ctid
+                             from ephemeral_slots as u
+                            where u.policy_id = v_id
+                            order by u.key
+                              for update skip locked));
+    delete from ephemeral_leases as t
+ where t.ctid = any (array(select u.ctid
+                             from ephemeral_leases as u
+                            where u.policy_id = v_id
+                            order by u.key, u.holder
+                              for update skip locked));
   end if;
 end;
 $$;
 comment on function ratelimit_drop_policy(text) is
-'Removes a policy with its overrides, buckets and idempotency keys.
+'Removes a policy with its overrides, buckets, idempotency keys and holders.
 A row that another transaction has locked is left to clean-up. It does not count for a new policy of the same name.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
 Locks: the row of the policy and the rows that it deletes until the transaction ends.
@@ -4357,24 +4579,26 @@ Role: administrator.';
 create or replace function ratelimit_policies()
   returns table (policy text, capacity bigint, refill bigint, every interval,
                  stepped boolean, durable boolean, remember interval, shadow boolean,
-                 period interval, time_zone text, anchor timestamp)
+                 period interval, time_zone text, anchor timestamp, lease interval)
   language sql
   stable
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select p.name, p.capacity, case when (p.calendar).period is null then p.refill end, case when (p.calendar).period is null then p.every end,
-         case when (p.calendar).period is null then p.stepped end, p.durable, p.remember, p.shadow,
-         (p.calendar).period, (p.calendar).time_zone, (p.calendar).anchor
+  select p.name, p.capacity, case when p.calendar is null then p.refill end, case when p.calendar is null then p.every end,
+         case when p.calendar is null then p.stepped end, p.durable, case when (p.calendar).lease is null then p.remember end, p.shadow,
+         (p.calendar).period, (p.calendar).time_zone, (p.calendar).anchor, (p.calendar).lease
     from policies as p
    order by p.name
 $$;
 comment on function ratelimit_policies() is
 'Lists the policies, by name.
 The columns are the arguments of ratelimit_define_policy.
-capacity: whole tokens.
-refill: null for a quota, as every and stepped are.
+capacity: whole tokens, or slots.
+refill: null for a quota and for slots, as every and stepped are.
+remember: null for slots.
 period: null unless the policy is a quota, as time_zone and anchor are.
+lease: null unless the policy lends slots.
 Errors: none.
 Locks: nothing.
 Writes: nothing.
@@ -4390,7 +4614,8 @@ create or replace function ratelimit_override(
     every      interval    default null,
     expires_at timestamptz default null,
     time_zone  text        default null,
-    anchor     timestamp   default null)
+    anchor     timestamp   default null,
+    lease      interval    default null)
   returns void
   language plpgsql
   volatile
@@ -4432,8 +4657,15 @@ begin
   end if;
   v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, (v_policy.calendar).time_zone);
   v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, (v_policy.calendar).anchor);
-  perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, ratelimit_override.time_zone, v_anchor);
-  perform check_numbers(v_capacity, v_refill, v_every);
+  if (v_policy.calendar).lease is not null then
+    perform check_only_slots(ratelimit_override.refill, ratelimit_override.every, null, null, null, ratelimit_override.time_zone, ratelimit_override.anchor);
+    perform check_lease(v_capacity, 0, coalesce(ratelimit_override.lease, (v_policy.calendar).lease));
+  elsif ratelimit_override.lease is not null then
+    perform refuse('lease', ratelimit_override.lease::text, 'Only a policy that lends slots has a lease. Leave it out, or drop the policy and define it anew with one.');
+  else
+    perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, ratelimit_override.time_zone, v_anchor);
+    perform check_numbers(v_capacity, v_refill, v_every);
+  end if;
 
   if v_policy.calendar is null then
     update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
@@ -4443,7 +4675,9 @@ begin
   end if;
   insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, calendar)
   values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at,
-          case when (v_policy.calendar).period is not null then row(null, null, null, null, v_time_zone, v_anchor, null, null)::calendar end)
+          case when (v_policy.calendar).ends_at is not null then
+            row(null, null, null, null, v_time_zone, v_anchor, null, null, coalesce(ratelimit_override.lease, (v_policy.calendar).lease))::calendar
+          end)
   on conflict on constraint overrides_pkey do update
      set capacity   = excluded.capacity,
          refill     = excluded.refill,
@@ -4453,17 +4687,19 @@ begin
          calendar   = excluded.calendar;
 end;
 $$;
-comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp) is
+comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp, interval) is
 'Gives one key of a policy numbers of its own, in place of an earlier override of the key.
 The override applies to calls that begin after the transaction commits. A bucket with a row keeps its level, cut to
   the new capacity. A bucket without a row is full at the new capacity.
 stepped, durable, remember, shadow and period stay the values of the policy.
+Of a policy that lends slots, a key has capacity, lease and expires_at. A lease that runs keeps its end.
 capacity: as in ratelimit_define_policy. null: the capacity of the policy as of this call. 0 blocks the key.
 refill: as in ratelimit_define_policy. null: the refill of the policy as of this call.
 every: as in ratelimit_define_policy. null: the interval of the policy as of this call.
 time_zone: as in ratelimit_define_policy, for a quota only. null: that of the live override of the key, or else of the
   policy as of this call.
 anchor: likewise.
+lease: as in ratelimit_define_policy, for a policy that lends slots only. null: the lease of the policy as of this call.
 expires_at: a time in the future, from which on the numbers of the policy apply again, counted from when the bucket was
   last written. retry_after and reset_after of the key allow for it. null: the override stays until it is removed.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
@@ -4524,15 +4760,15 @@ comment on function ratelimit.check_listing(text, text, integer) is
   'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
 
 create or replace function ratelimit_overrides(policy text default null, key text default null, max_rows integer default 1000)
-  returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz, time_zone text, anchor timestamp)
+  returns table (policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamptz, time_zone text, anchor timestamp, lease interval)
   language sql
   stable
   security definer
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, $2, $3);
-  select p.name, o.key, o.capacity, case when (p.calendar).period is null then o.refill end, case when (p.calendar).period is null then o.every end,
-         nullif(o.expires_at, 'infinity'), (o.calendar).time_zone, (o.calendar).anchor
+  select p.name, o.key, o.capacity, case when p.calendar is null then o.refill end, case when p.calendar is null then o.every end,
+         nullif(o.expires_at, 'infinity'), (o.calendar).time_zone, (o.calendar).anchor, (o.calendar).lease
     from policies as p
    cross join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = $2 collate "C"  -- through the primary key
                        union all
@@ -4547,10 +4783,11 @@ comment on function ratelimit_overrides(text, text, integer) is
 policy: null lists the overrides of all policies.
 key: null lists the overrides of all keys.
 max_rows: 1 or more.
-capacity: whole tokens.
-refill: null for a quota, as every is.
+capacity: whole tokens, or slots.
+refill: null for a quota and for slots, as every is.
 expires_at: null if the override stays until it is removed.
 time_zone: null unless the policy is a quota, as anchor is.
+lease: null unless the policy lends slots.
 Errors: 22023 for a bad argument, RL001 for an unknown policy.
 Locks: nothing.
 Writes: nothing.
@@ -5116,7 +5353,9 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).period is not null then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      elsif (v_policy.calendar).period is not null then
         return decision_of(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -5291,7 +5530,9 @@ as $$
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).period is not null then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      elsif (v_policy.calendar).period is not null then
         return decision_of(take_quota_of_ephemeral_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -5460,6 +5701,9 @@ begin
     if found then
       v_policy := with_override(v_policy, v_override);
     end if;
+    if (v_policy.calendar).lease is not null then
+      return peek_slots(v_policy, v_key, v_cost, v_now);
+    end if;
   end if;
   if (v_policy.calendar).ends_at is not null then
     select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
@@ -5497,6 +5741,8 @@ $$;
 comment on function ratelimit_peek(text, text, bigint) is
 'Returns the tokens that one bucket holds, and whether ratelimit_acquire would grant the cost now.
 It takes nothing. A shadow policy is shown as if it were enforced.
+Of a policy that lends slots it returns what ratelimit_hold would answer to a holder that holds nothing. reset_after is the time
+  until nobody holds.
 cost: whole tokens, 0 or more.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 0A000 for an ephemeral policy on a standby.
 Locks: nothing.
@@ -5565,7 +5811,9 @@ begin
     perform unknown_policy(policy);
   end if;
   if v_policy.overridden then
-    if (v_policy.calendar).period is not null and v_policy.durable then
+    if (v_policy.calendar).lease is not null then
+      perform refuse_slots(v_policy.name);  -- raises 22023
+    elsif (v_policy.calendar).period is not null and v_policy.durable then
       return refund_quota_of_buckets(v_policy, v_key, amount);
     elsif (v_policy.calendar).period is not null then
       return refund_quota_of_ephemeral_buckets(v_policy, v_key, amount);
@@ -5639,7 +5887,11 @@ begin
     perform unknown_policy(policy);
   end if;
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  if v_policy.durable then
+  if (v_policy.calendar).lease is not null and v_policy.durable then
+    perform reset_slots(v_policy.id, v_key);
+  elsif (v_policy.calendar).lease is not null then
+    perform reset_ephemeral_slots(v_policy.id, v_key);
+  elsif v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
     delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
@@ -5647,19 +5899,19 @@ begin
 end;
 $$;
 comment on function ratelimit_reset(text, text) is
-'Makes one bucket full, and so forgives its debt.
+'Makes one bucket full, and so forgives its debt. Of a policy that lends slots it frees all slots of the key.
 Idempotency keys stay.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
-Locks: the bucket row, if there is one, until the transaction ends.
-Writes: deletes the bucket row.
+Locks: the row of the bucket or key, if there is one, until the transaction ends.
+Writes: deletes the bucket row, or the leases of the key.
 Role: administrator.';
 
 -- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
 -- null. more is true if there may be others.
 -- Each bucket is removed by a statement of its own, which keeps the order.
 --
--- Locks:  the bucket rows, in the order of key, until the caller's transaction ends.
--- Writes: the buckets.
+-- Locks:  the rows of the buckets, or of the keys of slots, in the order of key, until the caller's transaction ends.
+-- Writes: the buckets, or the leases.
 create or replace function ratelimit.reset_batch(in policy text, inout after text, out more boolean)
   language plpgsql
   volatile
@@ -5674,7 +5926,17 @@ declare
   v_keys   text[];
 begin
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  if v_policy.durable then
+  if (v_policy.calendar).lease is not null and v_policy.durable then
+    v_keys := array(select s.key from slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000);
+    foreach v_key in array v_keys loop
+      perform reset_slots(v_policy.id, v_key);
+    end loop;
+  elsif (v_policy.calendar).lease is not null then
+    v_keys := array(select s.key from ephemeral_slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000);
+    foreach v_key in array v_keys loop
+      perform reset_ephemeral_slots(v_policy.id, v_key);
+    end loop;
+  elsif v_policy.durable then
     v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
     foreach v_key in array v_keys loop
       delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
@@ -5709,13 +5971,1022 @@ begin
 end;
 $$;
 comment on procedure ratelimit_reset_all(text) is
-'Makes all buckets of a policy full, in batches of 1000, and commits after each batch.
+'Makes all buckets of a policy full, or frees all its slots, in batches of 1000 keys, and commits after each batch.
 Idempotency keys and overrides stay. The call waits for a bucket that another transaction has locked.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction, 2D000 inside a
   transaction.
-Locks: the bucket rows of a batch, in the order of key, until the batch commits.
-Writes: deletes the bucket rows.
+Locks: the rows of the buckets or keys of a batch, in the order of key, until the batch commits.
+Writes: deletes the bucket rows, or the leases.
 Role: administrator. The role also needs EXECUTE on ratelimit.reset_batch and USAGE on schema ratelimit.';
+
+
+-- Slots: so many at a time.
+-- Slots: a limit on what is in flight. A policy with a lease lends its capacity to holders, and each lease is a row of leases.
+--
+-- What is held of a key is the sum of the leases that have not ended: at the microsecond ends_at a lease counts for nobody any more,
+-- and nothing has to run for that. A grant removes those of its key that have ended, so that a clock that steps back revives none.
+--
+-- The row of slots is the lock of a key's leases. A grant, a renewal and a release write it first, under one condition
+-- or other; a mere lock would let a transaction of a stricter isolation level count by its old snapshot. It is there
+-- before a lease is, and as long as there is one.
+
+-- What is held of a key, the wait for the cost, and the wait until nobody holds, by the numbers that apply to the key. All is as of one
+-- snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
+-- end of an override; then the policy's own capacity counts.
+create or replace function ratelimit.look_at_slots(
+    in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint,
+    out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint)
+  language plpgsql
+  stable
+as $$
+declare
+  v_key          text collate "C" := key;
+  v_now          alias for now;
+  v_cost         alias for cost;
+  v_numbers      ratelimit.policies := numbers_again(policy, key, now);
+  v_ends_at      timestamptz;  -- of the override; null if it has no end
+  v_own_capacity bigint;       -- from then on
+  v_last         timestamptz;
+  v_first        timestamptz;
+begin
+  capacity := v_numbers.capacity;
+  lease    := (v_numbers.calendar).lease;
+  if isfinite((v_numbers.calendar).ends_at) then
+    v_ends_at      := (v_numbers.calendar).ends_at;
+    v_own_capacity := (own_numbers(v_numbers)).capacity;
+  end if;
+  select coalesce(sum(l.cost), 0), max(l.ends_at)
+    into held, v_last
+    from leases as l
+   where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
+  reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
+  if v_cost = 0 or held + v_cost <= capacity then
+    retry_us := 0;
+    return;
+  end if;
+  select min(u.at)
+    into v_first
+    from (select e.at, coalesce(sum(e.cost) over (order by e.at desc groups between unbounded preceding and 1 preceding), 0) as held
+            from (select l.ends_at, l.cost
+                    from leases as l
+                   where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now
+                  union all
+                  select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
+   where u.held + v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_slots.capacity end;
+  retry_us := microseconds(v_first - v_now)::bigint;
+end;
+$$;
+comment on function ratelimit.look_at_slots(ratelimit.policies, text, timestamptz, bigint) is
+  'The capacity and the lease that apply to a key of slots, what is held of it, and the waits for a cost and until nobody holds.';
+
+-- Frees all slots of a key.
+-- Locks and writes: the row of the key; deletes its leases.
+create or replace function ratelimit.reset_slots(policy_id bigint, key text)
+  returns void
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy_id alias for policy_id;
+  v_key       text collate "C" := key;
+  v_now       timestamptz := clock();
+begin
+  update slots as s
+     set changes = s.changes + 1,
+         due_at  = least(s.due_at, v_now)
+   where s.policy_id = v_policy_id
+     and s.key       = v_key;
+  delete from leases as l where l.policy_id = v_policy_id and l.key = v_key;
+end;
+$$;
+comment on function ratelimit.reset_slots(bigint, text) is
+  'The steps of ratelimit_reset for slots.';
+
+-- Clean-up of slots: removes the leases that had ended by now, of at most max_rows keys and at most max_rows leases, and the rows of keys
+-- that have no lease then. The row of another key is postponed to the end of its first lease. The answers are how many keys were due, and
+-- how many were removed.
+--
+-- It locks the rows of the keys, and looks at their leases in later statements: a hold may have been committed between the
+-- snapshot of the first one and its locks. A hold that waits for a row which is removed here finds none, and creates it anew.
+-- Locks and writes: as cleanup_batch.
+create or replace function ratelimit.cleanup_slots(
+    in max_rows integer, in now timestamptz, in due_before timestamptz, out read bigint, out deleted bigint)
+  language plpgsql
+  volatile
+as $$
+declare
+  v_now        alias for now;
+  v_due_before alias for due_before;
+  v_ids        bigint[];
+  v_keys       text[];
+begin
+  select array_agg(d.policy_id), array_agg(d.key), count(*)
+    into v_ids, v_keys, read
+    from (select s.policy_id, s.key
+            from slots as s
+           where s.due_at <= v_due_before
+           order by s.due_at
+           limit max_rows
+             for update skip locked) as d;
+  deleted := 0;
+  if read = 0 then
+    return;
+  end if;
+  delete from leases as l
+   where l.ctid = any (array(select e.ctid
+                               from unnest(v_ids, v_keys) as u (policy_id, key)
+                              cross join lateral (select l.ctid
+                                                    from leases as l
+                                                   where l.policy_id = u.policy_id
+                                                     and l.key       = u.key collate "C"
+                                                     and l.ends_at  <= v_now
+                                                  offset 0) as e
+                              limit max_rows));
+  delete from slots as s
+   where s.ctid = any (array(select e.ctid
+                               from unnest(v_ids, v_keys) as u (policy_id, key)
+                              cross join lateral (select s.ctid
+                                                    from slots as s
+                                                   where s.policy_id = u.policy_id
+                                                     and s.key       = u.key collate "C"
+                                                  offset 0) as e
+                              where not exists (select from leases as l where l.policy_id = u.policy_id and l.key = u.key collate "C" offset 0)));
+  get diagnostics deleted = row_count;
+  update slots as s
+     set due_at = (select min(l.ends_at) from leases as l where l.policy_id = s.policy_id and l.key = s.key)
+   where s.ctid = any (array(select e.ctid
+                               from unnest(v_ids, v_keys) as u (policy_id, key)
+                              cross join lateral (select s.ctid
+                                                    from slots as s
+                                                   where s.policy_id = u.policy_id
+                                                     and s.key       = u.key collate "C"
+                                                  offset 0) as e));
+end;
+$$;
+comment on function ratelimit.cleanup_slots(integer, timestamptz, timestamptz) is
+  'Removes leases that have ended and keys that nobody holds, and answers how many keys were due and how many were removed.';
+
+-- Slots: a limit on what is in flight. A policy with a lease lends its capacity to holders, and each lease is a row of ephemeral_leases.
+--
+-- What is held of a key is the sum of the leases that have not ended: at the microsecond ends_at a lease counts for nobody any more,
+-- and nothing has to run for that. A grant removes those of its key that have ended, so that a clock that steps back revives none.
+--
+-- The row of ephemeral_slots is the lock of a key's leases. A grant, a renewal and a release write it first, under one condition
+-- or other; a mere lock would let a transaction of a stricter isolation level count by its old snapshot. It is there
+-- before a lease is, and as long as there is one.
+
+-- What is held of a key, the wait for the cost, and the wait until nobody holds, by the numbers that apply to the key. All is as of one
+-- snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
+-- end of an override; then the policy's own capacity counts.
+create or replace function ratelimit.look_at_ephemeral_slots(
+    in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint,
+    out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint)
+  language plpgsql
+  stable
+as $$
+declare
+  v_key          text collate "C" := key;
+  v_now          alias for now;
+  v_cost         alias for cost;
+  v_numbers      ratelimit.policies := numbers_again(policy, key, now);
+  v_ends_at      timestamptz;  -- of the override; null if it has no end
+  v_own_capacity bigint;       -- from then on
+  v_last         timestamptz;
+  v_first        timestamptz;
+begin
+  capacity := v_numbers.capacity;
+  lease    := (v_numbers.calendar).lease;
+  if isfinite((v_numbers.calendar).ends_at) then
+    v_ends_at      := (v_numbers.calendar).ends_at;
+    v_own_capacity := (own_numbers(v_numbers)).capacity;
+  end if;
+  select coalesce(sum(l.cost), 0), max(l.ends_at)
+    into held, v_last
+    from ephemeral_leases as l
+   where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
+  reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
+  if v_cost = 0 or held + v_cost <= capacity then
+    retry_us := 0;
+    return;
+  end if;
+  select min(u.at)
+    into v_first
+    from (select e.at, coalesce(sum(e.cost) over (order by e.at desc groups between unbounded preceding and 1 preceding), 0) as held
+            from (select l.ends_at, l.cost
+                    from ephemeral_leases as l
+                   where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now
+                  union all
+                  select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
+   where u.held + v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_ephemeral_slots.capacity end;
+  retry_us := microseconds(v_first - v_now)::bigint;
+end;
+$$;
+comment on function ratelimit.look_at_ephemeral_slots(ratelimit.policies, text, timestamptz, bigint) is
+  'The capacity and the lease that apply to a key of slots, what is held of it, and the waits for a cost and until nobody holds.';
+
+-- Frees all slots of a key.
+-- Locks and writes: the row of the key; deletes its leases.
+create or replace function ratelimit.reset_ephemeral_slots(policy_id bigint, key text)
+  returns void
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy_id alias for policy_id;
+  v_key       text collate "C" := key;
+  v_now       timestamptz := clock();
+begin
+  update ephemeral_slots as s
+     set changes = s.changes + 1,
+         due_at  = least(s.due_at, v_now)
+   where s.policy_id = v_policy_id
+     and s.key       = v_key;
+  delete from ephemeral_leases as l where l.policy_id = v_policy_id and l.key = v_key;
+end;
+$$;
+comment on function ratelimit.reset_ephemeral_slots(bigint, text) is
+  'The steps of ratelimit_reset for slots.';
+
+-- Clean-up of slots: removes the leases that had ended by now, of at most max_rows keys and at most max_rows leases, and the rows of keys
+-- that have no lease then. The row of another key is postponed to the end of its first lease. The answers are how many keys were due, and
+-- how many were removed.
+--
+-- It locks the rows of the keys, and looks at their leases in later statements: a hold may have been committed between the
+-- snapshot of the first one and its locks. A hold that waits for a row which is removed here finds none, and creates it anew.
+-- Locks and writes: as cleanup_batch.
+create or replace function ratelimit.cleanup_ephemeral_slots(
+    in max_rows integer, in now timestamptz, in due_before timestamptz, out read bigint, out deleted bigint)
+  language plpgsql
+  volatile
+as $$
+declare
+  v_now        alias for now;
+  v_due_before alias for due_before;
+  v_ids        bigint[];
+  v_keys       text[];
+begin
+  select array_agg(d.policy_id), array_agg(d.key), count(*)
+    into v_ids, v_keys, read
+    from (select s.policy_id, s.key
+            from ephemeral_slots as s
+           where s.due_at <= v_due_before
+           order by s.due_at
+           limit max_rows
+             for update skip locked) as d;
+  deleted := 0;
+  if read = 0 then
+    return;
+  end if;
+  delete from ephemeral_leases as l
+   where l.ctid = any (array(select e.ctid
+                               from unnest(v_ids, v_keys) as u (policy_id, key)
+                              cross join lateral (select l.ctid
+                                                    from ephemeral_leases as l
+                                                   where l.policy_id = u.policy_id
+                                                     and l.key       = u.key collate "C"
+                                                     and l.ends_at  <= v_now
+                                                  offset 0) as e
+                              limit max_rows));
+  delete from ephemeral_slots as s
+   where s.ctid = any (array(select e.ctid
+                               from unnest(v_ids, v_keys) as u (policy_id, key)
+                              cross join lateral (select s.ctid
+                                                    from ephemeral_slots as s
+                                                   where s.policy_id = u.policy_id
+                                                     and s.key       = u.key collate "C"
+                                                  offset 0) as e
+                              where not exists (select from ephemeral_leases as l where l.policy_id = u.policy_id and l.key = u.key collate "C" offset 0)));
+  get diagnostics deleted = row_count;
+  update ephemeral_slots as s
+     set due_at = (select min(l.ends_at) from ephemeral_leases as l where l.policy_id = s.policy_id and l.key = s.key)
+   where s.ctid = any (array(select e.ctid
+                               from unnest(v_ids, v_keys) as u (policy_id, key)
+                              cross join lateral (select s.ctid
+                                                    from ephemeral_slots as s
+                                                   where s.policy_id = u.policy_id
+                                                     and s.key       = u.key collate "C"
+                                                  offset 0) as e));
+end;
+$$;
+comment on function ratelimit.cleanup_ephemeral_slots(integer, timestamptz, timestamptz) is
+  'Removes leases that have ended and keys that nobody holds, and answers how many keys were due and how many were removed.';
+
+-- Lends cost slots of a key to a holder until its lease ends, if they are free.
+--
+-- The steps:
+--   1. The number of changes to the leases of the key is read, and after it the leases.
+--   2. If the cost does not fit, the answer is a denial: nothing was locked.
+--   3. One conditional update writes the row of the key, if nobody has changed the leases since step 1. It may wait for a session that
+--      holds, renews or releases under the same key. A key without a row has no leases: the row is created.
+--   4. If another session has changed them, the row is locked, and steps 1 to 3 follow with the leases as they are under the lock.
+--   5. The row is this transaction's now, and the lease is written. Those that have ended are removed.
+-- A holder that holds is renewed whether or not its cost would fit now.
+--
+-- The clock is read before step 1 and again after step 3, which may have waited. If a lease or an override has ended in between, step 1
+-- follows again.
+--
+-- Under REPEATABLE READ and SERIALIZABLE, step 3 fails with 40001 if the leases were changed since the snapshot, and a denial is as old as
+-- the snapshot.
+create or replace function ratelimit_hold(
+    policy text,
+    key    text,
+    holder text,
+    cost   bigint default 1)
+  returns ratelimit.hold
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy ratelimit.policies;
+begin
+  if (is_name(key) and is_name(holder) and cost >= 1) is not true then
+    perform check_hold(policy, key, holder, cost);  -- raises 22023
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+  if (v_policy.calendar).lease is null then
+    perform refuse_tokens(policy);  -- raises 22023
+  end if;
+  if not v_policy.durable then
+    return hold_ephemeral(v_policy, key, holder, cost);  -- what follows, on the twin tables
+  end if;
+
+  declare
+    v_key          text collate "C" := key;
+    v_holder       text collate "C" := holder;
+    v_cost         alias for cost;
+    v_now          timestamptz := clock();
+    v_changes      bigint;       -- of the key; null: it has no row
+    v_held         bigint;       -- by leases that have not ended
+    v_first_end    timestamptz;  -- of all leases
+    v_next_end     timestamptz;  -- of those that have not ended
+    v_own_cost     integer;      -- of the holder's lease
+    v_own_end      timestamptz;  -- likewise
+    v_renewed      boolean;
+    v_next_changes bigint;
+    v_ends_at      timestamptz;
+    v_lease_us     bigint;
+    v_retry_us     bigint;       -- microseconds until the cost fits; null: never
+    v_look         record;
+    v_written      boolean;
+    v_rounds       integer;
+    v_override     ratelimit.overrides;
+  begin
+    if (v_policy.calendar).overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+
+    loop
+      -- 1. How often the leases were changed, and then the leases.
+      select s.changes
+        into v_changes
+        from slots as s
+       where s.policy_id = v_policy.id and s.key = v_key;
+      select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0), min(l.ends_at), min(l.ends_at) filter (where l.ends_at > v_now),
+             max(l.cost) filter (where l.holder = v_holder), max(l.ends_at) filter (where l.holder = v_holder)
+        into v_held, v_first_end, v_next_end, v_own_cost, v_own_end
+        from leases as l
+       where l.policy_id = v_policy.id and l.key = v_key;
+      v_renewed  := (v_own_end > v_now) is true;
+      v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+      if v_renewed and v_own_cost <> v_cost then
+        perform held_with_another_cost(v_holder, v_own_cost, v_cost);  -- raises RL002
+      end if;
+
+      -- 2. A denial. By the time of this look there may be more.
+      if not v_renewed and v_held + v_cost > v_policy.capacity then
+        select l.* into v_look from look_at_slots(v_policy, v_key, v_now, v_cost) as l;
+        v_retry_us := v_look.retry_us;
+        if v_retry_us is distinct from 0 and v_policy.shadow then
+          return (true, v_look.capacity - v_look.held, interval '0', duration(microseconds(v_look.lease)::bigint), v_look.capacity,
+                  false, true)::ratelimit.hold;
+        elsif v_retry_us is distinct from 0 then
+          return (false, v_look.capacity - v_look.held, duration(v_retry_us), interval '0', v_look.capacity, false, false)::ratelimit.hold;
+        end if;
+
+      -- 3. The row of the key.
+      else
+        v_ends_at := v_now + duration(v_lease_us);
+        if v_changes is null then
+          v_next_changes := microseconds(v_now - timestamptz 'epoch')::bigint;
+          insert into slots (policy_id, key, changes, due_at)
+          values (v_policy.id, v_key, v_next_changes, v_now)  -- due at once: clean-up will postpone it
+          on conflict on constraint slots_pkey do nothing;
+        else
+          update slots as s
+             set changes = v_changes + 1,
+                 due_at  = least(s.due_at, v_ends_at)
+           where s.policy_id = v_policy.id
+             and s.key       = v_key
+             and s.changes   = v_changes;
+        end if;
+        v_written := found;
+        v_now     := clock();  -- it may have waited
+        exit when v_written and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
+
+        -- 4. The lock.
+        if not v_written then
+          perform from slots as s
+            where s.policy_id = v_policy.id
+              and s.key       = v_key
+              for update;
+        end if;
+      end if;
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+      end if;
+      v_now    := clock();
+      v_policy := numbers_again(v_policy, v_key, v_now);
+    end loop;
+
+    -- 5. The lease.
+    v_ends_at := v_now + duration(v_lease_us);
+    if v_renewed then
+      update leases as l
+         set ends_at = v_ends_at
+       where l.policy_id = v_policy.id
+         and l.key       = v_key
+         and l.holder    = v_holder;
+    else
+      if v_first_end <= v_now then
+        delete from leases as l
+         where l.policy_id = v_policy.id
+           and l.key       = v_key
+           and l.ends_at  <= v_now;
+      end if;
+      insert into leases (policy_id, key, holder, cost, ends_at)
+      values (v_policy.id, v_key, v_holder, v_cost, v_ends_at);
+      v_held := v_held + v_cost;
+    end if;
+    return (true, v_policy.capacity - v_held, interval '0', duration(v_lease_us), v_policy.capacity, v_renewed, false)::ratelimit.hold;
+  end;
+end;
+$$;
+comment on function ratelimit_hold(text, text, text, bigint) is
+'Lends cost slots of a key to a holder if they are free, until the lease ends or ratelimit_release is called.
+A denial is an answer and not an error.
+A lease that has ended counts for nobody from that microsecond on. What its holder still does is not stopped: renew before each
+  step with an effect outside, and stop when ratelimit_renew returns null.
+A repeat by a holder that holds begins its lease anew, with renewed true, also after the capacity was lowered.
+Call it as the last statement of a short transaction: other calls for the key wait until it ends. A transaction that holds several
+  keys asks for them in the order of policy and key.
+holder: 1 to 512 bytes, a new one for each attempt, such as a uuid. Two attempts with one name are one holder, and each could
+  release the slots of the other.
+cost: slots, 1 or more. A cost above the capacity that applies to the key is denied.
+Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an unknown policy, RL002 for a holder that holds with
+  another cost, 25006 in a read-only transaction.
+Locks: a grant locks the row of the key until the transaction ends. A denial keeps a lock on it only if the call waited for it.
+Writes: a grant writes the row of the key and the lease, and deletes the leases of the key that have ended. A denial writes nothing.
+Role: application.';
+
+create or replace function ratelimit.hold_ephemeral(v_policy ratelimit.policies, key text, holder text, cost bigint)
+  returns ratelimit.hold
+  language plpgsql
+  volatile
+as $$
+  declare
+    v_key          text collate "C" := key;
+    v_holder       text collate "C" := holder;
+    v_cost         alias for cost;
+    v_now          timestamptz := clock();
+    v_changes      bigint;       -- of the key; null: it has no row
+    v_held         bigint;       -- by leases that have not ended
+    v_first_end    timestamptz;  -- of all leases
+    v_next_end     timestamptz;  -- of those that have not ended
+    v_own_cost     integer;      -- of the holder's lease
+    v_own_end      timestamptz;  -- likewise
+    v_renewed      boolean;
+    v_next_changes bigint;
+    v_ends_at      timestamptz;
+    v_lease_us     bigint;
+    v_retry_us     bigint;       -- microseconds until the cost fits; null: never
+    v_look         record;
+    v_written      boolean;
+    v_rounds       integer;
+    v_override     ratelimit.overrides;
+  begin
+    if (v_policy.calendar).overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+
+    loop
+      -- 1. How often the leases were changed, and then the leases.
+      select s.changes
+        into v_changes
+        from ephemeral_slots as s
+       where s.policy_id = v_policy.id and s.key = v_key;
+      select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0), min(l.ends_at), min(l.ends_at) filter (where l.ends_at > v_now),
+             max(l.cost) filter (where l.holder = v_holder), max(l.ends_at) filter (where l.holder = v_holder)
+        into v_held, v_first_end, v_next_end, v_own_cost, v_own_end
+        from ephemeral_leases as l
+       where l.policy_id = v_policy.id and l.key = v_key;
+      v_renewed  := (v_own_end > v_now) is true;
+      v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+      if v_renewed and v_own_cost <> v_cost then
+        perform held_with_another_cost(v_holder, v_own_cost, v_cost);  -- raises RL002
+      end if;
+
+      -- 2. A denial. By the time of this look there may be more.
+      if not v_renewed and v_held + v_cost > v_policy.capacity then
+        select l.* into v_look from look_at_ephemeral_slots(v_policy, v_key, v_now, v_cost) as l;
+        v_retry_us := v_look.retry_us;
+        if v_retry_us is distinct from 0 and v_policy.shadow then
+          return (true, v_look.capacity - v_look.held, interval '0', duration(microseconds(v_look.lease)::bigint), v_look.capacity,
+                  false, true)::ratelimit.hold;
+        elsif v_retry_us is distinct from 0 then
+          return (false, v_look.capacity - v_look.held, duration(v_retry_us), interval '0', v_look.capacity, false, false)::ratelimit.hold;
+        end if;
+
+      -- 3. The row of the key.
+      else
+        v_ends_at := v_now + duration(v_lease_us);
+        if v_changes is null then
+          v_next_changes := microseconds(v_now - timestamptz 'epoch')::bigint;
+          insert into ephemeral_slots (policy_id, key, changes, due_at)
+          values (v_policy.id, v_key, v_next_changes, v_now)  -- due at once: clean-up will postpone it
+          on conflict on constraint ephemeral_slots_pkey do nothing;
+        else
+          update ephemeral_slots as s
+             set changes = v_changes + 1,
+                 due_at  = least(s.due_at, v_ends_at)
+           where s.policy_id = v_policy.id
+             and s.key       = v_key
+             and s.changes   = v_changes;
+        end if;
+        v_written := found;
+        v_now     := clock();  -- it may have waited
+        exit when v_written and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
+
+        -- 4. The lock.
+        if not v_written then
+          perform from ephemeral_slots as s
+            where s.policy_id = v_policy.id
+              and s.key       = v_key
+              for update;
+        end if;
+      end if;
+      v_rounds := coalesce(v_rounds, 0) + 1;
+      if v_rounds = 1000 then
+        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+      end if;
+      v_now    := clock();
+      v_policy := numbers_again(v_policy, v_key, v_now);
+    end loop;
+
+    -- 5. The lease.
+    v_ends_at := v_now + duration(v_lease_us);
+    if v_renewed then
+      update ephemeral_leases as l
+         set ends_at = v_ends_at
+       where l.policy_id = v_policy.id
+         and l.key       = v_key
+         and l.holder    = v_holder;
+    else
+      if v_first_end <= v_now then
+        delete from ephemeral_leases as l
+         where l.policy_id = v_policy.id
+           and l.key       = v_key
+           and l.ends_at  <= v_now;
+      end if;
+      insert into ephemeral_leases (policy_id, key, holder, cost, ends_at)
+      values (v_policy.id, v_key, v_holder, v_cost, v_ends_at);
+      v_held := v_held + v_cost;
+    end if;
+    return (true, v_policy.capacity - v_held, interval '0', duration(v_lease_us), v_policy.capacity, v_renewed, false)::ratelimit.hold;
+  end;
+$$;
+comment on function ratelimit.hold_ephemeral(ratelimit.policies, text, text, bigint) is
+  'The steps of ratelimit_hold for an ephemeral policy.';
+
+create or replace function ratelimit.peek_slots(policy ratelimit.policies, key text, cost bigint, now timestamptz)
+  returns ratelimit.decision
+  language plpgsql
+  stable
+as $$
+declare
+  v_look record;
+begin
+  if policy.durable then
+    select l.* into v_look from look_at_slots(policy, key, now, cost) as l;
+  else
+    select l.* into v_look from look_at_ephemeral_slots(policy, key, now, cost) as l;
+  end if;
+  return (coalesce(v_look.retry_us = 0, false), v_look.capacity - v_look.held, duration(v_look.retry_us), duration(v_look.reset_us),
+          v_look.capacity, false, false)::ratelimit.decision;
+end;
+$$;
+comment on function ratelimit.peek_slots(ratelimit.policies, text, bigint, timestamptz) is
+  'The steps of ratelimit_peek for slots.';
+
+-- Begins the lease of a holder anew.
+--
+-- The steps:
+--   1. A holder that does not hold is answered at once: nothing is locked.
+--   2. The row of the key is written, which may wait. Whoever held then may not hold any more.
+--   3. The lease is written, if it has not ended.
+-- So a renewal that comes after a release takes nothing, in whatever order they run.
+create or replace function ratelimit_renew(policy text, key text, holder text)
+  returns interval
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy ratelimit.policies;
+begin
+  if (is_name(key) and is_name(holder)) is not true then
+    perform check_hold(policy, key, holder, 1);  -- raises 22023
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+  if (v_policy.calendar).lease is null then
+    perform refuse_tokens(policy);  -- raises 22023
+  end if;
+  if not v_policy.durable then
+    return renew_ephemeral(v_policy, key, holder);  -- what follows, on the twin tables
+  end if;
+
+  declare
+    v_key      text collate "C" := key;
+    v_holder   text collate "C" := holder;
+    v_now      timestamptz := clock();
+    v_ends_at  timestamptz;
+    v_lease_us bigint;
+    v_override ratelimit.overrides;
+  begin
+    if (v_policy.calendar).overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+
+    -- 1. Does it hold?
+    perform from leases as l
+      where l.policy_id = v_policy.id
+        and l.key       = v_key
+        and l.holder    = v_holder
+        and l.ends_at   > v_now;
+    if found then
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+
+      -- 2. The row of the key.
+      v_ends_at := v_now + duration(v_lease_us);
+      update slots as s
+         set changes = s.changes + 1,
+             due_at  = least(s.due_at, v_ends_at)
+       where s.policy_id = v_policy.id
+         and s.key       = v_key;
+
+      -- 3. The lease, by the clock and the numbers of now.
+      v_now := clock();
+      if (v_policy.calendar).ends_at <= v_now then
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+      end if;
+      v_ends_at := v_now + duration(v_lease_us);
+      update leases as l
+         set ends_at = v_ends_at
+       where l.policy_id = v_policy.id
+         and l.key       = v_key
+         and l.holder    = v_holder
+         and l.ends_at   > v_now;
+    end if;
+    return case when found or v_policy.shadow then duration(v_lease_us) end;
+  end;
+end;
+$$;
+comment on function ratelimit_renew(text, text, text) is
+'Begins the lease of a holder anew, and returns how long it holds now: the lease.
+null: the holder does not hold, or not any more. Its lease has ended or was released, and what it does must stop. It never holds by
+  a renewal.
+A shadow policy returns the lease to a holder that does not hold, too.
+Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the row of the key until the transaction ends. If the holder does not hold, the call locks nothing.
+Writes: the row of the key and the lease. If the holder does not hold, the call writes nothing.
+Role: application.';
+
+create or replace function ratelimit.renew_ephemeral(v_policy ratelimit.policies, key text, holder text)
+  returns interval
+  language plpgsql
+  volatile
+as $$
+  declare
+    v_key      text collate "C" := key;
+    v_holder   text collate "C" := holder;
+    v_now      timestamptz := clock();
+    v_ends_at  timestamptz;
+    v_lease_us bigint;
+    v_override ratelimit.overrides;
+  begin
+    if (v_policy.calendar).overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+
+    -- 1. Does it hold?
+    perform from ephemeral_leases as l
+      where l.policy_id = v_policy.id
+        and l.key       = v_key
+        and l.holder    = v_holder
+        and l.ends_at   > v_now;
+    if found then
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+
+      -- 2. The row of the key.
+      v_ends_at := v_now + duration(v_lease_us);
+      update ephemeral_slots as s
+         set changes = s.changes + 1,
+             due_at  = least(s.due_at, v_ends_at)
+       where s.policy_id = v_policy.id
+         and s.key       = v_key;
+
+      -- 3. The lease, by the clock and the numbers of now.
+      v_now := clock();
+      if (v_policy.calendar).ends_at <= v_now then
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+      end if;
+      v_ends_at := v_now + duration(v_lease_us);
+      update ephemeral_leases as l
+         set ends_at = v_ends_at
+       where l.policy_id = v_policy.id
+         and l.key       = v_key
+         and l.holder    = v_holder
+         and l.ends_at   > v_now;
+    end if;
+    return case when found or v_policy.shadow then duration(v_lease_us) end;
+  end;
+$$;
+comment on function ratelimit.renew_ephemeral(ratelimit.policies, text, text) is
+  'The steps of ratelimit_renew for an ephemeral policy.';
+
+-- Ends the lease of a holder. The steps are those of ratelimit_renew: 1. does it hold? 2. the row of the key, 3. the lease.
+create or replace function ratelimit_release(policy text, key text, holder text)
+  returns boolean
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy ratelimit.policies;
+begin
+  if (is_name(key) and is_name(holder)) is not true then
+    perform check_hold(policy, key, holder, 1);  -- raises 22023
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+  if (v_policy.calendar).lease is null then
+    perform refuse_tokens(policy);  -- raises 22023
+  end if;
+  if not v_policy.durable then
+    return release_ephemeral(v_policy, key, holder);  -- what follows, on the twin tables
+  end if;
+
+  declare
+    v_key    text collate "C" := key;
+    v_holder text collate "C" := holder;
+    v_now    timestamptz := clock();
+  begin
+    -- 1. Does it hold?
+    perform from leases as l
+      where l.policy_id = v_policy.id
+        and l.key       = v_key
+        and l.holder    = v_holder
+        and l.ends_at   > v_now;
+    if not found then
+      return false;
+    end if;
+    if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+
+    -- 2. The row of the key.
+    update slots as s
+       set changes = s.changes + 1,
+           due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
+     where s.policy_id = v_policy.id
+       and s.key       = v_key;
+
+    -- 3. The lease, by the clock of now.
+    v_now := clock();
+    delete from leases as l
+     where l.policy_id = v_policy.id
+       and l.key       = v_key
+       and l.holder    = v_holder
+       and l.ends_at   > v_now;
+    return found;
+  end;
+end;
+$$;
+comment on function ratelimit_release(text, text, text) is
+'Gives the slots of a holder back, and returns true if it held them until now.
+It is safe to repeat.
+Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the row of the key until the transaction ends. If the holder does not hold, the call locks nothing.
+Writes: the row of the key; deletes the lease. If the holder does not hold, the call writes nothing.
+Role: application.';
+
+create or replace function ratelimit.release_ephemeral(v_policy ratelimit.policies, key text, holder text)
+  returns boolean
+  language plpgsql
+  volatile
+as $$
+  declare
+    v_key    text collate "C" := key;
+    v_holder text collate "C" := holder;
+    v_now    timestamptz := clock();
+  begin
+    -- 1. Does it hold?
+    perform from ephemeral_leases as l
+      where l.policy_id = v_policy.id
+        and l.key       = v_key
+        and l.holder    = v_holder
+        and l.ends_at   > v_now;
+    if not found then
+      return false;
+    end if;
+    if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+
+    -- 2. The row of the key.
+    update ephemeral_slots as s
+       set changes = s.changes + 1,
+           due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
+     where s.policy_id = v_policy.id
+       and s.key       = v_key;
+
+    -- 3. The lease, by the clock of now.
+    v_now := clock();
+    delete from ephemeral_leases as l
+     where l.policy_id = v_policy.id
+       and l.key       = v_key
+       and l.holder    = v_holder
+       and l.ends_at   > v_now;
+    return found;
+  end;
+$$;
+comment on function ratelimit.release_ephemeral(ratelimit.policies, text, text) is
+  'The steps of ratelimit_release for an ephemeral policy.';
+
+-- The rows of ratelimit_holders. That has columns named like its arguments, which PL/pgSQL refuses. A standby has a statement of its own,
+-- as in status.sql.
+create or replace function ratelimit.leases_of(in of_policy text, in of_key text, in at_most integer,
+    out policy text, out key text, out holder text, out cost bigint, out held_for interval)
+  returns setof record
+  language plpgsql
+  stable
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_name text collate "C" := of_policy;
+  v_key  text collate "C" := of_key;
+  v_now  constant timestamptz := clock();
+begin
+  if not pg_is_in_recovery() then
+    return query
+      select s.name, s.key, s.holder, s.cost::bigint,
+             duration(least(microseconds(s.ends_at - v_now), microseconds(s.lease))::bigint)
+        from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce((o.calendar).lease, (p.calendar).lease) as lease
+                from policies as p
+                join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
+                left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
+               where l.ends_at > v_now
+                 and (v_name is null or p.name = v_name)
+                 and (v_key is null or l.key = v_key)
+               order by p.name, l.key, l.ends_at, l.holder
+               limit at_most) as s
+       order by s.name, s.key, s.ends_at, s.holder;
+  else
+    perform refuse_ephemeral(v_name);  -- raises 0A000
+    return query
+      select s.name, s.key, s.holder, s.cost::bigint,
+             duration(least(microseconds(s.ends_at - v_now), microseconds(s.lease))::bigint)
+        from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce((o.calendar).lease, (p.calendar).lease) as lease
+                from policies as p
+                join leases as l on l.policy_id = p.id
+                left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
+               where l.ends_at > v_now
+                 and (v_name is null or p.name = v_name)
+                 and (v_key is null or l.key = v_key)
+               order by p.name, l.key, l.ends_at, l.holder
+               limit at_most) as s
+       order by s.name, s.key, s.ends_at, s.holder;
+  end if;
+end;
+$$;
+comment on function ratelimit.leases_of(text, text, integer) is
+  'The leases that have not ended, at most at_most of them, by policy, key and end.';
+
+create or replace function ratelimit_holders(policy text default null, key text default null, max_rows integer default 1000)
+  returns table (policy text, key text, holder text, cost bigint, held_for interval)
+  language sql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select check_listing($1, $2, $3);
+  select * from leases_of($1, $2, $3)
+$$;
+comment on function ratelimit_holders(text, text, integer) is
+'Lists who holds slots, by policy, key and the end of the lease.
+On a standby it lists durable policies only.
+policy: null lists the holders of all policies.
+key: null lists the holders of all keys.
+max_rows: 1 or more.
+cost: slots.
+held_for: how long the lease lasts, the lease of the key at most.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 0A000 for an ephemeral policy on a standby.
+Locks: nothing.
+Writes: nothing.
+Role: administrator.';
+
+-- The rows of ratelimit_status about slots: keys that somebody holds, those with the smallest share of free slots first. An override that
+-- ends is an instant without a lease: its rows have cost 0.
+create or replace function ratelimit.fullest_slots(in of_policy text, in of_key text, in at_most integer,
+    out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint,
+    out overridden boolean, out share numeric)
+  returns setof record
+  language plpgsql
+  stable
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_name text collate "C" := of_policy;
+  v_key  text collate "C" := of_key;
+  v_now  constant timestamptz := clock();
+begin
+  if not pg_is_in_recovery() then
+    return query
+      select s.name, s.key, s.capacity - s.held, duration(microseconds(case when s.held < s.capacity then v_now else s.first end - v_now)::bigint),
+             duration(microseconds(s.last - v_now)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
+        from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
+                     min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
+                from (select p.name, l.key, e.cost, e.at, o.expires_at as ends_at, p.capacity as own_capacity,
+                             coalesce(o.capacity, p.capacity) as capacity, o.key is not null as overridden,
+                             coalesce(sum(e.cost) over (partition by l.policy_id, l.key order by e.at desc
+                                                        groups between unbounded preceding and 1 preceding), 0) as later
+                        from policies as p
+                        join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
+                        left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
+                       cross join lateral (values (l.ends_at, l.cost), (nullif(o.expires_at, 'infinity'), 0)) as e (at, cost)
+                       where l.ends_at > v_now
+                         and e.at is not null
+                         and (v_name is null or p.name = v_name)
+                         and (v_key is null or l.key = v_key)) as u
+               group by u.name, u.key, u.capacity, u.overridden) as s
+       order by share, s.name, s.key
+       limit at_most;
+  else
+    return query
+      select s.name, s.key, s.capacity - s.held, duration(microseconds(case when s.held < s.capacity then v_now else s.first end - v_now)::bigint),
+             duration(microseconds(s.last - v_now)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
+        from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
+                     min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
+                from (select p.name, l.key, e.cost, e.at, o.expires_at as ends_at, p.capacity as own_capacity,
+                             coalesce(o.capacity, p.capacity) as capacity, o.key is not null as overridden,
+                             coalesce(sum(e.cost) over (partition by l.policy_id, l.key order by e.at desc
+                                                        groups between unbounded preceding and 1 preceding), 0) as later
+                        from policies as p
+                        join leases as l on l.policy_id = p.id
+                        left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
+                       cross join lateral (values (l.ends_at, l.cost), (nullif(o.expires_at, 'infinity'), 0)) as e (at, cost)
+                       where l.ends_at > v_now
+                         and e.at is not null
+                         and (v_name is null or p.name = v_name)
+                         and (v_key is null or l.key = v_key)) as u
+               group by u.name, u.key, u.capacity, u.overridden) as s
+       order by share, s.name, s.key
+       limit at_most;
+  end if;
+end;
+$$;
+comment on function ratelimit.fullest_slots(text, text, integer) is
+  'The keys of slots that somebody holds, the fullest first, at most at_most of them.';
 
 
 -- Spend now, know later; wait in line; take what is there.
@@ -5769,6 +7040,9 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);
@@ -5896,6 +7170,9 @@ as $$
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);
@@ -6039,6 +7316,9 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);
@@ -6172,6 +7452,9 @@ as $$
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);
@@ -6338,7 +7621,9 @@ begin
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).period is not null then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      elsif (v_policy.calendar).period is not null then
         return reservation_by(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -6556,7 +7841,9 @@ as $$
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).period is not null then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      elsif (v_policy.calendar).period is not null then
         return reservation_by(take_quota_of_ephemeral_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -6783,7 +8070,9 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).period is not null then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      elsif (v_policy.calendar).period is not null then
         return take_quota_of_buckets(v_policy, v_key, at_most, at_least, v_idempotency_key);
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -6968,7 +8257,9 @@ as $$
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).period is not null then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      elsif (v_policy.calendar).period is not null then
         return take_quota_of_ephemeral_buckets(v_policy, v_key, at_most, at_least, v_idempotency_key);
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -8927,6 +10218,11 @@ begin
         v_lock := array_fill(true, array[cardinality(v_lock)]);
         raise exception sqlstate 'RL00A';
       end if;
+      if v_look.own is not null then  -- slots are no tokens
+        v_batch.bad := array(select u.bad or ((v_look.own[u.bucket]).calendar).lease is not null
+                               from unnest(v_batch.bad, v_batch.bucket_numbers) with ordinality as u (bad, bucket, place)
+                              order by u.place);
+      end if;
 
       -- 3. Decide.
       v_verdict := decide(requests, idempotency_keys, v_batch.charges, v_batch.bucket_numbers, v_batch.same, v_batch.twins, v_batch.bad, v_look.known,
@@ -9825,7 +11121,9 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).period is not null then
+      if (v_policy.calendar).lease is not null then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      elsif (v_policy.calendar).period is not null then
         return decision_of(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -10172,6 +11470,9 @@ begin
     if found then
       v_policy := with_override(v_policy, v_override);
     end if;
+    if (v_policy.calendar).lease is not null then
+      return peek_slots(v_policy, v_key, v_cost, v_now);
+    end if;
   end if;
   if (v_policy.calendar).ends_at is not null then
     select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
@@ -10258,6 +11559,9 @@ begin
   end if;
 
   v_policy := ratelimit.policy_named(policy);
+  if (v_policy.calendar).lease is not null then
+    perform ratelimit.refuse_slots(v_policy.name);  -- raises 22023; peek would not
+  end if;
   if current_setting('transaction_read_only') = 'off' then
     v_denial := ratelimit.acquire(v_policy, v_key, 1, null);
   else
@@ -10276,7 +11580,8 @@ comment on function ratelimit.limit_request(text, boolean, integer, boolean) is
 
 
 -- Upkeep.
--- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, expired overrides, and rows
+-- Clean-up removes rows that change no answer: buckets that are full again, leases that have ended and keys of slots that nobody holds,
+-- expired idempotency keys, expired overrides, and rows
 -- whose policy was dropped. A bucket with a live override must be full by the numbers of the override and of the policy, because
 -- either may apply next. Clean-up finds due rows through an index and skips rows that another session has locked. A call that takes
 -- from or gives to a bucket waits while a batch removes or postpones it, until the batch commits. So does a call that overwrites an
@@ -10448,6 +11753,12 @@ begin
     get diagnostics v_deleted = row_count;
     v_rows                   := v_rows + v_deleted;
     idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_slots(max_rows, v_now, due_before) as c;
+    v_rows          := v_rows + v_read;
+    buckets_deleted := buckets_deleted + v_deleted;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_ephemeral_slots(max_rows, v_now, due_before) as c;
+    v_rows          := v_rows + v_read;
+    buckets_deleted := buckets_deleted + v_deleted;
     delete from overrides as o
      where o.ctid = any (array(select d.ctid
                                  from overrides as d
@@ -10520,6 +11831,82 @@ begin
   get diagnostics v_deleted = row_count;
   buckets_deleted := buckets_deleted + v_deleted;
   with recursive ids (id) as (  -- one index probe for each policy that has rows
+    (select t.policy_id from slots as t order by t.policy_id limit 1)
+    union all
+    select (select t.policy_id from slots as t where t.policy_id > i.id order by t.policy_id limit 1)
+      from ids as i
+     where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
+  )
+  delete from slots as t
+   where t.ctid = any (array(select o.ctid
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from slots as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
+  get diagnostics v_deleted = row_count;
+  buckets_deleted := buckets_deleted + v_deleted;
+  with recursive ids (id) as (  -- one index probe for each policy that has rows
+    (select t.policy_id from ephemeral_slots as t order by t.policy_id limit 1)
+    union all
+    select (select t.policy_id from ephemeral_slots as t where t.policy_id > i.id order by t.policy_id limit 1)
+      from ids as i
+     where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
+  )
+  delete from ephemeral_slots as t
+   where t.ctid = any (array(select o.ctid
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from ephemeral_slots as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
+  get diagnostics v_deleted = row_count;
+  buckets_deleted := buckets_deleted + v_deleted;
+  with recursive ids (id) as (  -- one index probe for each policy that has rows
+    (select t.policy_id from leases as t order by t.policy_id limit 1)
+    union all
+    select (select t.policy_id from leases as t where t.policy_id > i.id order by t.policy_id limit 1)
+      from ids as i
+     where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
+  )
+  delete from leases as t
+   where t.ctid = any (array(select o.ctid
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from leases as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
+  get diagnostics v_deleted = row_count;
+  buckets_deleted := buckets_deleted + v_deleted;
+  with recursive ids (id) as (  -- one index probe for each policy that has rows
+    (select t.policy_id from ephemeral_leases as t order by t.policy_id limit 1)
+    union all
+    select (select t.policy_id from ephemeral_leases as t where t.policy_id > i.id order by t.policy_id limit 1)
+      from ids as i
+     where i.id is not null
+  ), gone as materialized (
+    select i.id from ids as i where not exists (select from policies as p where p.id = i.id)
+  )
+  delete from ephemeral_leases as t
+   where t.ctid = any (array(select o.ctid
+                               from gone as g
+                              cross join lateral (select u.ctid
+                                                    from ephemeral_leases as u
+                                                   where u.policy_id = g.id
+                                                     for update skip locked) as o
+                              limit max_rows));
+  get diagnostics v_deleted = row_count;
+  buckets_deleted := buckets_deleted + v_deleted;
+  with recursive ids (id) as (  -- one index probe for each policy that has rows
     (select t.policy_id from idempotency_keys as t order by t.policy_id limit 1)
     union all
     select (select t.policy_id from idempotency_keys as t where t.policy_id > i.id order by t.policy_id limit 1)
@@ -10577,8 +11964,8 @@ as $$
 $$;
 comment on function ratelimit_cleanup(integer) is
 'Removes one batch of rows that change no answer.
-These are buckets that are full, idempotency keys and overrides that have expired, and, if nothing else is due, rows
-  of dropped policies. Rows are judged as of five minutes ago. A row that another session has locked is left for a
+These are buckets that are full, idempotency keys and overrides that have expired, leases that have ended, keys of slots that nobody
+  holds, which count as buckets, and, if nothing else is due, rows of dropped policies. Rows are judged as of five minutes ago. A row that another session has locked is left for a
   later batch.
 max_rows: rows of each table, 1 or more.
 Errors: 22023 for a bad argument, 25006 in a read-only transaction.
@@ -10622,7 +12009,8 @@ Role: clean-up. The role also needs EXECUTE on ratelimit.cleanup_batch and USAGE
 -- A standby cannot read ephemeral buckets. Even a statement that names their table fails there, so it has a statement of its
 -- own. If an ephemeral policy is asked for, it is 0A000: to list no bucket would say that all are full.
 create or replace function ratelimit.emptiest_buckets(in of_policy text, in of_key text, in at_most integer,
-    out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint, out overridden boolean)
+    out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint,
+    out overridden boolean, out share numeric)
   returns setof record
   language plpgsql
   stable
@@ -10638,8 +12026,9 @@ begin
       select s.name, s.key, whole_tokens(s.level_now),
              duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
-             (s.numbers).capacity, s.overridden
-        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
+             (s.numbers).capacity, s.overridden, s.share
+        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now,
+                     level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1) as share
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
                              with_turns(case when o.key is null then row(p.*)::ratelimit.policies
                                              else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, v_now) as numbers
@@ -10649,21 +12038,18 @@ begin
                        where (v_name is null or p.name = v_name)
                          and (v_key is null or b.key = v_key)
                       offset 0) as u
-               order by level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
+               order by share, u.name, u.key
                limit at_most) as s
-       order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
-  elsif exists (select from policies as p where p.name = v_name and not p.durable) then
-    raise exception 'ephemeral buckets cannot be read on a standby'
-      using errcode = '0A000',
-            detail  = format('Policy %L is ephemeral.', v_name),
-            hint    = 'Ask the primary.';
+       order by s.share, s.name, s.key;
   else
+    perform refuse_ephemeral(v_name);  -- raises 0A000
     return query
       select s.name, s.key, whole_tokens(s.level_now),
              duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
              duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
-             (s.numbers).capacity, s.overridden
-        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now
+             (s.numbers).capacity, s.overridden, s.share
+        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now,
+                     level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1) as share
                 from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
                              with_turns(case when o.key is null then row(p.*)::ratelimit.policies
                                              else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, v_now) as numbers
@@ -10673,14 +12059,30 @@ begin
                        where (v_name is null or p.name = v_name)
                          and (v_key is null or b.key = v_key)
                       offset 0) as u
-               order by level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1), u.name, u.key
+               order by share, u.name, u.key
                limit at_most) as s
-       order by s.level_now / greatest((s.numbers).full_level, 1), s.name, s.key;
+       order by s.share, s.name, s.key;
   end if;
 end;
 $$;
 comment on function ratelimit.emptiest_buckets(text, text, integer) is
   'The buckets that have rows, the emptiest first, at most at_most of them.';
+
+create or replace function ratelimit.refuse_ephemeral(policy text)
+  returns void language plpgsql stable
+  set search_path = ratelimit, pg_temp
+as $$
+begin
+  if exists (select from policies as p where p.name = refuse_ephemeral.policy collate "C" and not p.durable) then
+    raise exception 'ephemeral buckets cannot be read on a standby'
+      using errcode = '0A000',
+            detail  = format('Policy %L is ephemeral.', policy),
+            hint    = 'Ask the primary.';
+  end if;
+end;
+$$;
+comment on function ratelimit.refuse_ephemeral(text) is
+  'Raises 0A000 for an ephemeral policy on a standby.';
 
 create or replace function ratelimit_status(policy text default null, max_rows integer default 100, key text default null)
   returns table (policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean)
@@ -10690,16 +12092,23 @@ create or replace function ratelimit_status(policy text default null, max_rows i
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, $3, $2);
-  select * from emptiest_buckets($1, $3, $2)
+  select s.policy, s.key, s.remaining, s.retry_after, s.reset_after, s.capacity, s.overridden
+    from (select * from emptiest_buckets($1, $3, $2)
+          union all
+          select * from fullest_slots($1, $3, $2)) as s
+   order by s.share, s.policy collate "C", s.key collate "C"
+   limit $2
 $$;
 comment on function ratelimit_status(text, integer, text) is
-'Lists the buckets that have rows, the emptiest first by the share of the capacity that a bucket holds.
+'Lists the buckets that have rows, the emptiest first by the share of the capacity that a bucket holds, and among them the keys of
+  which slots are held.
 A bucket without a row is full. The call reads every bucket, or every bucket of the policy or the key. On a standby it
   lists durable policies only.
 policy: null lists the buckets of all policies.
 max_rows: 1 or more.
 key: null lists all keys.
-retry_after: the time until the bucket holds 1 token; null for never.
+remaining: tokens, or the slots that nobody holds.
+retry_after: the time until the bucket holds 1 token, or 1 slot is free; null for never.
 overridden: whether the key has an override.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 0A000 for an ephemeral policy on a standby.
 Locks: nothing.
@@ -10834,7 +12243,8 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
 
   v_now := clock();
   v_due_before := v_now - interval '10 minutes';
-  v_tables := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass];
+  v_tables := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'slots'::regclass, 'ephemeral_slots'::regclass,
+                    'leases'::regclass, 'ephemeral_leases'::regclass, 'idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass];
   return query
   select 'warning',
          format('ratelimit.%s has %s overdue for clean-up, the oldest since %s.', o.name,
@@ -10845,6 +12255,9 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
           union all
           select 'idempotency_keys' as name, count(*) as overdue, min(d.due) as since
             from (select t.expires_at as due from idempotency_keys as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d
+          union all
+          select 'slots' as name, count(*) as overdue, min(d.due) as since
+            from (select t.due_at as due from slots as t where t.due_at < v_due_before order by t.due_at limit 10000) as d
           union all
           select 'overrides' as name, count(*) as overdue, min(d.due) as since
             from (select t.expires_at as due from overrides as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d) as o
@@ -10859,12 +12272,15 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
               from (select t.due_at as due from ephemeral_buckets as t where t.due_at < v_due_before and t.refilled_at < v_due_before order by t.due_at limit 10000) as d
             union all
             select 'ephemeral_idempotency_keys' as name, count(*) as overdue, min(d.due) as since
-              from (select t.expires_at as due from ephemeral_idempotency_keys as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d) as o
+              from (select t.expires_at as due from ephemeral_idempotency_keys as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d
+            union all
+            select 'ephemeral_slots' as name, count(*) as overdue, min(d.due) as since
+              from (select t.due_at as due from ephemeral_slots as t where t.due_at < v_due_before order by t.due_at limit 10000) as d) as o
      where o.overdue > 0;
   elsif exists (select from policies as p where not p.durable) then
     return query values (
       'notice',
-      'This server is a standby, which cannot read the buckets and idempotency keys of ephemeral policies: overdue rows there are not found.',
+      'This server is a standby, which cannot read the buckets, leases and idempotency keys of ephemeral policies: overdue rows there are not found.',
       'Ask the primary, too: select * from ratelimit_doctor();');
   end if;
 
@@ -10899,7 +12315,7 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
            'Pages have no room for new row versions. Most often an old snapshot or an idle transaction keeps the versions that are there. '
            'Or the table has another index or fillfactor than it was created with: see \d+ ratelimit.' || s.relname
       from pg_stat_all_tables as s
-     where s.relid = any (v_tables[1:2])
+     where s.relid = any (v_tables[1:6])
        and s.n_tup_upd > 10000
        and s.n_tup_hot_upd < 0.7 * s.n_tup_upd
      order by s.relname;

@@ -127,7 +127,8 @@ begin
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
                          'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
                          'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
-                         'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard', 'ratelimit_reset_all')
+                         'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard', 'ratelimit_reset_all',
+                         'ratelimit_hold', 'ratelimit_renew', 'ratelimit_release', 'ratelimit_holders')
   loop
     v_grants := v_grants || coalesce((
       select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
@@ -162,9 +163,26 @@ begin
   perform set_config('search_path', v_path, true);
 end;
 $functions$;
-drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
+drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.hold, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
 alter type ratelimit.retired_decision rename to decision;
 
+-- Without slots, what is held of a key is missing in its bucket. Slots come back within a lease, and so do the tokens.
+insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at)
+select p.id, l.key, p.full_level - sum(l.cost) * 1000000, pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp()
+  from ratelimit.policies as p
+  join ratelimit.leases as l on l.policy_id = p.id
+ where l.ends_at > pg_catalog.clock_timestamp()
+ group by p.id, p.full_level, l.key;
+insert into ratelimit.ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+select p.id, l.key, p.full_level - sum(l.cost) * 1000000, pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp()
+  from ratelimit.policies as p
+  join ratelimit.ephemeral_leases as l on l.policy_id = p.id
+ where l.ends_at > pg_catalog.clock_timestamp()
+ group by p.id, p.full_level, l.key;
+update ratelimit.policies
+   set refill = capacity,
+       every  = (calendar).lease
+ where (calendar).lease is not null;
 -- Without refill 0, such a policy refills as slowly as one can.
 update ratelimit.policies
    set refill = 1,
@@ -199,7 +217,7 @@ begin
   end if;
 end;
 $names$;
-drop table ratelimit.overrides, ratelimit.shard;
+drop table ratelimit.overrides, ratelimit.shard, ratelimit.slots, ratelimit.leases, ratelimit.ephemeral_slots, ratelimit.ephemeral_leases;
 alter table ratelimit.policies
   drop column overridden,
   drop column shadow,

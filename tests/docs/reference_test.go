@@ -23,9 +23,10 @@ const referenceBegins = "<!-- make reference writes what follows, from the comme
 var referenceGroups = []struct{ title, prefix, names string }{
 	{"Decide", "ratelimit_", "acquire acquire_all acquire_all_many acquire_many acquire_packed enforce guard peek"},
 	{"Spend", "ratelimit_", "acquire_up_to charge refund reserve settle"},
+	{"Hold", "ratelimit_", "hold release renew"},
 	{"Administer", "ratelimit_", "cleanup cleanup_all define_policy define_shard drop_policy override remove_override reset reset_all"},
-	{"Watch", "ratelimit_", "doctor overrides policies shard status version"},
-	{"Types", "ratelimit.", "decision packed partial_decision reservation"},
+	{"Watch", "ratelimit_", "doctor holders overrides policies shard status version"},
+	{"Types", "ratelimit.", "decision hold packed partial_decision reservation"},
 }
 
 // The cost of a function, with the lines of tests/bench/instructions.md in braces.

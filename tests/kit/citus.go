@@ -30,7 +30,7 @@ func (db *TestDB) As(role string) *pgx.Conn {
 
 var (
 	SQLComment  = regexp.MustCompile(`--[^\n]*|'[^']*'`)
-	SQLTable    = regexp.MustCompile(`\b(?:from|update|into|join) (?:ratelimit\.)?(?:ephemeral_)?(?:buckets|idempotency_keys)\b`)
+	SQLTable    = regexp.MustCompile(`\b(?:from|update|into|join) (?:ratelimit\.)?(?:ephemeral_)?(?:buckets|idempotency_keys|slots|leases)\b`)
 	SQLKeyTerm  = regexp.MustCompile(`^(?:\w+\.)?key\s*=\s*v_\w+$`)
 	SQLSetKey   = regexp.MustCompile(`[ ,]key\s*=`)
 	SQLInsert   = regexp.MustCompile(`insert into \w+ (?:as \w+\s+)?\(policy_id, key,[^()]*\)\s+values \(`)

@@ -35,10 +35,13 @@ var Installers = map[string]func(t *testing.T, url string){
 // The functions that decide about one bucket, and so run on any node that has the key.
 var HotFunctions = []string{
 	"ratelimit_acquire", "ratelimit_acquire_up_to", "ratelimit_charge", "ratelimit_peek", "ratelimit_refund", "ratelimit_reserve",
-	"ratelimit_reset", "ratelimit_settle",
+	"ratelimit_reset", "ratelimit_settle", "ratelimit_hold", "ratelimit_renew", "ratelimit_release",
 }
 
-var BucketTables = []string{"buckets", "ephemeral_buckets", "idempotency_keys", "ephemeral_idempotency_keys"}
+var (
+	BucketTables = []string{"buckets", "ephemeral_buckets", "idempotency_keys", "ephemeral_idempotency_keys"}
+	SlotTables   = []string{"slots", "ephemeral_slots", "leases", "ephemeral_leases"}
+)
 
 const PackageFunctions = `(
 	select p.*, n.nspname, n.nspname = 'ratelimit' as private

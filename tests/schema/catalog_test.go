@@ -26,6 +26,8 @@ var hotCalls = []string{
 	"select ratelimit_reserve('POLICY', 'k', '300 days', 10, 'r'), ratelimit_reserve('POLICY', 'k', '300 days', 10, 'r')",
 	"select ratelimit_reserve('POLICY', 'k', '1 second', 10), ratelimit_reserve('POLICY', 'new', '1 second', 10), ratelimit_acquire('POLICY', 'k')",
 	"select ratelimit_reset('POLICY', 'k')",
+	"select ratelimit_hold('POLICY slots', 'k', 'h'), ratelimit_hold('POLICY slots', 'k', 'h'), ratelimit_hold('POLICY slots', 'k', 'i', 9), ratelimit_peek('POLICY slots', 'k')",
+	"select ratelimit_renew('POLICY slots', 'k', 'h'), ratelimit_release('POLICY slots', 'k', 'h'), ratelimit_reset('POLICY slots', 'k')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY,POLICY}', '{k,l,l}', '{1,1,5000}', '{m,n,o}')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}', null, '{p,q}')",
@@ -45,18 +47,22 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 		"FUNCTION ratelimit_acquire_up_to(policy text, key text, at_most bigint, at_least bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.partial_decision",
 		"FUNCTION ratelimit_charge(policy text, key text, cost bigint, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
 		"FUNCTION ratelimit_cleanup(max_rows integer DEFAULT 10000, OUT buckets_deleted bigint, OUT idempotency_keys_deleted bigint) record",
-		"FUNCTION ratelimit_define_policy(policy text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, stepped boolean DEFAULT NULL::boolean, durable boolean DEFAULT NULL::boolean, remember interval DEFAULT NULL::interval, shadow boolean DEFAULT NULL::boolean, period interval DEFAULT NULL::interval, time_zone text DEFAULT NULL::text, anchor timestamp without time zone DEFAULT NULL::timestamp without time zone) void",
+		"FUNCTION ratelimit_define_policy(policy text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, stepped boolean DEFAULT NULL::boolean, durable boolean DEFAULT NULL::boolean, remember interval DEFAULT NULL::interval, shadow boolean DEFAULT NULL::boolean, period interval DEFAULT NULL::interval, time_zone text DEFAULT NULL::text, anchor timestamp without time zone DEFAULT NULL::timestamp without time zone, lease interval DEFAULT NULL::interval) void",
 		"FUNCTION ratelimit_define_shard(shard integer, of integer) void",
 		"FUNCTION ratelimit_doctor() TABLE(severity text, finding text, remedy text) STABLE",
 		"FUNCTION ratelimit_drop_policy(policy text) void",
 		"FUNCTION ratelimit_enforce(policy text, key text, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
 		"FUNCTION ratelimit_guard() trigger",
-		"FUNCTION ratelimit_override(policy text, key text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, time_zone text DEFAULT NULL::text, anchor timestamp without time zone DEFAULT NULL::timestamp without time zone) void",
-		"FUNCTION ratelimit_overrides(policy text DEFAULT NULL::text, key text DEFAULT NULL::text, max_rows integer DEFAULT 1000) TABLE(policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamp with time zone, time_zone text, anchor timestamp without time zone) STABLE",
+		"FUNCTION ratelimit_hold(policy text, key text, holder text, cost bigint DEFAULT 1) ratelimit.hold",
+		"FUNCTION ratelimit_holders(policy text DEFAULT NULL::text, key text DEFAULT NULL::text, max_rows integer DEFAULT 1000) TABLE(policy text, key text, holder text, cost bigint, held_for interval) STABLE",
+		"FUNCTION ratelimit_override(policy text, key text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, time_zone text DEFAULT NULL::text, anchor timestamp without time zone DEFAULT NULL::timestamp without time zone, lease interval DEFAULT NULL::interval) void",
+		"FUNCTION ratelimit_overrides(policy text DEFAULT NULL::text, key text DEFAULT NULL::text, max_rows integer DEFAULT 1000) TABLE(policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamp with time zone, time_zone text, anchor timestamp without time zone, lease interval) STABLE",
 		"FUNCTION ratelimit_peek(policy text, key text, cost bigint DEFAULT 1) ratelimit.decision STABLE",
-		"FUNCTION ratelimit_policies() TABLE(policy text, capacity bigint, refill bigint, every interval, stepped boolean, durable boolean, remember interval, shadow boolean, period interval, time_zone text, anchor timestamp without time zone) STABLE",
+		"FUNCTION ratelimit_policies() TABLE(policy text, capacity bigint, refill bigint, every interval, stepped boolean, durable boolean, remember interval, shadow boolean, period interval, time_zone text, anchor timestamp without time zone, lease interval) STABLE",
 		"FUNCTION ratelimit_refund(policy text, key text, amount bigint) ratelimit.decision",
+		"FUNCTION ratelimit_release(policy text, key text, holder text) boolean",
 		"FUNCTION ratelimit_remove_override(policy text, key text) boolean",
+		"FUNCTION ratelimit_renew(policy text, key text, holder text) interval",
 		"FUNCTION ratelimit_reserve(policy text, key text, max_wait interval, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.reservation",
 		"FUNCTION ratelimit_reset(policy text, key text) void",
 		"FUNCTION ratelimit_settle(policy text, key text, idempotency_key text, cost bigint) ratelimit.decision",
@@ -173,7 +179,7 @@ func TestCatalog_HasNothingThatDistributionForbids(t *testing.T) {
 		union all
 		select proname::text from `+kit.PackageFunctions+` as p where prosrc ~* 'advisory|nextval|pg_notify'`))
 
-	require.ElementsMatch(t, append([]string{"overrides"}, kit.BucketTables...), kit.Column(t, db, `
+	require.ElementsMatch(t, slices.Concat([]string{"overrides"}, kit.BucketTables, kit.SlotTables), kit.Column(t, db, `
 		select c.relname::text
 		  from pg_constraint as k
 		  join pg_class as c on c.oid = k.conrelid
@@ -194,12 +200,12 @@ func TestCatalog_TablesAreMadeForHotUpdates(t *testing.T) {
 		 group by indrelid::regclass::text, indexrelid
 		 order by indrelid::regclass::text, 1`), "an index on a column that an acquire changes")
 
-	for _, table := range []string{"buckets", "ephemeral_buckets"} {
+	for _, table := range append([]string{"buckets", "ephemeral_buckets"}, kit.SlotTables...) {
 		require.Len(t, kit.Column(t, db, `
 			select option_name from pg_class, pg_options_to_table(reloptions)
 			 where oid = ('ratelimit.' || $1)::regclass and option_name = 'fillfactor' and option_value::integer between 50 and 90`, table), 1, table)
 	}
-	for _, table := range kit.BucketTables {
+	for _, table := range slices.Concat(kit.BucketTables, kit.SlotTables) {
 		require.NotEmpty(t, kit.Column(t, db, `
 			select option_name from pg_class, pg_options_to_table(reloptions)
 			 where oid = ('ratelimit.' || $1)::regclass and option_name like 'autovacuum\_vacuum\_%'`, table), table)
@@ -241,7 +247,7 @@ func TestCatalog_TwinsDifferInPersistenceOnly(t *testing.T) {
 		slices.Sort(lines)
 		return lines
 	}
-	for _, table := range []string{"buckets", "idempotency_keys"} {
+	for _, table := range []string{"buckets", "idempotency_keys", "slots", "leases"} {
 		durable, ephemeral := describe(table), describe("ephemeral_"+table)
 		i := slices.Index(durable, "r p")
 		require.GreaterOrEqual(t, i, 0)
@@ -251,10 +257,10 @@ func TestCatalog_TwinsDifferInPersistenceOnly(t *testing.T) {
 }
 
 // Each statement about durable buckets or idempotency keys has a twin about the ephemeral ones. On a standby
-// emptiest_buckets and ratelimit_doctor read the durable ones alone. ratelimit.acquire has the statements of ratelimit_acquire.
+// emptiest_buckets, fullest_slots, leases_of and ratelimit_doctor read the durable ones alone. ratelimit.acquire has the statements of ratelimit_acquire.
 func TestCatalog_StatementsHaveTwins(t *testing.T) {
 	t.Parallel()
-	pairs, alone := twins(kit.Column(t, pgtest.New(t), "select prosrc from "+kit.PackageFunctions+" as p where proname not in ('emptiest_buckets', 'ratelimit_doctor', 'acquire')"))
+	pairs, alone := twins(kit.Column(t, pgtest.New(t), "select prosrc from "+kit.PackageFunctions+" as p where proname not in ('emptiest_buckets', 'fullest_slots', 'leases_of', 'ratelimit_doctor', 'acquire')"))
 	require.Greater(t, pairs, 50)
 	require.Empty(t, alone)
 
@@ -340,6 +346,7 @@ func calledHelpers(t *testing.T, db *pgtest.DB) (helpers []string) {
 	policies := []string{"p", "ephemeral", "stepped", "ephemeral stepped", "shadow", "ephemeral shadow"}
 	db.Exec(t, `
 		select ratelimit_define_policy(p, 1000, 1, '1 day', p ~ 'stepped', p !~ 'ephemeral', shadow => p ~ 'shadow') from unnest($1::text[]) as p`, policies)
+	db.Exec(t, "select ratelimit_define_policy(p || ' slots', 9, lease => '1 day', durable => p !~ 'ephemeral') from unnest($1::text[]) as p", policies)
 	db.Exec(t, "select ratelimit_override(p, 'k', 900) from unnest($1::text[]) as p where p ~ 'stepped'", policies)
 	conn := db.Connect(t)
 	kit.Execute(t, conn, "set track_functions = 'all'; set plan_cache_mode = force_generic_plan", pgx.QueryExecModeSimpleProtocol)

@@ -246,6 +246,9 @@ func TestUpgrade_AndBack(t *testing.T) {
 		db.Execute("select ratelimit_override($1, 'blocked', capacity => 0), ratelimit_override($1, 'k', 50, 5, '1 hour', now() + interval '1 day')", name)
 		db.Execute("select ratelimit_define_policy($1 || ' quota', 10, durable => $2::boolean, period => '1 year')", name, kind)
 		db.Execute("select ratelimit_override($1 || ' quota', 'other', time_zone => 'Asia/Kathmandu')", name)
+		db.Execute("select ratelimit_define_policy($1 || ' slots', 10, durable => $2::boolean, lease => '1 hour')", name, kind)
+		db.Execute("select ratelimit_override($1 || ' slots', 'other', 2, lease => '2 hours')", name)
+		db.Execute("select ratelimit_hold($1 || ' slots', 'k', 'a', 3), ratelimit_hold($1 || ' slots', 'k', 'b')", name)
 		for _, policy := range []string{name, name + " most", name + " quota"} {
 			require.False(t, db.Acquire(policy, "k", 3, "first").Replayed)
 			require.False(t, db.Acquire(policy, "other", 3, "first").Replayed)
@@ -269,6 +272,13 @@ func TestUpgrade_AndBack(t *testing.T) {
 		}
 		require.True(t, db.Acquire(quota, "of a year that is over", 10).Allowed)
 		db.DropPolicy(quota)
+	}
+	for _, slots := range []string{"durable slots", "ephemeral slots"} {
+		require.EqualValues(t, 6_000_000, db.Bucket(slots, "k").Level, "what was free")
+		require.False(t, db.Acquire(slots, "k", 7).Allowed)
+		require.True(t, db.Acquire(slots, "other", 10).Allowed)
+		require.Equal(t, []string{"10 01:00:00"}, kit.Column(t, db.DB, "select refill || ' ' || every from ratelimit_policies() where policy = $1", slots))
+		db.DropPolicy(slots)
 	}
 	for _, policy := range []string{"durable", "durable most", "ephemeral", "ephemeral most"} {
 		for _, key := range []string{"k", "other"} {

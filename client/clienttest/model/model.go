@@ -2,9 +2,9 @@
 // the rules of the design and not from the SQL, so that tests can compare the two field by field.
 //
 // [Policy] and [Bucket] are the arithmetic of one bucket: pure functions over values. A [State] adds
-// its idempotency keys. [Model] puts policies, overrides and states together and takes the same calls as
-// a database does, one at a time, each at an instant given by the caller. A request is a list of
-// charges, and one of a single bucket a list of one.
+// its idempotency keys. [Slots] are the leases of one key. [Model] puts policies, overrides, states and
+// slots together and takes the same calls as a database does, one at a time, each at an instant given by
+// the caller. A request is a list of charges, and one of a single bucket a list of one.
 //
 // The model finds how long to wait by searching for the first instant at which there is enough, not
 // by a formula: that is what the promise of retry_after means. A [Calendar] finds its turns by
@@ -22,16 +22,17 @@ type Model struct {
 	policies  map[string]Policy
 	overrides map[BucketID]Override
 	states    map[BucketID]State
+	slots     map[BucketID]Slots
 }
 
 // New returns a model without policies.
 func New() *Model {
-	return &Model{map[string]Policy{}, map[BucketID]Override{}, map[BucketID]State{}}
+	return &Model{map[string]Policy{}, map[BucketID]Override{}, map[BucketID]State{}, map[BucketID]Slots{}}
 }
 
 // Clone returns the model as it is now, for a transaction to come back to.
 func (m *Model) Clone() *Model {
-	return &Model{maps.Clone(m.policies), maps.Clone(m.overrides), maps.Clone(m.states)}
+	return &Model{maps.Clone(m.policies), maps.Clone(m.overrides), maps.Clone(m.states), maps.Clone(m.slots)}
 }
 
 // A BucketID names a bucket.
@@ -57,6 +58,7 @@ type Numbers struct {
 	Every            *Micros
 	Zone             *string    // of a quota
 	Anchor           *time.Time // of a quota
+	Lease            *Micros    // of slots
 }
 
 // over returns the policy with these numbers in place of its own, if they fit it.
@@ -66,9 +68,15 @@ func (n Numbers) over(p Policy) (Policy, error) {
 	p.Every = valueOr(n.Every, p.Every)
 	p.Zone = valueOr(n.Zone, p.Zone)
 	p.Anchor = valueOr(n.Anchor, p.Anchor)
-	fit := p.Refill >= 0 && p.Every >= 1 && p.fillsInTime() && n.Zone == nil && n.Anchor == nil
-	if p.IsQuota() {
-		fit = p.Calendar.isValid() && n.Refill == nil && n.Every == nil
+	var fit bool
+	switch {
+	case p.IsSlots():
+		p.Lease = valueOr(n.Lease, p.Lease)
+		fit = isLease(p.Lease) && p.Capacity <= maxSlots && n.Refill == nil && n.Every == nil && n.Zone == nil && n.Anchor == nil
+	case p.IsQuota():
+		fit = p.Calendar.isValid() && n.Refill == nil && n.Every == nil && n.Lease == nil
+	default:
+		fit = p.Refill >= 0 && p.Every >= 1 && p.fillsInTime() && n.Zone == nil && n.Anchor == nil && n.Lease == nil
 	}
 	if !fit || p.Capacity < 0 {
 		return p, InvalidArgument
@@ -84,8 +92,8 @@ func (p Policy) fillsInTime() bool {
 }
 
 // A Definition is the arguments of ratelimit_define_policy. What is nil keeps its value. A new policy needs
-// the three numbers, or a capacity and a period, and is continuous, durable, no shadow and remembers for 24 hours unless it
-// says otherwise. A new quota's turns are counted in UTC, from the first day of 2001.
+// the three numbers, or a capacity and a period or a lease, and is continuous, durable, no shadow and remembers for 24 hours
+// unless it says otherwise. A new quota's turns are counted in UTC, from the first day of 2001. Slots remember nothing.
 type Definition struct {
 	Numbers
 	Period           *Period
@@ -98,17 +106,22 @@ type Definition struct {
 // looked at.
 func (m *Model) Define(name string, def Definition) error {
 	p, changing := m.policies[name]
-	isQuota := def.Period != nil || p.IsQuota()
+	isQuota, isSlots := def.Period != nil || p.IsQuota(), def.Lease != nil || p.IsSlots()
 	switch {
+	case isSlots && (isQuota || def.Stepped != nil || def.Remember != nil || def.Lease != nil && !isLease(*def.Lease)):
+		return InvalidArgument
 	case !changing:
 		p = Policy{Durable: valueOr(def.Durable, true), Remember: day}
 		if isQuota {
 			p.Calendar = Calendar{Zone: "UTC", Anchor: time.Date(2001, 1, 1, 0, 0, 0, 0, time.UTC)}
 		}
-		if def.Capacity == nil || def.Refill == nil && !isQuota {
+		if isSlots {
+			p.Remember, p.Lease = 0, *def.Lease
+		}
+		if def.Capacity == nil || def.Refill == nil && !isQuota && !isSlots {
 			return InvalidArgument
 		}
-	case valueOr(def.Durable, p.Durable) != p.Durable, isQuota != p.IsQuota():
+	case valueOr(def.Durable, p.Durable) != p.Durable, isQuota != p.IsQuota(), isSlots != p.IsSlots():
 		return InvalidArgument
 	}
 	if isQuota {
@@ -117,6 +130,9 @@ func (m *Model) Define(name string, def Definition) error {
 		}
 	}
 	p, err := def.over(p)
+	if err == nil && isSlots && p.Capacity == 0 { // which only an override has
+		err = InvalidArgument
+	}
 	if err != nil {
 		return err
 	}
@@ -133,7 +149,7 @@ func (m *Model) Policy(name string) (p Policy, ok bool) {
 	return p, ok
 }
 
-// Drop removes a policy with its overrides, buckets and idempotency keys.
+// Drop removes a policy with its overrides, buckets, idempotency keys and holders.
 func (m *Model) Drop(name string) error {
 	if _, ok := m.policies[name]; !ok {
 		return UnknownPolicy
@@ -141,11 +157,30 @@ func (m *Model) Drop(name string) error {
 	delete(m.policies, name)
 	maps.DeleteFunc(m.overrides, func(id BucketID, _ Override) bool { return id.Policy == name })
 	maps.DeleteFunc(m.states, func(id BucketID, _ State) bool { return id.Policy == name })
+	maps.DeleteFunc(m.slots, func(id BucketID, _ Slots) bool { return id.Policy == name })
 	return nil
 }
 
-// rules are the policy of a bucket, with the numbers of its override while that lasts.
+// rules are the policy of a bucket, with the numbers of its override while that lasts. Slots have no buckets.
 func (m *Model) rules(now time.Time, id BucketID) (Policy, error) {
+	p, err := m.numbers(now, id)
+	if p.IsSlots() {
+		err = InvalidArgument
+	}
+	return p, err
+}
+
+// lending is rules for slots.
+func (m *Model) lending(now time.Time, id BucketID) (Policy, error) {
+	p, err := m.numbers(now, id)
+	if err == nil && !p.IsSlots() {
+		err = InvalidArgument
+	}
+	return p, err
+}
+
+// numbers are the policy of a key, with the numbers of its override while that lasts.
+func (m *Model) numbers(now time.Time, id BucketID) (Policy, error) {
 	p, ok := m.policies[id.Policy]
 	if !ok {
 		return Policy{}, UnknownPolicy
@@ -156,11 +191,14 @@ func (m *Model) rules(now time.Time, id BucketID) (Policy, error) {
 	return p, nil
 }
 
-// Peek answers whether an acquire would be allowed, were the policy no shadow, and takes nothing.
+// Peek answers whether an acquire, or of slots a hold, would be allowed, were the policy no shadow, and takes nothing.
 func (m *Model) Peek(now time.Time, id BucketID, cost int64) (Decision, error) {
-	p, err := m.rules(now, id)
+	p, err := m.numbers(now, id)
 	if err != nil {
 		return Decision{}, err
+	}
+	if p.IsSlots() {
+		return m.slots[id].Peek(p, now, cost), nil
 	}
 	return m.states[id].Peek(p, now, cost), nil
 }
@@ -184,12 +222,13 @@ func (m *Model) Refund(now time.Time, id BucketID, amount int64) (answer Decisio
 	return answer, nil
 }
 
-// Reset makes a bucket full; its idempotency keys stay.
+// Reset makes a bucket full; its idempotency keys stay. Slots are all free.
 func (m *Model) Reset(id BucketID) error {
 	if _, ok := m.policies[id.Policy]; !ok {
 		return UnknownPolicy
 	}
 	m.states[id] = m.states[id].Reset()
+	delete(m.slots, id)
 	return nil
 }
 
@@ -203,18 +242,22 @@ func (m *Model) ResetAll(policy string) error {
 			m.states[id] = s.Reset()
 		}
 	}
+	maps.DeleteFunc(m.slots, func(id BucketID, _ Slots) bool { return id.Policy == policy })
 	return nil
 }
 
 // CleanUpMargin is how long clean-up leaves what is due: it judges rows as of that long ago.
 const CleanUpMargin = 5 * time.Minute
 
-// CleanUp removes the idempotency keys and the overrides past their time. Which of the full buckets go, and
+// CleanUp removes the idempotency keys, the leases and the overrides past their time. Which of the full buckets go, and
 // when, is left to the implementation: see Remove.
 func (m *Model) CleanUp(now time.Time) {
 	judged := now.Add(-CleanUpMargin)
 	for id, s := range m.states {
 		m.states[id] = s.forgetExpired(judged)
+	}
+	for id, s := range m.slots {
+		m.slots[id] = s.Without(judged)
 	}
 	maps.DeleteFunc(m.overrides, func(_ BucketID, o Override) bool { return !o.Live(judged) })
 }

@@ -11,6 +11,7 @@ type Override struct {
 	Every            Micros
 	Zone             string    // of a quota
 	Anchor           time.Time // of a quota
+	Lease            Micros    // of slots
 	Expires          time.Time
 }
 
@@ -23,7 +24,7 @@ func (o Override) Live(now time.Time) bool {
 func (p Policy) With(o Override) Policy {
 	numbers := p
 	numbers.Capacity, numbers.Refill, numbers.Every = o.Capacity, o.Refill, o.Every
-	numbers.Zone, numbers.Anchor = o.Zone, o.Anchor
+	numbers.Zone, numbers.Anchor, numbers.Lease = o.Zone, o.Anchor, o.Lease
 	if !o.Expires.IsZero() {
 		numbers.ends, numbers.then = o.Expires, &p
 	}
@@ -36,7 +37,7 @@ func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Tim
 	if !(Override{Expires: expires}).Live(now) {
 		return InvalidArgument
 	}
-	if n.Capacity != nil && n.Refill != nil && n.Every != nil { // wrong for any policy
+	if n.Capacity != nil && n.Refill != nil && n.Every != nil && n.Lease == nil { // wrong for any policy
 		if _, err := n.over(Policy{}); err != nil {
 			return err
 		}
@@ -52,7 +53,7 @@ func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Tim
 	if err != nil {
 		return err
 	}
-	m.overrides[id] = Override{p.Capacity, p.Refill, p.Every, p.Zone, p.Anchor, expires}
+	m.overrides[id] = Override{p.Capacity, p.Refill, p.Every, p.Zone, p.Anchor, p.Lease, expires}
 	return nil
 }
 

@@ -1,0 +1,509 @@
+package client
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	mathrand "math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+)
+
+const (
+	// releaseTimeout is how long a release goes on after its context has ended.
+	releaseTimeout = 5 * time.Second
+
+	// maxHeldFor keeps sums of times in range.
+	maxHeldFor = 100 * 365 * 24 * time.Hour
+
+	// leastPatience is how long a renewal may take even if a third of the lease is less.
+	leastPatience = time.Second
+
+	// maxAskPause is the longest pause between two tries to renew, and about the longest between two tries to hold.
+	maxAskPause = time.Second
+)
+
+// A HoldDecision is the answer to [Limiter.Hold]. Times count from the moment the server decided, in whole microseconds.
+type HoldDecision struct {
+	// Allowed reports whether the slots are held.
+	Allowed bool
+
+	// Remaining is the number of slots that are free after the call. It is below zero after the capacity was lowered.
+	Remaining int64
+
+	// RetryAfter is how long until the same request is allowed if no holder holds, renews or releases meanwhile. Holders
+	// usually release earlier. Zero when allowed, [math.MaxInt64] when it never will be: see [HoldDecision.Never].
+	RetryAfter time.Duration
+
+	// HeldFor is the length of the lease. Zero when denied.
+	HeldFor time.Duration
+
+	// Capacity is the number of slots of a key: the policy's number, or the override's.
+	Capacity int64
+
+	// Renewed means that this call was repeated after a lost answer, and that the slots were held already.
+	Renewed bool
+
+	// Shadowed means that the policy only watches, and that enforcing it would have denied: nothing is held.
+	Shadowed bool
+}
+
+// Never reports whether no wait would help: the cost is above the capacity, and no override that ends is the reason.
+func (d HoldDecision) Never() bool { return d.RetryAfter == never }
+
+// A Hold is slots that this program holds, by a lease that it renews. A nil Hold holds nothing. Its methods are safe for
+// concurrent use.
+type Hold struct {
+	limiter             *limiter
+	policy, key, holder string
+	ctx                 holdContext
+	stop                context.CancelCauseFunc // ends ctx
+	calls               context.Context         // of renewals: it does not end
+	began               time.Time               // from here a tenure counts
+	idle                chan struct{}           // closed when no renewal is under way, nor will be
+	releasing           chan struct{}           // of one Release at a time
+
+	mu       sync.Mutex
+	tenure   tenure
+	timer    *time.Timer // at the end of the lease
+	released bool
+}
+
+// A tenure is the time for which a holder has its slots, as far as the client knows. It is a state machine without SQL,
+// goroutines, clock or lock: its owner serialises the methods, makes the calls, and passes the time, which counts from before
+// the call that granted.
+//
+// Invariants, between any two methods:
+//
+//  1. until is no later than the end of the lease on the server, because it is counted from before the last call that has an
+//     answer. A lease ends earlier if the server's clock steps forward, if the slots are reset or their policy dropped, and if
+//     the policy's lease was shortened and a renewal learned that whose answer was lost.
+//  2. From until on the tenure is over, whether or not a timer has fired. One that was seen to be over stays over.
+//  3. At most one renewal is under way. None begins at until or later, or after the end.
+//  4. A renewal begins when a third of the lease is over, and after one that failed when a pause is over.
+type tenure struct {
+	lease, until, due time.Duration
+	isRenewing        bool
+	isOver            bool
+}
+
+func newTenure(heldFor time.Duration) (t tenure) {
+	t.extend(0, heldFor)
+	return t
+}
+
+func (t *tenure) extend(sent, heldFor time.Duration) {
+	t.lease = min(heldFor, maxHeldFor)
+	t.until, t.due = sent+t.lease, sent+t.lease/3
+}
+
+// over reports whether the slots are lost, or given back.
+func (t *tenure) over(now time.Duration) bool {
+	t.isOver = t.isOver || now >= t.until
+	return t.isOver
+}
+
+// begin reports whether the owner must renew now. After true it calls renewed, failed or end.
+func (t *tenure) begin(now time.Duration) bool {
+	if t.over(now) || t.isRenewing || now < t.due {
+		return false
+	}
+	t.isRenewing = true
+	return true
+}
+
+// patience is how long a renewal that begins now may take: so long that another can follow, or until the end.
+func (t *tenure) patience(now time.Duration) time.Duration {
+	return min(max(t.lease/3, leastPatience), t.until-now)
+}
+
+// renewed is the answer to a renewal that was sent at that time. What is over stays over.
+func (t *tenure) renewed(sent, heldFor time.Duration) {
+	t.isRenewing = false
+	if !t.isOver {
+		t.extend(sent, heldFor)
+	}
+}
+
+// failed is a renewal without an answer. The next begins after a pause that is random, so that many holders of a database
+// that was away do not ask at once.
+func (t *tenure) failed(now time.Duration) {
+	t.isRenewing = false
+	pause := min(maxAskPause, t.lease/10)
+	t.due = now + pause/2 + mathrand.N(pause/2+1)
+}
+
+// end is the answer to a renewal that the holder does not hold.
+func (t *tenure) end() { t.isRenewing, t.isOver = false, true }
+
+// Hold takes slots of key if enough are free, and holds them until [Hold.Release], or until this program dies. It is for
+// policies with a [Policy.Lease]. The option is [Cost], 1 or more. A denial is a nil *Hold, a [HoldDecision] that is not Allowed,
+// and a nil error.
+//
+//	h, d, err := limiter.Hold(ctx, "jobs", "tenant:7")
+//	switch {
+//	case err != nil:
+//		// The database could not answer.
+//	case !d.Allowed:
+//		// Try again in d.RetryAfter, or earlier.
+//	default:
+//		defer h.Release(ctx)
+//		work(h.Context())
+//	}
+//
+// The holder is a uuid that is drawn for the call. While the Hold lasts, it renews the lease in the background: when a third of
+// the lease is over, and if that fails again and again until the lease ends. When ctx ends, nothing is renewed any more, and the
+// slots are free when the lease ends, or by Release. When ctx ends during the call, the call returns, and what the server may
+// have granted is released in the background, for up to 5 seconds.
+//
+// Under a policy that only watches, a Hold that is Shadowed holds nothing, and makes no more calls.
+//
+// A Hold needs a pool. In a transaction call the SQL function ratelimit_hold as the last statement, with a holder of your own.
+//
+// Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
+func (l *limiter) Hold(ctx context.Context, policy, key string, opts ...CallOption) (*Hold, HoldDecision, error) {
+	s, err := l.newHold("Hold", opts)
+	if err != nil {
+		return nil, HoldDecision{}, err
+	}
+	return l.hold(ctx, policy, key, newHolder(), s.cost)
+}
+
+// HoldWait is Hold, and waits until the slots are free or ctx ends. It asks again when RetryAfter is over, or after about a
+// second if that is earlier: holders release before their leases end. Callers who wait are in no order. It fails at once, with
+// [ErrTooLate], if no wait would help: [HoldDecision.Never].
+//
+// Errors: [ErrTooLate], the error of ctx, and the errors of Hold.
+func (l *limiter) HoldWait(ctx context.Context, policy, key string, opts ...CallOption) (*Hold, HoldDecision, error) {
+	s, err := l.newHold("HoldWait", opts)
+	if err != nil {
+		return nil, HoldDecision{}, err
+	}
+	holder := newHolder()
+	var slept time.Duration
+	for {
+		h, d, err := l.hold(ctx, policy, key, holder, s.cost)
+		switch {
+		case err != nil:
+			return nil, d, err
+		case d.Never():
+			return nil, d, failed(verbHold, ErrTooLate)
+		case d.Allowed:
+			l.hooks.slept(ctx, policy, slept, nil)
+			return h, d, nil
+		}
+		begin := time.Now()
+		err = sleep(ctx, min(d.RetryAfter, maxAskPause*3/4+mathrand.N(maxAskPause/2)))
+		slept += time.Since(begin)
+		if err != nil {
+			l.hooks.slept(ctx, policy, slept, err)
+			return nil, d, failed(verbHold, err)
+		}
+	}
+}
+
+// newHold reads options, and refuses a handle on which a Hold cannot renew.
+func (l *limiter) newHold(method string, opts []CallOption) (s settings, err error) {
+	isAlone := l.inTx // for one caller at a time
+	switch l.db.(type) {
+	case Pool:
+	case *pgx.Conn, poolConn, pgx.Tx:
+		isAlone = true
+	}
+	if isAlone {
+		return s, failed(verbHold, fmt.Errorf("%w: %s needs a pool, because it renews; in a transaction call the SQL function ratelimit_hold",
+			ErrInvalidArgument, method))
+	}
+	s.read(method, opts, "Cost")
+	return s, s.err
+}
+
+// newHolder draws a uuid.
+func newHolder() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails
+	b[6], b[8] = b[6]&0x0f|0x40, b[8]&0x3f|0x80
+	return fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
+}
+
+var holdColumns = "allowed, remaining, " + microseconds("retry_after") + ", " + microseconds("held_for") + ", capacity, renewed, shadowed"
+
+// hold makes one call. The server takes a call by the same holder for the same, so it can be sent again.
+func (l *limiter) hold(ctx context.Context, policy, key, holder string, cost CostOption) (*Hold, HoldDecision, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, HoldDecision{}, failed(verbHold, err)
+	}
+	h := &Hold{limiter: l, policy: policy, key: key, holder: holder, calls: context.WithoutCancel(ctx), began: time.Now()}
+	var d HoldDecision
+	var retryAfter pgtype.Int8
+	var heldFor int64
+	begin := l.hooks.begin()
+	err := l.query(ctx, call{
+		verb:     verbHold,
+		columns:  holdColumns,
+		function: "ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)",
+		args:     []any{policy, key, holder, cost.Tokens()},
+		once:     true,
+	}, &d.Allowed, &d.Remaining, &retryAfter, &heldFor, &d.Capacity, &d.Renewed, &d.Shadowed)
+	if err != nil {
+		d = HoldDecision{}
+	} else {
+		d.RetryAfter, d.HeldFor = wait(retryAfter), duration(heldFor)
+	}
+	l.hooks.answered(ctx, verbHold, policy, begin, d.decision(), err)
+	switch {
+	case err != nil && ctx.Err() != nil && isUnknown(err): // it may hold
+		go func() {
+			ctx, cancel := context.WithTimeout(h.calls, releaseTimeout)
+			defer cancel()
+			_ = h.send(ctx) // else the lease ends by itself
+		}()
+		return nil, d, err
+	case err != nil || !d.Allowed:
+		return nil, d, err
+	}
+	h.start(ctx, d)
+	return h, d, nil
+}
+
+// decision is for hooks.
+func (d HoldDecision) decision() Decision {
+	return Decision{
+		Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: d.RetryAfter, Capacity: d.Capacity, Replayed: d.Renewed, Shadowed: d.Shadowed,
+	}
+}
+
+func (h *Hold) start(ctx context.Context, d HoldDecision) {
+	ctx, h.stop = context.WithCancelCause(ctx)
+	h.ctx = holdContext{ctx, h}
+	h.idle, h.releasing = make(chan struct{}), make(chan struct{}, 1)
+	h.tenure = newTenure(d.HeldFor)
+	if d.Shadowed {
+		h.tenure.until, h.released = never, true
+		close(h.idle)
+		return
+	}
+	h.mu.Lock()
+	h.timer = time.AfterFunc(h.tenure.until-h.now(), func() { h.isOver() })
+	h.mu.Unlock()
+	go h.keep()
+}
+
+func (h *Hold) now() time.Duration { return time.Since(h.began) }
+
+// isOver ends the context if the lease has ended.
+func (h *Hold) isOver() bool {
+	if h.ctx.Context.Err() != nil {
+		return true
+	}
+	h.mu.Lock()
+	isOver := h.tenure.over(h.now())
+	h.mu.Unlock()
+	if isOver {
+		h.stop(ErrLeaseLost)
+	}
+	return isOver
+}
+
+// keep renews until the context ends.
+func (h *Hold) keep() {
+	defer close(h.idle)
+	for {
+		h.mu.Lock()
+		pause := h.tenure.due - h.now()
+		h.mu.Unlock()
+		if sleep(h.ctx.Context, pause) != nil || h.isOver() {
+			break
+		}
+		h.renew()
+		h.isOver()
+	}
+	h.timer.Stop()
+}
+
+// renew makes a call if it is time for one.
+func (h *Hold) renew() {
+	h.mu.Lock()
+	sent := h.now()
+	begins, patience := h.tenure.begin(sent), h.tenure.patience(sent)
+	h.mu.Unlock()
+	if !begins {
+		return
+	}
+	ctx, cancel := context.WithTimeout(h.calls, patience)
+	defer cancel()
+	var heldFor pgtype.Int8
+	begin := h.limiter.hooks.begin()
+	err := h.limiter.query(ctx, call{
+		verb:     verbRenew,
+		columns:  microseconds("ratelimit_renew"),
+		function: "ratelimit_renew($1::text, $2::text, $3::text)",
+		args:     []any{h.policy, h.key, h.holder},
+		once:     true,
+	}, &heldFor)
+	h.limiter.hooks.answered(ctx, verbRenew, h.policy, begin, Decision{Allowed: heldFor.Valid}, err)
+
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	switch now := h.now(); {
+	case err == nil && heldFor.Valid:
+		h.tenure.renewed(sent, duration(heldFor.Int64))
+		h.timer.Reset(h.tenure.until - now)
+	case err == nil || errors.Is(err, ErrUnknownPolicy) || errors.Is(err, ErrInvalidArgument): // it was reset or dropped, or has ended
+		h.tenure.end() // which keep sees
+	default:
+		h.tenure.failed(now)
+	}
+}
+
+// Holder is the uuid by which the slots are held. A transaction that writes what only the holder may write can call the SQL
+// function ratelimit_renew with it, and roll back unless that returns an interval.
+func (h *Hold) Holder() string {
+	if h == nil {
+		return ""
+	}
+	return h.holder
+}
+
+// Context is for the work under the slots. It has the values of the ctx of the call, and ends with that ctx, by
+// Release, and when the lease is lost: [context.Cause] is then [ErrLeaseLost]. The lease is counted by this machine's
+// monotonic clock, from before the call that granted or renewed it, so Context ends no later than the lease. A program that was
+// stopped for longer than the lease finds Context ended at its first look, which is Err or Done. Contexts made from it hear
+// of that a moment later.
+//
+// Work that goes on afterwards has no slots: another holder may have them. Time in which the whole machine sleeps is not
+// counted on most systems: see [Hold.Holder] for a check that holds.
+func (h *Hold) Context() context.Context {
+	if h == nil {
+		ended, cancel := context.WithCancelCause(context.Background())
+		cancel(ErrLeaseLost)
+		return ended
+	}
+	return h.ctx
+}
+
+// A holdContext looks at the clock before it says that it goes on.
+type holdContext struct {
+	context.Context
+	hold *Hold
+}
+
+func (c holdContext) Err() error {
+	c.hold.isOver()
+	return c.Context.Err()
+}
+
+func (c holdContext) Done() <-chan struct{} {
+	c.hold.isOver()
+	return c.Context.Done()
+}
+
+// Release ends Context and then frees the slots, after a renewal that is under way. It is safe to repeat: once it has succeeded it
+// does nothing, and after an error it tries again. Without a Release that succeeds the slots are free when the lease ends.
+// It goes on for up to 5 seconds after ctx has ended, so it can be deferred with the ctx of the work. A lease that had ended
+// before is no error.
+//
+// Errors: the error of ctx, [ErrLocked].
+func (h *Hold) Release(ctx context.Context) error {
+	if h == nil {
+		return nil
+	}
+	h.stop(context.Canceled)
+	ctx, cancel := outlive(ctx, releaseTimeout)
+	defer cancel()
+	select {
+	case h.releasing <- struct{}{}:
+		defer func() { <-h.releasing }()
+	case <-ctx.Done():
+		return failed(verbRelease, ctx.Err())
+	}
+	if h.released {
+		return nil
+	}
+	select {
+	case <-h.idle:
+	case <-ctx.Done():
+		return failed(verbRelease, ctx.Err())
+	}
+	err := h.send(ctx)
+	h.released = err == nil
+	return err
+}
+
+// send makes the call that releases.
+func (h *Hold) send(ctx context.Context) error {
+	var held bool
+	begin := h.limiter.hooks.begin()
+	err := h.limiter.query(ctx, call{
+		verb:     verbRelease,
+		columns:  "ratelimit_release",
+		function: "ratelimit_release($1::text, $2::text, $3::text)",
+		args:     []any{h.policy, h.key, h.holder},
+		once:     true,
+	}, &held)
+	h.limiter.hooks.answered(ctx, verbRelease, h.policy, begin, Decision{Allowed: held}, err)
+	if errors.Is(err, ErrUnknownPolicy) { // it was dropped with its holders
+		return nil
+	}
+	return err
+}
+
+// outlive returns a context that ends so long after ctx.
+func outlive(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
+	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(ctx, func() {
+		_ = sleep(longer, d)
+		cancel()
+	})
+	return longer, func() { stop(); cancel() }
+}
+
+// A Holder is a lease as [Limiter.Holders] lists it.
+type Holder struct {
+	Policy, Key string
+	Holder      string
+	Cost        int64
+	HeldFor     time.Duration // how long its lease still lasts
+}
+
+// All holders are one row, because a Querier returns one row. A JSON array keeps the order of the function.
+var holderColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
+		'policy', policy, 'key', key, 'holder', holder, 'cost', cost, 'held_for', ` + microseconds("held_for") + `)), '[]')::text`
+
+// Holders lists who holds slots now, ordered by policy, key and the end of the lease. Options are [OfPolicy], [OfKey] and
+// [MaxRows], which defaults to 1,000. It writes and locks nothing.
+//
+// Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
+func (l *limiter) Holders(ctx context.Context, opts ...CallOption) ([]Holder, error) {
+	const verb = "list holders"
+	s := newList("Holders", opts)
+	var text string
+	err := l.query(ctx, call{
+		verb:     verb,
+		columns:  holderColumns,
+		function: "ratelimit_holders($1::text, $2::text, $3::bigint::integer)",
+		args:     []any{s.policy, s.key, int64(s.maxRows)},
+		err:      s.err,
+	}, &text)
+	if err != nil {
+		return nil, err
+	}
+	var rows []struct {
+		Policy, Key, Holder string
+		Cost                int64
+		HeldFor             int64 `json:"held_for"`
+	}
+	if err := json.Unmarshal([]byte(text), &rows); err != nil {
+		return nil, failed(verb, err)
+	}
+	holders := make([]Holder, len(rows))
+	for i, r := range rows {
+		holders[i] = Holder{r.Policy, r.Key, r.Holder, r.Cost, duration(r.HeldFor)}
+	}
+	return holders, nil
+}

@@ -1,0 +1,563 @@
+package client_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+)
+
+// newJobs is a fake with 2 slots of each key, for leases of 30 seconds. Its time is the test's.
+func newJobs(t *testing.T, opts ...client.Option) *clienttest.Fake {
+	fake := clienttest.New(time.Now, opts...)
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 2, Lease: 30 * time.Second}))
+	return fake
+}
+
+// held holds slots that must be there.
+func held(t *testing.T, fake *clienttest.Fake, opts ...client.CallOption) *client.Hold {
+	h, d, err := fake.Hold(t.Context(), "jobs", "k", opts...)
+	require.NoError(t, err)
+	require.True(t, d.Allowed)
+	return h
+}
+
+// operations are the answers since the last look, in words.
+func (s *seen) operations() (text string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, a := range s.answers {
+		text += a.Operation + " " + string(a.Result()) + "\n"
+	}
+	s.answers = nil
+	return text
+}
+
+func TestHold_RenewsAtAThirdOfTheLease(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		var s seen
+		fake := newJobs(t, client.Observe(s.hooks()))
+		type name struct{}
+		h, d, err := fake.Hold(context.WithValue(t.Context(), name{}, "value"), "jobs", "k", client.Cost(2))
+		require.NoError(t, err)
+		require.Equal(t, client.HoldDecision{Allowed: true, HeldFor: 30 * time.Second, Capacity: 2}, d)
+		require.Equal(t, "value", h.Context().Value(name{}))
+		require.Regexp(t, `^[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$`, h.Holder())
+		time.Sleep(10*time.Second - 1)
+		synctest.Wait()
+		require.Equal(t, "hold allowed\n", s.operations())
+		time.Sleep(time.Nanosecond)
+		synctest.Wait()
+		require.Equal(t, "renew allowed\n", s.operations())
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		require.Equal(t, strings.Repeat("renew allowed\n", 360), s.operations())
+		require.NoError(t, h.Context().Err())
+		require.Equal(t, []client.Holder{{Policy: "jobs", Key: "k", Holder: h.Holder(), Cost: 2, HeldFor: 30 * time.Second}}, noError(fake.Holders(t.Context()))(t))
+
+		require.NoError(t, h.Release(t.Context()))
+		require.Equal(t, context.Canceled, context.Cause(h.Context()))
+		require.Empty(t, noError(fake.Holders(t.Context()))(t))
+		require.NoError(t, h.Release(t.Context()))
+		time.Sleep(time.Hour)
+		require.Equal(t, "release allowed\n", s.operations(), "once")
+	})
+}
+
+func TestHold_ADenialHoldsNothing(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		var s seen
+		fake := newJobs(t, client.Observe(s.hooks()))
+		first := held(t, fake, client.Cost(2))
+		time.Sleep(time.Second)
+		h, d, err := fake.Hold(t.Context(), "jobs", "k")
+		require.NoError(t, err)
+		require.Equal(t, client.HoldDecision{RetryAfter: 29 * time.Second, Capacity: 2}, d)
+		require.Nil(t, h)
+		require.NoError(t, h.Release(t.Context()))
+		require.Error(t, h.Context().Err())
+		require.Empty(t, h.Holder())
+		_, d, err = fake.Hold(t.Context(), "jobs", "k", client.Cost(3))
+		require.NoError(t, err)
+		require.True(t, d.Never())
+		require.NoError(t, first.Release(t.Context()))
+		require.Equal(t, "hold allowed\nhold denied\nhold denied\nrelease allowed\n", s.operations())
+	})
+}
+
+// Whatever the cause, the context ends, with its reason.
+func TestHold_EndsWithItsLease(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		lose  func(context.Context, *clienttest.Fake) error
+		after time.Duration
+		frees bool // for the next
+	}{
+		"no answer":      {func(_ context.Context, f *clienttest.Fake) error { f.FailAll(errors.New("no connection")); return nil }, 30 * time.Second, true},
+		"a reset":        {func(ctx context.Context, f *clienttest.Fake) error { return f.Reset(ctx, "jobs", "k") }, 10 * time.Second, true},
+		"a policy gone":  {func(ctx context.Context, f *clienttest.Fake) error { return f.DropPolicy(ctx, "jobs") }, 10 * time.Second, false},
+		"no answer once": {func(_ context.Context, f *clienttest.Fake) error { f.FailNext(errors.New("no connection")); return nil }, 0, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
+				fake := newJobs(t)
+				h := held(t, fake)
+				begin := time.Now()
+				require.NoError(t, test.lose(t.Context(), fake))
+				if test.after == 0 { // it does not end
+					time.Sleep(time.Minute)
+					require.NoError(t, h.Context().Err())
+					require.NoError(t, h.Release(t.Context()))
+					return
+				}
+				<-h.Context().Done()
+				require.Equal(t, test.after, time.Since(begin))
+				require.Equal(t, client.ErrLeaseLost, context.Cause(h.Context()))
+				require.Equal(t, context.Canceled, h.Context().Err())
+				fake.FailAll(nil)
+				if test.frees {
+					require.NoError(t, held(t, fake, client.Cost(2)).Release(t.Context()))
+				}
+				require.NoError(t, h.Release(t.Context()), "there is nothing to release")
+			})
+		})
+	}
+}
+
+// A slotDB answers the three calls with functions of the test.
+type slotDB struct {
+	fakePool
+	hold, renew, release func(context.Context) any
+}
+
+func (db *slotDB) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	db.mu.Lock()
+	db.queries = append(db.queries, query{sql, args})
+	db.mu.Unlock()
+	switch {
+	case strings.Contains(sql, "ratelimit_hold("):
+		return scanner{db.hold(ctx)}
+	case strings.Contains(sql, "ratelimit_renew("):
+		return scanner{db.renew(ctx)}
+	}
+	return scanner{db.release(ctx)}
+}
+
+var called = regexp.MustCompile(`ratelimit_(\w+)\(`)
+
+// calls are the functions that were called.
+func (db *slotDB) calls() (names []string) {
+	for _, q := range db.sent() {
+		names = append(names, called.FindStringSubmatch(q.sql)[1])
+	}
+	return names
+}
+
+const tenSeconds = int64(10_000_000)
+
+func newSlotDB() *slotDB {
+	return &slotDB{
+		hold:    func(context.Context) any { return row{true, int64(1), int64(0), tenSeconds, int64(2), false, false} },
+		renew:   func(context.Context) any { return row{tenSeconds} },
+		release: func(context.Context) any { return row{true} },
+	}
+}
+
+func (db *slotDB) held(t *testing.T) *client.Hold {
+	h, d, err := client.New(db).Hold(t.Context(), "jobs", "k")
+	require.NoError(t, err)
+	require.True(t, d.Allowed)
+	return h
+}
+
+func silent(ctx context.Context) any { <-ctx.Done(); return ctx.Err() }
+
+// The server began the lease somewhere between the call and its answer, so it counts from the call.
+func TestHold_CountsFromBeforeTheCall(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		db := newSlotDB()
+		grant, renewal := db.hold, db.renew
+		db.hold = func(ctx context.Context) any { time.Sleep(4 * time.Second); return grant(ctx) }
+		var renewals atomic.Int64
+		db.renew = func(ctx context.Context) any {
+			if renewals.Add(1) > 1 {
+				return silent(ctx)
+			}
+			time.Sleep(2 * time.Second)
+			return renewal(ctx)
+		}
+		begin := time.Now()
+		h := db.held(t)
+		<-h.Context().Done()
+		require.Equal(t, 4*time.Second+10*time.Second, time.Since(begin), "the renewal was sent at once, because a third was over")
+		require.Equal(t, client.ErrLeaseLost, context.Cause(h.Context()))
+		require.NoError(t, h.Release(t.Context()))
+
+		db.hold = func(ctx context.Context) any { time.Sleep(10 * time.Second); return grant(ctx) }
+		h = db.held(t)
+		require.Error(t, h.Context().Err(), "it came too late")
+		require.NoError(t, h.Release(t.Context()))
+	})
+}
+
+// A renewal that hangs leaves time for another.
+func TestHold_RenewsAgainUntilTheEnd(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		db := newSlotDB()
+		var tries atomic.Int64
+		db.renew = func(ctx context.Context) any {
+			switch tries.Add(1) {
+			case 1:
+				return silent(ctx)
+			case 2, 3:
+				return pgError("53300")
+			}
+			return row{tenSeconds}
+		}
+		h := db.held(t)
+		time.Sleep(time.Hour)
+		require.NoError(t, h.Context().Err())
+		require.NoError(t, h.Release(t.Context()))
+
+		tries.Store(-1_000_000)
+		db.renew = func(context.Context) any { tries.Add(1); return pgError("53300") }
+		h = db.held(t)
+		<-h.Context().Done()
+		require.Greater(t, tries.Load(), int64(-1_000_000+6))
+		require.Less(t, tries.Load(), int64(-1_000_000+20))
+		require.NoError(t, h.Release(t.Context()))
+	})
+}
+
+// A process that did not run while its lease ended finds that out by looking at the context, before any timer has fired.
+func TestHold_ALookAtTheContextLooksAtTheClock(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		for name, isOver := range map[string]func(context.Context) bool{
+			"Err": func(ctx context.Context) bool { return ctx.Err() != nil },
+			"Done": func(ctx context.Context) bool {
+				select {
+				case <-ctx.Done():
+					return true
+				default:
+					return false
+				}
+			},
+			"a child": func(ctx context.Context) bool {
+				child, cancel := context.WithCancel(ctx)
+				defer cancel()
+				return child.Err() != nil
+			},
+		} {
+			db := newSlotDB()
+			proceed := make(chan struct{})
+			db.renew = func(context.Context) any { <-proceed; return row{nil} }
+			h := db.held(t)
+			child, cancel := context.WithCancelCause(h.Context())
+			client.StopTimer(h)
+			time.Sleep(10*time.Second - 1)
+			require.False(t, isOver(h.Context()), name)
+			time.Sleep(time.Nanosecond)
+			require.True(t, isOver(h.Context()), name)
+			require.Equal(t, client.ErrLeaseLost, context.Cause(child))
+			cancel(nil)
+			close(proceed)
+			require.NoError(t, h.Release(t.Context()))
+		}
+	})
+}
+
+func TestHold_ReleaseWaitsForARenewal(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		db := newSlotDB()
+		proceed := make(chan struct{})
+		db.renew = func(context.Context) any { <-proceed; return row{tenSeconds} }
+		h := db.held(t)
+		time.Sleep(4 * time.Second)
+		released := make(chan error, 2)
+		for range cap(released) {
+			go func() { released <- h.Release(context.Background()) }()
+		}
+		synctest.Wait()
+		require.Error(t, h.Context().Err(), "the work ends at once")
+		require.Equal(t, []string{"hold", "renew"}, db.calls())
+		ended, cancel := context.WithCancel(t.Context())
+		cancel()
+		begin := time.Now()
+		require.ErrorIs(t, h.Release(ended), context.Canceled)
+		require.Equal(t, 5*time.Second, time.Since(begin), "it has so long of its own")
+		close(proceed)
+		for range cap(released) {
+			require.NoError(t, <-released)
+		}
+		require.Error(t, h.Context().Err(), "what is over stays over")
+		time.Sleep(time.Hour)
+		require.Equal(t, []string{"hold", "renew", "release"}, db.calls())
+	})
+}
+
+func TestHold_ReleaseOutlivesItsContext(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		db := newSlotDB()
+		db.release = silent
+		h := db.held(t)
+		ended, cancel := context.WithCancel(t.Context())
+		cancel()
+		begin := time.Now()
+		require.ErrorIs(t, h.Release(ended), context.Canceled)
+		require.Equal(t, 5*time.Second, time.Since(begin))
+
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		begin = time.Now()
+		db.release = func(ctx context.Context) any {
+			time.Sleep(2 * time.Second)
+			require.NoError(t, ctx.Err())
+			return row{true}
+		}
+		require.NoError(t, h.Release(ctx), "one that has failed is repeated")
+		require.Equal(t, 2*time.Second, time.Since(begin))
+		require.NoError(t, h.Release(ctx))
+		require.Equal(t, []string{"hold", "release", "release"}, db.calls())
+	})
+}
+
+// When ctx ends the program is to stop. What it does not release, nobody renews.
+func TestHold_EndsWithTheContextOfTheCall(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		fake := newJobs(t)
+		ctx, cancel := context.WithCancelCause(t.Context())
+		h, _, err := fake.Hold(ctx, "jobs", "k", client.Cost(2))
+		require.NoError(t, err)
+		time.Sleep(time.Minute)
+		why := errors.New("shutting down")
+		cancel(why)
+		require.Equal(t, why, context.Cause(h.Context()))
+		time.Sleep(30 * time.Second)
+		require.NoError(t, held(t, fake, client.Cost(2)).Release(t.Context()), "the lease has ended")
+		require.NoError(t, h.Release(ctx))
+	})
+}
+
+func TestHold_ReleasesWhatACallWithoutAnAnswerMayHold(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		db := newSlotDB()
+		db.hold = silent
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		begin := time.Now()
+		h, d, err := client.New(db).Hold(ctx, "jobs", "k")
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.Equal(t, time.Second, time.Since(begin), "in the background")
+		require.Nil(t, h)
+		require.Zero(t, d)
+		synctest.Wait()
+		require.Equal(t, []string{"hold", "release"}, db.calls())
+		require.Equal(t, db.sent()[0].args[:3], db.sent()[1].args, "by the same holder")
+
+		_, _, err = client.New(db).Hold(ctx, "jobs", "k")
+		require.EqualError(t, err, "pgratelimit: hold: context deadline exceeded")
+		_, _, err = client.New(db).HoldWait(ctx, "jobs", "k")
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		synctest.Wait()
+		require.Len(t, db.calls(), 2, "nothing was sent")
+	})
+}
+
+// An answer that was lost is asked for again, by the same holder.
+func TestHold_IsRepeatedAfterALostConnection(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		db := newSlotDB()
+		var tries atomic.Int64
+		db.hold = func(context.Context) any {
+			if tries.Add(1) == 1 {
+				return errors.New("connection reset")
+			}
+			return row{true, int64(1), int64(0), tenSeconds, int64(2), true, false}
+		}
+		h, d, err := client.New(db).Hold(t.Context(), "jobs", "k")
+		require.NoError(t, err)
+		require.True(t, d.Allowed && d.Renewed)
+		require.Equal(t, db.sent()[0], db.sent()[1])
+		require.NoError(t, h.Release(t.Context()))
+	})
+}
+
+func TestHold_UnderAPolicyThatWatches(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		var s seen
+		fake := newJobs(t, client.Observe(s.hooks()))
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Shadow: client.Yes}))
+		h, d, err := fake.Hold(t.Context(), "jobs", "k", client.Cost(3))
+		require.NoError(t, err)
+		require.True(t, d.Allowed && d.Shadowed)
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Shadow: client.No}))
+		time.Sleep(time.Hour)
+		require.NoError(t, h.Context().Err(), "it ends no job")
+		require.NoError(t, h.Release(t.Context()))
+		require.Error(t, h.Context().Err())
+		require.Equal(t, "hold shadowed\n", s.operations())
+	})
+}
+
+func TestHold_Refusals(t *testing.T) {
+	t.Parallel()
+	ctx, db := t.Context(), &fakePool{fakeDB{answers: []any{errors.New("not to be asked")}}}
+	for name, limiter := range map[string]interface {
+		Hold(context.Context, string, string, ...client.CallOption) (*client.Hold, client.HoldDecision, error)
+		HoldWait(context.Context, string, string, ...client.CallOption) (*client.Hold, client.HoldDecision, error)
+	}{
+		"WithTx":        client.New(db).WithTx(nil),
+		"a transaction": client.New(struct{ pgx.Tx }{}),
+		"a connection":  client.New(&pgx.Conn{}),
+	} {
+		for _, hold := range []func(context.Context, string, string, ...client.CallOption) (*client.Hold, client.HoldDecision, error){limiter.Hold, limiter.HoldWait} {
+			_, _, err := hold(ctx, "jobs", "k")
+			require.ErrorIs(t, err, client.ErrInvalidArgument, name)
+			require.ErrorContains(t, err, "in a transaction call the SQL function ratelimit_hold", name)
+		}
+	}
+	_, _, err := client.New(db).Hold(ctx, "jobs", "k", client.IdempotencyKey("i"))
+	require.ErrorContains(t, err, "IdempotencyKey is no option of Hold, which takes Cost")
+	require.Empty(t, db.sent())
+	require.ErrorContains(t, client.New(db).DefinePolicy(ctx, client.Policy{Name: "p", Lease: 1500}), "lease 1.5µs must be whole microseconds")
+	require.ErrorContains(t, client.New(db).Override(ctx, client.Override{Policy: "p", Key: "k", Lease: 1500}), "lease 1.5µs must be whole microseconds")
+
+	fake := newJobs(t)
+	for _, cost := range []int64{0, -1} {
+		_, _, err = fake.Hold(ctx, "jobs", "k", client.Cost(cost))
+		require.ErrorIs(t, err, client.ErrInvalidArgument)
+	}
+	_, _, err = fake.Hold(ctx, "nobody", "k")
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+}
+
+func TestHoldWait(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		var s seen
+		fake := newJobs(t, client.Observe(client.Hooks{Waited: s.hooks().Waited}))
+		holdWait := func(ctx context.Context, cost int64) (*client.Hold, client.HoldDecision, time.Duration, error) {
+			begin := time.Now()
+			h, d, err := fake.HoldWait(ctx, "jobs", "k", client.Cost(cost))
+			return h, d, time.Since(begin), err
+		}
+		first, _, slept, err := holdWait(t.Context(), 2)
+		require.NoError(t, err)
+		require.Zero(t, slept)
+		time.AfterFunc(7500*time.Millisecond, func() { require.NoError(t, first.Release(context.Background())) })
+		second, d, slept, err := holdWait(t.Context(), 2)
+		require.NoError(t, err)
+		require.True(t, d.Allowed)
+		require.GreaterOrEqual(t, slept, 7500*time.Millisecond)
+		require.LessOrEqual(t, slept, 8750*time.Millisecond, "about a second later at the latest")
+
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		_, d, slept, err = holdWait(ctx, 1)
+		require.EqualError(t, err, "pgratelimit: hold: context deadline exceeded")
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.Equal(t, 10*time.Second, slept)
+		require.False(t, d.Allowed)
+		_, d, slept, err = holdWait(t.Context(), 3)
+		require.ErrorIs(t, err, client.ErrTooLate)
+		require.True(t, d.Never())
+		require.Zero(t, slept)
+		require.Len(t, s.waits, 3)
+		require.Equal(t, wait{"jobs", 10 * time.Second, context.DeadlineExceeded}, s.waits[2])
+		require.NoError(t, second.Release(t.Context()))
+	})
+}
+
+// The end of a lease is asked for at its instant.
+func TestHoldWait_AsksWhenALeaseEnds(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		fake := newJobs(t)
+		ctx, cancel := context.WithCancel(t.Context())
+		_, _, err := fake.Hold(ctx, "jobs", "k", client.Cost(2))
+		require.NoError(t, err)
+		cancel() // it is never released
+		begin := time.Now()
+		h, _, err := fake.HoldWait(t.Context(), "jobs", "k")
+		require.NoError(t, err)
+		require.Equal(t, 30*time.Second, time.Since(begin).Truncate(time.Microsecond))
+		require.NoError(t, h.Release(t.Context()))
+	})
+}
+
+// The bubble fails if a goroutine is left.
+func TestHold_LeavesNothingBehind(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		fake := newJobs(t)
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 3}))
+		var holding atomic.Int64
+		var callers sync.WaitGroup
+		for i := range 100 {
+			callers.Go(func() {
+				for j := range 100 {
+					ctx, cancel := context.WithTimeout(context.Background(), time.Duration((i*31+j*17)%40)*time.Second)
+					h, _, err := fake.HoldWait(ctx, "jobs", fmt.Sprint(j%7))
+					if err == nil {
+						if n := holding.Add(1); n > 21 {
+							t.Errorf("%d hold", n)
+						}
+						select {
+						case <-h.Context().Done():
+						case <-time.After(time.Duration(i+j) * 100 * time.Millisecond):
+						}
+						holding.Add(-1)
+						if err := h.Release(ctx); err != nil {
+							t.Error(err)
+						}
+					}
+					cancel()
+				}
+			})
+		}
+		callers.Wait()
+		require.Empty(t, noError(fake.Holders(t.Context()))(t))
+	})
+}
+
+func TestSharded_RoutesHolds(t *testing.T) {
+	t.Parallel()
+	shards := []*numberedShard{{}, {}}
+	for i, s := range shards {
+		s.answers = []any{
+			row{true, int64(1), int64(0), int64(3600e6), int64(2), false, false}, row{true},
+			row{fmt.Sprintf(`[{"policy": "jobs", "key": %q, "holder": "b", "cost": 1, "held_for": 5}]`, keyOn(i, 2))},
+		}
+	}
+	limiter, err := openNumbered(t, shards...)
+	require.NoError(t, err)
+	for i, s := range shards {
+		hold := limiter.Hold
+		if i == 1 {
+			hold = limiter.HoldWait
+		}
+		h, d, err := hold(t.Context(), "jobs", keyOn(i, 2))
+		require.NoError(t, err)
+		require.True(t, d.Allowed)
+		require.NoError(t, h.Release(t.Context()))
+		require.Equal(t, []any{"jobs", keyOn(i, 2), h.Holder()}, s.sent()[1].args)
+	}
+	holders := noError(limiter.Holders(t.Context()))(t)
+	require.Len(t, holders, 2)
+	require.Less(t, holders[0].Key, holders[1].Key)
+	require.Len(t, noError(limiter.Holders(t.Context(), client.OfKey(keyOn(0, 2))))(t), 1)
+
+	shards[1].answers = []any{pgError("RL001")}
+	_, _, err = limiter.Hold(t.Context(), "jobs", keyOn(1, 2))
+	shardIs(t, 1, 2, err)
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
+}

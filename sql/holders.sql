@@ -1,0 +1,134 @@
+-- The rows of ratelimit_holders. That has columns named like its arguments, which PL/pgSQL refuses. A standby has a statement of its own,
+-- as in status.sql.
+create or replace function ratelimit.leases_of(in of_policy text, in of_key text, in at_most integer,
+    out policy text, out key text, out holder text, out cost bigint, out held_for interval)
+  returns setof record
+  language plpgsql
+  stable
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_name text collate "C" := of_policy;
+  v_key  text collate "C" := of_key;
+  v_now  constant timestamptz := clock();
+begin
+  if not pg_is_in_recovery() then
+    return query
+      select s.name, s.key, s.holder, s.cost::bigint,
+             duration(least(microseconds(s.ends_at - v_now), microseconds(s.lease))::bigint)
+        from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce((o.calendar).lease, (p.calendar).lease) as lease
+                from policies as p
+                join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
+                left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
+               where l.ends_at > v_now
+                 and (v_name is null or p.name = v_name)
+                 and (v_key is null or l.key = v_key)
+               order by p.name, l.key, l.ends_at, l.holder
+               limit at_most) as s
+       order by s.name, s.key, s.ends_at, s.holder;
+  else
+    perform refuse_ephemeral(v_name);  -- raises 0A000
+    return query
+      select s.name, s.key, s.holder, s.cost::bigint,
+             duration(least(microseconds(s.ends_at - v_now), microseconds(s.lease))::bigint)
+        from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce((o.calendar).lease, (p.calendar).lease) as lease
+                from policies as p
+                join leases as l on l.policy_id = p.id
+                left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
+               where l.ends_at > v_now
+                 and (v_name is null or p.name = v_name)
+                 and (v_key is null or l.key = v_key)
+               order by p.name, l.key, l.ends_at, l.holder
+               limit at_most) as s
+       order by s.name, s.key, s.ends_at, s.holder;
+  end if;
+end;
+$$;
+comment on function ratelimit.leases_of(text, text, integer) is
+  'The leases that have not ended, at most at_most of them, by policy, key and end.';
+
+create or replace function ratelimit_holders(policy text default null, key text default null, max_rows integer default 1000)
+  returns table (policy text, key text, holder text, cost bigint, held_for interval)
+  language sql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select check_listing($1, $2, $3);
+  select * from leases_of($1, $2, $3)
+$$;
+comment on function ratelimit_holders(text, text, integer) is
+'Lists who holds slots, by policy, key and the end of the lease.
+On a standby it lists durable policies only.
+policy: null lists the holders of all policies.
+key: null lists the holders of all keys.
+max_rows: 1 or more.
+cost: slots.
+held_for: how long the lease lasts, the lease of the key at most.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 0A000 for an ephemeral policy on a standby.
+Locks: nothing.
+Writes: nothing.
+Role: administrator.';
+
+-- The rows of ratelimit_status about slots: keys that somebody holds, those with the smallest share of free slots first. An override that
+-- ends is an instant without a lease: its rows have cost 0.
+create or replace function ratelimit.fullest_slots(in of_policy text, in of_key text, in at_most integer,
+    out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint,
+    out overridden boolean, out share numeric)
+  returns setof record
+  language plpgsql
+  stable
+  set search_path = ratelimit, pg_temp
+as $$
+declare
+  v_name text collate "C" := of_policy;
+  v_key  text collate "C" := of_key;
+  v_now  constant timestamptz := clock();
+begin
+  if not pg_is_in_recovery() then
+    return query
+      select s.name, s.key, s.capacity - s.held, duration(microseconds(case when s.held < s.capacity then v_now else s.first end - v_now)::bigint),
+             duration(microseconds(s.last - v_now)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
+        from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
+                     min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
+                from (select p.name, l.key, e.cost, e.at, o.expires_at as ends_at, p.capacity as own_capacity,
+                             coalesce(o.capacity, p.capacity) as capacity, o.key is not null as overridden,
+                             coalesce(sum(e.cost) over (partition by l.policy_id, l.key order by e.at desc
+                                                        groups between unbounded preceding and 1 preceding), 0) as later
+                        from policies as p
+                        join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
+                        left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
+                       cross join lateral (values (l.ends_at, l.cost), (nullif(o.expires_at, 'infinity'), 0)) as e (at, cost)
+                       where l.ends_at > v_now
+                         and e.at is not null
+                         and (v_name is null or p.name = v_name)
+                         and (v_key is null or l.key = v_key)) as u
+               group by u.name, u.key, u.capacity, u.overridden) as s
+       order by share, s.name, s.key
+       limit at_most;
+  else
+    return query
+      select s.name, s.key, s.capacity - s.held, duration(microseconds(case when s.held < s.capacity then v_now else s.first end - v_now)::bigint),
+             duration(microseconds(s.last - v_now)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
+        from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
+                     min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
+                from (select p.name, l.key, e.cost, e.at, o.expires_at as ends_at, p.capacity as own_capacity,
+                             coalesce(o.capacity, p.capacity) as capacity, o.key is not null as overridden,
+                             coalesce(sum(e.cost) over (partition by l.policy_id, l.key order by e.at desc
+                                                        groups between unbounded preceding and 1 preceding), 0) as later
+                        from policies as p
+                        join leases as l on l.policy_id = p.id
+                        left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
+                       cross join lateral (values (l.ends_at, l.cost), (nullif(o.expires_at, 'infinity'), 0)) as e (at, cost)
+                       where l.ends_at > v_now
+                         and e.at is not null
+                         and (v_name is null or p.name = v_name)
+                         and (v_key is null or l.key = v_key)) as u
+               group by u.name, u.key, u.capacity, u.overridden) as s
+       order by share, s.name, s.key
+       limit at_most;
+  end if;
+end;
+$$;
+comment on function ratelimit.fullest_slots(text, text, integer) is
+  'The keys of slots that somebody holds, the fullest first, at most at_most of them.';

@@ -1,0 +1,80 @@
+-- Ends the lease of a holder. The steps are those of ratelimit_renew: 1. does it hold? 2. the row of the key, 3. the lease.
+create or replace function ratelimit_release(policy text, key text, holder text)
+  returns boolean
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy ratelimit.policies;
+begin
+  if (is_name(key) and is_name(holder)) is not true then
+    perform check_hold(policy, key, holder, 1);  -- raises 22023
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+  if (v_policy.calendar).lease is null then
+    perform refuse_tokens(policy);  -- raises 22023
+  end if;
+  if not v_policy.durable then
+    return release_ephemeral(v_policy, key, holder);  -- what follows, on the twin tables
+  end if;
+
+  {{ block "release_steps" (dict "slots" "slots" "leases" "leases") -}}
+  declare
+    v_key    text collate "C" := key;
+    v_holder text collate "C" := holder;
+    v_now    timestamptz := clock();
+  begin
+    -- 1. Does it hold?
+    perform from {{ .leases }} as l
+      where l.policy_id = v_policy.id
+        and l.key       = v_key
+        and l.holder    = v_holder
+        and l.ends_at   > v_now;
+    if not found then
+      return false;
+    end if;
+    if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+
+    -- 2. The row of the key.
+    update {{ .slots }} as s
+       set changes = s.changes + 1,
+           due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
+     where s.policy_id = v_policy.id
+       and s.key       = v_key;
+
+    -- 3. The lease, by the clock of now.
+    v_now := clock();
+    delete from {{ .leases }} as l
+     where l.policy_id = v_policy.id
+       and l.key       = v_key
+       and l.holder    = v_holder
+       and l.ends_at   > v_now;
+    return found;
+  end;
+  {{- end }}
+end;
+$$;
+comment on function ratelimit_release(text, text, text) is
+'Gives the slots of a holder back, and returns true if it held them until now.
+It is safe to repeat.
+Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the row of the key until the transaction ends. If the holder does not hold, the call locks nothing.
+Writes: the row of the key; deletes the lease. If the holder does not hold, the call writes nothing.
+Role: application.';
+
+create or replace function ratelimit.release_ephemeral(v_policy ratelimit.policies, key text, holder text)
+  returns boolean
+  language plpgsql
+  volatile
+as $$
+  {{ template "release_steps" (dict "slots" "ephemeral_slots" "leases" "ephemeral_leases") }}
+$$;
+comment on function ratelimit.release_ephemeral(ratelimit.policies, text, text) is
+  'The steps of ratelimit_release for an ephemeral policy.';

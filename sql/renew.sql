@@ -1,0 +1,105 @@
+-- Begins the lease of a holder anew.
+--
+-- The steps:
+--   1. A holder that does not hold is answered at once: nothing is locked.
+--   2. The row of the key is written, which may wait. Whoever held then may not hold any more.
+--   3. The lease is written, if it has not ended.
+-- So a renewal that comes after a release takes nothing, in whatever order they run.
+create or replace function ratelimit_renew(policy text, key text, holder text)
+  returns interval
+  language plpgsql
+  volatile
+  security definer
+  set search_path = ratelimit, pg_temp
+  set enable_seqscan = off  -- as in ratelimit_acquire
+as $$
+declare
+  v_policy ratelimit.policies;
+begin
+  if (is_name(key) and is_name(holder)) is not true then
+    perform check_hold(policy, key, holder, 1);  -- raises 22023
+  end if;
+  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  if not found then
+    perform check_name('policy', policy);
+    perform unknown_policy(policy);
+  end if;
+  if (v_policy.calendar).lease is null then
+    perform refuse_tokens(policy);  -- raises 22023
+  end if;
+  if not v_policy.durable then
+    return renew_ephemeral(v_policy, key, holder);  -- what follows, on the twin tables
+  end if;
+
+  {{ block "renew_steps" (dict "slots" "slots" "leases" "leases") -}}
+  declare
+    v_key      text collate "C" := key;
+    v_holder   text collate "C" := holder;
+    v_now      timestamptz := clock();
+    v_ends_at  timestamptz;
+    v_lease_us bigint;
+    v_override ratelimit.overrides;
+  begin
+    if (v_policy.calendar).overridden then
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      if found then
+        v_policy := with_override(v_policy, v_override);
+      end if;
+    end if;
+    v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+
+    -- 1. Does it hold?
+    perform from {{ .leases }} as l
+      where l.policy_id = v_policy.id
+        and l.key       = v_key
+        and l.holder    = v_holder
+        and l.ends_at   > v_now;
+    if found then
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+
+      -- 2. The row of the key.
+      v_ends_at := v_now + duration(v_lease_us);
+      update {{ .slots }} as s
+         set changes = s.changes + 1,
+             due_at  = least(s.due_at, v_ends_at)
+       where s.policy_id = v_policy.id
+         and s.key       = v_key;
+
+      -- 3. The lease, by the clock and the numbers of now.
+      v_now := clock();
+      if (v_policy.calendar).ends_at <= v_now then
+        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+      end if;
+      v_ends_at := v_now + duration(v_lease_us);
+      update {{ .leases }} as l
+         set ends_at = v_ends_at
+       where l.policy_id = v_policy.id
+         and l.key       = v_key
+         and l.holder    = v_holder
+         and l.ends_at   > v_now;
+    end if;
+    return case when found or v_policy.shadow then duration(v_lease_us) end;
+  end;
+  {{- end }}
+end;
+$$;
+comment on function ratelimit_renew(text, text, text) is
+'Begins the lease of a holder anew, and returns how long it holds now: the lease.
+null: the holder does not hold, or not any more. Its lease has ended or was released, and what it does must stop. It never holds by
+  a renewal.
+A shadow policy returns the lease to a holder that does not hold, too.
+Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an unknown policy, 25006 in a read-only transaction.
+Locks: the row of the key until the transaction ends. If the holder does not hold, the call locks nothing.
+Writes: the row of the key and the lease. If the holder does not hold, the call writes nothing.
+Role: application.';
+
+create or replace function ratelimit.renew_ephemeral(v_policy ratelimit.policies, key text, holder text)
+  returns interval
+  language plpgsql
+  volatile
+as $$
+  {{ template "renew_steps" (dict "slots" "ephemeral_slots" "leases" "ephemeral_leases") }}
+$$;
+comment on function ratelimit.renew_ephemeral(ratelimit.policies, text, text) is
+  'The steps of ratelimit_renew for an ephemeral policy.';

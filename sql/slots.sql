@@ -1,0 +1,144 @@
+-- Slots: a limit on what is in flight. A policy with a lease lends its capacity to holders, and each lease is a row of {{ .leases }}.
+--
+-- What is held of a key is the sum of the leases that have not ended: at the microsecond ends_at a lease counts for nobody any more,
+-- and nothing has to run for that. A grant removes those of its key that have ended, so that a clock that steps back revives none.
+--
+-- The row of {{ .slots }} is the lock of a key's leases. A grant, a renewal and a release write it first, under one condition
+-- or other; a mere lock would let a transaction of a stricter isolation level count by its old snapshot. It is there
+-- before a lease is, and as long as there is one.
+
+-- What is held of a key, the wait for the cost, and the wait until nobody holds, by the numbers that apply to the key. All is as of one
+-- snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
+-- end of an override; then the policy's own capacity counts.
+create or replace function ratelimit.look_at_{{ .slots }}(
+    in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint,
+    out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint)
+  language plpgsql
+  stable
+as $$
+declare
+  v_key          text collate "C" := key;
+  v_now          alias for now;
+  v_cost         alias for cost;
+  v_numbers      ratelimit.policies := numbers_again(policy, key, now);
+  v_ends_at      timestamptz;  -- of the override; null if it has no end
+  v_own_capacity bigint;       -- from then on
+  v_last         timestamptz;
+  v_first        timestamptz;
+begin
+  capacity := v_numbers.capacity;
+  lease    := (v_numbers.calendar).lease;
+  if isfinite((v_numbers.calendar).ends_at) then
+    v_ends_at      := (v_numbers.calendar).ends_at;
+    v_own_capacity := (own_numbers(v_numbers)).capacity;
+  end if;
+  select coalesce(sum(l.cost), 0), max(l.ends_at)
+    into held, v_last
+    from {{ .leases }} as l
+   where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
+  reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
+  if v_cost = 0 or held + v_cost <= capacity then
+    retry_us := 0;
+    return;
+  end if;
+  select min(u.at)
+    into v_first
+    from (select e.at, coalesce(sum(e.cost) over (order by e.at desc groups between unbounded preceding and 1 preceding), 0) as held
+            from (select l.ends_at, l.cost
+                    from {{ .leases }} as l
+                   where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now
+                  union all
+                  select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
+   where u.held + v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_{{ .slots }}.capacity end;
+  retry_us := microseconds(v_first - v_now)::bigint;
+end;
+$$;
+comment on function ratelimit.look_at_{{ .slots }}(ratelimit.policies, text, timestamptz, bigint) is
+  'The capacity and the lease that apply to a key of slots, what is held of it, and the waits for a cost and until nobody holds.';
+
+-- Frees all slots of a key.
+-- Locks and writes: the row of the key; deletes its leases.
+create or replace function ratelimit.reset_{{ .slots }}(policy_id bigint, key text)
+  returns void
+  language plpgsql
+  volatile
+as $$
+declare
+  v_policy_id alias for policy_id;
+  v_key       text collate "C" := key;
+  v_now       timestamptz := clock();
+begin
+  update {{ .slots }} as s
+     set changes = s.changes + 1,
+         due_at  = least(s.due_at, v_now)
+   where s.policy_id = v_policy_id
+     and s.key       = v_key;
+  delete from {{ .leases }} as l where l.policy_id = v_policy_id and l.key = v_key;
+end;
+$$;
+comment on function ratelimit.reset_{{ .slots }}(bigint, text) is
+  'The steps of ratelimit_reset for slots.';
+
+-- Clean-up of slots: removes the leases that had ended by now, of at most max_rows keys and at most max_rows leases, and the rows of keys
+-- that have no lease then. The row of another key is postponed to the end of its first lease. The answers are how many keys were due, and
+-- how many were removed.
+--
+-- It locks the rows of the keys, and looks at their leases in later statements: a hold may have been committed between the
+-- snapshot of the first one and its locks. A hold that waits for a row which is removed here finds none, and creates it anew.
+-- Locks and writes: as cleanup_batch.
+create or replace function ratelimit.cleanup_{{ .slots }}(
+    in max_rows integer, in now timestamptz, in due_before timestamptz, out read bigint, out deleted bigint)
+  language plpgsql
+  volatile
+as $$
+declare
+  v_now        alias for now;
+  v_due_before alias for due_before;
+  v_ids        bigint[];
+  v_keys       text[];
+begin
+  select array_agg(d.policy_id), array_agg(d.key), count(*)
+    into v_ids, v_keys, read
+    from (select s.policy_id, s.key
+            from {{ .slots }} as s
+           where s.due_at <= v_due_before
+           order by s.due_at
+           limit max_rows
+             for update skip locked) as d;
+  deleted := 0;
+  if read = 0 then
+    return;
+  end if;
+  delete from {{ .leases }} as l
+   where l.ctid = any (array(select e.ctid
+                               from unnest(v_ids, v_keys) as u (policy_id, key)
+                              cross join lateral (select l.ctid
+                                                    from {{ .leases }} as l
+                                                   where l.policy_id = u.policy_id
+                                                     and l.key       = u.key collate "C"
+                                                     and l.ends_at  <= v_now
+                                                  offset 0) as e
+                              limit max_rows));
+  delete from {{ .slots }} as s
+   where s.ctid = any (array(select e.ctid
+                               from unnest(v_ids, v_keys) as u (policy_id, key)
+                              cross join lateral (select s.ctid
+                                                    from {{ .slots }} as s
+                                                   where s.policy_id = u.policy_id
+                                                     and s.key       = u.key collate "C"
+                                                  offset 0) as e
+                              where not exists (select from {{ .leases }} as l where l.policy_id = u.policy_id and l.key = u.key collate "C" offset 0)));
+  get diagnostics deleted = row_count;
+  update {{ .slots }} as s
+     set due_at = (select min(l.ends_at) from {{ .leases }} as l where l.policy_id = s.policy_id and l.key = s.key)
+   where s.ctid = any (array(select e.ctid
+                               from unnest(v_ids, v_keys) as u (policy_id, key)
+                              cross join lateral (select s.ctid
+                                                    from {{ .slots }} as s
+                                                   where s.policy_id = u.policy_id
+                                                     and s.key       = u.key collate "C"
+                                                  offset 0) as e));
+end;
+$$;
+comment on function ratelimit.cleanup_{{ .slots }}(integer, timestamptz, timestamptz) is
+  'Removes leases that have ended and keys that nobody holds, and answers how many keys were due and how many were removed.';
