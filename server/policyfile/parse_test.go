@@ -365,7 +365,12 @@ func checkRules(t *testing.T, rules *policyfile.Rules) {
 // isCalendar reports whether a policy has all or nothing of a calendar.
 func isCalendar(period, timeZone, anchor string) bool {
 	isQuota := period != ""
-	return isQuota == (timeZone != "") && isQuota == (anchor != "")
+	for _, field := range []string{timeZone, anchor} {
+		if (field != "") != isQuota {
+			return false
+		}
+	}
+	return true
 }
 
 func isName(name string) bool {
