@@ -71,10 +71,10 @@ begin
     get diagnostics v_deleted = row_count;
     v_rows                   := v_rows + v_deleted;
     idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-    select c.read, c.deleted into v_read, v_deleted from cleanup_slots(max_rows, v_now, due_before) as c;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_slots('slots', 'leases', max_rows, v_now, due_before) as c;
     v_rows          := v_rows + v_read;
     buckets_deleted := buckets_deleted + v_deleted;
-    select c.read, c.deleted into v_read, v_deleted from cleanup_ephemeral_slots(max_rows, v_now, due_before) as c;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_slots('ephemeral_slots', 'ephemeral_leases', max_rows, v_now, due_before) as c;
     v_rows          := v_rows + v_read;
     buckets_deleted := buckets_deleted + v_deleted;
     delete from overrides as o

@@ -79,11 +79,21 @@ begin
         into v_changes
         from {{ .slots }} as s
        where s.policy_id = v_policy.id and s.key = v_key;
-      select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0), min(l.ends_at), min(l.ends_at) filter (where l.ends_at > v_now),
-             max(l.cost) filter (where l.holder = v_holder), max(l.ends_at) filter (where l.holder = v_holder)
-        into v_held, v_first_end, v_next_end, v_own_cost, v_own_end
+      select coalesce(sum(l.cost), 0), min(l.ends_at)
+        into v_held, v_first_end
         from {{ .leases }} as l
        where l.policy_id = v_policy.id and l.key = v_key;
+      v_next_end := v_first_end;
+      if v_first_end <= v_now then
+        select coalesce(sum(l.cost), 0), min(l.ends_at)
+          into v_held, v_next_end
+          from {{ .leases }} as l
+         where l.policy_id = v_policy.id and l.key = v_key and l.ends_at > v_now;
+      end if;
+      select l.cost, l.ends_at
+        into v_own_cost, v_own_end
+        from {{ .leases }} as l
+       where l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder;
       v_renewed  := (v_own_end > v_now) is true;
       v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
       if v_renewed and v_own_cost <> v_cost then
@@ -123,7 +133,7 @@ begin
 
         -- 4. The lock.
         if not v_written then
-          perform from {{ .slots }} as s
+          perform s.changes from {{ .slots }} as s
             where s.policy_id = v_policy.id
               and s.key       = v_key
               for update;

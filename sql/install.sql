@@ -87,6 +87,7 @@
 {{ template "pre_request.sql" . }}
 
 -- Upkeep.
+{{ template "cleanup_slots.sql" . }}
 {{ template "cleanup_batch.sql" . }}
 {{ template "cleanup.sql" . }}
 {{ template "status.sql" . }}

@@ -32,7 +32,7 @@ begin
     v_now    timestamptz := clock();
   begin
     -- 1. Does it hold?
-    perform from {{ .leases }} as l
+    perform l.cost from {{ .leases }} as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
         and l.holder    = v_holder

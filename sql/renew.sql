@@ -49,7 +49,7 @@ begin
     v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
 
     -- 1. Does it hold?
-    perform from {{ .leases }} as l
+    perform l.cost from {{ .leases }} as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
         and l.holder    = v_holder

@@ -68,9 +68,10 @@ begin
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).lease is not null then
-        perform refuse_slots(v_policy.name);  -- raises 22023
-      elsif (v_policy.calendar).period is not null then
+      if (v_policy.calendar).ends_at is not null then  -- no bucket that refills
+        if (v_policy.calendar).lease is not null then
+          perform refuse_slots(v_policy.name);  -- raises 22023
+        end if;
         return reservation_by(take_quota_of_{{ .buckets }}(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;

@@ -77,7 +77,7 @@ func (s *source) onCitus() (functions string, twins []string, err error) {
 // that the guards call.
 var ofOneBucket = []string{
 	"ratelimit_acquire", "ratelimit_peek", "ratelimit_refund", "ratelimit_reset", "ratelimit_charge", "ratelimit_settle",
-	"ratelimit_reserve", "ratelimit_acquire_up_to", "ratelimit.acquire", "ratelimit.peek",
+	"ratelimit_reserve", "ratelimit_acquire_up_to", "ratelimit_hold", "ratelimit_renew", "ratelimit_release", "ratelimit.acquire", "ratelimit.peek",
 }
 
 // Arguments that do not survive the way to another node as text are checked before, too: not every interval can be read again.

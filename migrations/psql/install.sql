@@ -5353,9 +5353,10 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).lease is not null then
-        perform refuse_slots(v_policy.name);  -- raises 22023
-      elsif (v_policy.calendar).period is not null then
+      if (v_policy.calendar).ends_at is not null then  -- no bucket that refills
+        if (v_policy.calendar).lease is not null then
+          perform refuse_slots(v_policy.name);  -- raises 22023
+        end if;
         return decision_of(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -5530,9 +5531,10 @@ as $$
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).lease is not null then
-        perform refuse_slots(v_policy.name);  -- raises 22023
-      elsif (v_policy.calendar).period is not null then
+      if (v_policy.calendar).ends_at is not null then  -- no bucket that refills
+        if (v_policy.calendar).lease is not null then
+          perform refuse_slots(v_policy.name);  -- raises 22023
+        end if;
         return decision_of(take_quota_of_ephemeral_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -6062,70 +6064,6 @@ $$;
 comment on function ratelimit.reset_slots(bigint, text) is
   'The steps of ratelimit_reset for slots.';
 
--- Clean-up of slots: removes the leases that had ended by now, of at most max_rows keys and at most max_rows leases, and the rows of keys
--- that have no lease then. The row of another key is postponed to the end of its first lease. The answers are how many keys were due, and
--- how many were removed.
---
--- It locks the rows of the keys, and looks at their leases in later statements: a hold may have been committed between the
--- snapshot of the first one and its locks. A hold that waits for a row which is removed here finds none, and creates it anew.
--- Locks and writes: as cleanup_batch.
-create or replace function ratelimit.cleanup_slots(
-    in max_rows integer, in now timestamptz, in due_before timestamptz, out read bigint, out deleted bigint)
-  language plpgsql
-  volatile
-as $$
-declare
-  v_now        alias for now;
-  v_due_before alias for due_before;
-  v_ids        bigint[];
-  v_keys       text[];
-begin
-  select array_agg(d.policy_id), array_agg(d.key), count(*)
-    into v_ids, v_keys, read
-    from (select s.policy_id, s.key
-            from slots as s
-           where s.due_at <= v_due_before
-           order by s.due_at
-           limit max_rows
-             for update skip locked) as d;
-  deleted := 0;
-  if read = 0 then
-    return;
-  end if;
-  delete from leases as l
-   where l.ctid = any (array(select e.ctid
-                               from unnest(v_ids, v_keys) as u (policy_id, key)
-                              cross join lateral (select l.ctid
-                                                    from leases as l
-                                                   where l.policy_id = u.policy_id
-                                                     and l.key       = u.key collate "C"
-                                                     and l.ends_at  <= v_now
-                                                  offset 0) as e
-                              limit max_rows));
-  delete from slots as s
-   where s.ctid = any (array(select e.ctid
-                               from unnest(v_ids, v_keys) as u (policy_id, key)
-                              cross join lateral (select s.ctid
-                                                    from slots as s
-                                                   where s.policy_id = u.policy_id
-                                                     and s.key       = u.key collate "C"
-                                                  offset 0) as e
-                              where not exists (select from leases as l where l.policy_id = u.policy_id and l.key = u.key collate "C" offset 0)));
-  get diagnostics deleted = row_count;
-  update slots as s
-     set due_at = (select min(l.ends_at) from leases as l where l.policy_id = s.policy_id and l.key = s.key)
-   where s.ctid = any (array(select e.ctid
-                               from unnest(v_ids, v_keys) as u (policy_id, key)
-                              cross join lateral (select s.ctid
-                                                    from slots as s
-                                                   where s.policy_id = u.policy_id
-                                                     and s.key       = u.key collate "C"
-                                                  offset 0) as e));
-end;
-$$;
-comment on function ratelimit.cleanup_slots(integer, timestamptz, timestamptz) is
-  'Removes leases that have ended and keys that nobody holds, and answers how many keys were due and how many were removed.';
-
 -- Slots: a limit on what is in flight. A policy with a lease lends its capacity to holders, and each lease is a row of ephemeral_leases.
 --
 -- What is held of a key is the sum of the leases that have not ended: at the microsecond ends_at a lease counts for nobody any more,
@@ -6207,70 +6145,6 @@ $$;
 comment on function ratelimit.reset_ephemeral_slots(bigint, text) is
   'The steps of ratelimit_reset for slots.';
 
--- Clean-up of slots: removes the leases that had ended by now, of at most max_rows keys and at most max_rows leases, and the rows of keys
--- that have no lease then. The row of another key is postponed to the end of its first lease. The answers are how many keys were due, and
--- how many were removed.
---
--- It locks the rows of the keys, and looks at their leases in later statements: a hold may have been committed between the
--- snapshot of the first one and its locks. A hold that waits for a row which is removed here finds none, and creates it anew.
--- Locks and writes: as cleanup_batch.
-create or replace function ratelimit.cleanup_ephemeral_slots(
-    in max_rows integer, in now timestamptz, in due_before timestamptz, out read bigint, out deleted bigint)
-  language plpgsql
-  volatile
-as $$
-declare
-  v_now        alias for now;
-  v_due_before alias for due_before;
-  v_ids        bigint[];
-  v_keys       text[];
-begin
-  select array_agg(d.policy_id), array_agg(d.key), count(*)
-    into v_ids, v_keys, read
-    from (select s.policy_id, s.key
-            from ephemeral_slots as s
-           where s.due_at <= v_due_before
-           order by s.due_at
-           limit max_rows
-             for update skip locked) as d;
-  deleted := 0;
-  if read = 0 then
-    return;
-  end if;
-  delete from ephemeral_leases as l
-   where l.ctid = any (array(select e.ctid
-                               from unnest(v_ids, v_keys) as u (policy_id, key)
-                              cross join lateral (select l.ctid
-                                                    from ephemeral_leases as l
-                                                   where l.policy_id = u.policy_id
-                                                     and l.key       = u.key collate "C"
-                                                     and l.ends_at  <= v_now
-                                                  offset 0) as e
-                              limit max_rows));
-  delete from ephemeral_slots as s
-   where s.ctid = any (array(select e.ctid
-                               from unnest(v_ids, v_keys) as u (policy_id, key)
-                              cross join lateral (select s.ctid
-                                                    from ephemeral_slots as s
-                                                   where s.policy_id = u.policy_id
-                                                     and s.key       = u.key collate "C"
-                                                  offset 0) as e
-                              where not exists (select from ephemeral_leases as l where l.policy_id = u.policy_id and l.key = u.key collate "C" offset 0)));
-  get diagnostics deleted = row_count;
-  update ephemeral_slots as s
-     set due_at = (select min(l.ends_at) from ephemeral_leases as l where l.policy_id = s.policy_id and l.key = s.key)
-   where s.ctid = any (array(select e.ctid
-                               from unnest(v_ids, v_keys) as u (policy_id, key)
-                              cross join lateral (select s.ctid
-                                                    from ephemeral_slots as s
-                                                   where s.policy_id = u.policy_id
-                                                     and s.key       = u.key collate "C"
-                                                  offset 0) as e));
-end;
-$$;
-comment on function ratelimit.cleanup_ephemeral_slots(integer, timestamptz, timestamptz) is
-  'Removes leases that have ended and keys that nobody holds, and answers how many keys were due and how many were removed.';
-
 -- Lends cost slots of a key to a holder until its lease ends, if they are free.
 --
 -- The steps:
@@ -6351,11 +6225,21 @@ begin
         into v_changes
         from slots as s
        where s.policy_id = v_policy.id and s.key = v_key;
-      select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0), min(l.ends_at), min(l.ends_at) filter (where l.ends_at > v_now),
-             max(l.cost) filter (where l.holder = v_holder), max(l.ends_at) filter (where l.holder = v_holder)
-        into v_held, v_first_end, v_next_end, v_own_cost, v_own_end
+      select coalesce(sum(l.cost), 0), min(l.ends_at)
+        into v_held, v_first_end
         from leases as l
        where l.policy_id = v_policy.id and l.key = v_key;
+      v_next_end := v_first_end;
+      if v_first_end <= v_now then
+        select coalesce(sum(l.cost), 0), min(l.ends_at)
+          into v_held, v_next_end
+          from leases as l
+         where l.policy_id = v_policy.id and l.key = v_key and l.ends_at > v_now;
+      end if;
+      select l.cost, l.ends_at
+        into v_own_cost, v_own_end
+        from leases as l
+       where l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder;
       v_renewed  := (v_own_end > v_now) is true;
       v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
       if v_renewed and v_own_cost <> v_cost then
@@ -6395,7 +6279,7 @@ begin
 
         -- 4. The lock.
         if not v_written then
-          perform from slots as s
+          perform s.changes from slots as s
             where s.policy_id = v_policy.id
               and s.key       = v_key
               for update;
@@ -6488,11 +6372,21 @@ as $$
         into v_changes
         from ephemeral_slots as s
        where s.policy_id = v_policy.id and s.key = v_key;
-      select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0), min(l.ends_at), min(l.ends_at) filter (where l.ends_at > v_now),
-             max(l.cost) filter (where l.holder = v_holder), max(l.ends_at) filter (where l.holder = v_holder)
-        into v_held, v_first_end, v_next_end, v_own_cost, v_own_end
+      select coalesce(sum(l.cost), 0), min(l.ends_at)
+        into v_held, v_first_end
         from ephemeral_leases as l
        where l.policy_id = v_policy.id and l.key = v_key;
+      v_next_end := v_first_end;
+      if v_first_end <= v_now then
+        select coalesce(sum(l.cost), 0), min(l.ends_at)
+          into v_held, v_next_end
+          from ephemeral_leases as l
+         where l.policy_id = v_policy.id and l.key = v_key and l.ends_at > v_now;
+      end if;
+      select l.cost, l.ends_at
+        into v_own_cost, v_own_end
+        from ephemeral_leases as l
+       where l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder;
       v_renewed  := (v_own_end > v_now) is true;
       v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
       if v_renewed and v_own_cost <> v_cost then
@@ -6532,7 +6426,7 @@ as $$
 
         -- 4. The lock.
         if not v_written then
-          perform from ephemeral_slots as s
+          perform s.changes from ephemeral_slots as s
             where s.policy_id = v_policy.id
               and s.key       = v_key
               for update;
@@ -6641,7 +6535,7 @@ begin
     v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
 
     -- 1. Does it hold?
-    perform from leases as l
+    perform l.cost from leases as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
         and l.holder    = v_holder
@@ -6707,7 +6601,7 @@ as $$
     v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
 
     -- 1. Does it hold?
-    perform from ephemeral_leases as l
+    perform l.cost from ephemeral_leases as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
         and l.holder    = v_holder
@@ -6776,7 +6670,7 @@ begin
     v_now    timestamptz := clock();
   begin
     -- 1. Does it hold?
-    perform from leases as l
+    perform l.cost from leases as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
         and l.holder    = v_holder
@@ -6823,7 +6717,7 @@ as $$
     v_now    timestamptz := clock();
   begin
     -- 1. Does it hold?
-    perform from ephemeral_leases as l
+    perform l.cost from ephemeral_leases as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
         and l.holder    = v_holder
@@ -7621,9 +7515,10 @@ begin
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).lease is not null then
-        perform refuse_slots(v_policy.name);  -- raises 22023
-      elsif (v_policy.calendar).period is not null then
+      if (v_policy.calendar).ends_at is not null then  -- no bucket that refills
+        if (v_policy.calendar).lease is not null then
+          perform refuse_slots(v_policy.name);  -- raises 22023
+        end if;
         return reservation_by(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -7841,9 +7736,10 @@ as $$
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).lease is not null then
-        perform refuse_slots(v_policy.name);  -- raises 22023
-      elsif (v_policy.calendar).period is not null then
+      if (v_policy.calendar).ends_at is not null then  -- no bucket that refills
+        if (v_policy.calendar).lease is not null then
+          perform refuse_slots(v_policy.name);  -- raises 22023
+        end if;
         return reservation_by(take_quota_of_ephemeral_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -8070,9 +7966,10 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).lease is not null then
-        perform refuse_slots(v_policy.name);  -- raises 22023
-      elsif (v_policy.calendar).period is not null then
+      if (v_policy.calendar).ends_at is not null then  -- no bucket that refills
+        if (v_policy.calendar).lease is not null then
+          perform refuse_slots(v_policy.name);  -- raises 22023
+        end if;
         return take_quota_of_buckets(v_policy, v_key, at_most, at_least, v_idempotency_key);
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -8257,9 +8154,10 @@ as $$
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).lease is not null then
-        perform refuse_slots(v_policy.name);  -- raises 22023
-      elsif (v_policy.calendar).period is not null then
+      if (v_policy.calendar).ends_at is not null then  -- no bucket that refills
+        if (v_policy.calendar).lease is not null then
+          perform refuse_slots(v_policy.name);  -- raises 22023
+        end if;
         return take_quota_of_ephemeral_buckets(v_policy, v_key, at_most, at_least, v_idempotency_key);
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -11121,9 +11019,10 @@ begin
     v_override        ratelimit.overrides;
   begin
     if v_policy.overridden then
-      if (v_policy.calendar).lease is not null then
-        perform refuse_slots(v_policy.name);  -- raises 22023
-      elsif (v_policy.calendar).period is not null then
+      if (v_policy.calendar).ends_at is not null then  -- no bucket that refills
+        if (v_policy.calendar).lease is not null then
+          perform refuse_slots(v_policy.name);  -- raises 22023
+        end if;
         return decision_of(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
@@ -11580,6 +11479,66 @@ comment on function ratelimit.limit_request(text, boolean, integer, boolean) is
 
 
 -- Upkeep.
+-- Clean-up of slots: removes the leases that had ended by now, of at most max_rows keys and at most max_rows leases, and the rows of keys
+-- that have no lease then. The row of another key is postponed to the end of its first lease. The answers are how many keys were due, and
+-- how many were removed.
+--
+-- It locks the rows of the keys, and looks at their leases in later statements: a hold may have been committed between the
+-- snapshot of the first one and its locks. A hold that waits for a row which is removed here finds none, and creates it anew.
+--
+-- The names are those of the tables. On Citus they are those of shards, for which the statements are made at run time.
+-- Locks and writes: as cleanup_batch.
+create or replace function ratelimit.cleanup_slots(
+    in slots regclass, in leases regclass, in max_rows integer, in now timestamptz, in due_before timestamptz, out read bigint, out deleted bigint)
+  language plpgsql
+  volatile
+as $$
+declare
+  v_ids  bigint[];
+  v_keys text[];
+begin
+  execute format('select array_agg(d.policy_id), array_agg(d.key), count(*)'
+                 '  from (select s.policy_id, s.key from %s as s where s.due_at <= $1 order by s.due_at limit $2 for update skip locked) as d', slots)
+     into v_ids, v_keys, read
+    using due_before, max_rows;
+  deleted := 0;
+  if read = 0 then
+    return;
+  end if;
+  execute format('delete from %1$s as l'
+                 ' where l.ctid = any (array(select e.ctid'
+                 '                             from unnest($1, $2) as u (policy_id, key)'
+                 '                            cross join lateral (select l.ctid'
+                 '                                                  from %1$s as l'
+                 '                                                 where l.policy_id = u.policy_id and l.key = u.key collate "C" and l.ends_at <= $3'
+                 '                                                offset 0) as e'
+                 '                            limit $4))', leases)
+    using v_ids, v_keys, now, max_rows;
+  execute format('delete from %1$s as s'
+                 ' where s.ctid = any (array(select e.ctid'
+                 '                             from unnest($1, $2) as u (policy_id, key)'
+                 '                            cross join lateral (select s.ctid'
+                 '                                                  from %1$s as s'
+                 '                                                 where s.policy_id = u.policy_id and s.key = u.key collate "C"'
+                 '                                                offset 0) as e'
+                 '                            where not exists (select from %2$s as l where l.policy_id = u.policy_id and l.key = u.key collate "C" offset 0)))',
+                 slots, leases)
+    using v_ids, v_keys;
+  get diagnostics deleted = row_count;
+  execute format('update %1$s as s'
+                 '   set due_at = (select min(l.ends_at) from %2$s as l where l.policy_id = s.policy_id and l.key = s.key)'
+                 ' where s.ctid = any (array(select e.ctid'
+                 '                             from unnest($1, $2) as u (policy_id, key)'
+                 '                            cross join lateral (select s.ctid'
+                 '                                                  from %1$s as s'
+                 '                                                 where s.policy_id = u.policy_id and s.key = u.key collate "C"'
+                 '                                                offset 0) as e))', slots, leases)
+    using v_ids, v_keys;
+end;
+$$;
+comment on function ratelimit.cleanup_slots(regclass, regclass, integer, timestamptz, timestamptz) is
+  'Removes leases that have ended and keys that nobody holds, and answers how many keys were due and how many were removed.';
+
 -- Clean-up removes rows that change no answer: buckets that are full again, leases that have ended and keys of slots that nobody holds,
 -- expired idempotency keys, expired overrides, and rows
 -- whose policy was dropped. A bucket with a live override must be full by the numbers of the override and of the policy, because
@@ -11753,10 +11712,10 @@ begin
     get diagnostics v_deleted = row_count;
     v_rows                   := v_rows + v_deleted;
     idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-    select c.read, c.deleted into v_read, v_deleted from cleanup_slots(max_rows, v_now, due_before) as c;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_slots('slots', 'leases', max_rows, v_now, due_before) as c;
     v_rows          := v_rows + v_read;
     buckets_deleted := buckets_deleted + v_deleted;
-    select c.read, c.deleted into v_read, v_deleted from cleanup_ephemeral_slots(max_rows, v_now, due_before) as c;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_slots('ephemeral_slots', 'ephemeral_leases', max_rows, v_now, due_before) as c;
     v_rows          := v_rows + v_read;
     buckets_deleted := buckets_deleted + v_deleted;
     delete from overrides as o

@@ -35,6 +35,7 @@ func TestCitus(t *testing.T) {
 	t.Run("answers as one server does", func(t *testing.T) { testCitusParity(t, still.In(t)) })
 	t.Run("vectors", func(t *testing.T) { testCitusVectors(t, still.In(t)) })
 	t.Run("cleans up", func(t *testing.T) { testCitusCleansUp(t, still.In(t)) })
+	t.Run("cleans up slots", func(t *testing.T) { testCitusCleansUpSlots(t, still.In(t)) })
 	t.Run("a worker down", func(t *testing.T) { testCitusWorkerDown(t, c, db.In(t)) })
 }
 
@@ -52,7 +53,8 @@ func testCitusInstalls(t *testing.T, c *kit.Citus) {
 	c.Install(t, "installs") // so that PUBLIC may execute nothing there
 	for n, node := range db {
 		require.Equal(t, []string{
-			"acquire_here", "acquire_up_to_here", "charge_here", "decide_here", "peek_here", "refund_here", "reserve_here", "reset_here", "settle_here",
+			"acquire_here", "acquire_up_to_here", "charge_here", "decide_here", "hold_here", "peek_here", "refund_here", "release_here", "renew_here",
+			"reserve_here", "reset_here", "settle_here",
 		}, node.Strings(`
 			select p.proname::text
 			  from pg_dist_object as o
@@ -273,6 +275,16 @@ select * from ratelimit_settle('day', '{key}', 'ck', 2) ;; select * from ratelim
 select * from ratelimit_refund('day', '{key}', 3) ;; select * from ratelimit_reserve('day', '{key}', '1 day', 9) ;; select * from ratelimit_peek('month', '{key}', 5)
 select * from ratelimit_acquire_all(array['day','month'], array['{key} n','{key} n'], array[6,1], 'k') ;; select * from ratelimit_overrides('month', '{key}')
 select * from ratelimit_status('month', 9, '{key}') ;; select * from ratelimit_policies() ;; select * from ratelimit_enforce('month', '{key}', 1)
+select ratelimit_define_policy('jobs', 5, lease => '1 hour') ;; select ratelimit_define_policy('streams', 5, lease => '1 day', durable => false)
+select * from ratelimit_hold('jobs', '{key}', 'a', 2) ;; select * from ratelimit_hold('jobs', '{key}', 'b', 3) ;; select * from ratelimit_hold('jobs', '{key}', 'c')
+select * from ratelimit_hold('jobs', '{key}', 'a', 2) ;; select * from ratelimit_hold('jobs', '{key}', 'a', 1) ;; select * from ratelimit_hold('streams', '{key}', 'a', 6)
+select ratelimit_renew('jobs', '{key}', 'a') ;; select ratelimit_renew('jobs', '{key}', 'x') ;; select * from ratelimit_peek('jobs', '{key}', 4)
+select ratelimit_release('jobs', '{key}', 'b') ;; select ratelimit_release('jobs', '{key}', 'b') ;; select * from ratelimit_holders('jobs', '{key}')
+select ratelimit_override('jobs', '{key}', 1, expires_at => '2100-01-01Z', lease => '1 minute') ;; select * from ratelimit_hold('jobs', '{key}', 'd')
+select * from ratelimit_hold('streams', '{key}', 'a', 5) ;; select * from ratelimit_holders('streams', '{key}') ;; select * from ratelimit_status('jobs', 9, '{key}')
+select * from ratelimit_acquire('jobs', '{key}') ;; select * from ratelimit_acquire_many(array['jobs','p'], array['{key} s','{key} s']) ;; select * from ratelimit_charge('jobs', '{key}', 0)
+select * from ratelimit_acquire_all(array['p','jobs'], array['{key} s','{key} s']) ;; select * from ratelimit_hold('p', '{key}', 'a') ;; select * from ratelimit_hold('none', '{key}', 'a')
+select ratelimit_reset('jobs', '{key}') ;; select * from ratelimit_peek('jobs', '{key}') ;; select ratelimit_remove_override('jobs', '{key}')
 select * from ratelimit_peek('p', '{key} t1') ;; select ratelimit_drop_policy('none') ;; select ratelimit_drop_policy(null)
 `), " ;; ", "\n"), "\n")
 	// Every argument null, one by one and all at once.
@@ -283,6 +295,8 @@ select * from ratelimit_peek('p', '{key} t1') ;; select ratelimit_drop_policy('n
 		{"ratelimit_enforce", "'p'", "'{key}'", "1", "'n5'"}, {"ratelimit_acquire_many", "'{p}'", "'{k}'", "'{1}'", "'{n6}'"},
 		{"ratelimit_acquire_all", "'{p}'", "'{k}'", "'{1}'", "'n7'"}, {"ratelimit_acquire_packed", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n8}'"},
 		{"ratelimit_acquire_all_many", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n9}'"}, {"ratelimit_override", "'p'", "'{key}'", "20", "1", "'1 h'", "'2100-01-01Z'"},
+		{"ratelimit_hold", "'jobs'", "'{key}'", "'n'", "1"}, {"ratelimit_renew", "'jobs'", "'{key}'", "'n'"}, {"ratelimit_release", "'jobs'", "'{key}'", "'n'"},
+		{"ratelimit_holders", "'jobs'", "'{key}'", "1"},
 		{"ratelimit_remove_override", "'p'", "'{key}'"}, {"ratelimit_overrides", "'p'", "'{key}'", "1"}, {"ratelimit_status", "'p'", "1", "'{key}'"}, {"ratelimit_cleanup", "1"},
 	} {
 		for n := range call {
@@ -294,7 +308,7 @@ select * from ratelimit_peek('p', '{key} t1') ;; select ratelimit_drop_policy('n
 			} else {
 				args[n-1] = "null"
 			}
-			if call[0] != "ratelimit_overrides" && call[0] != "ratelimit_status" || slices.Contains(args, "'p'") { // else about all policies
+			if call[0] != "ratelimit_overrides" && call[0] != "ratelimit_status" && call[0] != "ratelimit_holders" || slices.Contains(args, "'p'") || slices.Contains(args, "'jobs'") { // else about all policies
 				said = append(said, "select * from "+call[0]+"("+strings.Join(args, ", ")+")")
 			}
 		}
@@ -406,6 +420,41 @@ func testCitusCleansUp(t *testing.T, db kit.CitusDB) {
 	db[0].DropPolicy("e")
 }
 
+func testCitusCleansUpSlots(t *testing.T, db kit.CitusDB) {
+	rows := func() (counts [2]int64) {
+		t.Helper()
+		err := db.Coordinator().Pool.QueryRow(t.Context(), `select (select count(*) from ratelimit.slots) + (select count(*) from ratelimit.ephemeral_slots),
+			(select count(*) from ratelimit.leases) + (select count(*) from ratelimit.ephemeral_leases)`).Scan(&counts[0], &counts[1])
+		require.NoError(t, err)
+		return counts
+	}
+	for _, policy := range db.Coordinator().Strings("select policy from ratelimit_policies() where lease is not null") {
+		db.Coordinator().DropPolicy(policy)
+	}
+	db.Coordinator().Execute("call ratelimit_cleanup_all()") // of policies that were dropped
+	require.Equal(t, [2]int64{}, rows())
+	db.Coordinator().SetClock(kit.T0)
+	for name, kind := range map[string]string{"d": "true", "e": "false"} {
+		db.Coordinator().Execute("select ratelimit_define_policy($1, 5, lease => '1 hour', durable => $2::boolean)", name, kind)
+		for n := range 10 {
+			db[n%3].Execute("select ratelimit_hold($1, $2, h) from unnest('{a,b}'::text[]) as h", name, fmt.Sprint("k", n))
+		}
+	}
+	db.Coordinator().SetClock(kit.T0.Add(10 * time.Minute))
+	db[1].Execute("select ratelimit_renew('d', 'k0', 'b'), ratelimit_release('e', 'k0', 'b')")
+	db.Coordinator().SetClock(kit.T0.Add(time.Hour + 5*time.Minute - kit.Us))
+	db[2].Execute("call ratelimit_cleanup_all()")
+	require.Equal(t, [2]int64{20, 39}, rows())
+	db.Coordinator().SetClock(kit.T0.Add(time.Hour + 5*time.Minute))
+	require.Equal(t, kit.Deleted{Buckets: 19}, db[1].Cleanup())
+	require.Equal(t, [2]int64{1, 1}, rows())
+	db.Coordinator().SetClock(kit.T0.Add(2 * time.Hour))
+	db[0].Execute("call ratelimit_cleanup_all()")
+	require.Equal(t, [2]int64{}, rows())
+	db[2].DropPolicy("d")
+	db[0].DropPolicy("e")
+}
+
 // What a worker has is not to be had while it is down; the rest is, at once.
 func testCitusWorkerDown(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	db.Coordinator().DefinePolicy("down d", 10, 0, time.Hour)
@@ -455,6 +504,7 @@ func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 	plain := append([]string{"peek"}, kit.HotFunctions...)
 	for _, function := range append([]string{
 		"acquire", "acquire_ephemeral", "acquire_up_to_ephemeral", "charge_ephemeral", "reserve_ephemeral", "settle_ephemeral", "bucket_now",
+		"hold_ephemeral", "renew_ephemeral", "release_ephemeral", "look_at_slots", "look_at_ephemeral_slots", "reset_slots", "reset_ephemeral_slots",
 	}, plain...) {
 		lintForCitus(t, db, function, db.Text("select string_agg(prosrc, '' order by oid) from pg_proc where proname = $1", function))
 	}
@@ -468,6 +518,7 @@ func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 	require.NotRegexp(t, `[^\x00-\x7f]`, rendered, "psql takes the file to be in the encoding of its locale")
 	for _, function := range []string{
 		"acquire_here", "peek_here", "refund_here", "reset_here", "charge_here", "settle_here", "reserve_here", "acquire_up_to_here",
+		"hold_here", "renew_here", "release_here",
 		"decide_here", "decide_in_order", "look_at_buckets", "rows_of_buckets", "live_idempotency_keys", "lock_buckets", "create_buckets",
 		"write_buckets", "remember_idempotency_keys", "rows_of_ephemeral_buckets", "live_ephemeral_idempotency_keys", "lock_ephemeral_buckets",
 		"create_ephemeral_buckets", "write_ephemeral_buckets", "remember_ephemeral_idempotency_keys",

@@ -237,11 +237,17 @@ begin
   for v_pass in 1..2 loop
     exit when v_pass = 2 and v_rows > 0;  -- rows of dropped policies can wait for an idle batch
     for v_shard in
-      select s.logicalrelid, shard_name(s.logicalrelid, s.shardid) as name, s.logicalrelid in ('buckets'::regclass, 'ephemeral_buckets'::regclass) as buckets
+      select s.logicalrelid, shard_name(s.logicalrelid, s.shardid) as name, s.logicalrelid in ('buckets'::regclass, 'ephemeral_buckets'::regclass) as buckets,
+             s.logicalrelid in ('slots'::regclass, 'ephemeral_slots'::regclass) as slots,
+             (select shard_name(l.logicalrelid, l.shardid)  -- the shard of the same keys
+                from pg_dist_shard as l
+               where l.logicalrelid = case s.logicalrelid when 'slots'::regclass then 'leases'::regclass when 'ephemeral_slots'::regclass then 'ephemeral_leases'::regclass end
+                 and l.shardminvalue = s.shardminvalue) as leases
         from pg_dist_shard as s
         join pg_dist_placement as p on p.shardid = s.shardid
         join pg_dist_local_group as g on g.groupid = p.groupid
-       where s.logicalrelid in ('buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass)
+       where s.logicalrelid in ('buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass,
+                                'slots'::regclass, 'ephemeral_slots'::regclass, 'leases'::regclass, 'ephemeral_leases'::regclass)
          and p.shardstate = 1
        order by s.logicalrelid, random()
     loop
@@ -255,6 +261,10 @@ begin
         execute format($due$ {{ template "include/due_buckets.sql" (dict "table" "%1$s" "policies" "%2$s" "overrides" "%3$s" "now" "$2" "due_before" "$3" "max_rows" "$1" "most_us" "$4") }} $due$,
                        v_shard.name, v_policies, v_overrides)
            into v_read, v_deleted using v_left, now, due_before, v_most_us;
+      elsif v_shard.slots then
+        select c.read, c.deleted into v_read, v_deleted from cleanup_slots(v_shard.name::regclass, v_shard.leases::regclass, v_left, now, due_before) as c;
+      elsif v_shard.logicalrelid in ('leases'::regclass, 'ephemeral_leases'::regclass) then
+        continue;  -- with the slots
       else
         execute format($expired$ {{ template "include/expired_keys.sql" (dict "table" "%1$s" "due_before" "$2" "max_rows" "$1") }} $expired$, v_shard.name)
           using v_left, due_before;
@@ -262,7 +272,7 @@ begin
         v_read := v_deleted;
       end if;
       v_rows := v_rows + v_read;
-      if v_shard.buckets then
+      if v_shard.logicalrelid not in ('idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass) then
         v_buckets := v_buckets + v_deleted;
       else
         v_keys := v_keys + v_deleted;

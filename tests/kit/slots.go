@@ -1,0 +1,133 @@
+package kit
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/stretchr/testify/require"
+)
+
+// HoldDecision is the answer to a hold.
+type HoldDecision = model.HoldDecision
+
+// Held is the answer to a hold that is granted anew.
+func Held(remaining int64, heldFor time.Duration, capacity int64) HoldDecision {
+	return HoldDecision{Allowed: true, Remaining: remaining, HeldFor: Micros(heldFor), Capacity: capacity}
+}
+
+// NotHeld is the answer to a hold that is denied.
+func NotHeld(remaining int64, retryAfter time.Duration, capacity int64) HoldDecision {
+	return HoldDecision{Remaining: remaining, RetryAfter: Micros(retryAfter), Capacity: capacity}
+}
+
+// Renewed is d to a holder that held.
+func Renewed(d HoldDecision) HoldDecision {
+	d.Renewed = true
+	return d
+}
+
+// Lend defines a policy of slots.
+func (db *TestDB) Lend(name string, capacity int64, lease time.Duration, opts ...PolicyOption) *TestDB {
+	var p PolicyOptions
+	for _, opt := range opts {
+		opt(&p)
+	}
+	db.Execute("select ratelimit_define_policy($1, $2, lease => $3, durable => $4)", name, capacity, Interval(lease), p.Durable)
+	return db
+}
+
+func Hold(q Querier, policy, key, holder string, cost int64) (d HoldDecision, err error) {
+	var retryAfter, heldFor *int64
+	err = q.QueryRow(context.Background(), `
+		select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from held_for) * 1000000)::bigint,
+		       capacity, renewed, shadowed
+		  from ratelimit_hold($1, $2, $3, $4)`, policy, key, holder, cost).Scan(
+		&d.Allowed, &d.Remaining, &retryAfter, &heldFor, &d.Capacity, &d.Renewed, &d.Shadowed)
+	if err == nil {
+		d.RetryAfter, d.HeldFor = OrNever(retryAfter), OrNever(heldFor)
+	}
+	return d, err
+}
+
+// Renew returns model.Never to a holder that does not hold.
+func Renew(q Querier, policy, key, holder string) (model.Micros, error) {
+	var heldFor *int64
+	err := q.QueryRow(context.Background(), "select (extract(epoch from ratelimit_renew($1, $2, $3)) * 1000000)::bigint", policy, key, holder).Scan(&heldFor)
+	return OrNever(heldFor), err
+}
+
+func Release(q Querier, policy, key, holder string) (held bool, err error) {
+	err = q.QueryRow(context.Background(), "select ratelimit_release($1, $2, $3)", policy, key, holder).Scan(&held)
+	return held, err
+}
+
+// Hold, Renew and Release are calls about key k of policy p that must not fail.
+func (db *TestDB) Hold(holder string, cost int64) HoldDecision {
+	return NoError(Hold(db.Pool, "p", "k", holder, cost))(db.T)
+}
+
+func (db *TestDB) HoldAt(at time.Time, holder string, cost int64) HoldDecision {
+	db.SetClock(at)
+	return db.Hold(holder, cost)
+}
+
+func (db *TestDB) Renew(holder string) model.Micros { return NoError(Renew(db.Pool, "p", "k", holder))(db.T) }
+
+func (db *TestDB) Release(holder string) bool { return NoError(Release(db.Pool, "p", "k", holder))(db.T) }
+
+// Hold is that of TestDB in a session.
+func (s *Session) Hold(holder string, cost int64) HoldDecision {
+	return NoError(Hold(s, "p", "k", holder, cost))(s.Db.T)
+}
+
+// Holders are those of a policy as holder:cost, by key and end.
+func (db *TestDB) Holders(policy string) []string {
+	return Column(db.T, db.DB, "select format('%s:%s', holder, cost) from ratelimit_holders($1)", policy)
+}
+
+// StartHold, StartRenew and StartRelease make a call that may wait for other sessions. A Lent has what it answers.
+func (s *Session) StartHold(holder string, cost int64) *Lent {
+	return s.startLent(func(l *Lent) (err error) { l.HoldDecision, err = Hold(s, "p", "k", holder, cost); return err })
+}
+
+func (s *Session) StartRenew(holder string) *Lent {
+	return s.startLent(func(l *Lent) (err error) { l.HeldFor, err = Renew(s, "p", "k", holder); return err })
+}
+
+func (s *Session) StartRelease(holder string) *Lent {
+	return s.startLent(func(l *Lent) (err error) { l.Released, err = Release(s, "p", "k", holder); return err })
+}
+
+// A Lent is a call about slots under way in another goroutine.
+type Lent struct {
+	*Pending
+	HoldDecision
+	HeldFor  model.Micros
+	Released bool
+}
+
+func (s *Session) startLent(call func(l *Lent) error) *Lent {
+	l := new(Lent)
+	l.Pending = s.Start(func(Querier) (Decision, error) { return Decision{}, call(l) })
+	return l
+}
+
+// BlockedBy returns the call when it waits for a lock that the holder has.
+func (l *Lent) BlockedBy(holder *Session) *Lent { l.AwaitBlockedBy(holder); return l }
+
+// Done returns the call when it is over, which must not have failed.
+func (l *Lent) Over() *Lent {
+	_, err := l.Result()
+	require.NoError(l.Session.Db.T, err)
+	return l
+}
+
+// LeaseRows are the rows of the tables of slots, as text.
+func (db *TestDB) LeaseRows() (rows []string) {
+	for _, table := range SlotTables {
+		rows = append(rows, Column(db.T, db.DB, fmt.Sprintf("select '%[1]s ' || ctid || xmin || t::text from ratelimit.%[1]s as t order by 1", table))...)
+	}
+	return rows
+}
