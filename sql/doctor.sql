@@ -250,12 +250,12 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
            format('The server does not know the time zone %L of %s, so calls about them fail.', z.time_zone, z.users),
            'Install the time zone data that has it (tzdata-legacy on Debian), or name another zone with ratelimit_define_policy or ratelimit_override.' || v_where
       from (select u.time_zone, string_agg(u.name, ', ' order by u.name) as users
-              from (select (p.calendar).time_zone, format('policy %L', p.name) as name from policies as p where not p.calendar is null
+              from (select (p.calendar).time_zone, format('policy %L', p.name) as name from policies as p where (p.calendar).period is not null
                     union all
                     select (o.calendar).time_zone, format('%s overrides of policy %L', count(*), p.name)
                       from policies as p
                       join overrides as o on o.policy_id = p.id
-                     where (p.calendar).overridden
+                     where (p.calendar).overridden and (p.calendar).period is not null
                      group by (o.calendar).time_zone, p.name) as u
              group by u.time_zone) as z
      where (select count(*) from pg_timezone_names as n where n.name = z.time_zone) = 0  -- a scan for each zone, and none without quotas

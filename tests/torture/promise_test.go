@@ -63,8 +63,12 @@ func TestWholePromises_FindPlantedBugs(t *testing.T) {
 			random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
 			p := newWholePromises(t)
 			plant(p)
-			for range 100 {
-				for _, verdict := range kit.Verdicts(p, randomWholePromises(random, kit.MaxSpan)) {
+			for n := range 100 {
+				cases := randomWholePromises(random, kit.MaxSpan)
+				if n == 0 {
+					cases[0] = anEndBeforeTheLongestWait
+				}
+				for _, verdict := range kit.Verdicts(p, cases) {
 					if !slices.Contains(goodVerdicts, verdict) {
 						t.Log(verdict)
 						return
@@ -98,6 +102,21 @@ type promisedBucket struct {
 type promisedCharge struct {
 	Bucket int   `json:"bucket"` // counted from 0
 	Cost   int64 `json:"cost"`
+}
+
+// In this promise, which random ones seldom are, the last bucket fits after 100 s. The override of the first ends before, and its policy
+// fits after 200 s. The override of the second ends between, and its policy fits after 400 s.
+var anEndBeforeTheLongestWait = wholePromise{
+	Buckets: []promisedBucket{
+		{Promise: oneTokenEvery(10), Overridden: true, Ends: 50_000_000, Own: oneTokenEvery(200)},
+		{Promise: oneTokenEvery(10), Overridden: true, Ends: 150_000_000, Own: oneTokenEvery(400)},
+		{Promise: oneTokenEvery(100), Own: oneTokenEvery(1)},
+	},
+	Charges: []promisedCharge{{0, 1}, {1, 1}, {2, 1}},
+}
+
+func oneTokenEvery(seconds int64) kit.Promise {
+	return kit.Promise{Capacity: 10, Refill: 1, Every: seconds * 1_000_000, Cost: 1}
 }
 
 func randomWholePromises(random *rand.Rand, most int64) []wholePromise {
