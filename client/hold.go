@@ -80,9 +80,9 @@ type Hold struct {
 //
 // Invariants, between any two methods:
 //
-//  1. until is no later than the end of the lease on the server, if both clocks run at one rate and nobody else resets,
-//     releases or drops: it is counted from before the last call that has answered. Only a lease that was shortened,
-//     by a renewal whose answer was lost, may end earlier.
+//  1. until is no later than the end of the lease on the server, because it is counted from before the last call that has an
+//     answer. A lease ends earlier if the server's clock steps forward, if the slots are reset or their policy dropped, and if
+//     the policy's lease was shortened and a renewal learned that whose answer was lost.
 //  2. From until on the tenure is over, whether or not a timer has fired. One that was seen to be over stays over.
 //  3. At most one renewal is under way. None begins at until or later, or after the end.
 //  4. A renewal begins when a third of the lease is over, and after one that failed when a pause is over.

@@ -40,11 +40,10 @@ func (db *database) acquire(now time.Time, charges []model.Charge, idempotencyKe
 		}
 		sums[c.BucketID] += min(c.Cost, math.MaxInt64-sums[c.BucketID])
 	}
-	for i, c := range charges {
-		err = cmp.Or(err, ofElement(charges, i, db.checkPolicy(c.Policy)))
-	}
-	for i, c := range charges {
-		err = cmp.Or(err, ofElement(charges, i, db.checkHasBuckets(c.Policy)))
+	for _, check := range []func(string) error{db.checkTokensOf, db.checkPolicy} {
+		for i, c := range charges {
+			err = cmp.Or(err, ofElement(charges, i, check(c.Policy)))
+		}
 	}
 	if err != nil {
 		return model.Whole{}, err

@@ -172,15 +172,15 @@ func (db *database) define(name string, args []any) error {
 		if unreadable != nil {
 			wrongPeriod = invalid("period", text)
 		}
-		if exists && !p.IsQuota() {
-			err = cmp.Or(err, invalid("period", text))
-		}
 	}
 	if def.Lease != nil || p.IsSlots() {
 		if err = cmp.Or(err, checkSlotsOf(def, p, exists), checkDurable(name, def, p, exists)); err != nil {
 			return err
 		}
 		return db.model.Define(name, def)
+	}
+	if exists && !p.IsQuota() && def.Period != nil {
+		err = cmp.Or(err, invalid("period", *def.Period))
 	}
 	isQuota := exists && p.IsQuota() || def.Period != nil
 	err = cmp.Or(err, checkKind(def.Numbers, isQuota))
@@ -230,14 +230,14 @@ func (db *database) override(now time.Time, id model.BucketID, args []any) error
 	n := numbers(args)
 	n.Zone, n.Anchor = calendar(args[4:])
 	n.Lease = micros(args[6])
-	err := cmp.Or(checkBucket(id), checkNumbers(n, model.Policy{Every: 1}, 0, 0), checkLease(n))
+	err := cmp.Or(checkBucket(id), checkNumbers(n, model.Policy{Every: 1}, 0, 0))
 	if err == nil && !expires.IsZero() && !expires.After(now) {
 		err = invalid("expires_at", expires)
 	}
 	if err = cmp.Or(err, db.checkPolicy(id.Policy)); err == nil {
 		p, _ := db.model.Policy(id.Policy)
 		if p.IsSlots() {
-			if err = checkSlots(n, 0); err != nil {
+			if err = checkSlots(model.Definition{Numbers: n}, 0); err != nil {
 				return err
 			}
 			return db.model.Override(now, id, n, expires)
@@ -272,6 +272,8 @@ func calendar(args []any) (zone *string, anchor *time.Time) {
 // checkKind refuses numbers that are for policies of the other kind.
 func checkKind(n model.Numbers, isQuota bool) error {
 	switch {
+	case n.Lease != nil:
+		return invalid("lease", *n.Lease)
 	case isQuota && n.Refill != nil:
 		return invalid("refill", *n.Refill)
 	case isQuota && n.Every != nil:
@@ -280,8 +282,6 @@ func checkKind(n model.Numbers, isQuota bool) error {
 		return invalid("time_zone", *n.Zone)
 	case !isQuota && n.Anchor != nil:
 		return invalid("anchor", *n.Anchor)
-	case n.Lease != nil:
-		return invalid("lease", *n.Lease)
 	}
 	return nil
 }

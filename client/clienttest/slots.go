@@ -28,8 +28,13 @@ func (db *database) lend(function string, now time.Time, id model.BucketID, args
 	case "ratelimit_hold":
 		d, err := db.model.Hold(now, id, holder, cost)
 		if errors.Is(err, model.IdempotencyMismatch) {
-			err = failure(err.Error(), "holder holds with another cost", fmt.Sprintf("%s holds with cost %d and asks for %d.",
-				quoted(holder), db.model.Leases(id)[holder].Cost, cost))
+			held := db.model.Leases(id)[holder].Cost
+			unit := "slots"
+			if held == 1 {
+				unit = "slot"
+			}
+			err = failure(err.Error(), "the holder holds with another cost",
+				fmt.Sprintf("%s holds %d %s and is asked to hold %d.", quoted(holder), held, unit, cost))
 		}
 		return []any{d.Allowed, d.Remaining, wait(d.RetryAfter), int64(d.HeldFor), d.Capacity, d.Renewed, d.Shadowed}, err
 	case "ratelimit_renew":
@@ -65,39 +70,44 @@ func (db *database) holders(now time.Time, policy, key any, maxRows int64) strin
 // checkLends refuses a policy that has no slots.
 func (db *database) checkLends(name string) error {
 	if p, ok := db.model.Policy(name); ok && !p.IsSlots() {
-		return invalid("policy", name)
+		return failure("22023", "invalid policy", fmt.Sprintf("Policy %s has tokens, and lends no slots.", quoted(name)))
+	}
+	return nil
+}
+
+// checkTokensOf refuses a policy that has slots in place of buckets.
+func (db *database) checkTokensOf(name string) error {
+	if p, ok := db.model.Policy(name); ok && p.IsSlots() {
+		return failure("22023", "invalid policy", fmt.Sprintf("Policy %s lends slots: it has a lease, and no tokens.", quoted(name)))
 	}
 	return nil
 }
 
 // checkHasBuckets refuses a policy that is not there, or has slots in place of buckets.
 func (db *database) checkHasBuckets(name string) error {
-	err := db.checkPolicy(name)
-	if p, ok := db.model.Policy(name); err == nil && ok && p.IsSlots() {
-		err = invalid("policy", name)
-	}
-	return err
+	return cmp.Or(db.checkPolicy(name), db.checkTokensOf(name))
 }
 
-// checkSlots refuses numbers that a policy with slots cannot have.
-func checkSlots(n model.Numbers, leastCapacity int64) error {
-	switch {
+// checkSlots refuses what slots do not have, and numbers out of range. A capacity that is nil is the policy's.
+func checkSlots(def model.Definition, leastCapacity int64) error {
+	switch n := def.Numbers; {
 	case n.Refill != nil:
 		return invalid("refill", *n.Refill)
 	case n.Every != nil:
 		return invalid("every", *n.Every)
+	case def.Stepped != nil:
+		return invalid("stepped", *def.Stepped)
+	case def.Remember != nil:
+		return invalid("remember", *def.Remember)
+	case def.Period != nil:
+		return invalid("period", *def.Period)
 	case n.Zone != nil:
 		return invalid("time_zone", *n.Zone)
 	case n.Anchor != nil:
 		return invalid("anchor", *n.Anchor)
 	case n.Capacity != nil && (*n.Capacity < leastCapacity || *n.Capacity > maxSlots):
 		return invalid("capacity", *n.Capacity)
-	}
-	return checkLease(n)
-}
-
-func checkLease(n model.Numbers) error {
-	if n.Lease != nil && *n.Lease < 1000 { // the client has none above the 1,000 years that are allowed
+	case n.Lease != nil && *n.Lease < 1000: // the client has none above the 1,000 years that are allowed
 		return invalid("lease", *n.Lease)
 	}
 	return nil
@@ -105,17 +115,11 @@ func checkLease(n model.Numbers) error {
 
 // checkSlotsOf is checkSlots for the definition of a policy, which may exist.
 func checkSlotsOf(def model.Definition, p model.Policy, exists bool) error {
-	switch {
-	case exists && !p.IsSlots():
+	if exists && !p.IsSlots() {
 		return invalid("lease", *def.Lease)
-	case def.Period != nil:
-		return invalid("period", *def.Period)
-	case def.Stepped != nil:
-		return invalid("stepped", *def.Stepped)
-	case def.Remember != nil:
-		return invalid("remember", *def.Remember)
-	case !exists && def.Capacity == nil:
-		return invalid("capacity", "null")
 	}
-	return checkSlots(def.Numbers, 1)
+	if !exists && def.Capacity == nil {
+		def.Capacity = new(int64) // null is refused like 0
+	}
+	return checkSlots(def, 1)
 }

@@ -2,6 +2,7 @@ package acquire
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -31,6 +32,7 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 	}
 	for _, l := range []*client.Limiter{client.New(db.Pool), fake.Fake.Limiter} {
 		require.NoError(t, l.DefinePolicy(t.Context(), client.Policy{Name: "quota", Capacity: 10, Period: client.Period{Months: 1}}))
+		require.NoError(t, l.DefinePolicy(t.Context(), client.Policy{Name: "slots", Capacity: 10, Lease: time.Hour}))
 	}
 	calls := map[string]func(l *client.Limiter) error{}
 	add := func(name string, call func(l *client.Limiter) error) { calls[name] = call }
@@ -86,6 +88,7 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 			}
 		}
 	}
+	addSlots(ctx, names, add)
 	for i, policy := range names {
 		for j, key := range names {
 			add(fmt.Sprintf("remove override %q %q", policy, key), func(l *client.Limiter) error { return kit.ErrorOf(l.RemoveOverride(ctx, policy, key)) })
@@ -139,6 +142,77 @@ func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 	require.Greater(t, refused, 500)
 	require.Equal(t, kit.NoError(onServer.Policies(ctx))(t), kit.NoError(fake.Fake.Policies(ctx))(t))
 	require.Equal(t, kit.NoError(onServer.Overrides(ctx))(t), kit.NoError(fake.Fake.Overrides(ctx))(t))
+}
+
+// addSlots adds calls that concern slots, or would.
+func addSlots(ctx context.Context, names []string, add func(name string, call func(l *client.Limiter) error)) {
+	leases := []time.Duration{0, 0, kit.Us, 999 * kit.Us, 1000 * kit.Us, time.Hour, -time.Hour, 1<<63 - 808}
+	capacities := []int64{0, client.Zero, 1, 10_000, 10_001, 9_000_000_000_000}
+	for i, name := range append(names, "quota", "slots", "lends") {
+		for j, lease := range leases {
+			for k, capacity := range capacities {
+				p := client.Policy{Name: name, Capacity: capacity, Lease: lease, Durable: client.Choice((i + j) % 3)}
+				if p.Durable == client.No && name == "slots" {
+					p.Durable = client.Keep
+				}
+				o := client.Override{Policy: name, Key: "p", Capacity: capacity, Lease: lease}
+				switch (i + j + k) % 11 {
+				case 0:
+					p.Refill, o.Refill = 1, client.Zero
+				case 1:
+					p.Every, o.Every = kit.Us, kit.Us
+				case 2:
+					p.Stepped, p.Remember = client.No, kit.Us
+				case 3:
+					p.Remember, o.ExpiresAt = kit.Us, kit.T0
+				case 4:
+					p.Period, o.TimeZone = client.Period{Days: 1}, "UTC"
+				case 5:
+					p.TimeZone, o.TimeZone = "UTC", "UTC"
+				case 6:
+					p.Anchor, o.Anchor = kit.T0, kit.T0
+				}
+				add(fmt.Sprintf("define %+v", p), func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) })
+				add(fmt.Sprintf("override %+v", o), func(l *client.Limiter) error { return l.Override(ctx, o) })
+			}
+		}
+	}
+	charges := []client.Charge{{Policy: "p", Key: "p"}, {Policy: "slots", Key: "p"}}
+	for name, call := range map[string]func(l *client.Limiter) error{
+		"acquire": func(l *client.Limiter) error { return kit.ErrorOf(l.Acquire(ctx, "slots", "k")) },
+		"acquire, keyed": func(l *client.Limiter) error {
+			return kit.ErrorOf(l.Acquire(ctx, "slots", "k", client.IdempotencyKey("i")))
+		},
+		"acquire nothing": func(l *client.Limiter) error { return kit.ErrorOf(l.Acquire(ctx, "slots", "k", client.Cost(0))) },
+		"acquire all":     func(l *client.Limiter) error { return kit.ErrorOf(l.AcquireAll(ctx, charges)) },
+		"acquire more": func(l *client.Limiter) error {
+			return kit.ErrorOf(l.AcquireAll(ctx, append(charges, client.Charge{Policy: "no", Key: "k"})))
+		},
+		"acquire less": func(l *client.Limiter) error {
+			return kit.ErrorOf(l.AcquireAll(ctx, append([]client.Charge{{Policy: "no", Key: "k"}}, charges...)))
+		},
+		"up to":           func(l *client.Limiter) error { return kit.ErrorOf(l.AcquireUpTo(ctx, "slots", "k", 1)) },
+		"refund":          func(l *client.Limiter) error { return kit.ErrorOf(l.Refund(ctx, "slots", "k", 1)) },
+		"charge":          func(l *client.Limiter) error { return kit.ErrorOf(l.Charge(ctx, "slots", "k", 1)) },
+		"settle":          func(l *client.Limiter) error { return kit.ErrorOf(l.Settle(ctx, "slots", "k", "i", 1)) },
+		"reserve":         func(l *client.Limiter) error { return kit.ErrorOf(l.Reserve(ctx, "slots", "k", 0)) },
+		"peek":            func(l *client.Limiter) error { return kit.ErrorOf(l.Peek(ctx, "slots", "k")) },
+		"peek at nothing": func(l *client.Limiter) error { return kit.ErrorOf(l.Peek(ctx, "slots", "k", client.Cost(0))) },
+		"reset":           func(l *client.Limiter) error { return l.Reset(ctx, "slots", "k") },
+	} {
+		add(name+" of slots", call)
+	}
+	for _, policy := range append(names, "slots") {
+		for _, key := range names {
+			for _, cost := range []int64{-1, 0, 1, 11} {
+				add(fmt.Sprintf("hold %q %q %d", policy, key, cost), func(l *client.Limiter) error {
+					h, _, err := l.Hold(ctx, policy, key, client.Cost(cost))
+					return cmp.Or(err, h.Release(ctx))
+				})
+			}
+		}
+		add(fmt.Sprintf("holders %q", policy), func(l *client.Limiter) error { return kit.ErrorOf(l.Holders(ctx, client.OfPolicy(policy))) })
+	}
 }
 
 // An error about one element of a request says which. The only element of a request has no number: a Combiner may send it beside

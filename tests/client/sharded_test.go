@@ -69,6 +69,7 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 	limiter := s.open(t)
 	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 100, Refill: 1, Every: time.Hour}))
 	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "org", Capacity: 100, Refill: 1, Every: time.Hour}))
+	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "jobs", Capacity: 1, Lease: time.Hour}))
 
 	for shard := range of {
 		key := keyOn(shard, of)
@@ -102,7 +103,13 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 		require.EqualValues(t, 50, kit.NoError(here.Peek(ctx, "api", key))(t).Remaining)
 
 		require.Len(t, kit.NoError(limiter.Overrides(ctx, client.OfKey(key)))(t), 1)
+		h, _, err := limiter.Hold(ctx, "jobs", key)
+		require.NoError(t, err)
+		require.Equal(t, h.Holder(), kit.NoError(here.Holders(ctx))(t)[0].Holder)
+		require.Len(t, kit.NoError(limiter.Holders(ctx, client.OfKey(key)))(t), 1)
+		defer func() { require.NoError(t, h.Release(ctx)) }()
 	}
+	require.Len(t, kit.NoError(limiter.Holders(ctx))(t), of)
 
 	all := kit.NoError(limiter.Overrides(ctx))(t)
 	require.Len(t, all, of)

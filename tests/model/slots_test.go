@@ -288,12 +288,13 @@ func TestSlots_Refusals(t *testing.T) {
 	}
 	_, acquire := m.Acquire(t0, jobs, 1, "")
 	_, all := m.AcquireAll(t0, []model.Charge{charge(user, 1), charge(jobs, 0)}, "")
+	_, before := m.AcquireAll(t0, []model.Charge{charge(model.BucketID{Policy: "none"}, 1), charge(jobs, 1)}, "")
 	_, refund := m.Refund(t0, jobs, 1)
 	_, charged := m.Charge(t0, jobs, 1, "")
 	_, settle := m.Settle(t0, jobs, "i", 1)
 	_, reserve := m.Reserve(t0, jobs, 0, 1, "")
 	_, _, upTo := m.AcquireUpTo(t0, jobs, 1, 1, "")
-	for _, err := range []error{acquire, all, refund, charged, settle, reserve, upTo} {
+	for _, err := range []error{acquire, all, before, refund, charged, settle, reserve, upTo} {
 		require.Equal(t, model.InvalidArgument, err)
 	}
 	d, err := m.Peek(t0, user, 0)

@@ -42,7 +42,7 @@ func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Tim
 			return err
 		}
 	}
-	if n.Zone != nil && !IsZone(*n.Zone) || n.Anchor != nil && !isAnchor(*n.Anchor) || n.Lease != nil && !isLease(*n.Lease) {
+	if n.Zone != nil && !IsZone(*n.Zone) || n.Anchor != nil && !isAnchor(*n.Anchor) {
 		return InvalidArgument
 	}
 	p, ok := m.policies[id.Policy]

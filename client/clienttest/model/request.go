@@ -36,19 +36,19 @@ func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey strin
 		return Whole{}, InvalidArgument
 	}
 	rules, sums := map[BucketID]Policy{}, map[BucketID]int64{}
-	var ofSlots error
+	var wrong error // slots are a bad argument, which comes before an unknown policy
 	for _, c := range charges {
 		p, err := m.rules(now, c.BucketID)
-		if errors.Is(err, UnknownPolicy) {
+		if errors.Is(err, InvalidArgument) {
 			return Whole{}, err
 		}
-		ofSlots = cmp.Or(ofSlots, err)
+		wrong = cmp.Or(wrong, err)
 		rules[c.BucketID] = p
 		sums[c.BucketID] += min(c.Cost, math.MaxInt64-sums[c.BucketID]) // more is as far above any capacity
 	}
 
-	if ofSlots != nil {
-		return Whole{}, ofSlots
+	if wrong != nil {
+		return Whole{}, wrong
 	}
 
 	answers, granted := map[BucketID]Decision{}, true
