@@ -130,7 +130,7 @@ func TestPlans_LockInOrder(t *testing.T) {
 				locking[plan.statement] = true
 				require.Regexp(t, want, plan.nodes, "%s, %s: %s", rows, setting, plan.statement)
 			}
-			require.Len(t, locking, 14, "take, with and without what was seen, take_any, lock_asked_of, lock, drop_policy; durable and ephemeral")
+			require.Len(t, locking, 18, "take, with and without what was seen, take_any, lock_asked_of, lock, drop_policy; durable and ephemeral")
 		}
 	}
 }

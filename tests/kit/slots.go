@@ -73,9 +73,13 @@ func (db *TestDB) HoldAt(at time.Time, holder string, cost int64) HoldDecision {
 	return db.Hold(holder, cost)
 }
 
-func (db *TestDB) Renew(holder string) model.Micros { return NoError(Renew(db.Pool, "p", "k", holder))(db.T) }
+func (db *TestDB) Renew(holder string) model.Micros {
+	return NoError(Renew(db.Pool, "p", "k", holder))(db.T)
+}
 
-func (db *TestDB) Release(holder string) bool { return NoError(Release(db.Pool, "p", "k", holder))(db.T) }
+func (db *TestDB) Release(holder string) bool {
+	return NoError(Release(db.Pool, "p", "k", holder))(db.T)
+}
 
 // Hold is that of TestDB in a session.
 func (s *Session) Hold(holder string, cost int64) HoldDecision {

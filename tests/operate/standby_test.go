@@ -143,7 +143,7 @@ func TestStandby_Doctor(t *testing.T) {
 	require.Len(t, findings, 4)
 	for i, want := range []string{
 		"warning: ratelimit.buckets has 1 row overdue", "warning: ratelimit.overrides has 1 row overdue",
-		"notice: This server is a standby, which cannot read the buckets and idempotency keys of ephemeral policies",
+		"notice: This server is a standby, which cannot read the buckets, leases and idempotency keys of ephemeral policies",
 		"warning: Autovacuum is off for ratelimit.buckets.",
 	} {
 		require.Contains(t, findings[i], want)

@@ -63,6 +63,9 @@ var callsOfUse = map[string]string{
 	"ratelimit_enforce":          "('p', 'k', 2, 'e')",
 	"ratelimit_peek":             "('q', 'k', 2)",
 	"ratelimit_refund":           "('p', 'k', 2)",
+	"ratelimit_hold":             "('jobs', 'k', 'a', 2)",
+	"ratelimit_renew":            "('jobs', 'k', 'kept')",
+	"ratelimit_release":          "('jobs', 'l', 'kept')",
 	"ratelimit_shard":            "()",
 }
 
@@ -72,6 +75,8 @@ func newUsedDB(t *testing.T) *kit.TestDB {
 	db.DefinePolicy("p", 20, 1, time.Hour)
 	db.DefinePolicy("q", 10, 1, time.Hour, kit.Ephemeral)
 	db.Execute("select ratelimit_override('p', 'k', 20), ratelimit_acquire('p', 'k', 1, 'kept')")
+	db.Lend("jobs", 5, time.Hour)
+	db.Execute("select ratelimit_hold('jobs', 'k', 'kept'), ratelimit_hold('jobs', 'l', 'kept')")
 	return db
 }
 
@@ -132,7 +137,7 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 	functions := []string{
 		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_reset",
 		"ratelimit_cleanup", "ratelimit_version", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
-		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard", "ratelimit_define_shard",
+		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard", "ratelimit_define_shard", "ratelimit_holders",
 	}
 	all := kit.Column(t, db, "select distinct p.proname::text from "+kit.PackageFunctions+" as p where p.proname like 'ratelimit\\_%' and p.prokind = 'f'")
 	require.ElementsMatch(t, all, slices.AppendSeq(slices.Clone(functions), maps.Keys(callsOfUse)), "a function is of use or of administration")
@@ -181,7 +186,7 @@ func TestPrivileges_ProceduresTakeThreeGrants(t *testing.T) {
 			remembered := kit.Column(t, db.DB, "select key from ratelimit.idempotency_keys")
 			require.Contains(t, remembered, "in use")
 			require.Equal(t, helper == "reset_batch", slices.Contains(remembered, "due"), "clean-up forgets an idempotency key, and a reset keeps it")
-			for _, table := range append([]string{"policies", "overrides"}, kit.BucketTables...) {
+			for _, table := range slices.Concat([]string{"policies", "overrides"}, kit.BucketTables, kit.SlotTables) {
 				kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(t.Context(), "select from ratelimit."+table)), "%s", table)
 			}
 			kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(t.Context(), "select ratelimit.clock()")))
@@ -265,12 +270,12 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 		"ratelimit_acquire_all(text[], text[], bigint[], text)": func() error {
 			return kit.ErrorOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}}))
 		},
-		"ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp)": func() error {
+		"ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp, interval)": func() error {
 			return limiter.Override(ctx, client.Override{Policy: "p", Key: "k"})
 		},
 		"ratelimit_remove_override(text, text)":    func() error { return kit.ErrorOf(limiter.RemoveOverride(ctx, "p", "k")) },
 		"ratelimit_overrides(text, text, integer)": func() error { return kit.ErrorOf(limiter.Overrides(ctx)) },
-		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp)": func() error {
+		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval)": func() error {
 			return limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second})
 		},
 	} {
