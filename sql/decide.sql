@@ -12,7 +12,7 @@
 -- one for each request; known has the grant that a repeat differs from.
 --
 -- The steps for each request:
---   1. Each element is refused, replayed, or it fits or not. Of several errors the first counts, in this order: an argument out of range,
+--   1. Each element is refused, replayed, or it fits or not. Of several errors the first counts, in this order: an argument out of range or slots,
 --      an unknown policy, another cost under the idempotency key, a grant that was settled.
 --   2. If all but those of shadow policies fit, the buckets are charged. The next request sees them so.
 -- Then the answers are worked out, from the buckets as they were after each request.
@@ -59,7 +59,7 @@ begin
     -- 1. Each element.
     for v_i in v_start..v_end loop
       v_b := buckets[v_i];
-      if bad[v_i] then
+      if bad[v_i] or own is not null and (own[v_b].calendar).lease is not null then
         v_errors[1] := coalesce(v_errors[1], v_i);
         continue;
       elsif numbers[v_b].id is null then

@@ -110,11 +110,6 @@ begin
         v_lock := array_fill(true, array[cardinality(v_lock)]);
         raise exception sqlstate 'RL00A';
       end if;
-      if v_look.own is not null then  -- slots are no tokens
-        v_batch.bad := array(select u.bad or ((v_look.own[u.bucket]).calendar).lease is not null
-                               from unnest(v_batch.bad, v_batch.bucket_numbers) with ordinality as u (bad, bucket, place)
-                              order by u.place);
-      end if;
 
       -- 3. Decide.
       v_verdict := decide(requests, idempotency_keys, v_batch.charges, v_batch.bucket_numbers, v_batch.same, v_batch.twins, v_batch.bad, v_look.known,

@@ -56,7 +56,7 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 		"create domain twins.timestamptz as pg_catalog.timestamptz check (false)", "create domain twins.bool as pg_catalog.bool check (false)",
 		"create domain twins.numeric as pg_catalog.numeric check (false)", "create type twins.decision as (nothing pg_catalog.int4)",
 	}
-	for _, table := range append([]string{"policies", "overrides"}, kit.BucketTables...) {
+	for _, table := range slices.Concat([]string{"policies", "overrides"}, kit.BucketTables, kit.SlotTables) {
 		types = append(types, "create table twins."+table+" (nothing pg_catalog.int4)")
 	}
 
@@ -73,7 +73,7 @@ func TestSecurity_PlantedTwinsAreNotFound(t *testing.T) {
 	}
 	t.Logf("%d of %d functions, operators, types and tables planted", planted, len(functions)+len(operators)+len(types))
 	require.Greater(t, planted, 400)
-	for _, table := range append([]string{"policies", "overrides", "decision", "text", "timestamptz"}, kit.BucketTables...) {
+	for _, table := range slices.Concat([]string{"policies", "overrides", "decision", "text", "timestamptz"}, kit.BucketTables, kit.SlotTables) {
 		kit.Execute(t, conn, "create temporary table "+table+" (nothing pg_catalog.int4)")
 	}
 	kit.Execute(t, conn, "set search_path = twins, pg_temp, pg_catalog, public")
@@ -273,7 +273,7 @@ func TestSecurity_NoOtherWayToTheTables(t *testing.T) {
 	require.Equal(t, "0", seen)
 
 	before := kit.RowsOf(t, db.DB)
-	for _, table := range append([]string{"policies", "overrides"}, kit.BucketTables...) {
+	for _, table := range slices.Concat([]string{"policies", "overrides"}, kit.BucketTables, kit.SlotTables) {
 		for _, sql := range []string{
 			"alter table ratelimit.%s enable row level security", "alter table ratelimit.%s force row level security",
 			"create policy mine on ratelimit.%s using (false)", "create rule mine as on update to ratelimit.%s do instead nothing",
@@ -458,6 +458,17 @@ func hostileTranscript(t *testing.T, db *kit.TestDB, conn *pgx.Conn, name string
 	ask := func(call string, args ...any) {
 		require.False(t, conn.IsClosed())
 		answers = append(answers, fmt.Sprintf("%s %v: %s", call, args[1:], kit.RawDecision(conn, call, args...)))
+	}
+	lends := "jobs " + name
+	db.SetClock(kit.T0)
+	db.Lend(lends, 3, 61*time.Second, kit.Ephemeral)
+	for _, call := range []string{
+		"hold($1, 'k', 'a', 2)", "hold($1, 'k', 'b', 2)", "hold($1, 'k', 'a', 2)", "hold($1, 'k', 'a', 1)", "hold($1, 'k', 'c', 4)", "peek($1, 'k', 2)",
+		"renew($1, 'k', 'a')", "renew($1, 'k', 'b')", "release($1, 'k', 'a')", "release($1, 'k', 'a')", "hold($1, '', 'a')",
+	} {
+		var answer string
+		err := conn.QueryRow(ctx, "select h::pg_catalog.text from public.ratelimit_"+call+" as h", lends).Scan(&answer)
+		answers = append(answers, fmt.Sprint(call, ": ", answer, kit.SQLState(err)))
 	}
 	policies := map[string]string{
 		"odd":        "7, 3, '1 day 00:00:07.654321', false, true, '1 day'",

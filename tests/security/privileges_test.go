@@ -63,9 +63,9 @@ var callsOfUse = map[string]string{
 	"ratelimit_enforce":          "('p', 'k', 2, 'e')",
 	"ratelimit_peek":             "('q', 'k', 2)",
 	"ratelimit_refund":           "('p', 'k', 2)",
-	"ratelimit_hold":             "('s', 'k', 'h')",
-	"ratelimit_renew":            "('s', 'k', 'kept')",
-	"ratelimit_release":          "('s', 'k', 'kept')",
+	"ratelimit_hold":             "('jobs', 'k', 'a', 2)",
+	"ratelimit_renew":            "('jobs', 'k', 'kept')",
+	"ratelimit_release":          "('jobs', 'l', 'kept')",
 	"ratelimit_shard":            "()",
 }
 
@@ -74,8 +74,9 @@ func newUsedDB(t *testing.T) *kit.TestDB {
 	db := kit.NewDB(t)
 	db.DefinePolicy("p", 20, 1, time.Hour)
 	db.DefinePolicy("q", 10, 1, time.Hour, kit.Ephemeral)
-	db.Execute("select ratelimit_define_policy('s', 10, lease => '1 hour'), ratelimit_hold('s', 'k', 'kept')")
 	db.Execute("select ratelimit_override('p', 'k', 20), ratelimit_acquire('p', 'k', 1, 'kept')")
+	db.Lend("jobs", 5, time.Hour)
+	db.Execute("select ratelimit_hold('jobs', 'k', 'kept'), ratelimit_hold('jobs', 'l', 'kept')")
 	return db
 }
 
@@ -185,7 +186,7 @@ func TestPrivileges_ProceduresTakeThreeGrants(t *testing.T) {
 			remembered := kit.Column(t, db.DB, "select key from ratelimit.idempotency_keys")
 			require.Contains(t, remembered, "in use")
 			require.Equal(t, helper == "reset_batch", slices.Contains(remembered, "due"), "clean-up forgets an idempotency key, and a reset keeps it")
-			for _, table := range append([]string{"policies", "overrides"}, kit.BucketTables...) {
+			for _, table := range slices.Concat([]string{"policies", "overrides"}, kit.BucketTables, kit.SlotTables) {
 				kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(t.Context(), "select from ratelimit."+table)), "%s", table)
 			}
 			kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(t.Context(), "select ratelimit.clock()")))

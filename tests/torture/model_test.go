@@ -42,6 +42,10 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 			m.meetQuotas(t)
 			m = newModelRun(t, session, met)
 		}
+		if met.lacks(toMeetOfSlots) != "" {
+			m.meetSlots(t)
+			m = newModelRun(t, session, met)
+		}
 		t.Repeat(m.actions())
 		run.Progress("%d answers", met["answers that agree in every field"])
 	})
@@ -50,7 +54,8 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	}
 }
 
-// sightings count what a run has met. toMeet is what meetAll meets, and toMeetOfQuotas what meetQuotas does.
+// sightings count what a run has met. toMeet is what meetAll meets, toMeetOfQuotas what meetQuotas does, and toMeetOfSlots what
+// meetSlots does.
 type sightings map[string]int
 
 var toMeet = []string{
@@ -153,31 +158,39 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 			db.CatchDenials()
 			db.Mutate(bug.Mutation, bug.function)
 			session := db.Session()
-
-			told, found, met, ended := &failing{T: t}, false, false, make(chan struct{})
-			go func() {
-				defer close(ended)
-				for range 20 {
-					rapid.Check(told, func(t *rapid.T) {
-						if found {
-							return // shrinking would take a while
-						}
-						found = true
-						m := newModelRun(t, session, sightings{})
-						defer m.end()
-						if !met { // what random calls seldom do
-							m.meetQuotas(t)
-							met = true
-						}
-						t.Repeat(m.actions())
-						found = false
-					})
+			met := false
+			require.True(t, disagrees(t, func(t *rapid.T) *modelRun {
+				m := newModelRun(t, session, sightings{})
+				if !met { // what random calls seldom do
+					m.meetQuotas(t)
+					met = true
 				}
-			}()
-			<-ended
-			require.True(t, told.Failed(), "%s is not found in 2,000 sequences", name)
+				return m
+			}), "%s is not found in 2,000 sequences", name)
 		})
 	}
+}
+
+// disagrees reports whether SQL and the model differ in 2,000 sequences.
+func disagrees(t *testing.T, begin func(t *rapid.T) *modelRun) bool {
+	told, found, ended := &failing{T: t}, false, make(chan struct{})
+	go func() {
+		defer close(ended)
+		for range 20 {
+			rapid.Check(told, func(t *rapid.T) {
+				if found {
+					return // shrinking would take a while
+				}
+				found = true
+				m := begin(t)
+				defer m.end()
+				t.Repeat(m.actions())
+				found = false
+			})
+		}
+	}()
+	<-ended
+	return told.Failed()
 }
 
 // failing is a test that is expected to fail, and logs nothing.
@@ -200,6 +213,7 @@ type modelRun struct {
 	clock   func(now time.Time)
 	ask     func(kit.Spending) (kit.Spent, error)
 	told    func(kit.Decision) kit.Decision // what of the model's decision ask can tell
+	lends   bool                            // all policies are slots
 	model   *model.Model
 	saved   []*model.Model // what a transaction can go back to: its begin, and its savepoints
 	now     time.Time
@@ -218,11 +232,22 @@ type modelRun struct {
 const emptyTables = `
 	delete from ratelimit.policies; delete from ratelimit.overrides;
 	delete from ratelimit.buckets; delete from ratelimit.ephemeral_buckets;
-	delete from ratelimit.idempotency_keys; delete from ratelimit.ephemeral_idempotency_keys`
+	delete from ratelimit.idempotency_keys; delete from ratelimit.ephemeral_idempotency_keys;
+	delete from ratelimit.slots; delete from ratelimit.ephemeral_slots; delete from ratelimit.leases; delete from ratelimit.ephemeral_leases`
 
 func newModelRun(t *rapid.T, s *kit.Session, met sightings) *modelRun {
+	return beginModelRun(t, s, met, false)
+}
+
+// newSlotsRun is one of slots alone, which a run of all kinds has few calls for.
+func newSlotsRun(t *rapid.T, s *kit.Session, met sightings) *modelRun {
+	return beginModelRun(t, s, met, true)
+}
+
+func beginModelRun(t *rapid.T, s *kit.Session, met sightings, lends bool) *modelRun {
 	s.Execute(emptyTables)
 	m := &modelRun{
+		lends:   lends,
 		session: s, buckets: bucketIDs, clock: s.Db.SetClock, model: model.New(), met: met,
 		ask: func(of kit.Spending) (kit.Spent, error) { return of.By(s) }, told: func(d kit.Decision) kit.Decision { return d },
 	}
@@ -241,6 +266,13 @@ func (m *modelRun) Begin(t *rapid.T, calls modelCalls) {
 }
 
 func (m *modelRun) actions() map[string]func(*rapid.T) {
+	if m.lends {
+		return map[string]func(*rapid.T){
+			"hold": m.hold, "hold now": m.hold, "hold again": m.hold, "renew": m.renew, "release": m.release, "holders": m.listHolders, "peek": m.peek,
+			"override": m.override, "wait": m.wait, "wait on": m.wait, "step": m.step, "clean up": m.cleanUp, "rarely": m.changeOrRemove,
+			"save": m.save, "roll back": m.rollBackOrNot,
+		}
+	}
 	return map[string]func(*rapid.T){
 		"acquire":   m.acquire,
 		"again":     m.acquireAgain,
@@ -250,6 +282,11 @@ func (m *modelRun) actions() map[string]func(*rapid.T) {
 		"spend":     m.spend,
 		"spend now": m.spend,
 		"settle":    m.settle,
+		"hold":      m.hold,
+		"hold now":  m.hold,
+		"renew":     m.renew,
+		"release":   m.release,
+		"holders":   m.listHolders,
 		"override":  m.override,
 		"wait":      m.wait,
 		"step":      m.step,
@@ -359,6 +396,25 @@ var (
 			Durable:  rapid.Ptr(rapid.Bool(), true).Draw(t, "durable"),
 			Remember: rapid.Ptr(spans, true).Draw(t, "remember"),
 			Shadow:   rapid.Ptr(seldom, true).Draw(t, "shadow"),
+		}
+	})
+	leases = rapid.OneOf(
+		rapid.SampledFrom([]model.Micros{1_000, 1_000_000, 60_000_000, 60_000_000, kit.Day, 365250 * kit.Day}), spans)
+	// What an override of a key of slots has.
+	overriddenSlots = rapid.Custom(func(t *rapid.T) model.Numbers {
+		return model.Numbers{
+			Capacity: orNil(rapid.OneOf(rapid.Int64Range(0, 9), rapid.Int64Range(0, 10_001))).Draw(t, "capacity"),
+			Lease:    rapid.Ptr(leases, true).Draw(t, "lease"),
+		}
+	})
+	slots = rapid.Custom(func(t *rapid.T) model.Definition {
+		return model.Definition{
+			Numbers: model.Numbers{
+				Capacity: orNil(rapid.OneOf(rapid.Int64Range(1, 9), rapid.Int64Range(1, 9), rapid.Int64Range(0, 10_001))).Draw(t, "capacity"),
+				Lease:    orNil(leases).Draw(t, "lease"),
+			},
+			Durable: rapid.Ptr(rapid.Bool(), true).Draw(t, "durable"),
+			Shadow:  rapid.Ptr(seldom, true).Draw(t, "shadow"),
 		}
 	})
 	definitions = rapid.Custom(func(t *rapid.T) model.Definition {
@@ -507,18 +563,31 @@ func (m *modelRun) meetQuotas(t *rapid.T) {
 
 func (m *modelRun) define(t *rapid.T, name string) {
 	p, known := m.model.Policy(name)
-	if isQuota := seldom.Draw(t, "quota"); isQuota && !known || known && p.IsQuota() != (isQuota && seldom.Draw(t, "the other kind")) {
-		m.defineAs(t, name, quotas.Draw(t, "quota "+name))
-		return
+	kind := rapid.SampledFrom([]string{"bucket", "bucket", "quota", "slots"}).Draw(t, "kind")
+	if m.lends {
+		kind = "slots"
+	} else if known && rapid.IntRange(0, 7).Draw(t, "another kind if 7") < 7 {
+		kind = kindOf(p)
 	}
-	m.defineAs(t, name, definitions.Draw(t, "policy "+name))
+	of := map[string]*rapid.Generator[model.Definition]{"bucket": definitions, "quota": quotas, "slots": slots}[kind]
+	m.defineAs(t, name, of.Draw(t, kind+" "+name))
+}
+
+func kindOf(p model.Policy) string {
+	switch {
+	case p.IsQuota():
+		return "quota"
+	case p.IsSlots():
+		return "slots"
+	}
+	return "bucket"
 }
 
 func (m *modelRun) defineAs(t *rapid.T, name string, def model.Definition) {
 	t.Logf("defined: %s", kit.NoError(json.Marshal(def))(t))
-	err := m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+	err := m.call("ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
 		name, def.Capacity, def.Refill, intervalOrNull(def.Every), def.Stepped, def.Durable, intervalOrNull(def.Remember), def.Shadow,
-		periodOrNull(def.Period), def.Zone, def.Anchor)
+		periodOrNull(def.Period), def.Zone, def.Anchor, intervalOrNull(def.Lease))
 	var wantErr error
 	m.seeFills(" by another policy", func() { wantErr = m.model.Define(name, def) })
 	m.sameError(t, wantErr, err)
@@ -769,10 +838,12 @@ func (m *modelRun) override(t *rapid.T) {
 	id := m.buckets.Draw(t, "bucket")
 	switch rapid.SampledFrom([]string{"set", "set", "set", "remove", "list"}).Draw(t, "what") {
 	case "set":
-		numbers := overridden
-		if p, _ := m.model.Policy(id.Policy); p.IsQuota() != (rapid.IntRange(0, 7).Draw(t, "of the other kind if 7") == 7) {
-			numbers = overriddenQuota
+		p, _ := m.model.Policy(id.Policy)
+		kind := kindOf(p)
+		if rapid.IntRange(0, 7).Draw(t, "of another kind if 7") == 7 {
+			kind = rapid.SampledFrom([]string{"bucket", "quota", "slots"}).Draw(t, "kind")
 		}
+		numbers := map[string]*rapid.Generator[model.Numbers]{"bucket": overridden, "quota": overriddenQuota, "slots": overriddenSlots}[kind]
 		n := numbers.Draw(t, "numbers")
 		var expires time.Time
 		if rapid.Bool().Draw(t, "expires") {
@@ -798,8 +869,8 @@ func (m *modelRun) setOverride(t *rapid.T, id model.BucketID, n model.Numbers, e
 	if !expires.IsZero() {
 		nullable = &expires
 	}
-	err := m.call("ratelimit_override($1, $2, $3, $4, $5, $6, $7, $8)",
-		id.Policy, id.Key, n.Capacity, n.Refill, intervalOrNull(n.Every), nullable, n.Zone, n.Anchor)
+	err := m.call("ratelimit_override($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+		id.Policy, id.Key, n.Capacity, n.Refill, intervalOrNull(n.Every), nullable, n.Zone, n.Anchor, intervalOrNull(n.Lease))
 	var wantErr error
 	m.seeFills(" by an override", func() { wantErr = m.model.Override(m.now, id, n, expires) })
 	m.sameError(t, wantErr, err)
@@ -816,13 +887,13 @@ func (m *modelRun) listOverrides(t *rapid.T, id model.BucketID) {
 	}
 	rows := kit.NoError(m.session.Query(context.Background(), `
 		select policy, key, capacity, coalesce(refill, 0), (extract(epoch from coalesce(every, '0')) * 1000000)::bigint,
-		       coalesce(time_zone, ''), anchor, expires_at
+		       coalesce(time_zone, ''), anchor, expires_at, (extract(epoch from coalesce(lease, '0')) * 1000000)::bigint
 		  from ratelimit_overrides($1, $2)`, policy, key))(t)
 	got := map[model.BucketID]model.Override{}
 	var at model.BucketID
 	var o model.Override
 	var anchor, expires *time.Time
-	_, err := pgx.ForEachRow(rows, []any{&at.Policy, &at.Key, &o.Capacity, &o.Refill, &o.Every, &o.Zone, &anchor, &expires}, func() error {
+	_, err := pgx.ForEachRow(rows, []any{&at.Policy, &at.Key, &o.Capacity, &o.Refill, &o.Every, &o.Zone, &anchor, &expires, &o.Lease}, func() error {
 		o.Anchor, o.Expires = time.Time{}, time.Time{}
 		if anchor != nil {
 			o.Anchor = *anchor
@@ -950,6 +1021,7 @@ func (m *modelRun) cleanUp(t *rapid.T) {
 	require.NoError(t, m.session.QueryRow(context.Background(), `
 		select (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
 		       (select count(*) from ratelimit.overrides)`).Scan(&grants, &overrides))
+	m.compareLeases(t)
 	require.Equal(t, m.model.Grants(), grants, "idempotency keys")
 	require.Len(t, m.model.Overrides(), overrides, "overrides")
 }

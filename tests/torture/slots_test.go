@@ -1,0 +1,229 @@
+package torture
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
+)
+
+// Random calls about slots get from SQL what the model answers, in every field.
+func TestTorture_SlotsAgreeWithModel(t *testing.T) {
+	run := kit.Torture(t, 100)
+	db := kit.NewDB(t)
+	db.SetTimeZone("Europe/Berlin")
+	db.SetClock(kit.T0)
+	session := db.Session()
+
+	met := sightings{}
+	run.Check(func(t *rapid.T) {
+		m := newSlotsRun(t, session, met)
+		defer m.end()
+		t.Repeat(m.actions())
+		run.Progress("%d answers", met["answers that agree in every field"])
+	})
+	for _, what := range slices.Sorted(maps.Keys(met)) {
+		run.Figure(what, met[what], "")
+	}
+}
+
+var toMeetOfSlots = []string{
+	"slots: granted", "slots: denied", "slots: denied for ever", "slots: renewed", "slots: shadowed", "slots: less than nothing is free",
+	"slots: a wait that an override ends", "slots: renewed by renew", "slots: lost", "slots: released", "slots: released before", "slots: listed",
+	"slots: removed by clean-up",
+}
+
+// meetSlots gets each kind of answer about slots at least once.
+func (m *modelRun) meetSlots(t *rapid.T) {
+	id, shadow := model.BucketID{Policy: "s", Key: "x"}, model.BucketID{Policy: "w", Key: "x"}
+	numbers := func(capacity int64) model.Numbers {
+		return model.Numbers{Capacity: &capacity, Lease: new(model.Micros(60_000_000))}
+	}
+	m.defineAs(t, "s", model.Definition{Numbers: numbers(3)})
+	m.defineAs(t, "w", model.Definition{Numbers: numbers(1), Shadow: new(true)})
+	m.sendHold(t, id, "a", 2)
+	m.sendHold(t, id, "a", 2)
+	m.sendHold(t, id, "b", 2)
+	m.sendHold(t, id, "b", 4)
+	m.sendHold(t, shadow, "a", 1)
+	m.sendHold(t, shadow, "b", 1)
+	m.sendRenew(t, id, "a")
+	m.sendRenew(t, id, "b")
+	m.setOverride(t, id, numbers(1), m.now.Add(time.Second))
+	m.sendHold(t, id, "b", 1)
+	m.checkHolders(t, nil, nil)
+	m.setClock(t, m.now.Add(time.Second))
+	m.sendRelease(t, id, "a")
+	m.sendRelease(t, id, "a")
+	m.sendHold(t, id, "c", 1)
+	m.setClock(t, m.now.Add(time.Hour))
+	m.cleanUp(t)
+	require.Empty(t, m.met.lacks(toMeetOfSlots))
+}
+
+var holders = rapid.SampledFrom([]string{"a", "b", "c", "d", "e"})
+
+func (m *modelRun) hold(t *rapid.T) {
+	id := m.buckets.Draw(t, "bucket")
+	cost := rapid.OneOf(rapid.Int64Range(1, 3), rapid.Just[int64](1), rapid.Int64Range(-1, 10_001)).Draw(t, "cost")
+	m.sendHold(t, id, holders.Draw(t, "holder"), cost)
+}
+
+func (m *modelRun) sendHold(t *rapid.T, id model.BucketID, holder string, cost int64) {
+	p, _ := m.model.Policy(id.Policy)
+	want, wantErr := m.model.Hold(m.now, id, holder, cost)
+	got, err := kit.Hold(m.session, id.Policy, id.Key, holder, cost)
+	if m.sameError(t, wantErr, err); err != nil {
+		return
+	}
+	require.Equal(t, want, got, "%s holds %d of %v", holder, cost, id)
+	switch {
+	case want.Renewed:
+		m.saw("slots: renewed")
+	case want.Shadowed:
+		m.saw("slots: shadowed")
+	case want.Allowed:
+		m.saw("slots: granted")
+	case want.RetryAfter == model.Never:
+		m.saw("slots: denied for ever")
+	case want.Capacity != p.Capacity && want.Remaining+cost <= p.Capacity:
+		m.saw("slots: a wait that an override ends")
+	default:
+		m.saw("slots: denied")
+	}
+	if want.Remaining < 0 {
+		m.met["slots: less than nothing is free"]++
+	}
+	for _, wait := range []model.Micros{want.RetryAfter, want.HeldFor} {
+		if wait != model.Never {
+			m.instants = lastFew(append(m.instants, wait.After(m.now), wait.After(m.now).Add(model.CleanUpMargin)))
+		}
+	}
+}
+
+func (m *modelRun) renew(t *rapid.T) {
+	m.sendRenew(t, m.buckets.Draw(t, "bucket"), holders.Draw(t, "holder"))
+}
+
+func (m *modelRun) sendRenew(t *rapid.T, id model.BucketID, holder string) {
+	want, holds, wantErr := m.model.Renew(m.now, id, holder)
+	if !holds {
+		want = model.Never
+	}
+	got, err := kit.Renew(m.session, id.Policy, id.Key, holder)
+	if m.sameError(t, wantErr, err); err != nil {
+		return
+	}
+	require.Equal(t, want, got, "%s of %v", holder, id)
+	if m.saw("slots: lost"); holds {
+		m.saw("slots: renewed by renew")
+		m.instants = lastFew(append(m.instants, want.After(m.now)))
+	}
+}
+
+func (m *modelRun) release(t *rapid.T) {
+	m.sendRelease(t, m.buckets.Draw(t, "bucket"), holders.Draw(t, "holder"))
+}
+
+func (m *modelRun) sendRelease(t *rapid.T, id model.BucketID, holder string) {
+	want, wantErr := m.model.Release(m.now, id, holder)
+	got, err := kit.Release(m.session, id.Policy, id.Key, holder)
+	if m.sameError(t, wantErr, err); err != nil {
+		return
+	}
+	require.Equal(t, want, got, "%s of %v", holder, id)
+	if m.saw("slots: released before"); want {
+		m.saw("slots: released")
+	}
+}
+
+// listHolders compares those of one key, one policy, or all.
+func (m *modelRun) listHolders(t *rapid.T) {
+	id := m.buckets.Draw(t, "bucket")
+	var policy, key *string
+	if _, known := m.model.Policy(id.Policy); known && rapid.Bool().Draw(t, "of one policy") {
+		policy = &id.Policy
+	}
+	if rapid.Bool().Draw(t, "of one key") {
+		key = &id.Key
+	}
+	m.checkHolders(t, policy, key)
+}
+
+func (m *modelRun) checkHolders(t *rapid.T, policy, key *string) {
+	rows := kit.NoError(m.session.Query(context.Background(), `
+		select policy, key, holder, cost, (extract(epoch from held_for) * 1000000)::bigint from ratelimit_holders($1, $2)`, policy, key))(t)
+	var got []model.Holder
+	var h model.Holder
+	_, err := pgx.ForEachRow(rows, []any{&h.Policy, &h.Key, &h.Holder, &h.Cost, &h.HeldFor}, func() error {
+		got = append(got, h)
+		return nil
+	})
+	require.NoError(t, err)
+	require.Equal(t, m.model.Holders(m.now, policy, key), got)
+	m.saw("slots: listed")
+}
+
+// compareLeases compares the leases that there are, also those that have ended. A key whose last one clean-up has removed has no row.
+func (m *modelRun) compareLeases(t *rapid.T) {
+	want, got := map[string]bool{}, map[string]bool{}
+	for name := range m.model.Policies() {
+		for _, key := range []string{"x", "y"} {
+			for holder, l := range m.model.Leases(model.BucketID{Policy: name, Key: key}) {
+				want[fmt.Sprint(name, " ", key, " ", holder, " ", l.Cost, " ", l.Ends.UnixMicro())] = true
+			}
+		}
+	}
+	for _, lease := range kit.ColumnOf(t, m.session, `
+		select concat_ws(' ', coalesce(p.name, 'gone'), l.key, l.holder, l.cost, (extract(epoch from l.ends_at) * 1000000)::bigint)
+		  from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l left join ratelimit.policies as p on p.id = l.policy_id`) {
+		got[lease] = true
+	}
+	require.Equal(t, want, got)
+	require.Empty(t, kit.ColumnOf(t, m.session, `
+		select l.key from (select policy_id, key from ratelimit.leases union all select policy_id, key from ratelimit.ephemeral_leases) as l
+		 where (l.policy_id, l.key) not in (select policy_id, key from ratelimit.slots union all select policy_id, key from ratelimit.ephemeral_slots)`),
+		"leases without their lock")
+	if len(got) == 0 {
+		m.met["slots: removed by clean-up"]++
+	}
+}
+
+// A bug about slots planted in SQL makes the same sequences disagree.
+func TestModel_FindsPlantedBugsOfSlots(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	for name, bug := range map[string]struct {
+		function string
+		kit.Mutation
+	}{
+		"a lease counts at its end":                     {"ratelimit_hold", kit.Mutation{Pattern: `and l\.ends_at > v_now; end if;`, Replacement: "and l.ends_at >= v_now; end if;"}},
+		"a holder holds at the end of its lease":        {"ratelimit_hold", kit.Mutation{Pattern: `\(v_own_end > v_now\)`, Replacement: "(v_own_end >= v_now)"}},
+		"a renewal at the end of a lease":               {"ratelimit_renew", kit.Mutation{Pattern: `(perform l\.cost from leases [^;]*) and l\.ends_at > v_now;([^$]*) and l\.ends_at > v_now; end if;`, Replacement: "$1 and l.ends_at >= v_now; $2 and l.ends_at >= v_now; end if;"}},
+		"a renewal that acquires":                       {"ratelimit_renew", kit.Mutation{Pattern: `if found then if`, Replacement: "insert into slots values (v_policy.id, 0, v_now, v_key) on conflict on constraint slots_pkey do nothing; insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing; if true then if"}},
+		"a release of somebody else's lease":            {"ratelimit_release", kit.Mutation{Pattern: `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, Replacement: "$1"}},
+		"a grant keeps the leases that have ended":      {"ratelimit_hold", kit.Mutation{Pattern: `delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, Replacement: "$0 l.holder = v_holder and"}},
+		"a wait by the override that ends":              {"ratelimit.look_at_slots", kit.Mutation{Pattern: `u\.at >= v_ends_at`, Replacement: "u.at > v_ends_at"}},
+		"a wait a microsecond short":                    {"ratelimit.look_at_slots", kit.Mutation{Pattern: `microseconds\(v_first - v_now\)`, Replacement: "microseconds(v_first - v_now) - 1"}},
+		"a renewal is denied when capacity was lowered": {"ratelimit_hold", kit.Mutation{Pattern: `if not v_renewed and v_held`, Replacement: "if v_held - v_renewed::integer * v_cost"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := kit.NewDB(t)
+			db.SetClock(kit.T0)
+			db.CatchDenials()
+			db.Mutate(bug.Mutation, bug.function)
+			session := db.Session()
+			require.True(t, disagrees(t, func(t *rapid.T) *modelRun { return newSlotsRun(t, session, sightings{}) }), "%s is not found in 2,000 sequences", name)
+		})
+	}
+}
