@@ -80,11 +80,15 @@ func (l *Ledger) Settle(by client.Acquirer, r Request) error {
 			if !isRefusal(err) {
 				l.Lose(r)
 			}
-			return nil
 		case time.Now().After(giveUp):
 			return fmt.Errorf("no answer to %+v within %v: %w", r, Patience, err)
 		}
-		time.Sleep(5 * time.Millisecond) // where there is no server, errors come fast
+		// Where there is no server, or a Combiner refuses, errors come fast: callers without a pause would take the processors from the
+		// server, whose calls then take longer than their callers wait, so that the Combiner goes on refusing.
+		time.Sleep(5 * time.Millisecond)
+		if r.IdempotencyKey == "" {
+			return nil
+		}
 	}
 }
 
@@ -107,7 +111,7 @@ func (l *Ledger) Try(by client.Acquirer, r Request) (client.Decision, error) {
 func isRefusal(err error) bool {
 	var connectErr *pgconn.ConnectError
 	var pgErr *pgconn.PgError
-	return errors.As(err, &connectErr) || errors.As(err, &pgErr) && pgErr.SeverityUnlocalized == "ERROR"
+	return errors.Is(err, client.ErrOverloaded) || errors.As(err, &connectErr) || errors.As(err, &pgErr) && pgErr.SeverityUnlocalized == "ERROR"
 }
 
 func (l *Ledger) Enter(r Request, d client.Decision) {
