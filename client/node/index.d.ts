@@ -1,3 +1,4 @@
+/// <reference lib="esnext.disposable" />
 // Tokens are whole numbers. Times are seconds, as numbers; a time that is null never comes.
 
 /** What a limiter needs of a database handle. A pool and a client of pg have it; README.md has adapters for other drivers. */
@@ -98,6 +99,38 @@ export interface PartialDecision extends Decision {
   taken: number
 }
 
+/** Slots that are held until they are released, or a denial. In `await using` they are released at the end of the block. */
+export interface Hold extends AsyncDisposable {
+  /** Whether the slots are held. */
+  readonly allowed: boolean
+  /** Slots that are free after the call; below zero after the capacity was lowered. */
+  readonly remaining: number
+  /** Until the same request is allowed, if no holder holds, renews or releases; 0 when allowed; null if no wait helps. */
+  readonly retryAfter: number | null
+  /** The length of the lease; 0 when denied. */
+  readonly heldFor: number
+  /** Slots of a key. */
+  readonly capacity: number
+  /** The call was repeated after a lost answer, and the slots were held already. */
+  readonly renewed: boolean
+  /** The policy only watches, and would have denied: nothing is held, and no more calls are made. */
+  readonly shadowed: boolean
+  /** A uuid. Where only the holder may write, call ratelimit_renew with it in the same transaction, and roll back if that is null. */
+  readonly holder: string
+  /**
+   * For the work under the slots. It is aborted by release, with the signal of the call, and when the lease is lost, with LeaseLost;
+   * of a denial it is aborted from the start. The lease is counted by a monotonic clock from before the call that granted or renewed
+   * it: after a freeze that was longer, `aborted` and `throwIfAborted` see that at once, and listeners a moment later. Time in which the
+   * machine sleeps is not counted on most systems. Work that goes on has no slots: another holder may have them.
+   */
+  readonly signal: AbortSignal
+  /**
+   * Aborts the signal, and then frees the slots, after a renewal that is under way. It is safe to repeat: once it has succeeded it does
+   * nothing, and after an error it tries again. Without it the slots are free when the lease ends. A lost lease is no error.
+   */
+  release(): Promise<void>
+}
+
 /**
  * Asks for tokens, in one call for each request. On a pool each call is a transaction of its own. On a client it is part of the
  * transaction that is open there, whose rollback gives the tokens back, and whose end unlocks the bucket.
@@ -137,6 +170,20 @@ export class Limiter {
    * reserves again. Not for transactions.
    */
   wait(policy: string, key: string, options?: CostOptions & { timeout?: number }): Promise<Reservation>
+
+  /**
+   * Takes slots of a policy with a lease, 1 or more, if enough are free, under a new uuid. A denial is an answer, too. The lease is
+   * renewed when a third of it is over, and if that fails again and again until it ends; this keeps no process alive. When the signal
+   * is aborted, nothing is renewed any more; when that is during the call, what may have been granted is released. It needs a pool: in a
+   * transaction call the SQL function ratelimit_hold with a holder of your own.
+   */
+  hold(policy: string, key: string, options?: CostOptions): Promise<Hold>
+
+  /** Begins the lease of a holder anew, and returns its length; null if it does not hold, or not any more. It never takes slots. */
+  renew(policy: string, key: string, holder: string, options?: CallOptions): Promise<number | null>
+
+  /** Frees the slots of a holder, and returns whether it held them until now. After a lost answer it is sent again, and returns false. */
+  release(policy: string, key: string, holder: string, options?: CallOptions): Promise<boolean>
 }
 
 /**
@@ -164,7 +211,7 @@ export class RateLimitError extends Error {
 
 /** No policy of that name is defined (RL001). */
 export class UnknownPolicy extends RateLimitError {}
-/** The idempotency key was used before with another cost (RL002). Nothing was taken. */
+/** The idempotency key was used before with another cost, or the holder holds with another cost (RL002). Nothing was taken. */
 export class IdempotencyMismatch extends RateLimitError {}
 /** No grant is remembered under the idempotency key, or it is not committed yet (RL003). Nothing was charged. */
 export class NoGrant extends RateLimitError {}
@@ -174,6 +221,8 @@ export class Settled extends RateLimitError {}
 export class InvalidArgument extends RateLimitError {}
 /** Another transaction has held the bucket for longer than lock_timeout (55P03). Nothing was taken. */
 export class Locked extends RateLimitError {}
+/** The lease has ended: it was not renewed in time, or the slots were reset or their policy dropped. */
+export class LeaseLost extends RateLimitError {}
 /** As many requests wait as may. Nothing was sent. */
 export class Overloaded extends RateLimitError {}
 /** The Combiner was closed. Nothing was sent. */

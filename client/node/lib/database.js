@@ -3,6 +3,7 @@ import { TimedOut, isTransient, isUnknown, translate } from './errors.js'
 
 const MAX_TRIES = 3
 const MAX_BACKOFF = 50 // ms, after the first try
+const LONGEST_TIMER = 2 ** 31 - 1 // ms: a longer one fires at once
 
 /** Sends statements of one row to a database: a pool, a connection, or anything with `query(text, values)`. */
 export class Database {
@@ -24,16 +25,21 @@ export class Database {
   /** How many connections it has, if that is known. */
   get connections() { return this.#isPool ? this.#db.options.max : Infinity }
 
+  /** Whether each statement is a transaction of its own, on one of several connections. */
+  get isPool() { return this.#isPool || this.#retry }
+
   /**
    * Selects columns from a call of a function. It is sent again, where each statement is a transaction of its own, after an error which
    * means that nothing happened; and after the loss of a connection, if the call does the same however often it is sent (`once`).
-   * Calls that were given up and have not ended are pushed to `unended`, as promises.
+   * Calls that were given up and have not ended are pushed to `unended`, as promises. A call is given up after `patience` ms, if that
+   * is less than callTimeout.
    */
-  async row({ columns, call, values, once = false }, unended = []) {
+  async row({ columns, call, values, once = false }, { unended = [], patience = Infinity } = {}) {
+    const timeout = Math.min((this.#timeout ?? Infinity) * 1000, patience)
     const text = `select ${columns} from ${this.#schema}${call}`
     for (let tries = 1; ; tries++) {
       try {
-        const { rows } = await (this.#timeout === undefined ? this.#db.query(text, values) : this.#sendInTime(text, values, unended))
+        const { rows } = await (timeout === Infinity ? this.#db.query(text, values) : this.#sendInTime(text, values, timeout, unended))
         return rows[0]
       } catch (error) {
         if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error)))) throw translate(error)
@@ -42,14 +48,14 @@ export class Database {
     }
   }
 
-  #sendInTime(text, values, unended) {
+  #sendInTime(text, values, timeout, unended) {
     const { ended, destroy } = this.#isPool ? sendOnConnection(this.#db, text, values) : { ended: this.#db.query(text, values) }
     return new Promise((resolve, reject) => {
       const timer = setTimeout(() => {
-        reject(new TimedOut('no answer in time', { detail: `The call took longer than ${this.#timeout} s. Its tokens may be taken.` }))
+        reject(new TimedOut('no answer in time', { detail: `The call took longer than ${timeout / 1000} s. Its tokens may be taken.` }))
         unended.push(ended)
         destroy?.()
-      }, this.#timeout * 1000)
+      }, Math.min(timeout, LONGEST_TIMER))
       ended.then(resolve, reject).finally(() => clearTimeout(timer))
     })
   }
@@ -97,4 +103,17 @@ function cancel(pool, { processID, secretKey }) {
   canceller.connection.on('error', () => {}) // then it goes on
   canceller.cancel({ activeQuery: null, processID, secretKey }, null) // null: whatever it does
   canceller.connection.stream.unref()
+}
+
+/** The outcome of a promise, or the reason of a signal that is aborted before: then `leave` is called, if there is one. */
+export function unless(signal, promise, leave) {
+  if (!signal) return promise
+  return new Promise((resolve, reject) => {
+    const abort = () => {
+      leave?.()
+      reject(signal.reason)
+    }
+    signal.addEventListener('abort', abort, { once: true })
+    promise.then(resolve, reject).finally(() => signal.removeEventListener('abort', abort))
+  })
 }

@@ -1,12 +1,14 @@
 // Rows of the server, as the answers that callers get. Drivers return a bigint as a string, a number or a BigInt.
 
-const microseconds = (column) => `(extract(epoch from ${column}) * 1000000.0)::bigint`
+export const microseconds = (column) => `(extract(epoch from ${column}) * 1000000.0)::bigint`
 
 const columns = (wait) =>
   `allowed, remaining, ${microseconds(wait)} as ${wait}, ${microseconds('reset_after')} as reset_after, capacity, replayed, shadowed`
 
 export const decisionColumns = columns('retry_after')
 export const reservationColumns = columns('wait')
+export const holdColumns =
+  `allowed, remaining, ${microseconds('retry_after')} as retry_after, ${microseconds('held_for')} as held_for, capacity, renewed, shadowed`
 export const partialColumns = `${decisionColumns}, taken`
 
 // The decisions are one array of numbers, since drivers differ in how they return an array of a composite type.
@@ -42,6 +44,16 @@ export function reservation({ wait, ...row }) {
   const { retryAfter, ...rest } = decision({ ...row, retry_after: wait })
   return { ...rest, wait: retryAfter }
 }
+
+export const decodeHold = (row) => ({
+  allowed: row.allowed,
+  remaining: Number(row.remaining),
+  retryAfter: seconds(row.retry_after),
+  heldFor: seconds(row.held_for),
+  capacity: Number(row.capacity),
+  renewed: row.renewed,
+  shadowed: row.shadowed,
+})
 
 export const partial = (row) => ({ ...decision(row), taken: Number(row.taken) })
 

@@ -17,6 +17,7 @@ export class NoGrant extends RateLimitError {}
 export class Settled extends RateLimitError {}
 export class InvalidArgument extends RateLimitError {}
 export class Locked extends RateLimitError {}
+export class LeaseLost extends RateLimitError {}
 export class Overloaded extends RateLimitError {}
 
 export class TooLate extends RateLimitError {

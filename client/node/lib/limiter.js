@@ -1,8 +1,9 @@
 import { randomUUID } from 'node:crypto'
 import { setTimeout } from 'node:timers/promises'
-import { Database } from './database.js'
-import { decision, decisionColumns, joint, jointColumns, partial, partialColumns, reservation, reservationColumns } from './decision.js'
+import { Database, unless } from './database.js'
+import { decision, decisionColumns, joint, jointColumns, partial, partialColumns, reservation, reservationColumns, seconds } from './decision.js'
 import { InvalidArgument, TooLate } from './errors.js'
+import { hold, release, renew } from './hold.js'
 
 const MAX_LENGTH = 512 // bytes, of policies, keys and idempotency keys
 const MAX_CHARGES = 1000
@@ -117,6 +118,30 @@ export class Limiter {
     }
   }
 
+  async hold(policy, key, options) {
+    const { cost, signal } = known(options, 'cost', 'signal')
+    signal?.throwIfAborted()
+    if (!this._database.isPool) {
+      throw new InvalidArgument('hold needs a pool', {
+        detail: 'It renews its lease while other statements run.',
+        hint: 'Pass a Pool of pg, or for another pool { retry: true }; in a transaction call the SQL function ratelimit_hold.',
+      })
+    }
+    return hold(this._database, text('policy', policy), text('key', key), tokens('cost', cost ?? 1), signal)
+  }
+
+  async renew(policy, key, holder, options) {
+    const { signal } = known(options, 'signal')
+    signal?.throwIfAborted()
+    return seconds(await unless(signal, renew(this._database, text('policy', policy), text('key', key), text('holder', holder))))
+  }
+
+  async release(policy, key, holder, options) {
+    const { signal } = known(options, 'signal')
+    signal?.throwIfAborted()
+    return unless(signal, release(this._database, text('policy', policy), text('key', key), text('holder', holder)))
+  }
+
   async #call(decode, statement, signal) {
     signal?.throwIfAborted()
     return decode(await unless(signal, this._database.row(statement)))
@@ -131,7 +156,7 @@ export async function ask(database, { charges, joint: isJoint, keyed, idempotenc
       call: 'ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[], $4::text)',
       values: [charges.map((c) => c.policy), charges.map((c) => c.key), charges.map((c) => c.cost), idempotencyKey],
       once: keyed,
-    }, unended))
+    }, { unended }))
   }
   const [{ policy, key, cost }] = charges
   return decision(await database.row({
@@ -139,7 +164,7 @@ export async function ask(database, { charges, joint: isJoint, keyed, idempotenc
     call: 'ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)',
     values: [policy, key, cost, idempotencyKey],
     once: keyed,
-  }, unended))
+  }, { unended }))
 }
 
 /** A request for tokens of one bucket, or of several (joint), as the queue and the calls need it. */
@@ -199,19 +224,6 @@ function interval(name, value) {
   const us = Math.round(value * 1e6)
   if (typeof value !== 'number' || !Number.isSafeInteger(us)) throw invalid(name, `is ${String(value)}.`, 'Pass seconds.')
   return `${us} microseconds`
-}
-
-/** The outcome of a promise, or the reason of a signal that is aborted before: then `leave` is called, if there is one. */
-export function unless(signal, promise, leave) {
-  if (!signal) return promise
-  return new Promise((resolve, reject) => {
-    const abort = () => {
-      leave?.()
-      reject(signal.reason)
-    }
-    signal.addEventListener('abort', abort, { once: true })
-    promise.then(resolve, reject).finally(() => signal.removeEventListener('abort', abort))
-  })
 }
 
 /** Sleeps no shorter than told: timers are whole milliseconds, may be early, and cannot be longer than 24 days. */

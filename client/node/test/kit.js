@@ -31,6 +31,17 @@ export async function defineQuota(capacity, turnIn) {
   return name
 }
 
+/** Defines a policy of slots. */
+export async function defineSlots(capacity = 3, lease = '1 hour', shadow = false) {
+  const name = `p${process.pid}-${++policies}`
+  await pool.query('select ratelimit_define_policy($1, $2, lease => $3::interval, shadow => $4)', [name, capacity, lease, shadow])
+  return name
+}
+
+/** The holders of a policy. */
+export const holders = async (policy) =>
+  (await pool.query('select holder from ratelimit_holders($1)', [policy])).rows.map(({ holder }) => holder)
+
 export async function left(policy, key) {
   const { rows: [{ remaining }] } = await pool.query('select remaining::integer from ratelimit_peek($1, $2)', [policy, key])
   return remaining

@@ -4,10 +4,10 @@ import test from 'node:test'
 import { left, pool } from './kit.js'
 
 test('the README is a program that works', async () => {
-  await pool.query("select ratelimit_define_policy('api', 100, 1, '1 hour')")
+  await pool.query("select ratelimit_define_policy('api', 100, 1, '1 hour'), ratelimit_define_policy('jobs', 5, lease => '5 minutes')")
   const text = readFileSync(new URL('../README.md', import.meta.url), 'utf8')
   const blocks = [...text.matchAll(/^```js\n(.*?)^```$/gms)].map(([, block]) => block)
-  assert.equal(blocks.length, 5)
+  assert.equal(blocks.length, 6)
   const file = new URL('readme.mjs', import.meta.url) // beside the packages that it imports
   const printed = []
   const { log } = console
@@ -21,6 +21,7 @@ test('the README is a program that works', async () => {
     console.log = log
     rmSync(file)
   }
-  assert.deepEqual(printed, ['95 tokens left', 'api '])
+  assert.deepEqual(printed, ['95 tokens left', 'one of 5', 'api '])
   assert.equal(await left('api', 'user:42'), 93)
+  assert.equal(await left('jobs', 'tenant:7'), 5)
 })

@@ -18,6 +18,12 @@ export async function use(signal: AbortSignal) {
   await limiter.acquire('api', 42)
   const { taken } = await limiter.acquireUpTo('api', 'k', 5, { atLeast: 2 })
   await limiter.wait('api', 'k', { timeout: 5, cost: taken }).catch((error) => error instanceof TooLate && error.reservation.wait)
+  await using held = await limiter.hold('jobs', 'tenant:7', { cost: 2, signal })
+  if (held.allowed) await fetch('https://example.org', { signal: held.signal }).then(() => held.release())
+  const heldFor = await limiter.renew('jobs', 'k', held.holder)
+  // @ts-expect-error null: it does not hold
+  heldFor.toFixed()
+  const freed: boolean = await limiter.release('jobs', 'k', held.holder)
   const error = translate(new Error())
   if (error instanceof Denied) error.cost.toFixed()
 }

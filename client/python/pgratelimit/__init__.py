@@ -9,6 +9,7 @@ from .errors import (
     Error,
     IdempotencyMismatch,
     InvalidArgument,
+    LeaseLost,
     Locked,
     NoGrant,
     Overloaded,
@@ -16,11 +17,13 @@ from .errors import (
     TooLate,
     UnknownPolicy,
 )
+from .hold import AsyncHeld, Held
 from .limiter import Acquirer, AsyncAcquirer, AsyncLimiter, Limiter
 
 __all__ = [
     "Acquirer",
     "AsyncAcquirer",
+    "AsyncHeld",
     "AsyncLimiter",
     "Charge",
     "Closed",
@@ -28,9 +31,11 @@ __all__ = [
     "Decision",
     "Denied",
     "Error",
+    "Held",
     "IdempotencyMismatch",
     "InvalidArgument",
     "JointDecision",
+    "LeaseLost",
     "Limiter",
     "Locked",
     "NoGrant",

@@ -115,6 +115,28 @@ def acquire_all(charges: Sequence[Charge], idempotency_key: str | None) -> Call[
     return Call("acquire all", JOINT, function, args, decode, idempotency_key is not None)
 
 
+HOLD = f"allowed, remaining, {microseconds('retry_after')}, {microseconds('held_for')}, capacity, renewed, shadowed"
+
+
+def hold(policy: str, key: str, holder: str, cost: int) -> Call[Sequence[Any]]:
+    """The row. The server takes a call by the same holder for the same, so it can be sent again."""
+    function = "ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)"
+    return Call("hold", HOLD, function, (*bucket(policy, key), holder, whole("cost", cost)), lambda row: row, True)
+
+
+def renew(policy: str, key: str, holder: str) -> Call[Any]:
+    """The lease in microseconds, or None."""
+    function = "ratelimit_renew($1::text, $2::text, $3::text)"
+    args = *bucket(policy, key), text("holder", holder)
+    return Call("renew", microseconds("ratelimit_renew"), function, args, operator.itemgetter(0), True)
+
+
+def release(policy: str, key: str, holder: str) -> Call[bool]:
+    function = "ratelimit_release($1::text, $2::text, $3::text)"
+    args = *bucket(policy, key), text("holder", holder)
+    return Call("release", "ratelimit_release", function, args, lambda row: bool(row[0]), True)
+
+
 def _call(
     verb: str, columns: str, function: str, decode: Callable[[Sequence[Any]], T], policy: str, key: str, *rest: str | int | None
 ) -> Call[T]:

@@ -28,7 +28,7 @@ class UnknownPolicy(Error):
 
 
 class IdempotencyMismatch(Error):
-    """The idempotency key was used before with another cost (RL002). Nothing was taken."""
+    """The idempotency key was used before with another cost, or the holder holds with another cost (RL002). Nothing was taken."""
 
 
 class NoGrant(Error):
@@ -46,6 +46,10 @@ class InvalidArgument(Error):
 
 class Locked(Error):
     """Another transaction has held the bucket for longer than lock_timeout (55P03). Nothing was taken."""
+
+
+class LeaseLost(Error):
+    """The slots are not held: the lease was not renewed in time, the slots were reset or released, or their policy dropped."""
 
 
 class Overloaded(Error):

@@ -7,14 +7,15 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
-from . import calls, drivers, errors
-from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation
+from . import calls, drivers, errors, hold
+from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation, seconds
 from .calls import Call
 from .errors import InvalidArgument, TooLate
+from .hold import AsyncHeld, Held
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class Limiter:
 
     A call is repeated after a serialization failure or a deadlock (40001, 40P01) where it is a transaction of its own: on a pool, and on
     a connection with autocommit that is in no transaction. After the loss of a pool's connection a call is repeated if that does no
-    harm: with an idempotency key, peek and settle. There are three tries at most.
+    harm: with an idempotency key, peek, settle, hold, renew and release. There are three tries at most.
 
     policy, key and idempotency_key have 1 to 512 bytes of UTF-8. schema names the schema of the functions, where search_path does not
     lead there. Besides the errors named below, each method raises UnknownPolicy, InvalidArgument, Locked, and errors of the driver.
@@ -125,6 +126,48 @@ class Limiter:
             if reservation:
                 return reservation
 
+    @contextmanager
+    def hold(self, policy: str, key: str, cost: int = 1) -> Iterator[Held]:
+        """Take slots of a policy with a lease if enough are free, and hold them during a with block. A denial is a value that is false.
+
+            with limiter.hold("jobs", "tenant:7") as held:
+                if held:
+                    work(held)
+
+        The holder is a new uuid. A daemon thread renews the lease on the pool: when a third of it is over, and if that fails again and
+        again until it ends. When the lease is lost, the block goes on, and another holder may have the slots: held.lost is true then,
+        and held.check() raises LeaseLost; call it before each step that has an effect outside. The end of the block releases the slots;
+        it raises the error of a release that fails, but not over an error of the block. The slots are free at the end of the lease then.
+        It needs a pool: in a transaction call the SQL function ratelimit_hold as the last statement, with a holder of your own.
+        """
+        holder, sent = _new_hold(self._driver)
+        try:
+            row = self._run(calls.hold(policy, key, holder, cost))
+        except BaseException as error:
+            if not isinstance(error, Exception):  # it was interrupted, and may hold
+                with suppress(Exception):
+                    self.release(policy, key, holder)
+            raise
+        renewal, end = calls.renew(policy, key, holder), calls.release(policy, key, holder)
+        held = Held(holder, sent, row, lambda: self._run(renewal), lambda: self._run(end))
+        try:
+            yield held
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to see
+                held.release()
+            raise
+        held.release()
+
+    def renew(self, policy: str, key: str, holder: str) -> float | None:
+        """Begin the lease of a holder of your own anew, and return its seconds; None if it does not hold, or not any more: stop what it
+        does. It never takes slots."""
+        return seconds(self._run(calls.renew(policy, key, holder)))
+
+    def release(self, policy: str, key: str, holder: str) -> bool:
+        """Free the slots of a holder of your own, and return whether it held them until now. After a lost answer it is sent again, and
+        returns False."""
+        return self._run(calls.release(policy, key, holder))
+
     def _run(self, call: Call[T]) -> T:
         tries = _Tries(call, self._driver)
         sql = calls.statement(self._schema, call.columns, call.function, self._driver.percent)
@@ -198,6 +241,36 @@ class AsyncLimiter:
             if reservation:
                 return reservation
 
+    @asynccontextmanager
+    async def hold(self, policy: str, key: str, cost: int = 1) -> AsyncIterator[AsyncHeld]:
+        """As Limiter.hold, in async with, and a task renews. When the lease is lost, the block is not cancelled. A cancelled hold takes
+        up to 5 seconds to release the slots."""
+        holder, sent = _new_hold(self._driver)
+        try:
+            row = await self._run(calls.hold(policy, key, holder, cost))
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                with suppress(Exception):
+                    await asyncio.wait_for(self.release(policy, key, holder), GIVE_BACK_TIMEOUT)
+            raise
+        renewal, end = calls.renew(policy, key, holder), calls.release(policy, key, holder)
+        held = AsyncHeld(holder, sent, row, lambda: self._run(renewal), lambda: self._run(end))
+        try:
+            yield held
+        except BaseException:
+            with suppress(Exception):
+                await asyncio.wait_for(held._finish(), GIVE_BACK_TIMEOUT)
+            raise
+        await held.release()
+
+    async def renew(self, policy: str, key: str, holder: str) -> float | None:
+        """As Limiter.renew."""
+        return seconds(await self._run(calls.renew(policy, key, holder)))
+
+    async def release(self, policy: str, key: str, holder: str) -> bool:
+        """As Limiter.release."""
+        return await self._run(calls.release(policy, key, holder))
+
     async def _run(self, call: Call[T]) -> T:
         tries = _Tries(call, self._driver)
         sql = calls.statement(self._schema, call.columns, call.function, self._driver.percent)
@@ -225,6 +298,14 @@ class _Tries:
             return random.uniform(0, 0.05 * 2 ** (self._n - 1))
         known = errors.of_driver(self._call.verb, self._call.function, error)
         raise known from (None if known is error else error)
+
+
+def _new_hold(driver: drivers.Driver) -> tuple[str, float]:
+    if not driver.is_pool:
+        raise InvalidArgument(
+            "pgratelimit: invalid argument: hold needs a pool, because it renews; in a transaction call the SQL function ratelimit_hold"
+        )
+    return hold.begin()
 
 
 def _rounds(driver: drivers.Driver, timeout: float | None) -> Iterator[tuple[float, str]]:

@@ -51,6 +51,14 @@ def define_quota(policy: str, capacity: int, turn_in: str) -> datetime.datetime:
     return turn
 
 
+def define_slots(policy: str, capacity: int = 3, lease: str = "1 hour", shadow: bool = False) -> None:
+    execute("select ratelimit_define_policy(%s::text, %s::bigint, lease => %s::interval, shadow => %s)", policy, capacity, lease, shadow)
+
+
+def holders(policy: str) -> list[str]:
+    return [holder for (holder,) in execute("select holder from ratelimit_holders(%s::text)", policy)]
+
+
 def taken(policy: str, key: str = "k") -> int:
     """Tokens that are taken from a bucket that does not refill."""
     return execute("select capacity - remaining from ratelimit_peek(%s::text, %s::text)", policy, key)[0][0]

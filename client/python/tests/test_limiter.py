@@ -35,6 +35,7 @@ from tests.kit import (
     asyncpg_pool_of,
     define,
     define_quota,
+    define_slots,
     execute,
     fails_once,
     locked,
@@ -266,14 +267,15 @@ class PackageTest(unittest.TestCase):
 
     def test_the_programs_of_the_readme_run(self):
         define("api", 10_000)
+        define_slots("jobs")
         blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
         programs = [block for block in blocks if "import pgratelimit\n" in block]
-        self.assertEqual(2, len(programs))
+        self.assertEqual(3, len(programs))
         for program in programs:
             out = io.StringIO()
             with redirect_stdout(out):
                 exec(compile(program, "README.md", "exec"), {})
-            self.assertRegex(out.getvalue(), "^(9995 tokens left|True)$")
+            self.assertRegex(out.getvalue(), "^(9995 tokens left|one of 3|True)$")
         for fragment in blocks:
             compile(fragment, "README.md", "exec")
 

@@ -1,0 +1,217 @@
+import { randomUUID } from 'node:crypto'
+import { unless } from './database.js'
+import { decodeHold, holdColumns, microseconds } from './decision.js'
+import { InvalidArgument, LeaseLost, TimedOut, UnknownPolicy } from './errors.js'
+
+const A_DAY = 86_400_000 // ms
+const LEAST_PATIENCE = 1000 // ms, of a renewal, even if a third of the lease is less
+const MAX_PAUSE = 1000 // ms, between two tries to renew
+
+/**
+ * The time for which a holder has its slots, as far as the client knows: a state machine without timers, clock or I/O, whose owner makes
+ * the calls and passes the time, in ms. It has the rules and names of `tenure` in client/hold.go.
+ *
+ * Invariants, between any two methods:
+ *
+ * 1. `until` is no later than the end of the lease on the server, because it is counted from before the last call that has an answer.
+ *    A lease ends earlier if the server's clock steps forward, or if the slots are reset or their policy dropped.
+ * 2. From `until` on the tenure is over, whether or not a timer has fired. One that was seen to be over stays over.
+ * 3. At most one renewal is under way. None begins at `until` or later, or after the end.
+ * 4. A renewal begins when a third of the lease is over, and after one that failed when a pause is over.
+ */
+export class Tenure {
+  #lease
+  #isRenewing = false
+  #isOver = false
+  until
+  due
+
+  constructor(sent, heldFor) { this.#extend(sent, heldFor) }
+
+  #extend(sent, heldFor) {
+    this.#lease = heldFor
+    this.until = sent + heldFor
+    this.due = sent + heldFor / 3
+  }
+
+  over(now) { return this.#isOver ||= now >= this.until }
+
+  /** Whether the owner must renew now. After true it calls renewed, failed or end. */
+  begin(now) {
+    if (this.over(now) || this.#isRenewing || now < this.due) return false
+    return this.#isRenewing = true
+  }
+
+  /** When something is to be done: a renewal, or to see the end. */
+  get next() { return this.#isRenewing ? this.until : Math.min(this.due, this.until) }
+
+  /** How long a renewal that begins now may take: so long that another can follow, or until the end. */
+  patience(now) { return Math.min(Math.max(this.#lease / 3, LEAST_PATIENCE), this.until - now) }
+
+  /** The answer to a renewal that was sent at that time. What is over stays over. */
+  renewed(sent, heldFor) {
+    this.#isRenewing = false
+    if (!this.#isOver) this.#extend(sent, heldFor)
+  }
+
+  /** A renewal without an answer. The pause is random, so that many holders of a database that was away do not ask at once. */
+  failed(now) {
+    this.#isRenewing = false
+    this.due = now + Math.min(MAX_PAUSE, this.#lease / 10) * (1 + Math.random()) / 2
+  }
+
+  /** The answer to a renewal that the holder does not hold. */
+  end() {
+    this.#isRenewing = false
+    this.#isOver = true
+  }
+}
+
+const isAborted = Object.getOwnPropertyDescriptor(AbortSignal.prototype, 'aborted').get
+
+/** Slots that this program holds, by a lease that it renews. Its type explains each field. */
+class Hold {
+  #database
+  #bucket
+  #controller = new AbortController()
+  #tenure // none: nothing is held, and no call is made
+  #timer
+  #renewal // a promise
+  #releasing // a promise, until it fails
+  #callerSignal
+  #callerLeaves
+
+  constructor(database, policy, key, holder, sent, row, callerSignal) {
+    this.#database = database
+    this.#bucket = [policy, key]
+    this.holder = holder
+    Object.assign(this, decodeHold(row))
+    const { signal } = this.#controller
+    // Whoever has the signal is told by the clock, too: after a freeze its timer may come too late.
+    Object.defineProperties(signal, {
+      aborted: { get: () => this.#isOver() },
+      throwIfAborted: { value: () => { if (this.#isOver()) throw signal.reason } },
+    })
+    if (!this.allowed) return this.#stop(new LeaseLost('no slots are held'))
+    if (!this.shadowed) this.#tenure = new Tenure(sent, milliseconds(row.held_for))
+    this.#callerSignal = callerSignal
+    this.#callerLeaves = () => this.#stop(callerSignal.reason)
+    callerSignal?.addEventListener('abort', this.#callerLeaves)
+    this.#look()
+  }
+
+  get signal() {
+    this.#isOver()
+    return this.#controller.signal
+  }
+
+  release() {
+    this.#stop()
+    if (!this.#tenure) return Promise.resolve()
+    this.#releasing ??= this.#release().catch((error) => {
+      this.#releasing = undefined
+      throw error
+    })
+    return this.#releasing
+  }
+
+  [Symbol.asyncDispose]() { return this.release() }
+
+  async #release() {
+    await this.#renewal
+    try {
+      await release(this.#database, ...this.#bucket, this.holder)
+    } catch (error) {
+      if (!(error instanceof UnknownPolicy)) throw error // it was dropped with its holders
+    }
+  }
+
+  /** Aborts the signal, and ends renewing. */
+  #stop(reason) {
+    clearTimeout(this.#timer)
+    this.#callerSignal?.removeEventListener('abort', this.#callerLeaves)
+    this.#controller.abort(reason)
+  }
+
+  /** Aborts the signal if the lease has ended, and returns whether it is aborted. */
+  #isOver() {
+    if (isAborted.call(this.#controller.signal)) return true
+    if (!this.#tenure?.over(performance.now())) return false
+    this.#stop(new LeaseLost('the lease was lost', {
+      detail: 'It was not renewed in time, or the slots were reset or their policy dropped.',
+      hint: 'Stop the work: another holder may have its slots.',
+    }))
+    return true
+  }
+
+  /** Does what is due, and sets the timer for what is next. */
+  #look() {
+    if (this.#isOver() || !this.#tenure) return
+    const now = performance.now()
+    if (this.#tenure.begin(now)) {
+      this.#renewal = this.#renew(now).then(() => {
+        this.#renewal = undefined
+        this.#look()
+      })
+    }
+    clearTimeout(this.#timer)
+    this.#timer = setTimeout(() => this.#look(), Math.min(Math.ceil(this.#tenure.next - now), A_DAY))
+    this.#timer.unref()
+  }
+
+  async #renew(sent) {
+    try {
+      const us = await renew(this.#database, ...this.#bucket, this.holder, this.#tenure.patience(sent))
+      if (us === null) this.#tenure.end()
+      else this.#tenure.renewed(sent, milliseconds(us))
+    } catch (error) {
+      if (error instanceof UnknownPolicy || error instanceof InvalidArgument) this.#tenure.end() // it was dropped, or has ended
+      else this.#tenure.failed(performance.now())
+    }
+  }
+}
+
+/** Microseconds as milliseconds, rounded down: a lease is never counted as longer than it is. */
+const milliseconds = (us) => Math.floor(Number(us) / 1000)
+
+/** Makes one call. The server takes a call by the same holder for the same, so it can be sent again. */
+export async function hold(database, policy, key, cost, signal) {
+  const holder = randomUUID(), sent = performance.now(), unended = []
+  const holding = database.row({
+    columns: holdColumns,
+    call: 'ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)',
+    values: [policy, key, holder, cost],
+    once: true,
+  }, { unended })
+  try {
+    const row = await unless(signal, holding)
+    signal?.throwIfAborted()
+    return new Hold(database, policy, key, holder, sent, row, signal)
+  } catch (error) {
+    if (signal?.aborted || error instanceof TimedOut) { // it may hold
+      holding.catch(() => {}).then(() => Promise.allSettled(unended)).then(() => release(database, policy, key, holder)).catch(() => {})
+    }
+    throw error
+  }
+}
+
+/** The length of the lease in microseconds, or null. */
+export async function renew(database, policy, key, holder, patience) {
+  const row = await database.row({
+    columns: `${microseconds('ratelimit_renew')} as held_for`,
+    call: 'ratelimit_renew($1::text, $2::text, $3::text)',
+    values: [policy, key, holder],
+    once: true,
+  }, { patience })
+  return row.held_for ?? null
+}
+
+export async function release(database, policy, key, holder) {
+  const row = await database.row({
+    columns: 'ratelimit_release as held',
+    call: 'ratelimit_release($1::text, $2::text, $3::text)',
+    values: [policy, key, holder],
+    once: true,
+  })
+  return row.held
+}
