@@ -408,7 +408,7 @@ descriptors:
 `)
 	s := start(t, db.URL, "ENVOY_RULES="+path)
 	has := policies(t, db)
-	require.Len(t, has, 2+5, "api and budget, and these")
+	require.Len(t, has, 3+5, "api, budget and jobs, and these")
 	want := client.Policy{Stepped: client.No, Durable: client.Yes, Remember: day, Shadow: client.No}
 	for _, policy := range []struct {
 		name    string
