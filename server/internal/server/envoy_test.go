@@ -593,6 +593,7 @@ func TestEnvoyRules_Reload(t *testing.T) {
 	for name, text := range map[string]string{
 		"edge.yaml:1:66: unknown field": rule("edge", "{unit: day, request_per_unit: 20}"),
 		`there is no policy "nobody"`:   rule("edge", "{policy: nobody}"),
+		`policy "jobs" lends slots`:     rule("edge", "{policy: jobs}"),
 		`domain "other" is in`:          rule("other", "{unit: day, requests_per_unit: 20}"),
 		"this is no YAML":               "{",
 	} {
