@@ -78,7 +78,7 @@
 //	work(h.Context()) // which ends when the lease is lost
 //
 // In a transaction, such as the one that claims a job, call the SQL functions ratelimit_hold, ratelimit_renew and
-// ratelimit_release.
+// ratelimit_release; [Limiter.HoldAs], [Limiter.Renew] and [Limiter.Release] are one call of each.
 //
 // # More than one server
 //

@@ -171,7 +171,7 @@ func (l *limiter) Hold(ctx context.Context, policy, key string, opts ...CallOpti
 	if err != nil {
 		return nil, HoldDecision{}, err
 	}
-	return l.hold(ctx, policy, key, newHolder(), s.cost)
+	return l.hold(ctx, policy, key, newHolder(), s)
 }
 
 // HoldWait is Hold, and waits until the slots are free or ctx ends. It asks again when RetryAfter is over, or after about a
@@ -187,7 +187,7 @@ func (l *limiter) HoldWait(ctx context.Context, policy, key string, opts ...Call
 	holder := newHolder()
 	var slept time.Duration
 	for {
-		h, d, err := l.hold(ctx, policy, key, holder, s.cost)
+		h, d, err := l.hold(ctx, policy, key, holder, s)
 		switch {
 		case err != nil:
 			return nil, d, err
@@ -234,28 +234,12 @@ func newHolder() string {
 var holdColumns = "allowed, remaining, " + microseconds("retry_after") + ", " + microseconds("held_for") + ", capacity, renewed, shadowed"
 
 // hold makes one call. The server takes a call by the same holder for the same, so it can be sent again.
-func (l *limiter) hold(ctx context.Context, policy, key, holder string, cost CostOption) (*Hold, HoldDecision, error) {
+func (l *limiter) hold(ctx context.Context, policy, key, holder string, s settings) (*Hold, HoldDecision, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, HoldDecision{}, failed(verbHold, err)
 	}
 	h := &Hold{limiter: l, policy: policy, key: key, holder: holder, calls: context.WithoutCancel(ctx), began: time.Now()}
-	var d HoldDecision
-	var retryAfter pgtype.Int8
-	var heldFor int64
-	begin := l.hooks.begin()
-	err := l.query(ctx, call{
-		verb:     verbHold,
-		columns:  holdColumns,
-		function: "ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)",
-		args:     []any{policy, key, holder, cost.Tokens()},
-		once:     true,
-	}, &d.Allowed, &d.Remaining, &retryAfter, &heldFor, &d.Capacity, &d.Renewed, &d.Shadowed)
-	if err != nil {
-		d = HoldDecision{}
-	} else {
-		d.RetryAfter, d.HeldFor = wait(retryAfter), duration(heldFor)
-	}
-	l.hooks.answered(ctx, verbHold, policy, begin, d.decision(), err)
+	d, err := l.holdAs(ctx, policy, key, holder, s)
 	switch {
 	case err != nil && ctx.Err() != nil && isUnknown(err): // it may hold
 		go func() {
@@ -269,6 +253,75 @@ func (l *limiter) hold(ctx context.Context, policy, key, holder string, cost Cos
 	}
 	h.start(ctx, d)
 	return h, d, nil
+}
+
+// HoldAs is one call of the SQL function ratelimit_hold, for a program that names its holder and renews by itself, such as a server
+// between a holder and the database. It works in a transaction, too. The option is [Cost], 1 or more. Sent again by a holder that
+// holds, it is Renewed, and begins the lease anew. holder has 1 to 512 bytes, a new one for each attempt: two attempts under one
+// name are one holder, and each could release the slots of the other.
+//
+// Errors: [ErrUnknownPolicy], [ErrIdempotencyMismatch] for a holder that holds with another cost, [ErrInvalidArgument],
+// [ErrLocked].
+func (l *limiter) HoldAs(ctx context.Context, policy, key, holder string, opts ...CallOption) (HoldDecision, error) {
+	var s settings
+	s.read("HoldAs", opts, "Cost")
+	return l.holdAs(ctx, policy, key, holder, s)
+}
+
+func (l *limiter) holdAs(ctx context.Context, policy, key, holder string, s settings) (d HoldDecision, err error) {
+	var retryAfter pgtype.Int8
+	var heldFor int64
+	begin := l.hooks.begin()
+	err = l.query(ctx, call{
+		verb:     verbHold,
+		columns:  holdColumns,
+		function: "ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)",
+		args:     []any{policy, key, holder, s.cost.Tokens()},
+		once:     true,
+		err:      s.err,
+	}, &d.Allowed, &d.Remaining, &retryAfter, &heldFor, &d.Capacity, &d.Renewed, &d.Shadowed)
+	if err != nil {
+		d = HoldDecision{}
+	} else {
+		d.RetryAfter, d.HeldFor = wait(retryAfter), duration(heldFor)
+	}
+	l.hooks.answered(ctx, verbHold, policy, begin, d.decision(), err)
+	return d, err
+}
+
+// Renew begins the lease of a holder anew, and returns how long it lasts: 0 if the holder does not hold. Then nothing is taken, and
+// the work under the slots must stop. It is for holders of [Limiter.HoldAs]; a [Hold] renews by itself.
+//
+// Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
+func (l *limiter) Renew(ctx context.Context, policy, key, holder string) (heldFor time.Duration, err error) {
+	var left pgtype.Int8 // null: it does not hold
+	begin := l.hooks.begin()
+	err = l.query(ctx, call{
+		verb:     verbRenew,
+		columns:  microseconds("ratelimit_renew"),
+		function: "ratelimit_renew($1::text, $2::text, $3::text)",
+		args:     []any{policy, key, holder},
+		once:     true,
+	}, &left)
+	l.hooks.answered(ctx, verbRenew, policy, begin, Decision{Allowed: left.Valid}, err)
+	return duration(left.Int64), err
+}
+
+// Release frees the slots of a holder, and reports whether it held until now. It is safe to repeat. It is for holders of
+// [Limiter.HoldAs]; a [Hold] has its own [Hold.Release].
+//
+// Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
+func (l *limiter) Release(ctx context.Context, policy, key, holder string) (held bool, err error) {
+	begin := l.hooks.begin()
+	err = l.query(ctx, call{
+		verb:     verbRelease,
+		columns:  "ratelimit_release",
+		function: "ratelimit_release($1::text, $2::text, $3::text)",
+		args:     []any{policy, key, holder},
+		once:     true,
+	}, &held)
+	l.hooks.answered(ctx, verbRelease, policy, begin, Decision{Allowed: held}, err)
+	return held, err
 }
 
 // decision is for hooks.
@@ -337,22 +390,13 @@ func (h *Hold) renew() {
 	}
 	ctx, cancel := context.WithTimeout(h.calls, patience)
 	defer cancel()
-	var heldFor pgtype.Int8
-	begin := h.limiter.hooks.begin()
-	err := h.limiter.query(ctx, call{
-		verb:     verbRenew,
-		columns:  microseconds("ratelimit_renew"),
-		function: "ratelimit_renew($1::text, $2::text, $3::text)",
-		args:     []any{h.policy, h.key, h.holder},
-		once:     true,
-	}, &heldFor)
-	h.limiter.hooks.answered(ctx, verbRenew, h.policy, begin, Decision{Allowed: heldFor.Valid}, err)
+	heldFor, err := h.limiter.Renew(ctx, h.policy, h.key, h.holder)
 
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	switch now := h.now(); {
-	case err == nil && heldFor.Valid:
-		h.tenure.renewed(sent, duration(heldFor.Int64))
+	case err == nil && heldFor > 0:
+		h.tenure.renewed(sent, heldFor)
 		h.timer.Reset(h.tenure.until - now)
 	case err == nil || errors.Is(err, ErrUnknownPolicy) || errors.Is(err, ErrInvalidArgument): // it was reset or dropped, or has ended
 		h.tenure.end() // which keep sees
@@ -437,16 +481,7 @@ func (h *Hold) Release(ctx context.Context) error {
 
 // send makes the call that releases.
 func (h *Hold) send(ctx context.Context) error {
-	var held bool
-	begin := h.limiter.hooks.begin()
-	err := h.limiter.query(ctx, call{
-		verb:     verbRelease,
-		columns:  "ratelimit_release",
-		function: "ratelimit_release($1::text, $2::text, $3::text)",
-		args:     []any{h.policy, h.key, h.holder},
-		once:     true,
-	}, &held)
-	h.limiter.hooks.answered(ctx, verbRelease, h.policy, begin, Decision{Allowed: held}, err)
+	_, err := h.limiter.Release(ctx, h.policy, h.key, h.holder)
 	if errors.Is(err, ErrUnknownPolicy) { // it was dropped with its holders
 		return nil
 	}

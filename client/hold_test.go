@@ -529,6 +529,36 @@ func TestHold_LeavesNothingBehind(t *testing.T) {
 	})
 }
 
+// A program that names its holder makes each call by itself, and nothing renews for it.
+func TestHoldAs_IsOneCall(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := &seen{}
+		ctx, fake := t.Context(), newJobs(t, client.Observe(s.hooks()))
+		holdAs := func(holder string, opts ...client.CallOption) client.HoldDecision {
+			return noError(fake.HoldAs(ctx, "jobs", "k", holder, opts...))(t)
+		}
+		granted := client.HoldDecision{Allowed: true, HeldFor: 30 * time.Second, Capacity: 2}
+		require.Equal(t, granted, holdAs("a", client.Cost(2)))
+		time.Sleep(20 * time.Second)
+		require.Equal(t, client.HoldDecision{RetryAfter: 10 * time.Second, Capacity: 2}, holdAs("b"))
+		granted.Renewed = true
+		require.Equal(t, granted, holdAs("a", client.Cost(2)))
+		_, err := fake.HoldAs(ctx, "jobs", "k", "a")
+		require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
+		time.Sleep(20 * time.Second)
+		require.Equal(t, 30*time.Second, noError(fake.Renew(ctx, "jobs", "k", "a"))(t))
+		require.True(t, noError(fake.Release(ctx, "jobs", "k", "a"))(t))
+		require.False(t, noError(fake.Release(ctx, "jobs", "k", "a"))(t))
+		require.Zero(t, noError(fake.Renew(ctx, "jobs", "k", "a"))(t), "a renewal takes nothing")
+		require.True(t, holdAs("b").Allowed)
+		time.Sleep(30 * time.Second)
+		require.Zero(t, noError(fake.Renew(ctx, "jobs", "k", "b"))(t), "it was not renewed")
+		require.Equal(t, "hold allowed\nhold denied\nhold replayed\nhold error\nrenew allowed\nrelease allowed\nrelease denied\nrenew denied\n"+
+			"hold allowed\nrenew denied\n", s.operations())
+	})
+}
+
 func TestSharded_RoutesHolds(t *testing.T) {
 	t.Parallel()
 	shards := []*numberedShard{{}, {}}
@@ -536,6 +566,7 @@ func TestSharded_RoutesHolds(t *testing.T) {
 		s.answers = []any{
 			row{true, int64(1), int64(0), int64(3600e6), int64(2), false, false}, row{true},
 			row{fmt.Sprintf(`[{"policy": "jobs", "key": %q, "holder": "b", "cost": 1, "held_for": 5}]`, keyOn(i, 2))},
+			row{true, int64(1), int64(0), int64(3600e6), int64(2), false, false}, row{int64(3600e6)}, row{true},
 		}
 	}
 	limiter, err := openNumbered(t, shards...)
@@ -554,6 +585,16 @@ func TestSharded_RoutesHolds(t *testing.T) {
 	holders := noError(limiter.Holders(t.Context()))(t)
 	require.Len(t, holders, 2)
 	require.Less(t, holders[0].Key, holders[1].Key)
+	for i, s := range shards {
+		require.True(t, noError(limiter.HoldAs(t.Context(), "jobs", keyOn(i, 2), "h"))(t).Allowed)
+		require.Equal(t, time.Hour, noError(limiter.Renew(t.Context(), "jobs", keyOn(i, 2), "h"))(t))
+		require.True(t, noError(limiter.Release(t.Context(), "jobs", keyOn(i, 2), "h"))(t))
+		for _, call := range s.sent()[3:] {
+			require.Equal(t, []any{"jobs", keyOn(i, 2), "h"}, call.args[:3])
+		}
+	}
+
+	shards[0].answers = []any{row{fmt.Sprintf(`[{"policy": "jobs", "key": %q, "holder": "b", "cost": 1, "held_for": 5}]`, keyOn(0, 2))}}
 	require.Len(t, noError(limiter.Holders(t.Context(), client.OfKey(keyOn(0, 2))))(t), 1)
 
 	shards[1].answers = []any{pgError("RL001")}

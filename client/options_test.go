@@ -42,6 +42,7 @@ func TestCallOptions_AreForTheirMethods(t *testing.T) {
 		{"Reserve", []any{ctx, "p", "k", time.Second}, "Cost, IdempotencyKey"},
 		{"AcquireUpTo", []any{ctx, "p", "k", int64(1)}, "AtLeast, IdempotencyKey"},
 		{"Wait", []any{ctx, "p", "k"}, "Cost"},
+		{"HoldAs", []any{ctx, "p", "k", "h"}, "Cost"},
 		{"Overrides", []any{ctx}, "OfPolicy, OfKey, MaxRows"},
 		{"Cleanup", []any{ctx}, "MaxRows"},
 	} {

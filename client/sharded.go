@@ -332,6 +332,27 @@ func (s *Sharded) HoldWait(ctx context.Context, policy, key string, opts ...Call
 	return h, d, err
 }
 
+// HoldAs is [Limiter.HoldAs] on the shard of key.
+//
+// Errors: as Limiter.HoldAs, in a [*ShardError].
+func (s *Sharded) HoldAs(ctx context.Context, policy, key, holder string, opts ...CallOption) (HoldDecision, error) {
+	return ask(ctx, s, key, func(on *shard) (HoldDecision, error) { return on.HoldAs(ctx, policy, key, holder, opts...) })
+}
+
+// Renew is [Limiter.Renew] on the shard of key.
+//
+// Errors: as Limiter.Renew, in a [*ShardError].
+func (s *Sharded) Renew(ctx context.Context, policy, key, holder string) (heldFor time.Duration, err error) {
+	return ask(ctx, s, key, func(on *shard) (time.Duration, error) { return on.Renew(ctx, policy, key, holder) })
+}
+
+// Release is [Limiter.Release] on the shard of key.
+//
+// Errors: as Limiter.Release, in a [*ShardError].
+func (s *Sharded) Release(ctx context.Context, policy, key, holder string) (held bool, err error) {
+	return ask(ctx, s, key, func(on *shard) (bool, error) { return on.Release(ctx, policy, key, holder) })
+}
+
 // Override is [Limiter.Override] on the shard of the override's key.
 //
 // Errors: as Limiter.Override, in a [*ShardError].

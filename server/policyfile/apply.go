@@ -63,7 +63,14 @@ func (c *Change) failed(err error) error {
 }
 
 func (p Policy) define(ctx context.Context, tx pgx.Tx) error {
-	if p.isQuota() {
+	switch {
+	case p.isSlots():
+		_, err := tx.Exec(ctx, `
+			select ratelimit_define_policy($1::text, capacity => $2::bigint, durable => $3::boolean, shadow => $4::boolean,
+			                               lease => $5::text::interval)`,
+			p.Name, p.Capacity, p.Durable, p.Shadow, p.Lease.interval())
+		return err
+	case p.isQuota():
 		_, err := tx.Exec(ctx, `
 			select ratelimit_define_policy($1::text, capacity => $2::bigint, durable => $3::boolean, remember => $4::text::interval,
 			                               shadow => $5::boolean, period => $6::text::interval, time_zone => $7::text, anchor => $8::text::timestamp)`,
@@ -95,7 +102,12 @@ func (o Override) set(ctx context.Context, tx pgx.Tx) error {
 		text := o.ExpiresAt.Format(time.RFC3339Nano)
 		expires = &text
 	}
-	if o.isOfQuota() {
+	switch {
+	case o.isOfSlots():
+		_, err := tx.Exec(ctx, "select ratelimit_override($1::text, $2::text, capacity => $3::bigint, expires_at => $4::text::timestamptz, lease => $5::text::interval)",
+			o.Policy, o.Key, o.Capacity, expires, o.Lease.interval())
+		return err
+	case o.isOfQuota():
 		_, err := tx.Exec(ctx, `
 			select ratelimit_override($1::text, $2::text, capacity => $3::bigint, expires_at => $4::text::timestamptz,
 			                          time_zone => $5::text, anchor => $6::text::timestamp)`,

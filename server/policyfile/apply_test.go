@@ -34,14 +34,16 @@ func apply(t require.TestingT, db policyfile.Database, text string, options ...p
 func policiesIn(t require.TestingT, db *pgtest.DB) []string {
 	return lines(t, db, `
 		select concat_ws(' ', policy, capacity, refill, (extract(epoch from every) * 1000000)::bigint, stepped, durable,
-		                 (extract(epoch from remember) * 1000000)::bigint, shadow, period, time_zone, anchor)
+		                 (extract(epoch from remember) * 1000000)::bigint, shadow, period, time_zone, anchor,
+		                 (extract(epoch from lease) * 1000000)::bigint)
 		  from ratelimit_policies()`)
 }
 
 func overridesIn(t require.TestingT, db *pgtest.DB) []string {
 	return lines(t, db, `
 		select concat_ws(' ', policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint,
-		                 coalesce((extract(epoch from expires_at) * 1000000)::bigint, 0), time_zone, anchor)
+		                 coalesce((extract(epoch from expires_at) * 1000000)::bigint, 0), time_zone, anchor,
+		                 (extract(epoch from lease) * 1000000)::bigint)
 		  from ratelimit_overrides(max_rows => 1000000)`)
 }
 
@@ -73,6 +75,11 @@ func wanted(doc document) (policies, overrides []string) {
 	all, _ := doc["policies"].(document)
 	for name, p := range all {
 		p := p.(document)
+		if isSlots(name) {
+			policies = append(policies, fmt.Sprint(name, " ", or(p, "capacity", nil), " ", letter(or(p, "durable", true)), " ",
+				letter(or(p, "shadow", false)), " ", or(p, "lease", nil)))
+			continue
+		}
 		if isQuota(name) {
 			policies = append(policies, fmt.Sprint(name, " ", or(p, "capacity", nil), " ", letter(or(p, "durable", true)), " ", or(p, "remember", 86_400_000_000), " ",
 				letter(or(p, "shadow", false)), " ", madePeriods[p["period"].(string)], " ", or(p, "time_zone", "UTC"), " ", anchor(p, document{})))
@@ -92,6 +99,10 @@ func wanted(doc document) (policies, overrides []string) {
 					panic(err)
 				}
 				expires = at.UnixMicro()
+			}
+			if isSlots(name) {
+				overrides = append(overrides, fmt.Sprint(name, " ", key, " ", or(o, "capacity", p["capacity"]), " ", expires, " ", or(o, "lease", or(p, "lease", nil))))
+				continue
 			}
 			if isQuota(name) {
 				overrides = append(overrides, fmt.Sprint(name, " ", key, " ", or(o, "capacity", p["capacity"]), " ", expires, " ",
@@ -178,13 +189,18 @@ policies:
   slow: {capacity: 10, refill: 1, every: 365250d, remember: 1us}
   budget: {capacity: 9000000000000, refill: 0, every: 365250d}
   closed: {capacity: 0, refill: 9000000000000, every: 1us}
+  short: {capacity: 1, lease: 1ms}
+  long: {capacity: 10000, lease: 365250d}
 overrides:
+  long: {blocked: {capacity: 0, lease: 1ms}}
   budget: {blocked: {capacity: 0}, large: {refill: 9000000000000, expires_at: 9999-12-31T23:59:59.999999-23:59}}
 `)
 	require.Equal(t, []string{
 		"budget 9000000000000 0 31557600000000000 f t 86400000000 f",
 		"closed 0 9000000000000 1 f t 86400000000 f",
 		"large 9000000000000 9000000000000 1 f t 31557600000000000 f",
+		"long 10000 t f 31557600000000000",
+		"short 1 t f 1000",
 		"slow 10 1 31557600000000000 f t 1 f",
 	}, policiesIn(t, db))
 	requireProblems(t, "policies: {slow: {capacity: 11, refill: 1, every: 365250d}}",
@@ -207,6 +223,11 @@ overrides:
 const plans = `
 policies: {plan: {capacity: 1000, period: 1 month}}
 overrides: {plan: {a: {time_zone: Europe/Berlin}, b: {capacity: 5000, anchor: 2024-01-31T09:00:00, expires_at: 2999-01-01T00:00:00Z}}}
+`
+
+const slots = `
+policies: {jobs: {capacity: 5, lease: 5m}}
+overrides: {jobs: {vip: {capacity: 50}, slow: {lease: 1h, expires_at: 2999-01-01T00:00:00Z}}}
 `
 
 // A step applies a file, perhaps to a database that something else has changed.
@@ -268,6 +289,19 @@ func TestApply_ShowsWhatItChanges(t *testing.T) {
 				shows: `~ policy "plan": time_zone Asia/Tokyo -> UTC
 - override "a" of "plan": capacity 1000, time_zone Asia/Tokyo, anchor 2001-01-01, expires_at never
 - override "b" of "plan": capacity 5000, time_zone UTC, anchor 2024-01-31, expires_at 2999-01-01T00:00:00Z
+`,
+			},
+		},
+		"slots": {
+			{file: slots, shows: `+ policy "jobs": capacity 5, lease 5m, durable true, shadow false
++ override "vip" of "jobs": capacity 50, lease 5m, expires_at never
++ override "slow" of "jobs": capacity 5, lease 1h, expires_at 2999-01-01T00:00:00Z
+`},
+			{file: strings.NewReplacer("lease: 5m", "lease: 10m, shadow: true", "capacity: 50", "capacity: 50, lease: 5m").Replace(slots), shows: `~ policy "jobs": lease 5m -> 10m, shadow false -> true
+`},
+			{
+				sql: `select ratelimit_hold('jobs', 'k', h) from unnest(array['a', 'b']) as h`, file: another, options: prune,
+				shows: newPolicy + `- policy "jobs": dropped with 0 buckets, 2 overrides, 0 idempotency keys and 2 holders
 `,
 			},
 		},
@@ -404,6 +438,10 @@ func TestApply_Errors(t *testing.T) {
 			`limits.yaml:1:44: policy "stays" refills in the database, and cannot become a quota`},
 		"a quota": {"select ratelimit_drop_policy('stays'); select ratelimit_define_policy('stays', 1, period => '1 day')", "policies:\n  stays: {capacity: 1, refill: 1, every: 1s}",
 			`limits.yaml:2:3: policy "stays" is a quota in the database, and cannot begin to refill: drop the policy first, and its buckets will be full`},
+		"slots of a policy that refills": {"", "policies:\n  stays: {capacity: 1, lease: 5m}",
+			`limits.yaml:2:3: policy "stays" refills in the database, and cannot begin to lend slots: drop the policy first, and its slots will be free`},
+		"a quota of slots": {"select ratelimit_drop_policy('stays'); select ratelimit_define_policy('stays', 1, lease => '5 minutes')", "policies:\n  stays: {capacity: 1, period: 1 day}",
+			`limits.yaml:2:3: policy "stays" lends slots in the database, and cannot become a quota: drop the policy first, and its buckets will be full`},
 		"no function": {"alter function ratelimit_overrides rename to gone", twoPolicies,
 			"list overrides: the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "},
 	} {
@@ -492,7 +530,7 @@ func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
 
 	const one = "policies: {api: {capacity: 100, refill: 10, every: 1s}}"
 	_, err = policyfile.Apply(t.Context(), conn, parse(t, one), policyfile.Options{Prune: true})
-	require.ErrorContains(t, err, `- policy "llm": dropped with its buckets, overrides and idempotency keys, which this role may not count: `+
+	require.ErrorContains(t, err, `- policy "llm": dropped with its buckets, overrides, idempotency keys and holders, which this role may not count: `+
 		"the role may not do this, so grant it, or connect as the owner of the functions: ERROR: permission denied for function ratelimit_drop_policy")
 	require.Len(t, policiesIn(t, db), 2)
 

@@ -51,9 +51,10 @@ func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
 func ReadPolicies(ctx context.Context, db inspect.Querier) (policies []Policy, err error) {
 	rows, err := db.Query(ctx, `
 		select policy, capacity, coalesce(refill, 0), coalesce((extract(epoch from every) * 1000000.0)::bigint, 0),
-		       coalesce(stepped, false), durable, (extract(epoch from remember) * 1000000.0)::bigint, shadow,
+		       coalesce(stepped, false), durable, coalesce((extract(epoch from remember) * 1000000.0)::bigint, 0), shadow,
 		       coalesce((extract(year from period) * 12.0 + extract(month from period))::integer, 0), coalesce(extract(day from period)::integer, 0),
-		       coalesce(time_zone, ''), (extract(epoch from anchor) * 1000000.0)::bigint
+		       coalesce(time_zone, ''), (extract(epoch from anchor) * 1000000.0)::bigint,
+		       coalesce((extract(epoch from lease) * 1000000.0)::bigint, 0)
 		  from ratelimit_policies()`)
 	if err != nil {
 		return nil, err
@@ -62,7 +63,7 @@ func ReadPolicies(ctx context.Context, db inspect.Querier) (policies []Policy, e
 	var period client.Period
 	var anchor *int64
 	_, err = pgx.ForEachRow(rows,
-		[]any{&p.Name, &p.Capacity, &p.Refill, &p.Every, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow, &period.Months, &period.Days, &p.TimeZone, &anchor},
+		[]any{&p.Name, &p.Capacity, &p.Refill, &p.Every, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow, &period.Months, &period.Days, &p.TimeZone, &anchor, &p.Lease},
 		func() error {
 			p.Period, p.Anchor = period.String(), anchorOf(anchor)
 			policies = append(policies, p)
@@ -82,14 +83,15 @@ func anchorOf(microseconds *int64) string {
 func (s *state) readOverrides(ctx context.Context, tx pgx.Tx) error {
 	rows, err := tx.Query(ctx, `
 		select policy, key, capacity, coalesce(refill, 0), coalesce((extract(epoch from every) * 1000000.0)::bigint, 0),
-		       (extract(epoch from expires_at) * 1000000.0)::bigint, coalesce(time_zone, ''), (extract(epoch from anchor) * 1000000.0)::bigint
+		       (extract(epoch from expires_at) * 1000000.0)::bigint, coalesce(time_zone, ''), (extract(epoch from anchor) * 1000000.0)::bigint,
+		       coalesce((extract(epoch from lease) * 1000000.0)::bigint, 0)
 		  from ratelimit_overrides(max_rows => $1::integer)`, math.MaxInt32)
 	if err != nil {
 		return err
 	}
 	var o Override
 	var expires, anchor *int64
-	_, err = pgx.ForEachRow(rows, []any{&o.Policy, &o.Key, &o.Capacity, &o.Refill, &o.Every, &expires, &o.TimeZone, &anchor},
+	_, err = pgx.ForEachRow(rows, []any{&o.Policy, &o.Key, &o.Capacity, &o.Refill, &o.Every, &expires, &o.TimeZone, &anchor, &o.Lease},
 		func() error {
 			o.ExpiresAt, o.Anchor = time.Time{}, anchorOf(anchor)
 			if expires != nil {
@@ -106,6 +108,7 @@ type Lost struct {
 	Buckets         int64 `json:"buckets"`
 	Overrides       int64 `json:"overrides"`
 	IdempotencyKeys int64 `json:"idempotency_keys"`
+	Holders         int64 `json:"holders,omitempty"` // of slots
 }
 
 // readLost counts what is dropped with policies. It returns nil if the role may not read the tables: no function counts idempotency
@@ -130,7 +133,9 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]Los
 		                              union all select policy_id from ratelimit.ephemeral_buckets) as b where b.policy_id = p.id),
 		       (select count(*) from ratelimit.overrides as o where o.policy_id = p.id),
 		       (select count(*) from (select policy_id from ratelimit.idempotency_keys
-		                              union all select policy_id from ratelimit.ephemeral_idempotency_keys) as i where i.policy_id = p.id)
+		                              union all select policy_id from ratelimit.ephemeral_idempotency_keys) as i where i.policy_id = p.id),
+		       (select count(*) from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l
+		         where l.policy_id = p.id and l.ends_at > clock_timestamp())
 		  from ratelimit.policies as p
 		 where p.name = any($1)`, policies)
 	if err != nil {
@@ -139,7 +144,7 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]Los
 	counts := make(map[string]Lost, len(policies))
 	var name string
 	var lost Lost
-	_, err = pgx.ForEachRow(rows, []any{&name, &lost.Buckets, &lost.Overrides, &lost.IdempotencyKeys}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&name, &lost.Buckets, &lost.Overrides, &lost.IdempotencyKeys, &lost.Holders}, func() error {
 		counts[name] = lost
 		return nil
 	})
@@ -209,7 +214,10 @@ func (s *state) write() []byte {
 	text.WriteString("policies:\n")
 	for _, p := range slices.SortedFunc(maps.Values(s.policies), func(a, b Policy) int { return cmp.Compare(a.Name, b.Name) }) {
 		defaults := Policy{Capacity: -1, Refill: -1, Durable: true, Remember: Day}
-		if p.isQuota() {
+		switch {
+		case p.isSlots():
+			defaults.Lease = Microsecond // which no lease is
+		case p.isQuota():
 			defaults.Period, defaults.TimeZone, defaults.Anchor = "none", defaultTimeZone, defaultAnchor
 		}
 		fmt.Fprintf(&text, "  %s: %s\n", strconv.Quote(p.Name), inline(p.fields(), defaults.fields()))
@@ -225,7 +233,10 @@ func (s *state) write() []byte {
 		}
 		of = o.Policy
 		defaults := Override{Capacity: -1, Refill: -1}
-		if o.isOfQuota() {
+		switch {
+		case o.isOfSlots():
+			defaults.Lease = Microsecond
+		case o.isOfQuota():
 			defaults.TimeZone = "none"
 		}
 		fmt.Fprintf(&text, "    %s: %s\n", strconv.Quote(o.Key), inline(o.fields(), defaults.fields()))

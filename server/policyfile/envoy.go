@@ -280,7 +280,7 @@ func (r *reader) envoyPolicy(f field) string {
 		r.checkName(f.value.at, "policy", name)
 	}
 	if name != "" {
-		r.checkPolicy(f.value.at, name)
+		r.checkTokens(f.value.at, name)
 	}
 	return name
 }

@@ -128,7 +128,7 @@ func handle(mux *http.ServeMux, pattern string) (complaint string) {
 
 func (r *reader) charge(f field, pattern string) Charge {
 	c := Charge{Policy: f.name, Cost: 1, At: f.at}
-	r.checkPolicy(f.at, f.name)
+	r.checkTokens(f.at, f.name)
 	if r.object(f, "a charge",
 		known{"cost", func(f field) { c.Cost = r.whole(f, maxTokens) }},
 		known{"key", func(f field) { c.Key = r.key(f, pattern) }}) {

@@ -15,6 +15,9 @@ import (
 
 // written is a policy in one line, as the database has it, too.
 func written(p policyfile.Policy) string {
+	if p.Lease != 0 {
+		return fmt.Sprint(p.Name, " ", p.Capacity, " ", p.Durable, " ", p.Shadow, " ", p.Lease)
+	}
 	if p.Period != "" {
 		return fmt.Sprint(p.Name, " ", p.Capacity, " ", p.Durable, " ", p.Remember, " ", p.Shadow, " ", p.Period, " ", p.TimeZone, " ", p.Anchor)
 	}
@@ -77,8 +80,9 @@ var (
 	}
 )
 
-// isQuota is the kind of the policies that are made up. It is that of their name, so that environments can replace fields.
+// isQuota and isSlots are the kind of the policies that are made up. It is that of their name, so that environments can replace fields.
 func isQuota(name string) bool { return len(name)%3 == 0 }
+func isSlots(name string) bool { return len(name)%3 == 1 }
 
 // somePolicy has any of its fields, or all that a new one needs. Buckets of these numbers fill within 10,000 years.
 func somePolicy(t *rapid.T, name string, complete bool) document {
@@ -88,20 +92,29 @@ func somePolicy(t *rapid.T, name string, complete bool) document {
 			p[field] = value()
 		}
 	}
-	set("capacity", true, func() any { return rapid.Int64Range(0, 2000).Draw(t, "capacity") })
+	least := int64(0)
+	if isSlots(name) {
+		least = 1
+		isLease := func(s madeSpan) bool { return s.microseconds >= 1000 }
+		set("lease", true, func() any { return anySpan.Filter(isLease).Draw(t, "lease") })
+	} else {
+		set("remember", false, func() any { return anySpan.Draw(t, "remember") })
+	}
+	set("capacity", true, func() any { return rapid.Int64Range(least, 2000).Draw(t, "capacity") })
 	bools := []string{"durable", "shadow"}
-	if isQuota(name) {
+	switch {
+	case isSlots(name):
+	case isQuota(name):
 		set("period", true, func() any { return rapid.SampledFrom(slices.Sorted(maps.Keys(madePeriods))).Draw(t, "period") })
 		set("time_zone", false, func() any {
 			return rapid.SampledFrom([]string{"UTC", "Europe/Berlin", "Etc/GMT+5"}).Draw(t, "time_zone")
 		})
 		set("anchor", false, func() any { return rapid.SampledFrom(slices.Sorted(maps.Keys(madeAnchors))).Draw(t, "anchor") })
-	} else {
+	default:
 		set("refill", true, func() any { return rapid.Int64Range(0, 9_000_000_000_000).Draw(t, "refill") })
 		set("every", true, func() any { return anySpan.Draw(t, "every") })
 		bools = append(bools, "stepped")
 	}
-	set("remember", false, func() any { return anySpan.Draw(t, "remember") })
 	for _, field := range bools {
 		set(field, false, func() any { return rapid.Bool().Draw(t, field) })
 	}

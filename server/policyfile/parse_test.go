@@ -47,7 +47,7 @@ func TestParse_MistakesThatAreHardToRead(t *testing.T) {
 		policy(`""`):                     "1:12: the name of a policy is empty: write 1 to 512 bytes",
 		policy(`"a\0b"`):                 `1:12: the name of a policy has a character that PostgreSQL does not store, such as \0: remove it`,
 		policy(strings.Repeat("é", 257)): "1:12: the name of a policy has 514 bytes: write 1 to 512",
-		`policies: {"é": {capacity: 1, refill: 1, every: 1s}, ü: 1}`: "1:57: ü is 1: write its fields, each on a line of its own: capacity, refill, every, stepped, durable, remember, shadow, period, time_zone and anchor",
+		`policies: {"é": {capacity: 1, refill: 1, every: 1s}, ü: 1}`: "1:57: ü is 1: write its fields, each on a line of its own: capacity, refill, every, stepped, durable, remember, shadow, period, time_zone, anchor and lease",
 	} {
 		requireProblems(t, file, "limits.yaml:"+want)
 	}
@@ -126,6 +126,7 @@ policies:
     shadow: true
   plan: {capacity: 10000, period: 12 months, time_zone: Europe/Berlin, anchor: 2024-01-31T00:00:00}
   days: {capacity: 50, period: 1 day, durable: false}
+  jobs: {capacity: 5, lease: 5m, shadow: true}
 
 overrides:
   llm:
@@ -134,6 +135,8 @@ overrides:
   plan:
     "user:42": {time_zone: America/New_York}
     "user:43": {capacity: 0, anchor: 2024-02-29T09:30:00.5}
+  jobs:
+    "user:42": {capacity: 0, lease: 1h}
 
 http:
   trusted_proxies: 1
@@ -181,7 +184,7 @@ func TestParse_ReadsWhatIsWritten(t *testing.T) {
 	base, err := file.Rules("")
 	require.NoError(t, err)
 
-	require.Len(t, base.Policies, 4)
+	require.Len(t, base.Policies, 5)
 	api, llm := base.Policies[0], base.Policies[1]
 	require.Equal(t, "limits.yaml:3:3", api.At.String())
 	require.Equal(t, "api 100 10 1s false true 1d false", written(api))
@@ -190,40 +193,42 @@ func TestParse_ReadsWhatIsWritten(t *testing.T) {
 
 	require.Equal(t, "plan 10000 true 1d false 1 year Europe/Berlin 2024-01-31", written(base.Policies[2]))
 	require.Equal(t, "days 50 false 1d false 1 day UTC 2001-01-01", written(base.Policies[3]))
+	require.Equal(t, "jobs 5 true true 5m", written(base.Policies[4]))
 
 	at := func(line, column int) policyfile.Position {
 		return policyfile.Position{File: "limits.yaml", Line: line, Column: column}
 	}
 	expires := time.Date(2999, 12, 31, 22, 59, 59, 123456000, time.UTC)
 	require.Equal(t, []policyfile.Override{
-		{Policy: "llm", Key: "user:42", Refill: 0, Every: 30 * policyfile.Day, At: at(17, 5), ExpiresAt: expires},
-		{Policy: "llm", Key: "42", Capacity: 1000000, Refill: 7, Every: policyfile.Hour, At: at(18, 5)},
-		{Policy: "plan", Key: "user:42", Capacity: 10000, TimeZone: "America/New_York", Anchor: "2024-01-31", At: at(20, 5)},
-		{Policy: "plan", Key: "user:43", TimeZone: "Europe/Berlin", Anchor: "2024-02-29T09:30:00.5", At: at(21, 5)},
+		{Policy: "llm", Key: "user:42", Refill: 0, Every: 30 * policyfile.Day, At: at(18, 5), ExpiresAt: expires},
+		{Policy: "llm", Key: "42", Capacity: 1000000, Refill: 7, Every: policyfile.Hour, At: at(19, 5)},
+		{Policy: "plan", Key: "user:42", Capacity: 10000, TimeZone: "America/New_York", Anchor: "2024-01-31", At: at(21, 5)},
+		{Policy: "plan", Key: "user:43", TimeZone: "Europe/Berlin", Anchor: "2024-02-29T09:30:00.5", At: at(22, 5)},
+		{Policy: "jobs", Key: "user:42", Lease: policyfile.Hour, At: at(24, 5)},
 	}, base.Overrides)
 
 	require.Equal(t, policyfile.HTTP{TrustedProxies: 1, Routes: []policyfile.Route{
-		{Pattern: "POST /orders/{id}", At: at(26, 5), Charges: []policyfile.Charge{
-			{Policy: "api", Cost: 5, Key: policyfile.Key{From: policyfile.User}, At: at(27, 7)},
-			{Policy: "llm", Cost: 0, Key: policyfile.Key{From: policyfile.Path, Name: "id"}, At: at(28, 7)},
+		{Pattern: "POST /orders/{id}", At: at(29, 5), Charges: []policyfile.Charge{
+			{Policy: "api", Cost: 5, Key: policyfile.Key{From: policyfile.User}, At: at(30, 7)},
+			{Policy: "llm", Cost: 0, Key: policyfile.Key{From: policyfile.Path, Name: "id"}, At: at(31, 7)},
 		}},
-		{Pattern: "/files/{path...}", At: at(29, 5), Charges: []policyfile.Charge{
-			{Policy: "api", Cost: 1, Key: policyfile.Key{From: policyfile.Header, Name: "X-Tenant"}, At: at(29, 24)},
+		{Pattern: "/files/{path...}", At: at(32, 5), Charges: []policyfile.Charge{
+			{Policy: "api", Cost: 1, Key: policyfile.Key{From: policyfile.Header, Name: "X-Tenant"}, At: at(32, 24)},
 		}},
 	}}, base.HTTP)
 
-	require.Equal(t, []policyfile.EnvoyDomain{{Name: "edge", At: at(32, 13), Descriptors: []policyfile.EnvoyDescriptor{
-		{Key: "tenant", At: at(34, 9), Descriptors: []policyfile.EnvoyDescriptor{
-			{Key: "path", Value: "7", At: at(36, 13), Limit: &policyfile.EnvoyLimit{Policy: "api", Overdraw: true, At: at(38, 13)}},
+	require.Equal(t, []policyfile.EnvoyDomain{{Name: "edge", At: at(35, 13), Descriptors: []policyfile.EnvoyDescriptor{
+		{Key: "tenant", At: at(37, 9), Descriptors: []policyfile.EnvoyDescriptor{
+			{Key: "path", Value: "7", At: at(39, 13), Limit: &policyfile.EnvoyLimit{Policy: "api", Overdraw: true, At: at(41, 13)}},
 		}},
-		{Key: "remote_address", ShadowMode: true, At: at(39, 9), Limit: &policyfile.EnvoyLimit{
-			Name: "address", Unit: "minute", Replaces: []string{"other"}, At: at(41, 9),
+		{Key: "remote_address", ShadowMode: true, At: at(42, 9), Limit: &policyfile.EnvoyLimit{
+			Name: "address", Unit: "minute", Replaces: []string{"other"}, At: at(44, 9),
 		}},
 		{
-			Key: "internal", Value: "a*", ShareThreshold: true, QuotaMode: true, DetailedMetric: true, ValueToMetric: true, At: at(42, 9),
-			Limit: &policyfile.EnvoyLimit{Unlimited: true, At: at(42, 61)},
+			Key: "internal", Value: "a*", ShareThreshold: true, QuotaMode: true, DetailedMetric: true, ValueToMetric: true, At: at(45, 9),
+			Limit: &policyfile.EnvoyLimit{Unlimited: true, At: at(45, 61)},
 		},
-		{Key: "plan", At: at(43, 9), Limit: &policyfile.EnvoyLimit{Unit: "month", RequestsPerUnit: 100, Calendar: true, At: at(43, 21)}},
+		{Key: "plan", At: at(46, 9), Limit: &policyfile.EnvoyLimit{Unit: "month", RequestsPerUnit: 100, Calendar: true, At: at(46, 21)}},
 	}}}, base.Envoy)
 }
 
@@ -236,18 +241,18 @@ func TestParse_EnvironmentsReplaceFields(t *testing.T) {
 	staging, err := file.Rules("staging")
 	require.NoError(t, err)
 
-	require.Len(t, staging.Policies, 5)
+	require.Len(t, staging.Policies, 6)
 	require.Equal(t, "api 5 10 1s false true 1d false", written(staging.Policies[0]))
 	require.Equal(t, base.Policies[1], staging.Policies[1])
-	require.Equal(t, "extra 1 1 1m false true 1d false", written(staging.Policies[4]))
+	require.Equal(t, "extra 1 1 1m false true 1d false", written(staging.Policies[5]))
 
-	require.Len(t, staging.Overrides, 5)
+	require.Len(t, staging.Overrides, 6)
 	require.Equal(t, base.Overrides[0], staging.Overrides[0])
 	require.Equal(t, policyfile.Override{
 		Policy: "llm", Key: "42", Capacity: 1000000, Refill: 7, Every: 2 * policyfile.Hour, At: base.Overrides[1].At,
 	}, staging.Overrides[1])
-	require.Equal(t, base.Overrides[2:], staging.Overrides[2:4])
-	alias := staging.Overrides[4]
+	require.Equal(t, base.Overrides[2:], staging.Overrides[2:5])
+	alias := staging.Overrides[5]
 	require.Equal(t, policyfile.Override{Policy: "extra", Key: "new", Capacity: 1, Refill: 7, Every: policyfile.Hour, At: alias.At}, alias)
 
 	require.Zero(t, staging.HTTP.TrustedProxies)
@@ -341,12 +346,15 @@ func checkRules(t *testing.T, rules *policyfile.Rules) {
 	known := map[string]bool{}
 	for _, p := range rules.Policies {
 		known[p.Name] = true
-		if !isName(p.Name) || !areNumbers(p.Capacity, p.Refill, p.Every, p.Period != "") || !isCalendar(p.Period, p.TimeZone, p.Anchor) || !isSpan(p.Remember) {
+		isSlots := p.Lease != 0
+		if !isName(p.Name) || !areNumbers(p.Capacity, p.Refill, p.Every, isSlots || p.Period != "") || !isCalendar(p.Period, p.TimeZone, p.Anchor) ||
+			isSlots && !(isLease(p.Capacity, p.Lease) && p.Capacity > 0 && p.Period == "" && p.Remember == 0) || !isSlots && !isSpan(p.Remember) {
 			t.Errorf("%+v", p)
 		}
 	}
 	for _, o := range rules.Overrides {
-		if !known[o.Policy] || !isName(o.Key) || !areNumbers(o.Capacity, o.Refill, o.Every, o.TimeZone != "") {
+		if !known[o.Policy] || !isName(o.Key) || !areNumbers(o.Capacity, o.Refill, o.Every, o.Lease != 0 || o.TimeZone != "") ||
+			o.Lease != 0 && !isLease(o.Capacity, o.Lease) {
 			t.Errorf("%+v", o)
 		}
 	}
@@ -371,6 +379,10 @@ func isCalendar(period, timeZone, anchor string) bool {
 		}
 	}
 	return true
+}
+
+func isLease(capacity int64, lease policyfile.Span) bool {
+	return capacity <= 10_000 && isSpan(lease) && lease >= policyfile.Millisecond
 }
 
 func isName(name string) bool {

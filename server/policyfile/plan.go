@@ -152,18 +152,28 @@ func checkFixed(s *state, policies []Policy) error {
 		old, exists := s.policies[p.Name]
 		switch {
 		case !exists:
-		case old.isQuota() != p.isQuota():
-			is, not := "refills", "become a quota"
-			if old.isQuota() {
-				is, not = "is a quota", "begin to refill"
-			}
-			c.add(p.At, "policy %s %s in the database, and cannot %s: drop the policy first, and its buckets will be full", quote(p.Name), is, not)
+		case old.isQuota() != p.isQuota() || old.isSlots() != p.isSlots():
+			is, _, _ := old.kind()
+			_, begin, then := p.kind()
+			c.add(p.At, "policy %s %s in the database, and cannot %s: drop the policy first, and its %s", quote(p.Name), is, begin, then)
 		case old.Durable != p.Durable:
+			_, _, then := p.kind()
 			c.add(p.durableAt, "policy %s was created with durable: %t, which cannot change: write that, "+
-				"or drop the policy first, and its buckets will be full", quote(p.Name), old.Durable)
+				"or drop the policy first, and its %s", quote(p.Name), old.Durable, then)
 		}
 	}
 	return c.err()
+}
+
+// kind returns what a policy of its kind is, how it becomes one, and what it has when it is new.
+func (p Policy) kind() (is, begin, then string) {
+	switch {
+	case p.isSlots():
+		return "lends slots", "begin to lend slots", "slots will be free"
+	case p.isQuota():
+		return "is a quota", "become a quota", "buckets will be full"
+	}
+	return "refills", "begin to refill", "buckets will be full"
 }
 
 func (d *Difference) policies(s *state, policies []Policy) {
@@ -246,6 +256,9 @@ type value struct {
 
 // fields returns the fields of a policy of its kind, always in the same order.
 func (p Policy) fields() []value {
+	if p.isSlots() {
+		return []value{{"capacity", p.Capacity}, {"lease", p.Lease.String()}, {"durable", p.Durable}, {"shadow", p.Shadow}}
+	}
 	kind := []value{{"refill", p.Refill}, {"every", p.Every.String()}, {"stepped", p.Stepped}}
 	if p.isQuota() {
 		kind = []value{{"period", p.Period}, {"time_zone", p.TimeZone}, {"anchor", p.Anchor}}
@@ -258,7 +271,10 @@ func (p Policy) fields() []value {
 // digits, the zone is the one furthest behind.
 func (o Override) fields() []value {
 	values := []value{{"capacity", o.Capacity}, {"refill", o.Refill}, {"every", o.Every.String()}}
-	if o.isOfQuota() {
+	switch {
+	case o.isOfSlots():
+		values = []value{{"capacity", o.Capacity}, {"lease", o.Lease.String()}}
+	case o.isOfQuota():
 		values = []value{{"capacity", o.Capacity}, {"time_zone", o.TimeZone}, {"anchor", o.Anchor}}
 	}
 	var expires any
@@ -342,10 +358,13 @@ func (c *Change) details() string {
 // String describes what is dropped.
 func (l *Lost) String() string {
 	if l == nil {
-		return "dropped with its buckets, overrides and idempotency keys, which this role may not count"
+		return "dropped with its buckets, overrides, idempotency keys and holders, which this role may not count"
 	}
-	return fmt.Sprintf("dropped with %s, %s and %s",
-		count(l.Buckets, "bucket"), count(l.Overrides, "override"), count(l.IdempotencyKeys, "idempotency key"))
+	counts := []string{count(l.Buckets, "bucket"), count(l.Overrides, "override"), count(l.IdempotencyKeys, "idempotency key")}
+	if l.Holders > 0 {
+		counts = append(counts, count(l.Holders, "holder"))
+	}
+	return "dropped with " + and(counts)
 }
 
 func count(n int64, what string) string {

@@ -14,6 +14,7 @@ import (
 
 const (
 	maxTokens = 9_000_000_000_000
+	maxSlots  = 10_000
 	maxName   = 512 // bytes
 )
 
@@ -101,10 +102,12 @@ func (r *reader) need(f field, what string, examples ...string) {
 	}
 }
 
-func (r *reader) whole(f field, most int64) int64 {
+func (r *reader) whole(f field, most int64) int64 { return r.between(f, 0, most) }
+
+func (r *reader) between(f field, least, most int64) int64 {
 	n, err := strconv.ParseInt(f.value.text, 10, 64)
-	if f.value.kind != integer || err != nil || n < 0 || n > most {
-		r.wrong(f, "a whole number from 0 to "+strconv.FormatInt(most, 10)+", in digits")
+	if f.value.kind != integer || err != nil || n < least || n > most {
+		r.wrong(f, fmt.Sprintf("a whole number from %d to %d, in digits", least, most))
 		return 0
 	}
 	return n
@@ -118,18 +121,23 @@ func (r *reader) boolean(f field) bool {
 	return strings.EqualFold(f.value.text, "true")
 }
 
-func (r *reader) span(f field) Span {
+func (r *reader) span(f field) Span { return r.longSpan(f, Microsecond) }
+
+func (r *reader) longSpan(f field, least Span) Span {
 	span, ok, inRange := parseSpan(f.value.text)
 	switch {
 	case f.value.kind == integer && !strings.HasPrefix(f.value.text, "-"):
 		r.add(f.value.at, "%s is %s, without a unit: write %[2]ss for seconds, or another of us, ms, s, m, h, d and w", f.name, f.value.describe())
 	case f.value.kind != text || !ok:
 		r.wrong(f, "whole numbers with units, such as 500ms, 10s, 5m, 1h30m or 30d")
-	case !inRange:
-		r.wrong(f, "1us to 365250d, which is 1000 years")
+	case !inRange || span < least:
+		r.wrong(f, least.String()+" to 365250d, which is 1000 years")
 	}
 	return span
 }
+
+// lease reads the lease of slots.
+func (r *reader) lease(f field) Span { return r.longSpan(f, Millisecond) }
 
 // instantPattern is stricter than package time, and agrees with other readers of RFC 3339.
 var instantPattern = regexp.MustCompile(`^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?(Z|[+-][0-9]{2}:[0-9]{2})$`)
@@ -221,6 +229,14 @@ func (r *reader) checkPolicy(at Position, name string) {
 		r.add(at, "unknown policy %s: did you mean %s?", quote(name), quote(near))
 	} else {
 		r.add(at, "unknown policy %s: write it below policies", quote(name))
+	}
+}
+
+// checkTokens reports a policy that the file does not have, or that has no tokens to take.
+func (r *reader) checkTokens(at Position, name string) {
+	r.checkPolicy(at, name)
+	if p := r.policies[name]; p != nil && p.isSlots() {
+		r.add(at, "policy %s lends slots, and has no tokens to take: write another policy", quote(name))
 	}
 }
 

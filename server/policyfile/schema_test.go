@@ -69,13 +69,15 @@ func TestSchema_ValidFiles(t *testing.T) {
 // patterns of net/http, and takes 1.0 for an integer.
 var beyondSchema = oneOf(
 	`an empty bucket of .*`,                                // the time to fill
-	`\w+ is "[0-9a-z]+": write 1us to 365250d.*`,           // the length of a span
+	`\w+ is "[0-9a-z]+": write 1[um]s to 365250d.*`,        // the length of a span
 	`.* has 600 bytes: write 1 to 512`,                     // a schema counts characters, and of these there are 300
 	`expires_at is "\d{4}-\d{2}-\d{2}T[0-9:]*Z": write .*`, // the calendar
 	`period is "[0-9]+ \w+": write .*`,                     // its length
 	`anchor is "?\d{4}-\d{2}-\d{2}[T0-9:.]*"?: write .*`,   // likewise
-	`\w+ is (not )?for a quota, and policy .*`,             // the policy of an override
-	`the policy of this rule would be called .*`,           // by its path
+	`\w+ is (not )?for (a quota|slots), and policy .*`,     // the policy of an override
+	`capacity is [0-9]+: write .* from 0 to 10000, .*`,     // likewise
+	`policy .* lends slots, and has no tokens .*`,
+	`the policy of this rule would be called .*`, // by its path
 	`unknown policy .*`,
 	`the pattern .* has no wildcard .*`,
 	`.* conflicts with .*`,
@@ -90,6 +92,7 @@ var beyondSchema = oneOf(
 // beyondSchemaInEnvironments are those about what the environment leaves out: the file may have it.
 var beyondSchemaInEnvironments = oneOf(
 	`policy .* has no .*: write .*`,
+	`capacity is [0-9]+: write .* from 1 to 10000, .*`,
 	`the charge to .* has no key: write key: ip`,
 	`override .* says nothing.*`,
 	`route .* charges nothing.*`,
@@ -233,7 +236,7 @@ func jsonOf(t require.TestingT, value any) string {
 var someNames = []string{
 	"capacity", "refill", "every", "remember", "shadow", "durable", "expires_at", "cost", "key", "value", "domain", "descriptors", "rate_limit",
 	"unit", "requests_per_unit", "unlimited", "policy", "overdraw", "replaces", "name", "policies", "overrides", "http", "routes", "environments",
-	"envoy", "period", "time_zone", "anchor", "calendar", "api", "llm", "GET /x", "GET", "", strings.Repeat("n", 513), strings.Repeat("é", 300), "a\x00b",
+	"envoy", "period", "time_zone", "anchor", "lease", "calendar", "api", "llm", "GET /x", "GET", "", strings.Repeat("n", 513), strings.Repeat("é", 300), "a\x00b",
 }
 
 var someValues = []any{

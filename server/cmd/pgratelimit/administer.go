@@ -31,13 +31,16 @@ func (p *program) policies() *cobra.Command {
 				return p.print(c, rows, "There is no policy yet.")
 			}
 			return p.print(c, rows, columns(func(table io.Writer) {
-				fmt.Fprintln(table, "POLICY\tCAPACITY\tREFILL\tEVERY\tSTEPPED\tDURABLE\tREMEMBER\tSHADOW\tPERIOD\tTIME_ZONE\tANCHOR")
+				fmt.Fprintln(table, "POLICY\tCAPACITY\tREFILL\tEVERY\tSTEPPED\tDURABLE\tREMEMBER\tSHADOW\tPERIOD\tTIME_ZONE\tANCHOR\tLEASE")
 				for _, r := range rows {
-					gains, calendar := fmt.Sprintf("%d\t%v\t%t", r.Refill, r.Every, r.Stepped), "-\t-\t-"
-					if r.Period != "" {
+					gains, remember, calendar, lease := fmt.Sprintf("%d\t%v\t%t", r.Refill, r.Every, r.Stepped), r.Remember.String(), "-\t-\t-", "-"
+					switch {
+					case r.Lease != 0:
+						gains, remember, lease = calendar, "-", r.Lease.String()
+					case r.Period != "":
 						gains, calendar = calendar, r.Period+"\t"+r.TimeZone+"\t"+r.Anchor
 					}
-					fmt.Fprintf(table, "%s\t%d\t%s\t%t\t%v\t%t\t%s\n", inspect.Printable(r.Name), r.Capacity, gains, r.Durable, r.Remember, r.Shadow, calendar)
+					fmt.Fprintf(table, "%s\t%d\t%s\t%t\t%s\t%t\t%s\t%s\n", inspect.Printable(r.Name), r.Capacity, gains, r.Durable, remember, r.Shadow, calendar, lease)
 				}
 			}))
 		},
@@ -94,7 +97,7 @@ func (p *program) reset() *cobra.Command {
 
 func (p *program) override() *cobra.Command {
 	var capacity, refill int64
-	var every, expiresAt, timeZone, anchor string
+	var every, expiresAt, timeZone, anchor, lease string
 	var remove bool
 	c := &cobra.Command{
 		Use:   "override POLICY KEY",
@@ -110,6 +113,7 @@ the policy's, and without --expires-at it lasts. --capacity 0 blocks the key. A 
 	flags.StringVar(&expiresAt, "expires-at", "", "when it ends, such as 2031-01-01T00:00:00Z")
 	flags.StringVar(&timeZone, "time-zone", "", "of a quota, such as Europe/Berlin")
 	flags.StringVar(&anchor, "anchor", "", "one turn of a quota, such as 2024-01-31 or 2024-01-31T09:00:00")
+	flags.StringVar(&lease, "lease", "", "of slots, such as 5m: how long a holder has them unless it renews")
 	flags.BoolVar(&remove, "remove", false, "leave the key to the policy's numbers")
 	set := func(c *cobra.Command, conn *pgx.Conn, args []string) error {
 		given := func(name string, value any) any {
@@ -118,9 +122,9 @@ the policy's, and without --expires-at it lasts. --capacity 0 blocks the key. A 
 			}
 			return value
 		}
-		_, err := conn.Exec(c.Context(), "select ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz, $7::text, $8::text::timestamp)",
+		_, err := conn.Exec(c.Context(), "select ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz, $7::text, $8::text::timestamp, $9::text::interval)",
 			args[0], args[1], given("capacity", capacity), given("refill", refill), given("every", every), given("expires-at", expiresAt),
-			given("time-zone", timeZone), given("anchor", anchor))
+			given("time-zone", timeZone), given("anchor", anchor), given("lease", lease))
 		if err != nil {
 			return described(err)
 		}
@@ -138,14 +142,14 @@ the policy's, and without --expires-at it lasts. --capacity 0 blocks the key. A 
 		return p.print(c, map[string]bool{"removed": removed}, text)
 	}
 	c.RunE = func(c *cobra.Command, args []string) error {
-		hasNumbers := slices.ContainsFunc([]string{"capacity", "refill", "every", "time-zone", "anchor"}, flags.Changed)
+		hasNumbers := slices.ContainsFunc([]string{"capacity", "refill", "every", "time-zone", "anchor", "lease"}, flags.Changed)
 		switch {
 		case remove && (hasNumbers || flags.Changed("expires-at")):
 			return usageError{errors.New("--remove takes no numbers: leave them out, or leave out --remove")}
 		case remove:
 			return p.onShardOf(removeIt)(c, args)
 		case !hasNumbers:
-			return usageError{errors.New("which numbers? Write --capacity, --refill, --every, --time-zone or --anchor, or --remove")}
+			return usageError{errors.New("which numbers? Write --capacity, --refill, --every, --time-zone, --anchor or --lease, or --remove")}
 		}
 		return p.onShardOf(set)(c, args)
 	}

@@ -121,6 +121,58 @@ func tableOf(buckets []inspect.Bucket) string {
 	})
 }
 
+// A holder is a client.Holder in JSON.
+type holder struct {
+	Policy  string          `json:"policy"`
+	Key     string          `json:"key"`
+	Holder  string          `json:"holder"`
+	Cost    int64           `json:"cost"`
+	HeldFor jsonapi.Seconds `json:"held_for"`
+}
+
+func (p *program) holders() *cobra.Command {
+	var maxRows int32
+	c := &cobra.Command{Use: "holders [POLICY] [KEY]", Short: "List who holds slots, and how long each lease lasts"}
+	c.Flags().Int32Var(&maxRows, "max-rows", 1000, "how many to list")
+	c.RunE = func(c *cobra.Command, args []string) error {
+		opts := []client.CallOption{client.MaxRows(maxRows)}
+		var key *string
+		if len(args) > 0 {
+			opts = append(opts, client.OfPolicy(args[0]))
+		}
+		if len(args) > 1 {
+			key = &args[1]
+			opts = append(opts, client.OfKey(*key))
+		}
+		holders := []holder{}
+		err := p.onEach(c, p.connect, key, func(db database) error {
+			rows, err := client.New(db.Conn).Holders(c.Context(), opts...)
+			for _, h := range rows {
+				holders = append(holders, holder{h.Policy, h.Key, h.Holder, h.Cost, jsonapi.Seconds(h.HeldFor)})
+			}
+			return err
+		})
+		if err != nil {
+			return err
+		}
+		slices.SortStableFunc(holders, func(a, b holder) int { // those of several shards
+			return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key))
+		})
+		holders = holders[:min(len(holders), int(maxRows))]
+		if len(holders) == 0 {
+			return p.print(c, holders, "Nobody holds slots.")
+		}
+		return p.print(c, holders, columns(func(table io.Writer) {
+			fmt.Fprintln(table, "POLICY\tKEY\tHOLDER\tCOST\tHELD FOR")
+			for _, h := range holders {
+				fmt.Fprintf(table, "%s\t%s\t%s\t%d\t%v\n", inspect.Printable(h.Policy), inspect.Printable(h.Key), inspect.Printable(h.Holder),
+					h.Cost, time.Duration(h.HeldFor))
+			}
+		}))
+	}
+	return c
+}
+
 func (p *program) doctor() *cobra.Command {
 	return &cobra.Command{
 		Use:   "doctor",

@@ -105,6 +105,7 @@ func TestAdministration(t *testing.T) {
 	require.Equal(t, ran{out: "policies: {}\n"}, on(t, db, "export"))
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 second'), ratelimit_define_policy('budget', 100, 0, '30 days', durable => false, shadow => true)")
 	db.Exec(t, "select ratelimit_define_policy('plan', 1000, period => '1 month', time_zone => 'Europe/Berlin', anchor => '2029-03-31')")
+	db.Exec(t, "select ratelimit_define_policy('jobs', 5, lease => '5 minutes')")
 	for _, test := range []struct {
 		args, out string
 		code      int
@@ -123,23 +124,28 @@ func TestAdministration(t *testing.T) {
 		{"override plan vip --time-zone Asia/Kathmandu --anchor 2029-12-31T09:30:00", `override "vip" of "plan" is set`, exitDone},
 		{"override plan vip --capacity 5000", `override "vip" of "plan" is set`, exitDone},
 		{"acquire plan vip --cost 5000", "allowed: 0 of 5000 tokens left, full in 723h45m0s", exitDone},
+		{"override jobs vip --lease 1h", `override "vip" of "jobs" is set`, exitDone},
 		{"export", "policies:\n  \"api\": {capacity: 10, refill: 1, every: 1s}\n" +
 			"  \"budget\": {capacity: 100, refill: 0, every: 30d, durable: false, shadow: true}\n" +
+			"  \"jobs\": {capacity: 5, lease: 5m}\n" +
 			"  \"plan\": {capacity: 1000, period: 1 month, time_zone: Europe/Berlin, anchor: 2029-03-31}\n\n" +
 			"overrides:\n  \"api\":\n    \"blocked\": {capacity: 0, refill: 1, every: 1s}\n" +
 			"    \"vip\": {capacity: 50, refill: 1, every: 1h30m, expires_at: 2031-01-01T00:00:00Z}\n" +
+			"  \"jobs\":\n    \"vip\": {capacity: 5, lease: 1h}\n" +
 			"  \"plan\":\n    \"vip\": {capacity: 5000, time_zone: Asia/Kathmandu, anchor: 2029-12-31T09:30:00}", exitDone},
 		{"override api blocked --remove", `override "blocked" of "api" is removed`, exitDone},
 		{"override api blocked --remove", `there was no override "blocked" of "api"`, exitDone},
 		{"override api blocked --remove --json", `{"removed":false}`, exitDone},
-		{"policies", "POLICY  CAPACITY  REFILL  EVERY  STEPPED  DURABLE  REMEMBER  SHADOW  PERIOD   TIME_ZONE      ANCHOR\n" +
-			"api     10        1       1s     false    true     1d        false   -        -              -\n" +
-			"budget  100       0       30d    false    false    1d        true    -        -              -\n" +
-			"plan    1000      -       -      -        true     1d        false   1 month  Europe/Berlin  2029-03-31", exitDone},
+		{"policies", "POLICY  CAPACITY  REFILL  EVERY  STEPPED  DURABLE  REMEMBER  SHADOW  PERIOD   TIME_ZONE      ANCHOR      LEASE\n" +
+			"api     10        1       1s     false    true     1d        false   -        -              -           -\n" +
+			"budget  100       0       30d    false    false    1d        true    -        -              -           -\n" +
+			"jobs    5         -       -      -        true     -         false   -        -              -           5m\n" +
+			"plan    1000      -       -      -        true     1d        false   1 month  Europe/Berlin  2029-03-31  -", exitDone},
 		{"policies --json", `[{"policy":"api","capacity":10,"refill":1,"every":"1s","stepped":false,"durable":true,"remember":"1d","shadow":false},` +
 			`{"policy":"budget","capacity":100,"refill":0,"every":"30d","stepped":false,"durable":false,"remember":"1d","shadow":true},` +
-			`{"policy":"plan","capacity":1000,"durable":true,"remember":"1d","shadow":false,"period":"1 month","time_zone":"Europe/Berlin","anchor":"2029-03-31",` +
-			`"refill":null,"every":null,"stepped":null}]`, exitDone},
+			`{"policy":"jobs","capacity":5,"durable":true,"shadow":false,"lease":"5m","remember":null,"refill":null,"every":null,"stepped":null},` +
+			`{"policy":"plan","capacity":1000,"durable":true,"shadow":false,"period":"1 month","time_zone":"Europe/Berlin","anchor":"2029-03-31",` +
+			`"remember":"1d","refill":null,"every":null,"stepped":null}]`, exitDone},
 	} {
 		r := on(t, db, strings.Fields(test.args)...)
 		require.Empty(t, r.errors, test.args)
@@ -155,7 +161,7 @@ func TestAdministration(t *testing.T) {
 	for args, says := range map[string]string{
 		"reset api":                              "which buckets? Write the KEY of one, or --all",
 		"reset api k --all":                      "which buckets?",
-		"override api k":                         "which numbers? Write --capacity, --refill, --every, --time-zone or --anchor, or --remove",
+		"override api k":                         "which numbers? Write --capacity, --refill, --every, --time-zone, --anchor or --lease, or --remove",
 		"override api k --remove --capacity 1":   "--remove takes no numbers",
 		"override api k --expires-at 2031-01-01": "which numbers?",
 	} {
@@ -168,6 +174,8 @@ func TestAdministration(t *testing.T) {
 		"reset nobody --all":                                       "unknown policy",
 		"override nobody k --capacity 1":                           "unknown policy",
 		"override api k --capacity -1":                             "invalid capacity",
+		"override api k --lease 5m":                                "invalid lease",
+		"override jobs k --refill 1":                               "invalid refill",
 		"override api k --every never":                             "invalid input syntax for type interval",
 		"override api k --every 1s --expires-at 2029-01-01T00:00Z": "invalid expires_at",
 	} {
@@ -293,6 +301,25 @@ func TestStatusAndDoctor(t *testing.T) {
 		"api     \"red \\x1b[31m\"  15         20        0s             5s       yes\n"}, r)
 	r = on(t, db, "status", "api", "--max-rows", "1", "--json")
 	require.Equal(t, ran{out: `[{"policy":"api","key":"k","remaining":0,"retry_after":1,"reset_after":10,"capacity":10,"overridden":false}]` + "\n"}, r)
+
+	require.Equal(t, ran{out: "Nobody holds slots.\n"}, on(t, db, "holders"))
+	require.Equal(t, ran{out: "[]\n"}, on(t, db, "holders", "--json"))
+	db.Exec(t, "select ratelimit_define_policy('jobs', 5, lease => '90 seconds'), ratelimit_define_policy('streams', 5, lease => '1 minute')")
+	db.Exec(t, "select ratelimit_hold('jobs', 'k', 'job:1/2', 2), ratelimit_hold('jobs', E'l\n', 'job:2/1'), ratelimit_hold('streams', 'k', 'a')")
+	require.Equal(t, ran{out: "" +
+		"POLICY   KEY    HOLDER   COST  HELD FOR\n" +
+		"jobs     k      job:1/2  2     1m30s\n" +
+		"jobs     \"l\\n\"  job:2/1  1     1m30s\n" +
+		"streams  k      a        1     1m0s\n"}, on(t, db, "holders"))
+	require.Equal(t, ran{out: `[{"policy":"jobs","key":"k","holder":"job:1/2","cost":2,"held_for":90}]` + "\n"}, on(t, db, "holders", "jobs", "--max-rows", "1", "--json"))
+	require.Equal(t, 3, strings.Count(on(t, db, "holders", "jobs").out, "\n"))
+	require.Regexp(t, `^POLICY .*\nstreams  k .*\n$`, on(t, db, "holders", "streams", "k").out)
+	for args, says := range map[string]string{"holders nobody": "unknown policy", "holders jobs --max-rows 0": "invalid max_rows"} {
+		r = on(t, db, strings.Fields(args)...)
+		require.Equal(t, exitError, r.code)
+		require.Contains(t, r.errors, says)
+	}
+	db.Exec(t, "select ratelimit_drop_policy('jobs'), ratelimit_drop_policy('streams')")
 
 	clock("2031-01-01 00:00:00+00")
 	r = on(t, db, "doctor")

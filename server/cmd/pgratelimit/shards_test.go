@@ -89,6 +89,13 @@ func TestShards(t *testing.T) { // not parallel: it sets the environment
 	r = command(t, "export")
 	require.Contains(t, r.out, fmt.Sprintf("%q: {capacity: 20, ", keys[2]))
 	require.Contains(t, r.out, fmt.Sprintf("%q: {capacity: 7, ", keys[3]))
+	for n, key := range keys {
+		db := &pgtest.DB{URL: urls[n]}
+		_, err := db.Connect(t).Exec(t.Context(), "select ratelimit_define_policy('jobs', 5, lease => '1 hour'), ratelimit_hold('jobs', $1, 'h')", key)
+		require.NoError(t, err)
+	}
+	require.Equal(t, 5, strings.Count(command(t, "holders").out, "\n"))
+	require.Regexp(t, `^POLICY .*\njobs +`+keys[1]+` .*\n$`, command(t, "holders", "jobs", keys[1]).out)
 	r = command(t, "doctor")
 	require.Equal(t, r.code == exitDone, r.out == "All is well.\n", r.out)
 

@@ -79,6 +79,10 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 			problems = append(problems, policyfile.Problem{Position: rule.At, Message: fmt.Sprintf(
 				"there is no policy %q: define it first, or give the rule unit and requests_per_unit", rule.Policy)})
 		}
+		if has.Lease != 0 {
+			problems = append(problems, policyfile.Problem{Position: rule.At, Message: fmt.Sprintf(
+				"policy %q lends slots, and has no tokens to take: write another policy", rule.Policy)})
+		}
 		rule.shadow = has.Shadow == client.Yes
 	}
 	if problems != nil {

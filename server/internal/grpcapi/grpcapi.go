@@ -91,6 +91,37 @@ func (a api) Refund(ctx context.Context, q *pb.RefundRequest) (*pb.Decision, err
 	return reply(a.service.Refund(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Amount}))
 }
 
+func (a api) Hold(ctx context.Context, q *pb.HoldRequest) (*pb.HoldDecision, error) {
+	d, err := a.service.Hold(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder(), Cost: q.Cost})
+	if err != nil {
+		return nil, StatusOf(err)
+	}
+	like := decision(client.Decision{Allowed: d.Allowed, RetryAfter: d.RetryAfter})
+	return &pb.HoldDecision{
+		Verdict: like.Verdict, Remaining: d.Remaining, RetryAfter: like.RetryAfter, HeldFor: durationpb.New(d.HeldFor),
+		Capacity: d.Capacity, Renewed: d.Renewed, Shadowed: d.Shadowed,
+	}, nil
+}
+
+func (a api) Renew(ctx context.Context, q *pb.RenewRequest) (*pb.RenewResponse, error) {
+	heldFor, err := a.service.Renew(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder()})
+	switch {
+	case err != nil:
+		return nil, StatusOf(err)
+	case heldFor == 0:
+		return &pb.RenewResponse{}, nil
+	}
+	return &pb.RenewResponse{HeldFor: durationpb.New(heldFor)}, nil
+}
+
+func (a api) Release(ctx context.Context, q *pb.ReleaseRequest) (*pb.ReleaseResponse, error) {
+	held, err := a.service.Release(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder()})
+	if err != nil {
+		return nil, StatusOf(err)
+	}
+	return &pb.ReleaseResponse{Released: held}, nil
+}
+
 func (a api) AcquireAll(ctx context.Context, q *pb.AcquireAllRequest) (*pb.JointDecision, error) {
 	r := service.JointRequest{Charges: make([]service.Request, len(q.GetCharges())), IdempotencyKey: q.RequestId}
 	for i, c := range q.GetCharges() {

@@ -49,6 +49,20 @@ func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 		d, err := s.Reserve(ctx, r.service(), r.maxWait())
 		return newReservation(d), err
 	}))
+	mux.Handle("/v1/hold", endpoint(maxBytes, func(ctx context.Context, r holdRequest) (any, error) {
+		q := r.service()
+		q.Cost = r.Cost
+		d, err := s.Hold(ctx, q)
+		return newHoldDecision(d), err
+	}))
+	mux.Handle("/v1/renew", endpoint(maxBytes, func(ctx context.Context, r holderRequest) (any, error) {
+		heldFor, err := s.Renew(ctx, r.service())
+		return newRenewal(heldFor), err
+	}))
+	mux.Handle("/v1/release", endpoint(maxBytes, func(ctx context.Context, r holderRequest) (any, error) {
+		held, err := s.Release(ctx, r.service())
+		return release{held}, err
+	}))
 	mux.Handle("/v1/acquire_many", endpoint(maxBytes, func(ctx context.Context, r struct {
 		Requests []request `json:"requests"`
 	}) (any, error) {
@@ -119,6 +133,21 @@ type refundRequest struct {
 	Policy string `json:"policy"`
 	Key    string `json:"key"`
 	Amount *int64 `json:"amount"`
+}
+
+type holderRequest struct {
+	Policy string `json:"policy"`
+	Key    string `json:"key"`
+	Holder string `json:"holder"`
+}
+
+func (r holderRequest) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Holder: r.Holder}
+}
+
+type holdRequest struct {
+	holderRequest
+	Cost *int64 `json:"cost"`
 }
 
 type jointRequest struct {
@@ -339,6 +368,37 @@ type reservation struct {
 func newReservation(r client.Reservation) reservation {
 	like := NewDecision(client.Decision{RetryAfter: r.Wait, ResetAfter: r.ResetAfter})
 	return reservation{r.Allowed, like.RetryAfter, r.Remaining, like.ResetAfter, r.Capacity, r.Replayed, r.Shadowed}
+}
+
+// A holdDecision is client.HoldDecision in JSON.
+type holdDecision struct {
+	Allowed    bool     `json:"allowed"`
+	Remaining  int64    `json:"remaining"`
+	RetryAfter *Seconds `json:"retry_after"`
+	HeldFor    Seconds  `json:"held_for"`
+	Capacity   int64    `json:"capacity"`
+	Renewed    bool     `json:"renewed"`
+	Shadowed   bool     `json:"shadowed"`
+}
+
+func newHoldDecision(d client.HoldDecision) holdDecision {
+	like := NewDecision(client.Decision{RetryAfter: d.RetryAfter})
+	return holdDecision{d.Allowed, d.Remaining, like.RetryAfter, Seconds(d.HeldFor), d.Capacity, d.Renewed, d.Shadowed}
+}
+
+type renewal struct {
+	HeldFor *Seconds `json:"held_for"` // nil: it does not hold
+}
+
+func newRenewal(heldFor time.Duration) (r renewal) {
+	if heldFor > 0 {
+		r.HeldFor = (*Seconds)(&heldFor)
+	}
+	return r
+}
+
+type release struct {
+	Released bool `json:"released"`
 }
 
 type answers struct {

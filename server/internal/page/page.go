@@ -303,6 +303,8 @@ func policyOf(_ int, p client.Policy) policyRow {
 	row := policyRow{Policy: p, Refills: "never", Remember: interval(p.Remember)}
 	row.Capacity = max(0, p.Capacity) // of client.Zero
 	switch {
+	case p.Lease != 0:
+		row.Refills, row.Remember = "slots, held for "+interval(p.Lease), ""
 	case p.Period != (client.Period{}):
 		row.Refills = "full every " + p.Period.String() + ", " + p.TimeZone
 	case p.Refill != client.Zero:

@@ -223,6 +223,8 @@ func TestPolicyOf_TellsWhatIsNotByDefault(t *testing.T) {
 	require.Equal(t, "never", policyOf(0, odd).Refills)
 	plan := client.Policy{Capacity: 1, Period: client.Period{Months: 1}, TimeZone: "Europe/Berlin", Anchor: time.Unix(0, 0)}
 	require.Equal(t, "full every 1 month, Europe/Berlin", policyOf(0, plan).Refills)
+	slots := policyOf(0, client.Policy{Capacity: 5, Lease: 5 * time.Minute, Durable: client.Yes, Shadow: client.Yes})
+	require.Equal(t, []any{"slots, held for 5m", "", []string{"shadow"}}, []any{slots.Refills, slots.Remember, slots.Tags})
 }
 
 func TestPage_LetsTheBrowserDoNothing(t *testing.T) {

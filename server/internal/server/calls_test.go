@@ -38,6 +38,9 @@ var everyCall = map[string]string{
 	"peek":          `{"policy":"api","key":"k"}`,
 	"peek_many":     `{"requests":[{"policy":"api","key":"k"}]}`,
 	"refund":        `{"policy":"api","key":"k","amount":1}`,
+	"hold":          `{"policy":"jobs","key":"k","holder":"h"}`,
+	"renew":         `{"policy":"jobs","key":"k","holder":"h"}`,
+	"release":       `{"policy":"jobs","key":"k","holder":"h"}`,
 }
 
 // asJSON has the values of an answer by gRPC as the call by JSON writes them.
@@ -80,7 +83,7 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 	for i := range servers {
 		db := newDB(t)
 		db.Exec(t, freeze)
-		db.Exec(t, "select ratelimit_define_policy('odd', 7, 3, '1 second')")
+		db.Exec(t, "select ratelimit_define_policy('odd', 7, 3, '1 second'); select ratelimit_define_policy('watched', 1, lease => '1 day', shadow => true)")
 		servers[i] = start(t, db.URL)
 	}
 	for _, call := range [][3]string{
@@ -132,6 +135,22 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 			`{"allowed":true,"wait":0.666667,"remaining":-2,"reset_after":3,"capacity":7,"replayed":false,"shadowed":false}`},
 		{"reserve", `{"policy":"budget","key":"k","cost":1000001,"max_wait":1}`,
 			`{"allowed":false,"wait":null,"remaining":999990,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false}`},
+		{"hold", `{"policy":"jobs","key":"k","holder":"h"}`,
+			`{"allowed":true,"remaining":9,"retry_after":0,"held_for":60,"capacity":10,"renewed":false,"shadowed":false}`},
+		{"hold", `{"policy":"jobs","key":"k","holder":"h","cost":null}`,
+			`{"allowed":true,"remaining":9,"retry_after":0,"held_for":60,"capacity":10,"renewed":true,"shadowed":false}`},
+		{"hold", `{"policy":"jobs","key":"k","holder":"i","cost":10}`,
+			`{"allowed":false,"remaining":9,"retry_after":60,"held_for":0,"capacity":10,"renewed":false,"shadowed":false}`},
+		{"hold", `{"policy":"jobs","key":"k","holder":"i","cost":11}`,
+			`{"allowed":false,"remaining":9,"retry_after":null,"held_for":0,"capacity":10,"renewed":false,"shadowed":false}`},
+		{"peek", `{"policy":"jobs","key":"k"}`,
+			`{"allowed":true,"remaining":9,"retry_after":0,"reset_after":60,"capacity":10,"replayed":false,"shadowed":false}`},
+		{"renew", `{"policy":"jobs","key":"k","holder":"h"}`, `{"held_for":60}`},
+		{"renew", `{"policy":"jobs","key":"k","holder":"i"}`, `{"held_for":null}`},
+		{"release", `{"policy":"jobs","key":"k","holder":"h"}`, `{"released":true}`},
+		{"release", `{"policy":"jobs","key":"k","holder":"h"}`, `{"released":false}`},
+		{"hold", `{"policy":"watched","key":"k","holder":"h","cost":2}`,
+			`{"allowed":true,"remaining":1,"retry_after":0,"held_for":86400,"capacity":1,"renewed":false,"shadowed":true}`},
 	} {
 		answer, err := servers[0].call(t.Context(), call[0], call[1])
 		require.NoError(t, err)
@@ -243,6 +262,8 @@ func TestErrors_OfRequests(t *testing.T) {
 	s := start(t, db.URL)
 	_, err := s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)
 	require.NoError(t, err)
+	_, err = s.call(t.Context(), "hold", `{"policy":"jobs","key":"k","holder":"used"}`)
+	require.NoError(t, err)
 	long := strings.Repeat("k", 513)
 	for name, r := range map[string]struct {
 		path, body     string
@@ -273,6 +294,20 @@ func TestErrors_OfRequests(t *testing.T) {
 		"reservation without an end":  {"reserve", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid max_wait"},
 		"reservation in the past":     {"reserve", `{"policy":"api","key":"k","max_wait":-1}`, service.InvalidArgument, "22023", "invalid max_wait"},
 		"reservation for ever":        {"reserve", `{"policy":"api","key":"k","max_wait":31536000.000001}`, service.InvalidArgument, "22023", "invalid max_wait"},
+		"hold of an unknown policy":   {"hold", `{"policy":"nobody","key":"k","holder":"h"}`, service.UnknownPolicy, "RL001", "unknown policy"},
+		"hold at another cost":        {"hold", `{"policy":"jobs","key":"k","holder":"used","cost":2}`, service.IdempotencyMismatch, "RL002", "the holder holds with another cost"},
+		"hold of nothing":             {"hold", `{"policy":"jobs","key":"k","holder":"h","cost":0}`, service.InvalidArgument, "22023", "invalid cost"},
+		"hold of tokens":              {"hold", `{"policy":"api","key":"k","holder":"h"}`, service.InvalidArgument, "22023", "invalid policy"},
+		"tokens of slots":             {"acquire", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "ratelimit_hold"},
+		"no holder":                   {"hold", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "invalid holder"},
+		"long holder":                 {"hold", `{"policy":"jobs","key":"k","holder":"` + long + `"}`, service.InvalidArgument, "22023", "invalid holder"},
+		"zero byte in a holder":       {"hold", `{"policy":"jobs","key":"k","holder":"a\u0000b"}`, service.InvalidArgument, "22023", "a zero byte"},
+		"renewal of nobody":           {"renew", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "invalid holder"},
+		"renewal of tokens":           {"renew", `{"policy":"api","key":"k","holder":"h"}`, service.InvalidArgument, "22023", "invalid policy"},
+		"renewal without a policy":    {"renew", `{"key":"k","holder":"h"}`, service.UnknownPolicy, "RL001", "unknown policy"},
+		"release by nobody":           {"release", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "invalid holder"},
+		"release without a key":       {"release", `{"policy":"jobs","holder":"h"}`, service.InvalidArgument, "22023", "invalid key"},
+		"release of an unknown one":   {"release", `{"policy":"nobody","key":"k","holder":"h"}`, service.UnknownPolicy, "RL001", "unknown policy"},
 		"refund of nothing":           {"refund", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid amount"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -282,6 +317,7 @@ func TestErrors_OfRequests(t *testing.T) {
 		})
 	}
 	require.EqualValues(t, 9, s.remaining("api", "k"), "none of them took anything")
+	require.EqualValues(t, 9, s.remaining("jobs", "k"))
 }
 
 // requireError makes a call in both protocols, which fails. What code each of them has for a kind, TestErrors_HaveAKind tells.

@@ -408,7 +408,7 @@ descriptors:
 `)
 	s := start(t, db.URL, "ENVOY_RULES="+path)
 	has := policies(t, db)
-	require.Len(t, has, 2+5, "api and budget, and these")
+	require.Len(t, has, 3+5, "api, budget and jobs, and these")
 	want := client.Policy{Stepped: client.No, Durable: client.Yes, Remember: day, Shadow: client.No}
 	for _, policy := range []struct {
 		name    string
@@ -593,6 +593,7 @@ func TestEnvoyRules_Reload(t *testing.T) {
 	for name, text := range map[string]string{
 		"edge.yaml:1:66: unknown field": rule("edge", "{unit: day, request_per_unit: 20}"),
 		`there is no policy "nobody"`:   rule("edge", "{policy: nobody}"),
+		`policy "jobs" lends slots`:     rule("edge", "{policy: jobs}"),
 		`domain "other" is in`:          rule("other", "{unit: day, requests_per_unit: 20}"),
 		"this is no YAML":               "{",
 	} {

@@ -70,7 +70,7 @@ func (l *logged) String() string {
 	return l.text.String()
 }
 
-// newDB returns a database with the policies api (10 tokens, 1 a day) and budget (a million, no refill).
+// newDB returns a database with the policies api (10 tokens, 1 a day), budget (a million, no refill) and jobs (10 slots, for a minute).
 func newDB(t testing.TB) *pgtest.DB {
 	t.Helper()
 	db := pgtest.New(t)
@@ -80,7 +80,8 @@ func newDB(t testing.TB) *pgtest.DB {
 
 func definePolicies(t testing.TB, db *pgtest.DB) {
 	t.Helper()
-	db.Exec(t, `select ratelimit_define_policy('api', 10, 1, '1 day'); select ratelimit_define_policy('budget', 1000000, 0, '1 day')`)
+	db.Exec(t, `select ratelimit_define_policy('api', 10, 1, '1 day'); select ratelimit_define_policy('budget', 1000000, 0, '1 day');
+		select ratelimit_define_policy('jobs', 10, lease => '1 minute')`)
 }
 
 // load reads settings, each NAME=value, over those that a test needs.

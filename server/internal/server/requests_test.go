@@ -139,6 +139,13 @@ func TestJSON_MalformedRequests(t *testing.T) {
 		requireProblem(t, a, http.StatusBadRequest, "")
 		require.NotContains(t, a.body["detail"], "Go ", name)
 	}
+	for path, body := range map[string]string{
+		"hold":    `{"policy":"jobs","key":"k","holder":"h","lease":60}`,
+		"renew":   `{"policy":"jobs","key":"k","holder":"h","cost":1}`,
+		"release": `{"policy":"jobs","key":"k","holder":5}`,
+	} {
+		requireProblem(t, s.mustPost("/v1/"+path, body), http.StatusBadRequest, "")
+	}
 	for _, key := range []string{"k", "l", "\ufffd"} {
 		require.EqualValues(t, 10, s.remaining("api", key), "none of them took anything")
 	}

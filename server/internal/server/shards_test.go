@@ -48,6 +48,11 @@ func TestShards_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 		a = s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"api","key":"`+key+`"},{"policy":"budget","key":"`+key+`"}]}`)
 		require.Equal(t, http.StatusOK, a.status)
 		require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"key":"`+key+`"}`).status, "the policy default is everywhere")
+		holder := `{"policy":"jobs","key":"` + key + `","holder":"h"}`
+		require.Equal(t, true, s.mustPost("/v1/hold", holder).body["allowed"])
+		db.Await(t, time.Minute, "select count(*) = 1 from ratelimit_holders('jobs', $1)", key)
+		require.EqualValues(t, 60, s.mustPost("/v1/renew", holder).body["held_for"])
+		require.Equal(t, true, s.mustPost("/v1/release", holder).body["released"])
 		db.Await(t, time.Minute, "select (ratelimit_peek('api', $1)).remaining = 6 and (ratelimit_peek('default', $1)).remaining = 4", key)
 	}
 	a := s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"api","key":"`+keyOn(0, of)+`"},{"policy":"api","key":"`+keyOn(1, of)+`"}]}`)

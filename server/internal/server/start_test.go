@@ -68,7 +68,7 @@ func TestStart_AsARoleThatMayOnlyAskForTokens(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	_, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, "+
-		"ratelimit_acquire_up_to, ratelimit_reserve, ratelimit_peek, ratelimit_refund")
+		"ratelimit_acquire_up_to, ratelimit_reserve, ratelimit_peek, ratelimit_refund, ratelimit_hold, ratelimit_renew, ratelimit_release")
 	s := start(t, url)
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k","idempotency_key":"i"}`).status)
 	for path, body := range everyCall {

@@ -18,6 +18,7 @@ type Request struct {
 	Key            string
 	Cost           *int64
 	IdempotencyKey *string
+	Holder         string // of slots
 }
 
 // A JointRequest is about several buckets. Its charges have no idempotency keys of their own.
@@ -156,6 +157,34 @@ func (s *Service) Refund(ctx context.Context, r Request) (client.Decision, error
 	})
 }
 
+// Hold lends Cost slots, or 1, to Holder if they are free. The server does not renew the lease: it cannot know whether the holder
+// still works.
+func (s *Service) Hold(ctx context.Context, r Request) (d client.HoldDecision, err error) {
+	_, err = s.one(ctx, Hold, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
+		d, err = s.limiter.HoldAs(ctx, policy, r.Key, r.Holder, Request{Cost: r.Cost}.options()...)
+		return client.Decision{Allowed: d.Allowed, Replayed: d.Renewed, Shadowed: d.Shadowed}, err
+	})
+	return d, err
+}
+
+// Renew begins the lease of Holder anew, and returns how long it lasts: 0 if it does not hold.
+func (s *Service) Renew(ctx context.Context, r Request) (heldFor time.Duration, err error) {
+	_, err = s.one(ctx, Renew, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
+		heldFor, err = s.limiter.Renew(ctx, policy, r.Key, r.Holder)
+		return client.Decision{Allowed: heldFor > 0}, err
+	})
+	return heldFor, err
+}
+
+// Release frees the slots of Holder, and reports whether it held until now.
+func (s *Service) Release(ctx context.Context, r Request) (held bool, err error) {
+	_, err = s.one(ctx, Release, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
+		held, err = s.limiter.Release(ctx, policy, r.Key, r.Holder)
+		return client.Decision{Allowed: held}, err
+	})
+	return held, err
+}
+
 // maxShared is the longest text, in bytes, that the Combiner puts into a shared call.
 const maxShared = 512
 
@@ -197,11 +226,20 @@ const (
 	Peek        Operation = "peek"
 	PeekMany    Operation = "peek_many" // each of its requests is a Call
 	Refund      Operation = "refund"
+	Hold        Operation = "hold"
+	Renew       Operation = "renew"
+	Release     Operation = "release"
 	Gate        Operation = "gate" // Envoy's ShouldRateLimit
 )
 
-// Takes reports whether the call asks for tokens.
-func (o Operation) Takes() bool { return o != Settle && o != Peek && o != PeekMany && o != Refund }
+// Takes reports whether the call asks for tokens or slots.
+func (o Operation) Takes() bool {
+	switch o {
+	case Settle, Peek, PeekMany, Refund, Renew, Release:
+		return false
+	}
+	return true
+}
 
 func resultOf(d client.Decision, err *Error) client.Result {
 	answer := client.Answer{Decision: d}

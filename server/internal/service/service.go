@@ -19,6 +19,9 @@ type Limiter interface {
 	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)
 	Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error)
 	Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error)
+	HoldAs(ctx context.Context, policy, key, holder string, opts ...client.CallOption) (client.HoldDecision, error)
+	Renew(ctx context.Context, policy, key, holder string) (heldFor time.Duration, err error)
+	Release(ctx context.Context, policy, key, holder string) (held bool, err error)
 }
 
 // Limits bound the calls to each shard. A shard that does not answer so blocks no calls of the other shards.

@@ -45,6 +45,7 @@ func newFake(t *testing.T) *clienttest.Fake {
 	for _, name := range []string{"api", service.DefaultPolicy} {
 		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: name, Capacity: 10, Refill: 1, Every: time.Second}))
 	}
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 2, Lease: time.Minute}))
 	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "watched", Capacity: 10, Refill: 1, Every: time.Second, Shadow: client.Yes}))
 	return fake
 }
@@ -207,6 +208,19 @@ func TestObserve_HasTheResultOfEachCall(t *testing.T) {
 		require.Equal(t, test.result, seen.last().Result)
 		require.Equal(t, test.request.Policy, seen.last().Policy)
 		require.Equal(t, err != nil, seen.last().Err != nil)
+	}
+	jobs := service.Request{Policy: "jobs", Key: "k", Holder: "h", Cost: number(2)}
+	for _, result := range []client.Result{client.ResultAllowed, client.ResultReplayed} {
+		_, err := s.Hold(t.Context(), jobs)
+		require.NoError(t, err)
+		require.Equal(t, []any{"jobs", result}, []any{seen.last().Policy, seen.last().Result})
+	}
+	jobs.Holder = "i"
+	d, err := s.Hold(t.Context(), jobs)
+	require.NoError(t, err)
+	require.Equal(t, []any{time.Minute, client.ResultDenied}, []any{d.RetryAfter, seen.last().Result})
+	for _, o := range []service.Operation{service.Hold, service.Renew, service.Release} {
+		require.Equal(t, o == service.Hold, o.Takes())
 	}
 	require.Zero(t, s.UnderWay())
 }

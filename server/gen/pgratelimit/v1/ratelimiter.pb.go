@@ -1432,6 +1432,391 @@ func (x *RefundRequest) GetPolicy() string {
 	return ""
 }
 
+type HoldRequest struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	LogicalKey string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
+	// 1 to 512 bytes, a new one for each attempt, such as a uuid: two attempts under one name are one holder, and each could release
+	// the slots of the other. A repeat by a holder that holds begins its lease anew.
+	Holder string `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`
+	// Slots, 1 or more; 1 when absent.
+	Cost *int64 `protobuf:"varint,3,opt,name=cost,proto3,oneof" json:"cost,omitempty"`
+	// "default" when empty.
+	Policy        string `protobuf:"bytes,4,opt,name=policy,proto3" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HoldRequest) Reset() {
+	*x = HoldRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HoldRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HoldRequest) ProtoMessage() {}
+
+func (x *HoldRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HoldRequest.ProtoReflect.Descriptor instead.
+func (*HoldRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *HoldRequest) GetLogicalKey() string {
+	if x != nil {
+		return x.LogicalKey
+	}
+	return ""
+}
+
+func (x *HoldRequest) GetHolder() string {
+	if x != nil {
+		return x.Holder
+	}
+	return ""
+}
+
+func (x *HoldRequest) GetCost() int64 {
+	if x != nil && x.Cost != nil {
+		return *x.Cost
+	}
+	return 0
+}
+
+func (x *HoldRequest) GetPolicy() string {
+	if x != nil {
+		return x.Policy
+	}
+	return ""
+}
+
+type HoldDecision struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Verdict Verdict                `protobuf:"varint,1,opt,name=verdict,proto3,enum=pgratelimit.v1.Verdict" json:"verdict,omitempty"`
+	// The slots that are free after the call. Below zero after the capacity was lowered.
+	Remaining int64 `protobuf:"varint,2,opt,name=remaining,proto3" json:"remaining,omitempty"`
+	// The time until the same request is allowed, if no holder holds, renews or releases meanwhile. Zero when allowed, absent when
+	// no wait helps.
+	RetryAfter *durationpb.Duration `protobuf:"bytes,3,opt,name=retry_after,json=retryAfter,proto3" json:"retry_after,omitempty"`
+	// How long the lease lasts. Zero when denied.
+	HeldFor *durationpb.Duration `protobuf:"bytes,4,opt,name=held_for,json=heldFor,proto3" json:"held_for,omitempty"`
+	// The slots of the key.
+	Capacity int64 `protobuf:"varint,5,opt,name=capacity,proto3" json:"capacity,omitempty"`
+	// The holder held these slots already.
+	Renewed bool `protobuf:"varint,6,opt,name=renewed,proto3" json:"renewed,omitempty"`
+	// The policy only watches, and enforcing it would have denied: the request is allowed, and nothing is held.
+	Shadowed      bool `protobuf:"varint,7,opt,name=shadowed,proto3" json:"shadowed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HoldDecision) Reset() {
+	*x = HoldDecision{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HoldDecision) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HoldDecision) ProtoMessage() {}
+
+func (x *HoldDecision) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HoldDecision.ProtoReflect.Descriptor instead.
+func (*HoldDecision) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *HoldDecision) GetVerdict() Verdict {
+	if x != nil {
+		return x.Verdict
+	}
+	return Verdict_VERDICT_UNSPECIFIED
+}
+
+func (x *HoldDecision) GetRemaining() int64 {
+	if x != nil {
+		return x.Remaining
+	}
+	return 0
+}
+
+func (x *HoldDecision) GetRetryAfter() *durationpb.Duration {
+	if x != nil {
+		return x.RetryAfter
+	}
+	return nil
+}
+
+func (x *HoldDecision) GetHeldFor() *durationpb.Duration {
+	if x != nil {
+		return x.HeldFor
+	}
+	return nil
+}
+
+func (x *HoldDecision) GetCapacity() int64 {
+	if x != nil {
+		return x.Capacity
+	}
+	return 0
+}
+
+func (x *HoldDecision) GetRenewed() bool {
+	if x != nil {
+		return x.Renewed
+	}
+	return false
+}
+
+func (x *HoldDecision) GetShadowed() bool {
+	if x != nil {
+		return x.Shadowed
+	}
+	return false
+}
+
+type RenewRequest struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	LogicalKey string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
+	// As in HoldRequest.
+	Holder string `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`
+	// "default" when empty.
+	Policy        string `protobuf:"bytes,3,opt,name=policy,proto3" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RenewRequest) Reset() {
+	*x = RenewRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewRequest) ProtoMessage() {}
+
+func (x *RenewRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewRequest.ProtoReflect.Descriptor instead.
+func (*RenewRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *RenewRequest) GetLogicalKey() string {
+	if x != nil {
+		return x.LogicalKey
+	}
+	return ""
+}
+
+func (x *RenewRequest) GetHolder() string {
+	if x != nil {
+		return x.Holder
+	}
+	return ""
+}
+
+func (x *RenewRequest) GetPolicy() string {
+	if x != nil {
+		return x.Policy
+	}
+	return ""
+}
+
+type RenewResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How long the lease lasts. Absent when the holder does not hold.
+	HeldFor       *durationpb.Duration `protobuf:"bytes,1,opt,name=held_for,json=heldFor,proto3" json:"held_for,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RenewResponse) Reset() {
+	*x = RenewResponse{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewResponse) ProtoMessage() {}
+
+func (x *RenewResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewResponse.ProtoReflect.Descriptor instead.
+func (*RenewResponse) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *RenewResponse) GetHeldFor() *durationpb.Duration {
+	if x != nil {
+		return x.HeldFor
+	}
+	return nil
+}
+
+type ReleaseRequest struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	LogicalKey string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
+	// As in HoldRequest.
+	Holder string `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`
+	// "default" when empty.
+	Policy        string `protobuf:"bytes,3,opt,name=policy,proto3" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReleaseRequest) Reset() {
+	*x = ReleaseRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReleaseRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReleaseRequest) ProtoMessage() {}
+
+func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
+func (*ReleaseRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *ReleaseRequest) GetLogicalKey() string {
+	if x != nil {
+		return x.LogicalKey
+	}
+	return ""
+}
+
+func (x *ReleaseRequest) GetHolder() string {
+	if x != nil {
+		return x.Holder
+	}
+	return ""
+}
+
+func (x *ReleaseRequest) GetPolicy() string {
+	if x != nil {
+		return x.Policy
+	}
+	return ""
+}
+
+type ReleaseResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The holder held until now.
+	Released      bool `protobuf:"varint,1,opt,name=released,proto3" json:"released,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReleaseResponse) Reset() {
+	*x = ReleaseResponse{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReleaseResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReleaseResponse) ProtoMessage() {}
+
+func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
+func (*ReleaseResponse) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *ReleaseResponse) GetReleased() bool {
+	if x != nil {
+		return x.Released
+	}
+	return false
+}
+
 var File_pgratelimit_v1_ratelimiter_proto protoreflect.FileDescriptor
 
 const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
@@ -1558,12 +1943,42 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"logicalKey\x12\x1b\n" +
 	"\x06amount\x18\x02 \x01(\x03H\x00R\x06amount\x88\x01\x01\x12\x16\n" +
 	"\x06policy\x18\x03 \x01(\tR\x06policyB\t\n" +
-	"\a_amount*;\n" +
+	"\a_amount\"\x80\x01\n" +
+	"\vHoldRequest\x12\x1f\n" +
+	"\vlogical_key\x18\x01 \x01(\tR\n" +
+	"logicalKey\x12\x16\n" +
+	"\x06holder\x18\x02 \x01(\tR\x06holder\x12\x17\n" +
+	"\x04cost\x18\x03 \x01(\x03H\x00R\x04cost\x88\x01\x01\x12\x16\n" +
+	"\x06policy\x18\x04 \x01(\tR\x06policyB\a\n" +
+	"\x05_cost\"\xa3\x02\n" +
+	"\fHoldDecision\x121\n" +
+	"\averdict\x18\x01 \x01(\x0e2\x17.pgratelimit.v1.VerdictR\averdict\x12\x1c\n" +
+	"\tremaining\x18\x02 \x01(\x03R\tremaining\x12:\n" +
+	"\vretry_after\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\n" +
+	"retryAfter\x124\n" +
+	"\bheld_for\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\aheldFor\x12\x1a\n" +
+	"\bcapacity\x18\x05 \x01(\x03R\bcapacity\x12\x18\n" +
+	"\arenewed\x18\x06 \x01(\bR\arenewed\x12\x1a\n" +
+	"\bshadowed\x18\a \x01(\bR\bshadowed\"_\n" +
+	"\fRenewRequest\x12\x1f\n" +
+	"\vlogical_key\x18\x01 \x01(\tR\n" +
+	"logicalKey\x12\x16\n" +
+	"\x06holder\x18\x02 \x01(\tR\x06holder\x12\x16\n" +
+	"\x06policy\x18\x03 \x01(\tR\x06policy\"E\n" +
+	"\rRenewResponse\x124\n" +
+	"\bheld_for\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\aheldFor\"a\n" +
+	"\x0eReleaseRequest\x12\x1f\n" +
+	"\vlogical_key\x18\x01 \x01(\tR\n" +
+	"logicalKey\x12\x16\n" +
+	"\x06holder\x18\x02 \x01(\tR\x06holder\x12\x16\n" +
+	"\x06policy\x18\x03 \x01(\tR\x06policy\"-\n" +
+	"\x0fReleaseResponse\x12\x1a\n" +
+	"\breleased\x18\x01 \x01(\bR\breleased*;\n" +
 	"\aVerdict\x12\x17\n" +
 	"\x13VERDICT_UNSPECIFIED\x10\x00\x12\v\n" +
 	"\aALLOWED\x10\x01\x12\n" +
 	"\n" +
-	"\x06DENIED\x10\x022\xcf\x06\n" +
+	"\x06DENIED\x10\x022\xa4\b\n" +
 	"\vRateLimiter\x12C\n" +
 	"\aAcquire\x12\x1e.pgratelimit.v1.AcquireRequest\x1a\x18.pgratelimit.v1.Decision\x12N\n" +
 	"\n" +
@@ -1576,7 +1991,10 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\x06Settle\x12\x1d.pgratelimit.v1.SettleRequest\x1a\x18.pgratelimit.v1.Decision\x12=\n" +
 	"\x04Peek\x12\x1b.pgratelimit.v1.PeekRequest\x1a\x18.pgratelimit.v1.Decision\x12M\n" +
 	"\bPeekMany\x12\x1f.pgratelimit.v1.PeekManyRequest\x1a .pgratelimit.v1.PeekManyResponse\x12A\n" +
-	"\x06Refund\x12\x1d.pgratelimit.v1.RefundRequest\x1a\x18.pgratelimit.v1.DecisionBLZJgithub.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1;pgratelimitv1b\x06proto3"
+	"\x06Refund\x12\x1d.pgratelimit.v1.RefundRequest\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
+	"\x04Hold\x12\x1b.pgratelimit.v1.HoldRequest\x1a\x1c.pgratelimit.v1.HoldDecision\x12D\n" +
+	"\x05Renew\x12\x1c.pgratelimit.v1.RenewRequest\x1a\x1d.pgratelimit.v1.RenewResponse\x12J\n" +
+	"\aRelease\x12\x1e.pgratelimit.v1.ReleaseRequest\x1a\x1f.pgratelimit.v1.ReleaseResponseBLZJgithub.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1;pgratelimitv1b\x06proto3"
 
 var (
 	file_pgratelimit_v1_ratelimiter_proto_rawDescOnce sync.Once
@@ -1591,7 +2009,7 @@ func file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP() []byte {
 }
 
 var file_pgratelimit_v1_ratelimiter_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_pgratelimit_v1_ratelimiter_proto_goTypes = []any{
 	(Verdict)(0),                  // 0: pgratelimit.v1.Verdict
 	(*Decision)(nil),              // 1: pgratelimit.v1.Decision
@@ -1615,12 +2033,18 @@ var file_pgratelimit_v1_ratelimiter_proto_goTypes = []any{
 	(*PeekManyRequest)(nil),       // 19: pgratelimit.v1.PeekManyRequest
 	(*PeekManyResponse)(nil),      // 20: pgratelimit.v1.PeekManyResponse
 	(*RefundRequest)(nil),         // 21: pgratelimit.v1.RefundRequest
-	(*durationpb.Duration)(nil),   // 22: google.protobuf.Duration
+	(*HoldRequest)(nil),           // 22: pgratelimit.v1.HoldRequest
+	(*HoldDecision)(nil),          // 23: pgratelimit.v1.HoldDecision
+	(*RenewRequest)(nil),          // 24: pgratelimit.v1.RenewRequest
+	(*RenewResponse)(nil),         // 25: pgratelimit.v1.RenewResponse
+	(*ReleaseRequest)(nil),        // 26: pgratelimit.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),       // 27: pgratelimit.v1.ReleaseResponse
+	(*durationpb.Duration)(nil),   // 28: google.protobuf.Duration
 }
 var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	0,  // 0: pgratelimit.v1.Decision.verdict:type_name -> pgratelimit.v1.Verdict
-	22, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
-	22, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
+	28, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
+	28, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
 	4,  // 3: pgratelimit.v1.AcquireAllRequest.charges:type_name -> pgratelimit.v1.Charge
 	1,  // 4: pgratelimit.v1.JointDecision.whole:type_name -> pgratelimit.v1.Decision
 	1,  // 5: pgratelimit.v1.JointDecision.decisions:type_name -> pgratelimit.v1.Decision
@@ -1632,39 +2056,49 @@ var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	1,  // 11: pgratelimit.v1.Answer.decision:type_name -> pgratelimit.v1.Decision
 	11, // 12: pgratelimit.v1.Answer.error:type_name -> pgratelimit.v1.Error
 	1,  // 13: pgratelimit.v1.PartialDecision.decision:type_name -> pgratelimit.v1.Decision
-	22, // 14: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
+	28, // 14: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
 	0,  // 15: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
-	22, // 16: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
-	22, // 17: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
+	28, // 16: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
+	28, // 17: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
 	18, // 18: pgratelimit.v1.PeekManyRequest.requests:type_name -> pgratelimit.v1.PeekRequest
 	10, // 19: pgratelimit.v1.PeekManyResponse.answers:type_name -> pgratelimit.v1.Answer
-	2,  // 20: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.AcquireRequest
-	3,  // 21: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
-	6,  // 22: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
-	8,  // 23: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
-	12, // 24: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
-	14, // 25: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
-	16, // 26: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.ChargeRequest
-	17, // 27: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.SettleRequest
-	18, // 28: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.PeekRequest
-	19, // 29: pgratelimit.v1.RateLimiter.PeekMany:input_type -> pgratelimit.v1.PeekManyRequest
-	21, // 30: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
-	1,  // 31: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
-	5,  // 32: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
-	7,  // 33: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.AcquireManyResponse
-	9,  // 34: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
-	13, // 35: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
-	15, // 36: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
-	1,  // 37: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
-	1,  // 38: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
-	1,  // 39: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
-	20, // 40: pgratelimit.v1.RateLimiter.PeekMany:output_type -> pgratelimit.v1.PeekManyResponse
-	1,  // 41: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
-	31, // [31:42] is the sub-list for method output_type
-	20, // [20:31] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	0,  // 20: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
+	28, // 21: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
+	28, // 22: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
+	28, // 23: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
+	2,  // 24: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.AcquireRequest
+	3,  // 25: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
+	6,  // 26: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
+	8,  // 27: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
+	12, // 28: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
+	14, // 29: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
+	16, // 30: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.ChargeRequest
+	17, // 31: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.SettleRequest
+	18, // 32: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.PeekRequest
+	19, // 33: pgratelimit.v1.RateLimiter.PeekMany:input_type -> pgratelimit.v1.PeekManyRequest
+	21, // 34: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
+	22, // 35: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
+	24, // 36: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.RenewRequest
+	26, // 37: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.ReleaseRequest
+	1,  // 38: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
+	5,  // 39: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
+	7,  // 40: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.AcquireManyResponse
+	9,  // 41: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
+	13, // 42: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
+	15, // 43: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
+	1,  // 44: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
+	1,  // 45: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
+	1,  // 46: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
+	20, // 47: pgratelimit.v1.RateLimiter.PeekMany:output_type -> pgratelimit.v1.PeekManyResponse
+	1,  // 48: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
+	23, // 49: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
+	25, // 50: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
+	27, // 51: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
+	38, // [38:52] is the sub-list for method output_type
+	24, // [24:38] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_pgratelimit_v1_ratelimiter_proto_init() }
@@ -1681,13 +2115,14 @@ func file_pgratelimit_v1_ratelimiter_proto_init() {
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[16].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[17].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[20].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[21].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_pgratelimit_v1_ratelimiter_proto_rawDesc), len(file_pgratelimit_v1_ratelimiter_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   21,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

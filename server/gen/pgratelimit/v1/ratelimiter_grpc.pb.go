@@ -32,6 +32,9 @@ const (
 	RateLimiter_Peek_FullMethodName          = "/pgratelimit.v1.RateLimiter/Peek"
 	RateLimiter_PeekMany_FullMethodName      = "/pgratelimit.v1.RateLimiter/PeekMany"
 	RateLimiter_Refund_FullMethodName        = "/pgratelimit.v1.RateLimiter/Refund"
+	RateLimiter_Hold_FullMethodName          = "/pgratelimit.v1.RateLimiter/Hold"
+	RateLimiter_Renew_FullMethodName         = "/pgratelimit.v1.RateLimiter/Renew"
+	RateLimiter_Release_FullMethodName       = "/pgratelimit.v1.RateLimiter/Release"
 )
 
 // RateLimiterClient is the client API for RateLimiter service.
@@ -45,11 +48,11 @@ const (
 // has the SQLSTATE where there is one:
 //
 //	NOT_FOUND            no policy has that name (RL001)
-//	ALREADY_EXISTS       the request_id was used before with another cost (RL002)
+//	ALREADY_EXISTS       the request_id was used before with another cost, or the holder holds with another (RL002)
 //	FAILED_PRECONDITION  Settle: no live grant under this request_id (RL003); other calls: it was settled (RL004)
 //	INVALID_ARGUMENT     an argument is missing or outside its range (22023)
 //	ABORTED              another transaction has held the bucket for too long (55P03); nothing was taken
-//	DEADLINE_EXCEEDED    no answer in time; with a request_id, asking again charges nothing twice
+//	DEADLINE_EXCEEDED    no answer in time; with a request_id or a holder, asking again charges nothing twice
 //	RESOURCE_EXHAUSTED   the server has too many calls under way; nothing was taken
 //	UNAVAILABLE          no answer from the database
 //	UNAUTHENTICATED      no token that the server knows
@@ -80,6 +83,13 @@ type RateLimiterClient interface {
 	PeekMany(ctx context.Context, in *PeekManyRequest, opts ...grpc.CallOption) (*PeekManyResponse, error)
 	// Refund gives tokens back, never above the capacity. Sent twice it gives back twice.
 	Refund(ctx context.Context, in *RefundRequest, opts ...grpc.CallOption) (*Decision, error)
+	// Hold lends slots of a policy with a lease to a holder if they are free, until the lease ends or the holder calls Release. The
+	// server does not renew: the holder calls Renew while it works, such as when a third of held_for is over.
+	Hold(ctx context.Context, in *HoldRequest, opts ...grpc.CallOption) (*HoldDecision, error)
+	// Renew begins the lease of a holder anew if it has not ended. It takes nothing: a holder without slots must stop its work.
+	Renew(ctx context.Context, in *RenewRequest, opts ...grpc.CallOption) (*RenewResponse, error)
+	// Release frees the slots of a holder. It is safe to repeat.
+	Release(ctx context.Context, in *ReleaseRequest, opts ...grpc.CallOption) (*ReleaseResponse, error)
 }
 
 type rateLimiterClient struct {
@@ -203,6 +213,36 @@ func (c *rateLimiterClient) Refund(ctx context.Context, in *RefundRequest, opts 
 	return out, nil
 }
 
+func (c *rateLimiterClient) Hold(ctx context.Context, in *HoldRequest, opts ...grpc.CallOption) (*HoldDecision, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(HoldDecision)
+	err := c.cc.Invoke(ctx, RateLimiter_Hold_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rateLimiterClient) Renew(ctx context.Context, in *RenewRequest, opts ...grpc.CallOption) (*RenewResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RenewResponse)
+	err := c.cc.Invoke(ctx, RateLimiter_Renew_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rateLimiterClient) Release(ctx context.Context, in *ReleaseRequest, opts ...grpc.CallOption) (*ReleaseResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ReleaseResponse)
+	err := c.cc.Invoke(ctx, RateLimiter_Release_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // RateLimiterServer is the server API for RateLimiter service.
 // All implementations must embed UnimplementedRateLimiterServer
 // for forward compatibility.
@@ -214,11 +254,11 @@ func (c *rateLimiterClient) Refund(ctx context.Context, in *RefundRequest, opts 
 // has the SQLSTATE where there is one:
 //
 //	NOT_FOUND            no policy has that name (RL001)
-//	ALREADY_EXISTS       the request_id was used before with another cost (RL002)
+//	ALREADY_EXISTS       the request_id was used before with another cost, or the holder holds with another (RL002)
 //	FAILED_PRECONDITION  Settle: no live grant under this request_id (RL003); other calls: it was settled (RL004)
 //	INVALID_ARGUMENT     an argument is missing or outside its range (22023)
 //	ABORTED              another transaction has held the bucket for too long (55P03); nothing was taken
-//	DEADLINE_EXCEEDED    no answer in time; with a request_id, asking again charges nothing twice
+//	DEADLINE_EXCEEDED    no answer in time; with a request_id or a holder, asking again charges nothing twice
 //	RESOURCE_EXHAUSTED   the server has too many calls under way; nothing was taken
 //	UNAVAILABLE          no answer from the database
 //	UNAUTHENTICATED      no token that the server knows
@@ -249,6 +289,13 @@ type RateLimiterServer interface {
 	PeekMany(context.Context, *PeekManyRequest) (*PeekManyResponse, error)
 	// Refund gives tokens back, never above the capacity. Sent twice it gives back twice.
 	Refund(context.Context, *RefundRequest) (*Decision, error)
+	// Hold lends slots of a policy with a lease to a holder if they are free, until the lease ends or the holder calls Release. The
+	// server does not renew: the holder calls Renew while it works, such as when a third of held_for is over.
+	Hold(context.Context, *HoldRequest) (*HoldDecision, error)
+	// Renew begins the lease of a holder anew if it has not ended. It takes nothing: a holder without slots must stop its work.
+	Renew(context.Context, *RenewRequest) (*RenewResponse, error)
+	// Release frees the slots of a holder. It is safe to repeat.
+	Release(context.Context, *ReleaseRequest) (*ReleaseResponse, error)
 	mustEmbedUnimplementedRateLimiterServer()
 }
 
@@ -291,6 +338,15 @@ func (UnimplementedRateLimiterServer) PeekMany(context.Context, *PeekManyRequest
 }
 func (UnimplementedRateLimiterServer) Refund(context.Context, *RefundRequest) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Refund not implemented")
+}
+func (UnimplementedRateLimiterServer) Hold(context.Context, *HoldRequest) (*HoldDecision, error) {
+	return nil, status.Error(codes.Unimplemented, "method Hold not implemented")
+}
+func (UnimplementedRateLimiterServer) Renew(context.Context, *RenewRequest) (*RenewResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Renew not implemented")
+}
+func (UnimplementedRateLimiterServer) Release(context.Context, *ReleaseRequest) (*ReleaseResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Release not implemented")
 }
 func (UnimplementedRateLimiterServer) mustEmbedUnimplementedRateLimiterServer() {}
 func (UnimplementedRateLimiterServer) testEmbeddedByValue()                     {}
@@ -500,6 +556,60 @@ func _RateLimiter_Refund_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RateLimiter_Hold_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(HoldRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RateLimiterServer).Hold(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RateLimiter_Hold_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RateLimiterServer).Hold(ctx, req.(*HoldRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RateLimiter_Renew_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RenewRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RateLimiterServer).Renew(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RateLimiter_Renew_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RateLimiterServer).Renew(ctx, req.(*RenewRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RateLimiter_Release_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReleaseRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RateLimiterServer).Release(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RateLimiter_Release_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RateLimiterServer).Release(ctx, req.(*ReleaseRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // RateLimiter_ServiceDesc is the grpc.ServiceDesc for RateLimiter service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -546,6 +656,18 @@ var RateLimiter_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Refund",
 			Handler:    _RateLimiter_Refund_Handler,
+		},
+		{
+			MethodName: "Hold",
+			Handler:    _RateLimiter_Hold_Handler,
+		},
+		{
+			MethodName: "Renew",
+			Handler:    _RateLimiter_Renew_Handler,
+		},
+		{
+			MethodName: "Release",
+			Handler:    _RateLimiter_Release_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
