@@ -73,6 +73,12 @@ var countedStatements = slices.Concat([]counted{
 	{"keyed-settled", 0, "select from (select " + newKey + " as key offset 0) as i," + // settled without keyed
 		" ratelimit_acquire('full', $1, 1, i.key) as a, ratelimit_settle('full', $1, case when a.allowed then i.key end, 2)"},
 	{"enforced", 0, "select from ratelimit_enforce('full', $1)"},
+	{"held", 0, "select from ratelimit_hold('slots', $1, " + newKey + ")"},
+	{"held-denied", 0, "select from ratelimit_hold('slots', $1, 'new', 20)"},
+	{"held-of-1000", 0, "select from ratelimit_hold('slots', 'crowd', $1 || " + newKey + ")"},
+	{"held-released", 0, "select from (select " + newKey + " as key offset 0) as i," + // released without held
+		" ratelimit_hold('slots', $1, i.key) as h, ratelimit_release('slots', $1, case when h.allowed then i.key end)"},
+	{"renewed", 0, "select ratelimit_renew('slots', $1, '1')"},
 	{"guarded", 0, "insert into guarded values ($1)"},
 	{"guarded-32", 32, "insert into guarded select unnest($1)"},
 	{"joint", 0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1])"},
@@ -145,6 +151,10 @@ func countedPolicies() (sql []string) {
 		fmt.Sprintf("select ratelimit_override('overridden', '%s' || i, %d) from generate_series(1, %d) as i", userPrefix, capacity, countedKeys),
 		fmt.Sprintf(`select ratelimit_override('zoned', '%s' || i, time_zone => 'Europe/Berlin', anchor => '2024-01-31 00:00') from generate_series(1, %d) as i`,
 			userPrefix, countedKeys),
+		"select ratelimit_define_policy('slots', 20, lease => '1 day')",
+		"select ratelimit_override('slots', 'crowd', 10000)",
+		fmt.Sprintf("select ratelimit_hold('slots', '%s' || k, h::text) from generate_series(1, %d) as k, generate_series(1, 5) as h", userPrefix, countedKeys),
+		"select ratelimit_hold('slots', 'crowd', h::text) from generate_series(1, 1000) as h",
 		"create sequence new_keys",
 	}, inUse, []string{"vacuum analyze"})
 }
@@ -191,7 +201,7 @@ const tickingClock = `create or replace function ratelimit.clock() returns times
 	as $$ select timestamptz '2030-01-01 00:00:00+00' + pg_catalog.age(xid '3') * interval '1 millisecond' $$`
 
 // cleaned is done before each statement, so that none finds what others have left.
-const cleaned = "truncate ratelimit.idempotency_keys;\nvacuum ratelimit.buckets, ratelimit.ephemeral_buckets, bare;\n"
+const cleaned = "truncate ratelimit.idempotency_keys;\nvacuum ratelimit.buckets, ratelimit.ephemeral_buckets, ratelimit.slots, ratelimit.leases, bare;\n"
 
 // A session calls the function of the marker before and after what is counted, and valgrind writes what it has counted since. A session
 // that is not counted prints which transaction id and which byte of WAL is next.
