@@ -6,7 +6,7 @@ GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
 RACE  :=# -race, which takes a C compiler and three times as long
 TESTS := work# all packages of all modules
-SERVER_TESTS := $(addprefix ./tests/,acquire client demo docs operate pgtest schema security spend torture)# whose outcome may depend on the PostgreSQL
+SERVER_TESTS := $(addprefix ./tests/,acquire client demo docs operate pgtest schema security slots spend torture)# whose outcome may depend on the PostgreSQL
 GO_TEST := go test -json -count=1 -timeout=0
 MODULES := . client/grpclimit client/otellimit migrations server tests tests/bench tests/packages
 SKIP  :=# tests to leave out, by a pattern of their names
