@@ -545,6 +545,14 @@ func TestDocs_Grants(t *testing.T) {
 			return errors.Join(kit.ErrorOf(limiter.Charge(ctx, "p", "k", 1, client.IdempotencyKey("charged"))), kit.ErrorOf(limiter.Settle(ctx, "p", "k", "charged", 0)),
 				kit.ErrorOf(limiter.AcquireUpTo(ctx, "p", "k", 1)), kit.ErrorOf(limiter.Wait(ctx, "p", "k")))
 		},
+		"hold [slots](slots.md)": func(pool *pgxpool.Pool) error {
+			limiter := client.New(pool)
+			h, d, err := limiter.Hold(ctx, "s", "k")
+			if err != nil || !d.Allowed {
+				return fmt.Errorf("not held: %w", err)
+			}
+			return errors.Join(kit.ErrorOf(limiter.Peek(ctx, "s", "k")), kit.ErrorOf(limiter.Renew(ctx, "s", "k", h.Holder())), h.Release(ctx))
+		},
 		"peek and refund": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)
 			return errors.Join(kit.ErrorOf(limiter.Peek(ctx, "p", "k")), kit.ErrorOf(limiter.Refund(ctx, "p", "k", 1)))
@@ -552,7 +560,7 @@ func TestDocs_Grants(t *testing.T) {
 		"administration": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)
 			return errors.Join(limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second}),
-				limiter.Reset(ctx, "q", "k"), kit.ErrorOf(limiter.Policies(ctx)), limiter.DropPolicy(ctx, "q"))
+				limiter.Reset(ctx, "q", "k"), kit.ErrorOf(limiter.Policies(ctx)), kit.ErrorOf(limiter.Holders(ctx)), limiter.DropPolicy(ctx, "q"))
 		},
 		"overrides": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)
@@ -587,6 +595,7 @@ func TestDocs_Grants(t *testing.T) {
 			role := kit.NewRole(t)
 			db := kit.NewDB(t)
 			db.DefinePolicy("p", 1_000_000, 1, time.Hour)
+			db.Execute("select ratelimit_define_policy('s', capacity => 1, lease => '1 hour')")
 			pool := kit.PoolAs(t, db.DB, role)
 			var granted []string
 			for _, grant := range regexp.MustCompile("`([^`]*);`").FindAllStringSubmatch(row[2], -1) {
