@@ -163,6 +163,7 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 				m := newModelRun(t, session, sightings{})
 				if !met { // what random calls seldom do
 					m.meetQuotas(t)
+					m.meetAnEnd(t)
 					met = true
 				}
 				return m
@@ -559,6 +560,20 @@ func (m *modelRun) meetQuotas(t *rapid.T) {
 	m.setClock(t, turn.Add(150*time.Minute))
 	m.setOverride(t, at("x"), model.Numbers{Anchor: new(time.Date(2024, 3, 31, 2, 15, 0, 0, time.UTC))}, turn.Add(3*time.Hour))
 	require.Empty(t, m.met.lacks(toMeetOfQuotas))
+}
+
+// meetAnEnd asks for as many tokens as the override's refill has brought at its end: by then the policy's refill counts, from the last write.
+func (m *modelRun) meetAnEnd(t *rapid.T) {
+	numbers := func(every model.Micros) model.Numbers {
+		return model.Numbers{Capacity: new(int64(10)), Refill: new(int64(1)), Every: &every}
+	}
+	id := model.BucketID{Policy: "ends", Key: "x"}
+	m.defineAs(t, "ends", model.Definition{Numbers: numbers(3600 * 1_000_000)})
+	m.sendOne(t, kit.WholeRequest{Charges: []model.Charge{{BucketID: id, Cost: 10}}})
+	m.setOverride(t, id, numbers(1_000_000), m.now.Add(4*time.Second))
+	for cost := range int64(5) {
+		m.sendAlone(t, "acquire", kit.WholeRequest{Charges: []model.Charge{{BucketID: id, Cost: cost + 1}}})
+	}
 }
 
 func (m *modelRun) define(t *rapid.T, name string) {
