@@ -397,6 +397,19 @@ $$;
 comment on function ratelimit.unknown_policy(text) is
   'Raises RL001, the error for an unknown policy.';
 
+create or replace function ratelimit.unknown_slots(policy text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'unknown policy' using
+    errcode = 'RL001',
+    detail  = format('No policy is named %L.', policy),
+    hint    = format('Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: select ratelimit_define_policy(%L, capacity => 5, lease => ''5 minutes'').', policy);
+end;
+$$;
+comment on function ratelimit.unknown_slots(text) is
+  'Raises RL001, the error for an unknown policy whose slots are asked for.';
+
 create or replace function ratelimit.no_grant(policy text, idempotency_key text)
   returns void language plpgsql
 as $$
