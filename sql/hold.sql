@@ -9,8 +9,8 @@
 --   5. The row is this transaction's now, and the lease is written. Those that have ended are removed.
 -- A holder that holds is renewed whether or not its cost would fit now.
 --
--- The clock is read before step 1 and again after step 3, which may have waited. If a lease or an override has ended in between, step 1
--- follows again.
+-- The clock is read before step 1 and again after step 3, which may have waited. If a lease or an override has ended in between, or the
+-- clock went back, step 1 follows again.
 --
 -- Under REPEATABLE READ and SERIALIZABLE, step 3 fails with 40001 if the leases were changed since the snapshot, and a denial is as old as
 -- the snapshot.
@@ -50,6 +50,7 @@ begin
     v_holder       text collate "C" := holder;
     v_cost         alias for cost;
     v_now          timestamptz := clock();
+    v_seen_at      timestamptz;  -- the clock by which the leases were read
     v_changes      bigint;       -- of the key; null: it has no row
     v_held         bigint;       -- by leases that have not ended
     v_first_end    timestamptz;  -- of all leases
@@ -101,7 +102,7 @@ begin
       end if;
 
       -- 2. A denial. By the time of this look there may be more.
-      if not v_renewed and v_held + v_cost > v_policy.capacity then
+      if not v_renewed and v_cost > v_policy.capacity - v_held then
         select l.* into v_look from look_at_{{ .slots }}(v_policy, v_key, v_now, v_cost) as l;
         v_retry_us := v_look.retry_us;
         if v_retry_us is distinct from 0 and v_policy.shadow then
@@ -128,8 +129,9 @@ begin
              and s.changes   = v_changes;
         end if;
         v_written := found;
-        v_now     := clock();  -- it may have waited
-        exit when v_written and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
+        v_seen_at := v_now;
+        v_now     := clock();  -- it may have waited; if the clock went back, leases may be live that had ended
+        exit when v_written and v_now >= v_seen_at and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
 
         -- 4. The lock.
         if not v_written then

@@ -87,7 +87,7 @@ declare
 begin
   if not pg_is_in_recovery() then
     return query
-      select s.name, s.key, s.capacity - s.held, duration(microseconds(case when s.held < s.capacity then v_now else s.first end - v_now)::bigint),
+      select s.name, s.key, s.capacity - s.held, duration(case when s.held < s.capacity then 0 when s.first is not null then least(microseconds(s.first - v_now), 3155760000000000000) end::bigint),
              duration(microseconds(s.last - v_now)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
         from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
                      min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
@@ -108,7 +108,7 @@ begin
        limit at_most;
   else
     return query
-      select s.name, s.key, s.capacity - s.held, duration(microseconds(case when s.held < s.capacity then v_now else s.first end - v_now)::bigint),
+      select s.name, s.key, s.capacity - s.held, duration(case when s.held < s.capacity then 0 when s.first is not null then least(microseconds(s.first - v_now), 3155760000000000000) end::bigint),
              duration(microseconds(s.last - v_now)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
         from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
                      min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first

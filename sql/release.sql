@@ -1,4 +1,4 @@
--- Ends the lease of a holder. The steps are those of ratelimit_renew: 1. does it hold? 2. the row of the key, 3. the lease.
+-- Ends the lease of a holder. The steps are those of ratelimit_renew: 1. has it a lease? 2. the row of the key, 3. the lease.
 create or replace function ratelimit_release(policy text, key text, holder text)
   returns boolean
   language plpgsql
@@ -31,12 +31,11 @@ begin
     v_holder text collate "C" := holder;
     v_now    timestamptz := clock();
   begin
-    -- 1. Does it hold?
+    -- 1. Has it a lease? One that has ended may have been renewed by a session that has not committed yet.
     perform l.cost from {{ .leases }} as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
-        and l.holder    = v_holder
-        and l.ends_at   > v_now;
+        and l.holder    = v_holder;
     if not found then
       return false;
     end if;
@@ -65,8 +64,8 @@ comment on function ratelimit_release(text, text, text) is
 'Gives the slots of a holder back, and returns true if it held them until now.
 It is safe to repeat.
 Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an unknown policy, 25006 in a read-only transaction.
-Locks: the row of the key until the transaction ends. If the holder does not hold, the call locks nothing.
-Writes: the row of the key; deletes the lease. If the holder does not hold, the call writes nothing.
+Locks: the row of the key until the transaction ends. If the holder has no lease, the call locks nothing.
+Writes: the row of the key; deletes the lease. If the holder has no lease, the call writes nothing.
 Role: application.';
 
 create or replace function ratelimit.release_ephemeral(v_policy ratelimit.policies, key text, holder text)

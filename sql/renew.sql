@@ -1,8 +1,9 @@
 -- Begins the lease of a holder anew.
 --
 -- The steps:
---   1. A holder that does not hold is answered at once: nothing is locked.
---   2. The row of the key is written, which may wait. Whoever held then may not hold any more.
+--   1. A holder without a lease is answered at once: nothing is locked. A lease that has ended may have been renewed by a session that
+--      has not committed yet.
+--   2. The row of the key is written, which may wait. A holder that held then may not hold any more.
 --   3. The lease is written, if it has not ended.
 -- So a renewal that comes after a release takes nothing, in whatever order they run.
 create or replace function ratelimit_renew(policy text, key text, holder text)
@@ -48,12 +49,11 @@ begin
     end if;
     v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
 
-    -- 1. Does it hold?
+    -- 1. Has it a lease?
     perform l.cost from {{ .leases }} as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
-        and l.holder    = v_holder
-        and l.ends_at   > v_now;
+        and l.holder    = v_holder;
     if found then
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
 
@@ -90,8 +90,8 @@ null: the holder does not hold, or not any more. Its lease has ended or was rele
   a renewal.
 A shadow policy returns the lease to a holder that does not hold, too.
 Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an unknown policy, 25006 in a read-only transaction.
-Locks: the row of the key until the transaction ends. If the holder does not hold, the call locks nothing.
-Writes: the row of the key and the lease. If the holder does not hold, the call writes nothing.
+Locks: the row of the key until the transaction ends. If the holder has no lease, the call locks nothing.
+Writes: the row of the key and the lease. If the holder has no lease, the call writes nothing.
 Role: application.';
 
 create or replace function ratelimit.renew_ephemeral(v_policy ratelimit.policies, key text, holder text)

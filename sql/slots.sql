@@ -37,7 +37,7 @@ begin
     from {{ .leases }} as l
    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
   reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
-  if v_cost = 0 or held + v_cost <= capacity then
+  if v_cost = 0 or v_cost <= capacity - held then
     retry_us := 0;
     return;
   end if;
@@ -49,8 +49,10 @@ begin
                    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now
                   union all
                   select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
-   where u.held + v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_{{ .slots }}.capacity end;
-  retry_us := microseconds(v_first - v_now)::bigint;
+   where v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_{{ .slots }}.capacity end - u.held;
+  if v_first is not null then
+    retry_us := least(microseconds(v_first - v_now), 3155760000000000000)::bigint;  -- saturates as wait_for does
+  end if;
 end;
 $$;
 comment on function ratelimit.look_at_{{ .slots }}(ratelimit.policies, text, timestamptz, bigint) is

@@ -6035,7 +6035,7 @@ begin
     from leases as l
    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
   reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
-  if v_cost = 0 or held + v_cost <= capacity then
+  if v_cost = 0 or v_cost <= capacity - held then
     retry_us := 0;
     return;
   end if;
@@ -6047,8 +6047,10 @@ begin
                    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now
                   union all
                   select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
-   where u.held + v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_slots.capacity end;
-  retry_us := microseconds(v_first - v_now)::bigint;
+   where v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_slots.capacity end - u.held;
+  if v_first is not null then
+    retry_us := least(microseconds(v_first - v_now), 3155760000000000000)::bigint;  -- saturates as wait_for does
+  end if;
 end;
 $$;
 comment on function ratelimit.look_at_slots(ratelimit.policies, text, timestamptz, bigint) is
@@ -6116,7 +6118,7 @@ begin
     from ephemeral_leases as l
    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
   reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
-  if v_cost = 0 or held + v_cost <= capacity then
+  if v_cost = 0 or v_cost <= capacity - held then
     retry_us := 0;
     return;
   end if;
@@ -6128,8 +6130,10 @@ begin
                    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now
                   union all
                   select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
-   where u.held + v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_ephemeral_slots.capacity end;
-  retry_us := microseconds(v_first - v_now)::bigint;
+   where v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_ephemeral_slots.capacity end - u.held;
+  if v_first is not null then
+    retry_us := least(microseconds(v_first - v_now), 3155760000000000000)::bigint;  -- saturates as wait_for does
+  end if;
 end;
 $$;
 comment on function ratelimit.look_at_ephemeral_slots(ratelimit.policies, text, timestamptz, bigint) is
@@ -6169,8 +6173,8 @@ comment on function ratelimit.reset_ephemeral_slots(bigint, text) is
 --   5. The row is this transaction's now, and the lease is written. Those that have ended are removed.
 -- A holder that holds is renewed whether or not its cost would fit now.
 --
--- The clock is read before step 1 and again after step 3, which may have waited. If a lease or an override has ended in between, step 1
--- follows again.
+-- The clock is read before step 1 and again after step 3, which may have waited. If a lease or an override has ended in between, or the
+-- clock went back, step 1 follows again.
 --
 -- Under REPEATABLE READ and SERIALIZABLE, step 3 fails with 40001 if the leases were changed since the snapshot, and a denial is as old as
 -- the snapshot.
@@ -6209,6 +6213,7 @@ begin
     v_holder       text collate "C" := holder;
     v_cost         alias for cost;
     v_now          timestamptz := clock();
+    v_seen_at      timestamptz;  -- the clock by which the leases were read
     v_changes      bigint;       -- of the key; null: it has no row
     v_held         bigint;       -- by leases that have not ended
     v_first_end    timestamptz;  -- of all leases
@@ -6260,7 +6265,7 @@ begin
       end if;
 
       -- 2. A denial. By the time of this look there may be more.
-      if not v_renewed and v_held + v_cost > v_policy.capacity then
+      if not v_renewed and v_cost > v_policy.capacity - v_held then
         select l.* into v_look from look_at_slots(v_policy, v_key, v_now, v_cost) as l;
         v_retry_us := v_look.retry_us;
         if v_retry_us is distinct from 0 and v_policy.shadow then
@@ -6287,8 +6292,9 @@ begin
              and s.changes   = v_changes;
         end if;
         v_written := found;
-        v_now     := clock();  -- it may have waited
-        exit when v_written and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
+        v_seen_at := v_now;
+        v_now     := clock();  -- it may have waited; if the clock went back, leases may be live that had ended
+        exit when v_written and v_now >= v_seen_at and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
 
         -- 4. The lock.
         if not v_written then
@@ -6356,6 +6362,7 @@ as $$
     v_holder       text collate "C" := holder;
     v_cost         alias for cost;
     v_now          timestamptz := clock();
+    v_seen_at      timestamptz;  -- the clock by which the leases were read
     v_changes      bigint;       -- of the key; null: it has no row
     v_held         bigint;       -- by leases that have not ended
     v_first_end    timestamptz;  -- of all leases
@@ -6407,7 +6414,7 @@ as $$
       end if;
 
       -- 2. A denial. By the time of this look there may be more.
-      if not v_renewed and v_held + v_cost > v_policy.capacity then
+      if not v_renewed and v_cost > v_policy.capacity - v_held then
         select l.* into v_look from look_at_ephemeral_slots(v_policy, v_key, v_now, v_cost) as l;
         v_retry_us := v_look.retry_us;
         if v_retry_us is distinct from 0 and v_policy.shadow then
@@ -6434,8 +6441,9 @@ as $$
              and s.changes   = v_changes;
         end if;
         v_written := found;
-        v_now     := clock();  -- it may have waited
-        exit when v_written and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
+        v_seen_at := v_now;
+        v_now     := clock();  -- it may have waited; if the clock went back, leases may be live that had ended
+        exit when v_written and v_now >= v_seen_at and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
 
         -- 4. The lock.
         if not v_written then
@@ -6501,8 +6509,9 @@ comment on function ratelimit.peek_slots(ratelimit.policies, text, bigint, times
 -- Begins the lease of a holder anew.
 --
 -- The steps:
---   1. A holder that does not hold is answered at once: nothing is locked.
---   2. The row of the key is written, which may wait. Whoever held then may not hold any more.
+--   1. A holder without a lease is answered at once: nothing is locked. A lease that has ended may have been renewed by a session that
+--      has not committed yet.
+--   2. The row of the key is written, which may wait. A holder that held then may not hold any more.
 --   3. The lease is written, if it has not ended.
 -- So a renewal that comes after a release takes nothing, in whatever order they run.
 create or replace function ratelimit_renew(policy text, key text, holder text)
@@ -6547,12 +6556,11 @@ begin
     end if;
     v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
 
-    -- 1. Does it hold?
+    -- 1. Has it a lease?
     perform l.cost from leases as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
-        and l.holder    = v_holder
-        and l.ends_at   > v_now;
+        and l.holder    = v_holder;
     if found then
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
 
@@ -6588,8 +6596,8 @@ null: the holder does not hold, or not any more. Its lease has ended or was rele
   a renewal.
 A shadow policy returns the lease to a holder that does not hold, too.
 Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an unknown policy, 25006 in a read-only transaction.
-Locks: the row of the key until the transaction ends. If the holder does not hold, the call locks nothing.
-Writes: the row of the key and the lease. If the holder does not hold, the call writes nothing.
+Locks: the row of the key until the transaction ends. If the holder has no lease, the call locks nothing.
+Writes: the row of the key and the lease. If the holder has no lease, the call writes nothing.
 Role: application.';
 
 create or replace function ratelimit.renew_ephemeral(v_policy ratelimit.policies, key text, holder text)
@@ -6613,12 +6621,11 @@ as $$
     end if;
     v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
 
-    -- 1. Does it hold?
+    -- 1. Has it a lease?
     perform l.cost from ephemeral_leases as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
-        and l.holder    = v_holder
-        and l.ends_at   > v_now;
+        and l.holder    = v_holder;
     if found then
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
 
@@ -6650,7 +6657,7 @@ $$;
 comment on function ratelimit.renew_ephemeral(ratelimit.policies, text, text) is
   'The steps of ratelimit_renew for an ephemeral policy.';
 
--- Ends the lease of a holder. The steps are those of ratelimit_renew: 1. does it hold? 2. the row of the key, 3. the lease.
+-- Ends the lease of a holder. The steps are those of ratelimit_renew: 1. has it a lease? 2. the row of the key, 3. the lease.
 create or replace function ratelimit_release(policy text, key text, holder text)
   returns boolean
   language plpgsql
@@ -6682,12 +6689,11 @@ begin
     v_holder text collate "C" := holder;
     v_now    timestamptz := clock();
   begin
-    -- 1. Does it hold?
+    -- 1. Has it a lease? One that has ended may have been renewed by a session that has not committed yet.
     perform l.cost from leases as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
-        and l.holder    = v_holder
-        and l.ends_at   > v_now;
+        and l.holder    = v_holder;
     if not found then
       return false;
     end if;
@@ -6715,8 +6721,8 @@ comment on function ratelimit_release(text, text, text) is
 'Gives the slots of a holder back, and returns true if it held them until now.
 It is safe to repeat.
 Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an unknown policy, 25006 in a read-only transaction.
-Locks: the row of the key until the transaction ends. If the holder does not hold, the call locks nothing.
-Writes: the row of the key; deletes the lease. If the holder does not hold, the call writes nothing.
+Locks: the row of the key until the transaction ends. If the holder has no lease, the call locks nothing.
+Writes: the row of the key; deletes the lease. If the holder has no lease, the call writes nothing.
 Role: application.';
 
 create or replace function ratelimit.release_ephemeral(v_policy ratelimit.policies, key text, holder text)
@@ -6729,12 +6735,11 @@ as $$
     v_holder text collate "C" := holder;
     v_now    timestamptz := clock();
   begin
-    -- 1. Does it hold?
+    -- 1. Has it a lease? One that has ended may have been renewed by a session that has not committed yet.
     perform l.cost from ephemeral_leases as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
-        and l.holder    = v_holder
-        and l.ends_at   > v_now;
+        and l.holder    = v_holder;
     if not found then
       return false;
     end if;
@@ -6849,7 +6854,7 @@ declare
 begin
   if not pg_is_in_recovery() then
     return query
-      select s.name, s.key, s.capacity - s.held, duration(microseconds(case when s.held < s.capacity then v_now else s.first end - v_now)::bigint),
+      select s.name, s.key, s.capacity - s.held, duration(case when s.held < s.capacity then 0 when s.first is not null then least(microseconds(s.first - v_now), 3155760000000000000) end::bigint),
              duration(microseconds(s.last - v_now)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
         from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
                      min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
@@ -6870,7 +6875,7 @@ begin
        limit at_most;
   else
     return query
-      select s.name, s.key, s.capacity - s.held, duration(microseconds(case when s.held < s.capacity then v_now else s.first end - v_now)::bigint),
+      select s.name, s.key, s.capacity - s.held, duration(case when s.held < s.capacity then 0 when s.first is not null then least(microseconds(s.first - v_now), 3155760000000000000) end::bigint),
              duration(microseconds(s.last - v_now)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
         from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
                      min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first

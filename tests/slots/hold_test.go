@@ -4,6 +4,7 @@ package slots
 import (
 	"context"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"strings"
 	"testing"
@@ -190,6 +191,20 @@ func TestHold_WhenTheClockSteps(t *testing.T) {
 		require.Equal(t, []string{"00:01:00"}, kit.Column(t, db.DB, "select held_for::text from ratelimit_holders()"), "never more than the lease")
 		require.True(t, db.Release("b"))
 		require.True(t, db.Hold("a", 1).Allowed)
+	})
+}
+
+// Nothing overflows: such costs are above any capacity, and waits saturate at 100,000 years.
+func TestHold_OfAnySize(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
+		db.At(kit.T0).Lend("p", 1, lease, kind)
+		db.Hold("a", 1)
+		require.Equal(t, kit.HoldDecision{RetryAfter: model.Never, Capacity: 1}, db.Hold("b", math.MaxInt64))
+		require.Equal(t, model.Never, db.Must(kit.Peek(db.Pool, "p", "k", math.MaxInt64)).RetryAfter)
+		db.Execute("select ratelimit_override('p', 'k', 0, expires_at => '290000-01-01')")
+		require.Equal(t, kit.HoldDecision{Remaining: -1, RetryAfter: model.Longest}, db.Hold("b", 1))
+		require.Equal(t, model.Longest, db.Must(kit.Peek(db.Pool, "p", "k", 1)).RetryAfter)
+		require.EqualValues(t, 1, db.Number("select count(*) from ratelimit_status('p')"))
 	})
 }
 

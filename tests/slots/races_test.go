@@ -59,7 +59,7 @@ var races = map[string]race{
 			return fmt.Sprint(kit.Column(t, db.DB, "select held_for::text from ratelimit_holders()"))
 		},
 		"[00:01:00]",
-		kit.Mutation{Pattern: `v_written := found; v_now := clock\(\);`, Replacement: "v_written := found;"}, "ratelimit_hold",
+		kit.Mutation{Pattern: `v_seen_at := v_now; v_now := clock\(\);`, Replacement: "v_seen_at := v_now;"}, "ratelimit_hold",
 	},
 	"a release that is committed lets the next hold": {
 		func(t *testing.T, db *kit.TestDB) string {
@@ -141,6 +141,48 @@ var races = map[string]race{
 		},
 		"true []",
 		kit.Mutation{Pattern: `delete from leases as l [^;]*;`, Replacement: "perform 1;"}, "ratelimit_release",
+	},
+	"a release after the end of a lease waits for a renewal from before it": {
+		func(t *testing.T, db *kit.TestDB) string {
+			db.Hold("a", 1)
+			db.SetClock(at(lease / 2))
+			first := db.Begin()
+			kit.NoError(kit.Renew(first, "p", "k", "a"))(t)
+			db.SetClock(at(lease))
+			second := db.Session().StartRelease("a").BlockedBy(first)
+			first.Execute("commit")
+			return fmt.Sprint(second.Over().Released, db.Holders("p"))
+		},
+		"true []",
+		kit.Mutation{Pattern: `and l\.holder = v_holder; if not found`, Replacement: "and l.holder = v_holder and l.ends_at > v_now; if not found"}, "ratelimit_release",
+	},
+	"a renewal after the end of a lease waits for one from before it": {
+		func(t *testing.T, db *kit.TestDB) string {
+			db.Hold("a", 1)
+			db.SetClock(at(lease / 2))
+			first := db.Begin()
+			kit.NoError(kit.Renew(first, "p", "k", "a"))(t)
+			db.SetClock(at(lease))
+			second := db.Session().StartRenew("a").BlockedBy(first)
+			first.Execute("commit")
+			return fmt.Sprint(second.Over().HeldFor == model.Never, db.Holders("p"))
+		},
+		"false [a:1]",
+		kit.Mutation{Pattern: `and l\.holder = v_holder; if found`, Replacement: "and l.holder = v_holder and l.ends_at > v_now; if found"}, "ratelimit_renew",
+	},
+	"a lease that had ended counts again when the clock goes back during a wait": {
+		func(t *testing.T, db *kit.TestDB) string {
+			db.Hold("a", 1)
+			db.SetClock(at(lease))
+			first := db.Begin()
+			first.Hold("b", 1)
+			second := db.Session().StartHold("c", 1).BlockedBy(first)
+			db.SetClock(at(lease / 2))
+			first.Execute("rollback")
+			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+		},
+		fmt.Sprint(kit.NotHeld(0, lease/2, 1)) + " [a:1]",
+		kit.Mutation{Pattern: `and v_now >= v_seen_at`, Replacement: ""}, "ratelimit_hold",
 	},
 	"a lease that ends while its renewal waits is not renewed": {
 		func(t *testing.T, db *kit.TestDB) string {
