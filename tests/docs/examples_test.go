@@ -134,7 +134,7 @@ func (e docsExample) call(t *testing.T) string {
 	e.need(t)
 	db := kit.NewDB(t)
 	db.DefinePolicy("api", 10, 1, kit.ADay)
-	db.Execute("select ratelimit_define_policy('budget', 1000, 0, '1 day')")
+	db.Execute("select ratelimit_define_policy('budget', 1000, 0, '1 day'), ratelimit_define_policy('jobs', 1, lease => '1 minute')")
 	c := e.program(t, "", append(serverVariables(t, db.DB, "TOKENS=secret"), kit.PgVariables(t, db.URL)...))
 	out, err := c.CombinedOutput()
 	require.NoError(t, err, "%s", out)

@@ -111,6 +111,16 @@ test('Charge takes what is not there, and Refund gives back', async () => {
   assert.equal((await call('Refund', { ...bucket, amount: 51 })).remaining, 1000, 'and no bucket holds more')
 })
 
+test('Hold lends slots until Release', async () => {
+  const job = { policy: 'jobs', logical_key: 'node', holder: 'attempt 1' }
+  assert.equal(seconds((await call('Hold', job)).held_for), 60)
+  assert.equal((await call('Hold', job)).renewed, true)
+  assert.equal((await call('Hold', { ...job, holder: 'attempt 2' })).verdict, 'DENIED')
+  assert.equal(seconds((await call('Renew', job)).held_for), 60)
+  assert.equal((await call('Release', job)).released, true)
+  assert.equal((await call('Renew', job)).held_for, null)
+})
+
 test('Settle replaces an estimate, once', async () => {
   const grant = { policy: 'budget', logical_key: 'settle', request_id: 'job-8' }
   await call('Acquire', { ...grant, cost: 300 })

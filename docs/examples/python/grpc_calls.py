@@ -79,5 +79,12 @@ try:
     raise AssertionError("no error")
 except grpc.RpcError as error:
     check(error.code(), grpc.StatusCode.INVALID_ARGUMENT)
-check(set(methods), {"Acquire", "AcquireAll", "AcquireMany", "AcquireStream", "AcquireUpTo", "Reserve", "Charge", "Settle", "Peek", "PeekMany", "Refund"})
+job = {"policy": "jobs", "logical_key": "python", "holder": "attempt 1"}
+check(call("Hold", **job).held_for.seconds, 60)
+check(call("Hold", **dict(job, holder="attempt 2")).verdict, DENIED)
+check(call("Renew", **job).held_for.seconds, 60)
+check(call("Release", **job).released, True)
+check(call("Renew", **job).HasField("held_for"), False)
+check(set(methods), {"Acquire", "AcquireAll", "AcquireMany", "AcquireStream", "AcquireUpTo", "Reserve", "Charge", "Settle", "Peek", "PeekMany", "Refund",
+                     "Hold", "Renew", "Release"})
 print("all calls are answered")
