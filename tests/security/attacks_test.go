@@ -462,7 +462,9 @@ func hostileTranscript(t *testing.T, db *kit.TestDB, conn *pgx.Conn, name string
 	lends := "jobs " + name
 	db.SetClock(kit.T0)
 	db.Lend(lends, 3, 61*time.Second, kit.Ephemeral)
-	us := func(interval string) string { return "(pg_catalog.date_part('epoch', " + interval + ") * 1000000)::pg_catalog.int8" }
+	us := func(interval string) string {
+		return "(pg_catalog.date_part('epoch', " + interval + ") * 1000000)::pg_catalog.int8"
+	}
 	columns := map[string]string{ // without texts of intervals, which a setting changes
 		"hold":  "h.allowed, h.remaining, " + us("h.retry_after") + ", " + us("h.held_for") + ", h.capacity, h.renewed",
 		"peek":  "h.allowed, h.remaining, " + us("h.retry_after") + ", " + us("h.reset_after") + ", h.capacity",
