@@ -84,7 +84,7 @@ func TestHold_ARepeatRenewsWhateverWasLowered(t *testing.T) {
 		require.Equal(t, kit.Micros(10*kit.Second), db.Renew("b"))
 		require.Equal(t, never(-4, 1), db.Hold("c", 2))
 		require.Equal(t, kit.NotHeld(-4, 10*kit.Second, 1), db.Hold("c", 1))
-		db.Refused("RL002", "select ratelimit_hold('p', 'k', 'a', 2)")
+		_ = db.Refused("RL002", "select ratelimit_hold('p', 'k', 'a', 2)")
 	})
 }
 
@@ -248,7 +248,7 @@ func TestShadow_WatchesAndEndsNoJob(t *testing.T) {
 		require.False(t, db.Release("b"))
 		require.Equal(t, []string{"a:1"}, db.Holders("p"), "it is not recorded")
 		require.Equal(t, kit.Denied(0, lease, lease, 1), db.Must(kit.Peek(db.Pool, "p", "k", 1)), "peek enforces")
-		db.Refused("RL002", "select ratelimit_hold('p', 'k', 'a', 2)")
+		_ = db.Refused("RL002", "select ratelimit_hold('p', 'k', 'a', 2)")
 	})
 }
 

@@ -36,7 +36,7 @@ var races = map[string]race{
 		kit.Mutation{Pattern: `and s\.key = v_key and s\.changes = v_changes`, Replacement: "and s.key = v_key"}, "ratelimit_hold",
 	},
 	"a hold that waits for the first of a key is denied": {
-		func(t *testing.T, db *kit.TestDB) string {
+		func(_ *testing.T, db *kit.TestDB) string {
 			first := db.Begin()
 			first.Hold("a", 1)
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
@@ -76,7 +76,7 @@ var races = map[string]race{
 		kit.Mutation{}, "", // it waits, and may not be denied by what it saw before
 	},
 	"a hold that waits counts by the capacity of after the wait": {
-		func(t *testing.T, db *kit.TestDB) string {
+		func(_ *testing.T, db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			first := db.Begin()
 			first.Hold("a", 1)
@@ -89,7 +89,7 @@ var races = map[string]race{
 		kit.Mutation{Pattern: `v_policy := numbers_again\(v_policy, v_key, v_now\);`, Replacement: ""}, "ratelimit_hold",
 	},
 	"an override that ends while a hold waits does not apply any more": {
-		func(t *testing.T, db *kit.TestDB) string {
+		func(_ *testing.T, db *kit.TestDB) string {
 			db.Execute("select ratelimit_override('p', 'k', 2, expires_at => $1)", at(30*time.Second))
 			db.Hold("a", 1)
 			first := db.Begin()
@@ -103,7 +103,7 @@ var races = map[string]race{
 		kit.Mutation{Pattern: `and \(v_policy\.calendar\)\.ends_at > v_now\)`, Replacement: ")"}, "ratelimit_hold",
 	},
 	"a lease that ends while its holder waits to hold again is no renewal": {
-		func(t *testing.T, db *kit.TestDB) string {
+		func(_ *testing.T, db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
 			first := db.Begin()
@@ -171,7 +171,7 @@ var races = map[string]race{
 		kit.Mutation{Pattern: `and l\.holder = v_holder; if found`, Replacement: "and l.holder = v_holder and l.ends_at > v_now; if found"}, "ratelimit_renew",
 	},
 	"a lease that had ended counts again when the clock goes back during a wait": {
-		func(t *testing.T, db *kit.TestDB) string {
+		func(_ *testing.T, db *kit.TestDB) string {
 			db.Hold("a", 1)
 			db.SetClock(at(lease))
 			first := db.Begin()
@@ -185,7 +185,7 @@ var races = map[string]race{
 		kit.Mutation{Pattern: `and v_now >= v_seen_at`, Replacement: ""}, "ratelimit_hold",
 	},
 	"a lease that ends while its renewal waits is not renewed": {
-		func(t *testing.T, db *kit.TestDB) string {
+		func(_ *testing.T, db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
 			first := db.Begin()
@@ -199,7 +199,7 @@ var races = map[string]race{
 		kit.Mutation{Pattern: `and l\.holder = v_holder and l\.ends_at > v_now; end if;`, Replacement: "and l.holder = v_holder; end if;"}, "ratelimit_renew",
 	},
 	"a lease that ends while its release waits was not held until then": {
-		func(t *testing.T, db *kit.TestDB) string {
+		func(_ *testing.T, db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
 			first := db.Begin()
@@ -262,7 +262,7 @@ func TestRace(t *testing.T) {
 			db.T = mutated
 			outcome := make(chan string, 1)
 			go func() {
-				defer func() { recover(); close(outcome) }()
+				defer func() { _ = recover(); close(outcome) }()
 				outcome <- r.steps(t, db)
 			}()
 			other := <-outcome
