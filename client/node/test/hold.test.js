@@ -92,13 +92,13 @@ test('a lease is renewed when a third of it is over, and by timers that keep no 
   const time = fakeTime(t), policy = await defineSlots(), db = counting('ratelimit_renew')
   const held = await new Limiter(db, { retry: true }).hold(policy, 'k')
   await age(policy)
-  time.pass(1199)
+  time.pass(1000)
   assert.equal(db.calls, 0)
   assert.ok([...time.timers].every((timer) => !timer.isRef), 'a timer keeps the process alive')
-  time.pass(2)
+  time.pass(201)
   await eventually(async () => await heldFor(policy) > 1900)
-  await eventually(() => [...time.timers].some((timer) => timer.ms < 1_201_000)) // for the next renewal
-  time.pass(3599 - 1)
+  await eventually(() => time.timers.size === 1) // that of the next renewal; of one under way there are two
+  time.pass(3000)
   assert.equal(held.signal.aborted, false, 'the lease counts from the renewal')
   await held.release()
   assert.deepEqual([db.calls, await holders(policy)], [2, []])
@@ -259,7 +259,7 @@ test('what may have been granted by a call that was given up is released', async
 })
 
 test('1,000 holds, of which some are given up, leave nothing behind', async (t) => {
-  const time = fakeTime(t), policy = await defineSlots(1000), own = connect({ max: 8 }), limiter = new Combiner(own, { callTimeout: 50 })
+  const time = fakeTime(t), policy = await defineSlots(1000), own = connect({ max: 8 }), limiter = new Combiner(own, { callTimeout: 3600 })
   const stay = new AbortController()
   setMaxListeners(0, stay.signal)
   const outcomes = await Promise.all(Array.from({ length: 1000 }, async (_, i) => {

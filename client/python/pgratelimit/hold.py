@@ -182,6 +182,10 @@ class Held(_Held):
                 return
             if self._thread is not None:
                 self._thread.join(max(0.0, min(self._tenure.until - monotonic(), A_DAY)))  # later it can renew nothing
+                with self._lock:
+                    is_idle = not self._tenure.is_renewing
+                if is_idle:  # then it is about to end
+                    self._thread.join()
             with suppress(UnknownPolicy):  # it was dropped with its holders
                 self._release()
             self._released = True
