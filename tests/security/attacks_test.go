@@ -462,13 +462,13 @@ func hostileTranscript(t *testing.T, db *kit.TestDB, conn *pgx.Conn, name string
 	lends := "jobs " + name
 	db.SetClock(kit.T0)
 	db.Lend(lends, 3, 61*time.Second, kit.Ephemeral)
-	us := func(interval string) string {
-		return "(pg_catalog.date_part('epoch', " + interval + ") * 1000000)::pg_catalog.int8"
+	seconds := func(interval string) string { // no operator: there are twins
+		return "pg_catalog.date_part('epoch', " + interval + ")::pg_catalog.int8"
 	}
 	columns := map[string]string{ // without texts of intervals, which a setting changes
-		"hold":  "h.allowed, h.remaining, " + us("h.retry_after") + ", " + us("h.held_for") + ", h.capacity, h.renewed",
-		"peek":  "h.allowed, h.remaining, " + us("h.retry_after") + ", " + us("h.reset_after") + ", h.capacity",
-		"renew": us("h"), "release": "h",
+		"hold":  "h.allowed, h.remaining, " + seconds("h.retry_after") + ", " + seconds("h.held_for") + ", h.capacity, h.renewed",
+		"peek":  "h.allowed, h.remaining, " + seconds("h.retry_after") + ", " + seconds("h.reset_after") + ", h.capacity",
+		"renew": seconds("h"), "release": "h",
 	}
 	for _, call := range []string{
 		"hold($1, 'k', 'a', 2)", "hold($1, 'k', 'b', 2)", "hold($1, 'k', 'a', 2)", "hold($1, 'k', 'a', 1)", "hold($1, 'k', 'c', 4)", "peek($1, 'k', 2)",
