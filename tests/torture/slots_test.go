@@ -208,13 +208,12 @@ func TestModel_FindsPlantedBugsOfSlots(t *testing.T) {
 	}{
 		"a lease counts at its end":                     {"ratelimit_hold", kit.Mutation{Pattern: `and l\.ends_at > v_now; end if;`, Replacement: "and l.ends_at >= v_now; end if;"}},
 		"a holder holds at the end of its lease":        {"ratelimit_hold", kit.Mutation{Pattern: `\(v_own_end > v_now\)`, Replacement: "(v_own_end >= v_now)"}},
-		"a renewal at the end of a lease":               {"ratelimit_renew", kit.Mutation{Pattern: `(perform l\.cost from leases [^;]*) and l\.ends_at > v_now;([^$]*) and l\.ends_at > v_now; end if;`, Replacement: "$1 and l.ends_at >= v_now; $2 and l.ends_at >= v_now; end if;"}},
 		"a renewal that acquires":                       {"ratelimit_renew", kit.Mutation{Pattern: `if found then if`, Replacement: "insert into slots values (v_policy.id, 0, v_now, v_key) on conflict on constraint slots_pkey do nothing; insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing; if true then if"}},
 		"a release of somebody else's lease":            {"ratelimit_release", kit.Mutation{Pattern: `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, Replacement: "$1"}},
 		"a grant keeps the leases that have ended":      {"ratelimit_hold", kit.Mutation{Pattern: `delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, Replacement: "$0 l.holder = v_holder and"}},
 		"a wait by the override that ends":              {"ratelimit.look_at_slots", kit.Mutation{Pattern: `u\.at >= v_ends_at`, Replacement: "u.at > v_ends_at"}},
 		"a wait a microsecond short":                    {"ratelimit.look_at_slots", kit.Mutation{Pattern: `microseconds\(v_first - v_now\)`, Replacement: "microseconds(v_first - v_now) - 1"}},
-		"a renewal is denied when capacity was lowered": {"ratelimit_hold", kit.Mutation{Pattern: `if not v_renewed and v_held`, Replacement: "if v_held - v_renewed::integer * v_cost"}},
+		"a renewal is denied when capacity was lowered": {"ratelimit_hold", kit.Mutation{Pattern: `if not v_renewed and v_cost > v_policy\.capacity - v_held then`, Replacement: "if v_cost > v_policy.capacity - v_held + v_renewed::integer * v_cost then"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
