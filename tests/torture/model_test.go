@@ -160,9 +160,8 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 			session := db.Session()
 			met := false
 			require.True(t, disagrees(t, func(t *rapid.T) *modelRun {
-				m := newModelRun(t, session, sightings{})
-				m.tokens = true // calls about slots find none of these
-				if !met {       // what random calls seldom do
+				m := beginModelRun(t, session, sightings{}, tokensOnly) // calls about slots find none of these
+				if !met {                                               // what random calls seldom do
 					m.meetQuotas(t)
 					m.meetAnEnd(t)
 					met = true
@@ -215,8 +214,7 @@ type modelRun struct {
 	clock   func(now time.Time)
 	ask     func(kit.Spending) (kit.Spent, error)
 	told    func(kit.Decision) kit.Decision // what of the model's decision ask can tell
-	lends   bool                            // all policies are slots
-	tokens  bool                            // none is
+	only    kindOfRun
 	model   *model.Model
 	saved   []*model.Model // what a transaction can go back to: its begin, and its savepoints
 	now     time.Time
@@ -232,6 +230,15 @@ type modelRun struct {
 	spendings, settled []kit.Spending
 }
 
+// A kindOfRun says which policies a run has.
+type kindOfRun int
+
+const (
+	allKinds kindOfRun = iota
+	slotsOnly
+	tokensOnly // buckets and quotas
+)
+
 const emptyTables = `
 	delete from ratelimit.policies; delete from ratelimit.overrides;
 	delete from ratelimit.buckets; delete from ratelimit.ephemeral_buckets;
@@ -239,18 +246,18 @@ const emptyTables = `
 	delete from ratelimit.slots; delete from ratelimit.ephemeral_slots; delete from ratelimit.leases; delete from ratelimit.ephemeral_leases`
 
 func newModelRun(t *rapid.T, s *kit.Session, met sightings) *modelRun {
-	return beginModelRun(t, s, met, false)
+	return beginModelRun(t, s, met, allKinds)
 }
 
 // newSlotsRun is one of slots alone, which a run of all kinds has few calls for.
 func newSlotsRun(t *rapid.T, s *kit.Session, met sightings) *modelRun {
-	return beginModelRun(t, s, met, true)
+	return beginModelRun(t, s, met, slotsOnly)
 }
 
-func beginModelRun(t *rapid.T, s *kit.Session, met sightings, lends bool) *modelRun {
+func beginModelRun(t *rapid.T, s *kit.Session, met sightings, only kindOfRun) *modelRun {
 	s.Execute(emptyTables)
 	m := &modelRun{
-		lends:   lends,
+		only:    only,
 		session: s, buckets: bucketIDs, clock: s.Db.SetClock, model: model.New(), met: met,
 		ask: func(of kit.Spending) (kit.Spent, error) { return of.By(s) }, told: func(d kit.Decision) kit.Decision { return d },
 	}
@@ -269,7 +276,7 @@ func (m *modelRun) Begin(t *rapid.T, calls modelCalls) {
 }
 
 func (m *modelRun) actions() map[string]func(*rapid.T) {
-	if m.lends {
+	if m.only == slotsOnly {
 		return map[string]func(*rapid.T){
 			"hold": m.hold, "hold now": m.hold, "hold again": m.hold, "renew": m.renew, "release": m.release, "holders": m.listHolders, "peek": m.peek,
 			"override": m.override, "wait": m.wait, "wait on": m.wait, "step": m.step, "clean up": m.cleanUp, "rarely": m.changeOrRemove,
@@ -298,7 +305,7 @@ func (m *modelRun) actions() map[string]func(*rapid.T) {
 		"save":      m.save,
 		"roll back": m.rollBackOrNot,
 	}
-	if m.tokens {
+	if m.only == tokensOnly {
 		maps.DeleteFunc(actions, func(name string, _ func(*rapid.T)) bool {
 			return slices.Contains([]string{"hold", "hold now", "renew", "release", "holders"}, name)
 		})
@@ -587,11 +594,12 @@ func (m *modelRun) meetAnEnd(t *rapid.T) {
 func (m *modelRun) define(t *rapid.T, name string) {
 	p, known := m.model.Policy(name)
 	kind := rapid.SampledFrom([]string{"bucket", "bucket", "quota", "slots"}).Draw(t, "kind")
-	if m.lends {
+	switch {
+	case m.only == slotsOnly:
 		kind = "slots"
-	} else if m.tokens && kind == "slots" {
+	case m.only == tokensOnly && kind == "slots":
 		kind = "bucket"
-	} else if known && rapid.IntRange(0, 7).Draw(t, "another kind if 7") < 7 {
+	case known && rapid.IntRange(0, 7).Draw(t, "another kind if 7") < 7:
 		kind = kindOf(p)
 	}
 	of := map[string]*rapid.Generator[model.Definition]{"bucket": definitions, "quota": quotas, "slots": slots}[kind]
