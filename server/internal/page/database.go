@@ -18,9 +18,10 @@ import (
 )
 
 const (
-	// maxPolicies and maxBuckets are the longest lists on the page.
+	// maxPolicies, maxBuckets and maxHolders, of a bucket, are the longest lists on the page.
 	maxPolicies = 200
 	maxBuckets  = 20
+	maxHolders  = 100
 
 	// readTime bounds one reading of the database.
 	readTime = 4 * time.Second
@@ -143,8 +144,9 @@ func (d *database) look(isAway bool) snapshot {
 	return seen
 }
 
-// find returns the buckets of a key, under one policy or under all. It queries at once; only one search runs at a time.
-func (d *database) find(policy, key string) section[inspect.Bucket] {
+// find returns the buckets of a key, under one policy or under all, and who holds slots of it. It queries at once; only one search
+// runs at a time.
+func (d *database) find(policy, key string) (section[inspect.Bucket], section[client.Holder]) {
 	d.reading.Lock()
 	defer d.reading.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), d.patience)
@@ -153,12 +155,26 @@ func (d *database) find(policy, key string) section[inspect.Bucket] {
 	if policy == "" {
 		of = nil
 	}
-	r := reading[inspect.Bucket]{function: "ratelimit_status", limit: d.buckets.limit}
-	r.ask = func(ctx context.Context, tx pgx.Tx) ([]inspect.Bucket, error) {
+	buckets := reading[inspect.Bucket]{function: "ratelimit_status", limit: d.buckets.limit}
+	buckets.ask = func(ctx context.Context, tx pgx.Tx) ([]inspect.Bucket, error) {
 		return inspect.Buckets(ctx, tx, of, &key, maxBuckets)
 	}
-	r.read(ctx, d)
-	return r.section
+	buckets.read(ctx, d)
+	d.policies.read(ctx, d)
+	var holders section[client.Holder]
+	for _, b := range buckets.rows {
+		if !slices.ContainsFunc(d.policies.rows, func(p client.Policy) bool { return p.Name == b.Policy && p.Lease > 0 }) {
+			continue
+		}
+		held := reading[client.Holder]{function: "ratelimit_holders", limit: d.buckets.limit}
+		held.ask = func(ctx context.Context, tx pgx.Tx) ([]client.Holder, error) {
+			return client.New(d.db).WithTx(tx).Holders(ctx, client.OfPolicy(b.Policy), client.OfKey(b.Key), client.MaxRows(maxHolders))
+		}
+		held.read(ctx, d)
+		held.rows = append(holders.rows, held.rows...)
+		holders = held.section
+	}
+	return buckets.section, holders
 }
 
 // noticeOf returns what a reader of the page can do about an error.

@@ -96,7 +96,7 @@ var source string
 //go:embed style.css
 var style string
 
-var page = template.Must(template.New("page").Funcs(template.FuncMap{"name": name, "whole": whole, "number": number, "until": until}).Parse(source))
+var page = template.Must(template.New("page").Funcs(template.FuncMap{"name": name, "whole": whole, "number": number, "until": until, "span": span}).Parse(source))
 
 // policy forbids the browser to load and to run anything but the page's style, whatever the text of a key.
 var policy = func() string {
@@ -151,11 +151,12 @@ type shard struct {
 	IsDown bool
 }
 
-// A search has the request, and the buckets that were found for a Key.
+// A search has the request, and the buckets that were found for a Key, with the holders of its slots.
 type search struct {
 	Policy, Key string
 	Names       []string // of policies
 	Buckets     part[bucket]
+	Holders     part[client.Holder]
 }
 
 // A part is a section of all databases.
@@ -249,8 +250,10 @@ func (p *Page) view(asked url.Values) view {
 		v.Policies.Rows, v.Policies.More = v.Policies.Rows[:maxPolicies], true
 	}
 	if key := inspect.Named(v.Search.Key); key != "" {
-		found := p.databases[client.ShardOf(key, len(p.databases))].find(inspect.Named(v.Search.Policy), key)
-		v.Search.Buckets = partOf(p, []section[inspect.Bucket]{found}, func(s section[inspect.Bucket]) section[inspect.Bucket] { return s }, bucketOf)
+		buckets, holders := p.databases[client.ShardOf(key, len(p.databases))].find(inspect.Named(v.Search.Policy), key)
+		v.Search.Buckets = partOf(p, []section[inspect.Bucket]{buckets}, func(s section[inspect.Bucket]) section[inspect.Bucket] { return s }, bucketOf)
+		v.Search.Holders = partOf(p, []section[client.Holder]{holders}, func(s section[client.Holder]) section[client.Holder] { return s },
+			func(_ int, h client.Holder) client.Holder { return h })
 	}
 	return v
 }

@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"net/url"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -317,6 +318,23 @@ func TestPage_FindsOneKey(t *testing.T) {
 	require.NotContains(t, page, "<form", "what is typed would be lost when the page loads anew")
 }
 
+// A search for a key of slots lists who holds them. A bucket of the same key adds nobody.
+func TestPage_FindsTheHoldersOfAKey(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	db.Exec(t, "select ratelimit_define_policy('jobs', 5, lease => '1 hour'), ratelimit_define_policy('streams', 2, lease => '1 minute')")
+	db.Exec(t, "select ratelimit_acquire('api', 'tenant'), ratelimit_hold('jobs', 'tenant', $1, 2), ratelimit_hold('streams', 'tenant', 'b')", hostile)
+	db.Exec(t, "select ratelimit_hold('jobs', 'another', 'c')")
+	search := "/?" + url.Values{"key": {"tenant"}}.Encode()
+	_, page := get(t, shown(t, db.Pool, time.Now), search)
+	require.Equal(t, []string{"1 of 2", "3 of 5", "9 of 10"}, text(t, page[strings.Index(page, `<section id="find">`):], "tokens"))
+	rows := text(t, page, "tr")
+	require.Contains(t, rows, "PolicyHolderSlotsLease ends in")
+	require.Regexp(t, `^jobs `+regexp.QuoteMeta(name(hostile))+` 2 59m`, rows[slices.Index(rows, "PolicyHolderSlotsLease ends in")+2])
+	require.Regexp(t, `^streams b 1 5\ds$`, rows[slices.Index(rows, "PolicyHolderSlotsLease ends in")+1])
+	require.NotContains(t, strings.Join(rows, "\n"), "another c")
+}
+
 func TestPage_OfAnEmptyDatabase(t *testing.T) {
 	t.Parallel()
 	_, page := get(t, shown(t, pgtest.New(t).Pool, time.Now), "/")
@@ -429,6 +447,9 @@ func TestPage_WithoutGrants(t *testing.T) {
 	}
 	_, page = get(t, shown(t, pool, time.Now), "/")
 	require.Empty(t, text(t, page, "notice"))
+	db.Exec(t, "select ratelimit_define_policy('jobs', 5, lease => '1 hour'), ratelimit_hold('jobs', 'tenant', 'a')")
+	_, page = get(t, shown(t, pool, time.Now), "/?key=tenant")
+	require.Contains(t, strings.Join(text(t, page, "notice"), "\n"), "can run: grant execute on function ratelimit_holders to "+role+";")
 }
 
 func TestPage_NobodyAnswers(t *testing.T) {
