@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -454,6 +455,29 @@ func TestDocs_LinksFilesAndTargetsAreThere(t *testing.T) {
 			}
 		}
 	}
+}
+
+// A test that a page names as its proof is there.
+func TestDocs_NamedTestsAreThere(t *testing.T) {
+	t.Parallel()
+	defined := map[string]bool{}
+	require.NoError(t, filepath.WalkDir("..", func(path string, _ fs.DirEntry, err error) error {
+		if err != nil || !strings.HasSuffix(path, "_test.go") {
+			return err
+		}
+		for _, test := range regexp.MustCompile(`(?m)^func (Test\w+)\(`).FindAllStringSubmatch(string(kit.NoError(os.ReadFile(path))(t)), -1) {
+			defined[test[1]] = true
+		}
+		return nil
+	}))
+	named := 0
+	for _, file := range docsFiles(t) {
+		for _, test := range regexp.MustCompile("`(Test[A-Z]\\w+)`").FindAllStringSubmatch(file.text, -1) {
+			named++
+			assert.True(t, defined[test[1]], "%s names %s", file.path, test[1])
+		}
+	}
+	require.NotZero(t, named)
 }
 
 func TestDocs_ReadmeIsShort(t *testing.T) {
