@@ -3,9 +3,7 @@ package slots
 
 import (
 	"context"
-	"fmt"
 	"math"
-	"math/rand/v2"
 	"strings"
 	"testing"
 	"time"
@@ -106,47 +104,6 @@ func TestHold_RetryAfterWhereAnOverrideEnds(t *testing.T) {
 		require.Equal(t, kit.NotHeld(-2, lease-10*kit.Second, 2), db.HoldAt(at(10*kit.Second), "b", 1))
 		require.Equal(t, kit.Denied(-2, lease-10*kit.Second, lease-5*kit.Second, 2), db.Must(kit.Peek(db.Pool, "p", "k", 1)))
 		require.Equal(t, kit.Allowed(-2, lease-5*kit.Second, 2), db.Must(kit.Peek(db.Pool, "p", "k", 0)))
-	})
-}
-
-// The promise of retry_after: at that instant the hold is granted, and a microsecond earlier it is denied.
-func TestHold_RetryAfterIsAPromise(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		random := rand.New(rand.NewPCG(1, 2))
-		s := db.Session()
-		kept := 0
-		for kept < 300 {
-			db.At(kit.T0).Lend("p", 1+random.Int64N(8), time.Duration(1+random.IntN(9))*kit.Second, kind)
-			now := kit.T0
-			for holder := range random.IntN(8) {
-				now = now.Add(time.Duration(random.IntN(3_000_000)) * kit.Us)
-				db.SetClock(now)
-				kit.NoError(kit.Hold(s, "p", "k", fmt.Sprint(holder%5, " ", random.IntN(2)), 1+random.Int64N(3)))
-				if random.IntN(3) == 0 {
-					kit.NoError(kit.Renew(s, "p", "k", fmt.Sprint(random.IntN(5), " 0")))
-				}
-			}
-			if random.IntN(2) == 0 {
-				s.Execute("select ratelimit_override('p', 'k', $1, expires_at => $2)", random.IntN(9), now.Add(time.Duration(1+random.IntN(9_000_000))*kit.Us))
-			}
-			if random.IntN(3) == 0 {
-				s.Execute("select ratelimit_define_policy('p', $1)", 1+random.IntN(8))
-			}
-			cost := 1 + random.Int64N(4)
-			d := s.Hold("new", cost)
-			if !d.Allowed && d.RetryAfter != model.Never {
-				kept++
-				then := d.RetryAfter.After(now)
-				db.SetClock(then.Add(-kit.Us))
-				require.False(t, s.Hold("new", cost).Allowed, "a microsecond before %v", d)
-				db.SetClock(then)
-				require.True(t, s.Hold("new", cost).Allowed, "%v", d)
-			} else if !d.Allowed {
-				db.SetClock(now.Add(time.Hour))
-				require.False(t, s.Hold("new", cost).Allowed, "never")
-			}
-			s.Execute("select ratelimit_drop_policy('p')")
-		}
 	})
 }
 
