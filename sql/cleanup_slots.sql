@@ -3,7 +3,8 @@
 -- how many were removed.
 --
 -- It locks the rows of the keys, and looks at their leases in later statements: a hold may have been committed between the
--- snapshot of the first one and its locks. A hold that waits for a row which is removed here finds none, and creates it anew.
+-- snapshot of the first one and its locks. A hold that waits for a row which is removed here finds none, and creates it anew; one that
+-- waits for a row which stays counts again, because by another clock a lease that is removed here may not have ended.
 --
 -- The names are those of the tables. On Citus they are those of shards, for which the statements are made at run time.
 -- Locks and writes: as cleanup_batch.
@@ -45,7 +46,7 @@ begin
     using v_ids, v_keys;
   get diagnostics deleted = row_count;
   execute format('update %1$s as s'
-                 '   set due_at = (select min(l.ends_at) from %2$s as l where l.policy_id = s.policy_id and l.key = s.key)'
+                 '   set changes = changes + 1, due_at = (select min(l.ends_at) from %2$s as l where l.policy_id = s.policy_id and l.key = s.key)'
                  ' where s.ctid = any (array(select e.ctid'
                  '                             from unnest($1, $2) as u (policy_id, key)'
                  '                            cross join lateral (select s.ctid'

@@ -101,11 +101,11 @@ begin
         perform held_with_another_cost(v_holder, v_own_cost, v_cost);  -- raises RL002
       end if;
 
-      -- 2. A denial. By the time of this look there may be more.
+      -- 2. A denial. By the time of this look there may be more, or the holder may hold.
       if not v_renewed and v_cost > v_policy.capacity - v_held then
-        select l.* into v_look from look_at_{{ .slots }}(v_policy, v_key, v_now, v_cost) as l;
-        v_retry_us := v_look.retry_us;
-        if v_retry_us is distinct from 0 and v_policy.shadow then
+        select l.* into v_look from look_at_{{ .slots }}(v_policy, v_key, v_now, v_cost, v_holder) as l;
+        v_retry_us := case when v_look.holds then 0 else v_look.retry_us end;
+        if v_retry_us is distinct from 0 and v_look.shadow then
           return (true, v_look.capacity - v_look.held, interval '0', duration(microseconds(v_look.lease)::bigint), v_look.capacity,
                   false, true)::ratelimit.hold;
         elsif v_retry_us is distinct from 0 then
@@ -209,9 +209,9 @@ declare
   v_look record;
 begin
   if policy.durable then
-    select l.* into v_look from look_at_slots(policy, key, now, cost) as l;
+    select l.* into v_look from look_at_slots(policy, key, now, cost, null) as l;
   else
-    select l.* into v_look from look_at_ephemeral_slots(policy, key, now, cost) as l;
+    select l.* into v_look from look_at_ephemeral_slots(policy, key, now, cost, null) as l;
   end if;
   return (coalesce(v_look.retry_us = 0, false), v_look.capacity - v_look.held, duration(v_look.retry_us), duration(v_look.reset_us),
           v_look.capacity, false, false)::ratelimit.decision;

@@ -47,6 +47,9 @@ begin
            due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
      where s.policy_id = v_policy.id
        and s.key       = v_key;
+    if not found then
+      return false;  -- clean-up has removed the row, and with it the lease
+    end if;
 
     -- 3. The lease, by the clock of now.
     v_now := clock();

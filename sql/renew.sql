@@ -39,6 +39,7 @@ begin
     v_now      timestamptz := clock();
     v_ends_at  timestamptz;
     v_lease_us bigint;
+    v_locked   boolean;
     v_override ratelimit.overrides;
   begin
     if (v_policy.calendar).overridden then
@@ -64,6 +65,7 @@ begin
              due_at  = least(s.due_at, v_ends_at)
        where s.policy_id = v_policy.id
          and s.key       = v_key;
+      v_locked := found;  -- or clean-up has removed the row, and with it the lease
 
       -- 3. The lease, by the clock and the numbers of now.
       v_now := clock();
@@ -74,7 +76,8 @@ begin
       v_ends_at := v_now + duration(v_lease_us);
       update {{ .leases }} as l
          set ends_at = v_ends_at
-       where l.policy_id = v_policy.id
+       where v_locked
+         and l.policy_id = v_policy.id
          and l.key       = v_key
          and l.holder    = v_holder
          and l.ends_at   > v_now;

@@ -7,12 +7,12 @@
 -- or other; a mere lock would let a transaction of a stricter isolation level count by its old snapshot. It is there
 -- before a lease is, and as long as there is one.
 
--- What is held of a key, the wait for the cost, and the wait until nobody holds, by the numbers that apply to the key. All is as of one
--- snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
+-- What is held of a key, the wait for the cost, the wait until nobody holds, and whether a holder holds, by the numbers that apply to
+-- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
 -- end of an override; then the policy's own capacity counts.
 create or replace function ratelimit.look_at_{{ .slots }}(
-    in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint,
-    out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint)
+    in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint, in holder text,
+    out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint, out holds boolean, out shadow boolean)
   language plpgsql
   stable
 as $$
@@ -20,6 +20,7 @@ declare
   v_key          text collate "C" := key;
   v_now          alias for now;
   v_cost         alias for cost;
+  v_holder       text collate "C" := holder;  -- null: nobody is asked for
   v_numbers      ratelimit.policies := numbers_again(policy, key, now);
   v_ends_at      timestamptz;  -- of the override; null if it has no end
   v_own_capacity bigint;       -- from then on
@@ -28,6 +29,7 @@ declare
 begin
   capacity := v_numbers.capacity;
   lease    := (v_numbers.calendar).lease;
+  shadow   := v_numbers.shadow;
   if isfinite((v_numbers.calendar).ends_at) then
     v_ends_at      := (v_numbers.calendar).ends_at;
     v_own_capacity := (own_numbers(v_numbers)).capacity;
@@ -37,6 +39,12 @@ begin
     from {{ .leases }} as l
    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
   reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
+  holds    := false;
+  if v_holder is not null then
+    perform l.cost from {{ .leases }} as l
+      where l.policy_id = policy.id and l.key = v_key and l.holder = v_holder and l.ends_at > v_now;
+    holds := found;
+  end if;
   if v_cost = 0 or v_cost <= capacity - held then
     retry_us := 0;
     return;
@@ -55,8 +63,8 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.look_at_{{ .slots }}(ratelimit.policies, text, timestamptz, bigint) is
-  'The capacity and the lease that apply to a key of slots, what is held of it, and the waits for a cost and until nobody holds.';
+comment on function ratelimit.look_at_{{ .slots }}(ratelimit.policies, text, timestamptz, bigint, text) is
+  'The capacity and the lease that apply to a key of slots, what is held of it and whether by a holder, and the waits for a cost and until nobody holds.';
 
 -- Frees all slots of a key.
 -- Locks and writes: the row of the key; deletes its leases.
@@ -75,6 +83,9 @@ begin
          due_at  = least(s.due_at, v_now)
    where s.policy_id = v_policy_id
      and s.key       = v_key;
+  if not found then
+    return;  -- nobody held by then, and a later lease is none that this call has locked
+  end if;
   delete from {{ .leases }} as l where l.policy_id = v_policy_id and l.key = v_key;
 end;
 $$;

@@ -6005,12 +6005,12 @@ Role: administrator. The role also needs EXECUTE on ratelimit.reset_batch and US
 -- or other; a mere lock would let a transaction of a stricter isolation level count by its old snapshot. It is there
 -- before a lease is, and as long as there is one.
 
--- What is held of a key, the wait for the cost, and the wait until nobody holds, by the numbers that apply to the key. All is as of one
--- snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
+-- What is held of a key, the wait for the cost, the wait until nobody holds, and whether a holder holds, by the numbers that apply to
+-- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
 -- end of an override; then the policy's own capacity counts.
 create or replace function ratelimit.look_at_slots(
-    in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint,
-    out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint)
+    in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint, in holder text,
+    out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint, out holds boolean, out shadow boolean)
   language plpgsql
   stable
 as $$
@@ -6018,6 +6018,7 @@ declare
   v_key          text collate "C" := key;
   v_now          alias for now;
   v_cost         alias for cost;
+  v_holder       text collate "C" := holder;  -- null: nobody is asked for
   v_numbers      ratelimit.policies := numbers_again(policy, key, now);
   v_ends_at      timestamptz;  -- of the override; null if it has no end
   v_own_capacity bigint;       -- from then on
@@ -6026,6 +6027,7 @@ declare
 begin
   capacity := v_numbers.capacity;
   lease    := (v_numbers.calendar).lease;
+  shadow   := v_numbers.shadow;
   if isfinite((v_numbers.calendar).ends_at) then
     v_ends_at      := (v_numbers.calendar).ends_at;
     v_own_capacity := (own_numbers(v_numbers)).capacity;
@@ -6035,6 +6037,12 @@ begin
     from leases as l
    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
   reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
+  holds    := false;
+  if v_holder is not null then
+    perform l.cost from leases as l
+      where l.policy_id = policy.id and l.key = v_key and l.holder = v_holder and l.ends_at > v_now;
+    holds := found;
+  end if;
   if v_cost = 0 or v_cost <= capacity - held then
     retry_us := 0;
     return;
@@ -6053,8 +6061,8 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.look_at_slots(ratelimit.policies, text, timestamptz, bigint) is
-  'The capacity and the lease that apply to a key of slots, what is held of it, and the waits for a cost and until nobody holds.';
+comment on function ratelimit.look_at_slots(ratelimit.policies, text, timestamptz, bigint, text) is
+  'The capacity and the lease that apply to a key of slots, what is held of it and whether by a holder, and the waits for a cost and until nobody holds.';
 
 -- Frees all slots of a key.
 -- Locks and writes: the row of the key; deletes its leases.
@@ -6073,6 +6081,9 @@ begin
          due_at  = least(s.due_at, v_now)
    where s.policy_id = v_policy_id
      and s.key       = v_key;
+  if not found then
+    return;  -- nobody held by then, and a later lease is none that this call has locked
+  end if;
   delete from leases as l where l.policy_id = v_policy_id and l.key = v_key;
 end;
 $$;
@@ -6088,12 +6099,12 @@ comment on function ratelimit.reset_slots(bigint, text) is
 -- or other; a mere lock would let a transaction of a stricter isolation level count by its old snapshot. It is there
 -- before a lease is, and as long as there is one.
 
--- What is held of a key, the wait for the cost, and the wait until nobody holds, by the numbers that apply to the key. All is as of one
--- snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
+-- What is held of a key, the wait for the cost, the wait until nobody holds, and whether a holder holds, by the numbers that apply to
+-- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
 -- end of an override; then the policy's own capacity counts.
 create or replace function ratelimit.look_at_ephemeral_slots(
-    in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint,
-    out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint)
+    in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint, in holder text,
+    out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint, out holds boolean, out shadow boolean)
   language plpgsql
   stable
 as $$
@@ -6101,6 +6112,7 @@ declare
   v_key          text collate "C" := key;
   v_now          alias for now;
   v_cost         alias for cost;
+  v_holder       text collate "C" := holder;  -- null: nobody is asked for
   v_numbers      ratelimit.policies := numbers_again(policy, key, now);
   v_ends_at      timestamptz;  -- of the override; null if it has no end
   v_own_capacity bigint;       -- from then on
@@ -6109,6 +6121,7 @@ declare
 begin
   capacity := v_numbers.capacity;
   lease    := (v_numbers.calendar).lease;
+  shadow   := v_numbers.shadow;
   if isfinite((v_numbers.calendar).ends_at) then
     v_ends_at      := (v_numbers.calendar).ends_at;
     v_own_capacity := (own_numbers(v_numbers)).capacity;
@@ -6118,6 +6131,12 @@ begin
     from ephemeral_leases as l
    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
   reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
+  holds    := false;
+  if v_holder is not null then
+    perform l.cost from ephemeral_leases as l
+      where l.policy_id = policy.id and l.key = v_key and l.holder = v_holder and l.ends_at > v_now;
+    holds := found;
+  end if;
   if v_cost = 0 or v_cost <= capacity - held then
     retry_us := 0;
     return;
@@ -6136,8 +6155,8 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.look_at_ephemeral_slots(ratelimit.policies, text, timestamptz, bigint) is
-  'The capacity and the lease that apply to a key of slots, what is held of it, and the waits for a cost and until nobody holds.';
+comment on function ratelimit.look_at_ephemeral_slots(ratelimit.policies, text, timestamptz, bigint, text) is
+  'The capacity and the lease that apply to a key of slots, what is held of it and whether by a holder, and the waits for a cost and until nobody holds.';
 
 -- Frees all slots of a key.
 -- Locks and writes: the row of the key; deletes its leases.
@@ -6156,6 +6175,9 @@ begin
          due_at  = least(s.due_at, v_now)
    where s.policy_id = v_policy_id
      and s.key       = v_key;
+  if not found then
+    return;  -- nobody held by then, and a later lease is none that this call has locked
+  end if;
   delete from ephemeral_leases as l where l.policy_id = v_policy_id and l.key = v_key;
 end;
 $$;
@@ -6264,11 +6286,11 @@ begin
         perform held_with_another_cost(v_holder, v_own_cost, v_cost);  -- raises RL002
       end if;
 
-      -- 2. A denial. By the time of this look there may be more.
+      -- 2. A denial. By the time of this look there may be more, or the holder may hold.
       if not v_renewed and v_cost > v_policy.capacity - v_held then
-        select l.* into v_look from look_at_slots(v_policy, v_key, v_now, v_cost) as l;
-        v_retry_us := v_look.retry_us;
-        if v_retry_us is distinct from 0 and v_policy.shadow then
+        select l.* into v_look from look_at_slots(v_policy, v_key, v_now, v_cost, v_holder) as l;
+        v_retry_us := case when v_look.holds then 0 else v_look.retry_us end;
+        if v_retry_us is distinct from 0 and v_look.shadow then
           return (true, v_look.capacity - v_look.held, interval '0', duration(microseconds(v_look.lease)::bigint), v_look.capacity,
                   false, true)::ratelimit.hold;
         elsif v_retry_us is distinct from 0 then
@@ -6413,11 +6435,11 @@ as $$
         perform held_with_another_cost(v_holder, v_own_cost, v_cost);  -- raises RL002
       end if;
 
-      -- 2. A denial. By the time of this look there may be more.
+      -- 2. A denial. By the time of this look there may be more, or the holder may hold.
       if not v_renewed and v_cost > v_policy.capacity - v_held then
-        select l.* into v_look from look_at_ephemeral_slots(v_policy, v_key, v_now, v_cost) as l;
-        v_retry_us := v_look.retry_us;
-        if v_retry_us is distinct from 0 and v_policy.shadow then
+        select l.* into v_look from look_at_ephemeral_slots(v_policy, v_key, v_now, v_cost, v_holder) as l;
+        v_retry_us := case when v_look.holds then 0 else v_look.retry_us end;
+        if v_retry_us is distinct from 0 and v_look.shadow then
           return (true, v_look.capacity - v_look.held, interval '0', duration(microseconds(v_look.lease)::bigint), v_look.capacity,
                   false, true)::ratelimit.hold;
         elsif v_retry_us is distinct from 0 then
@@ -6495,9 +6517,9 @@ declare
   v_look record;
 begin
   if policy.durable then
-    select l.* into v_look from look_at_slots(policy, key, now, cost) as l;
+    select l.* into v_look from look_at_slots(policy, key, now, cost, null) as l;
   else
-    select l.* into v_look from look_at_ephemeral_slots(policy, key, now, cost) as l;
+    select l.* into v_look from look_at_ephemeral_slots(policy, key, now, cost, null) as l;
   end if;
   return (coalesce(v_look.retry_us = 0, false), v_look.capacity - v_look.held, duration(v_look.retry_us), duration(v_look.reset_us),
           v_look.capacity, false, false)::ratelimit.decision;
@@ -6546,6 +6568,7 @@ begin
     v_now      timestamptz := clock();
     v_ends_at  timestamptz;
     v_lease_us bigint;
+    v_locked   boolean;
     v_override ratelimit.overrides;
   begin
     if (v_policy.calendar).overridden then
@@ -6571,6 +6594,7 @@ begin
              due_at  = least(s.due_at, v_ends_at)
        where s.policy_id = v_policy.id
          and s.key       = v_key;
+      v_locked := found;  -- or clean-up has removed the row, and with it the lease
 
       -- 3. The lease, by the clock and the numbers of now.
       v_now := clock();
@@ -6581,7 +6605,8 @@ begin
       v_ends_at := v_now + duration(v_lease_us);
       update leases as l
          set ends_at = v_ends_at
-       where l.policy_id = v_policy.id
+       where v_locked
+         and l.policy_id = v_policy.id
          and l.key       = v_key
          and l.holder    = v_holder
          and l.ends_at   > v_now;
@@ -6611,6 +6636,7 @@ as $$
     v_now      timestamptz := clock();
     v_ends_at  timestamptz;
     v_lease_us bigint;
+    v_locked   boolean;
     v_override ratelimit.overrides;
   begin
     if (v_policy.calendar).overridden then
@@ -6636,6 +6662,7 @@ as $$
              due_at  = least(s.due_at, v_ends_at)
        where s.policy_id = v_policy.id
          and s.key       = v_key;
+      v_locked := found;  -- or clean-up has removed the row, and with it the lease
 
       -- 3. The lease, by the clock and the numbers of now.
       v_now := clock();
@@ -6646,7 +6673,8 @@ as $$
       v_ends_at := v_now + duration(v_lease_us);
       update ephemeral_leases as l
          set ends_at = v_ends_at
-       where l.policy_id = v_policy.id
+       where v_locked
+         and l.policy_id = v_policy.id
          and l.key       = v_key
          and l.holder    = v_holder
          and l.ends_at   > v_now;
@@ -6705,6 +6733,9 @@ begin
            due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
      where s.policy_id = v_policy.id
        and s.key       = v_key;
+    if not found then
+      return false;  -- clean-up has removed the row, and with it the lease
+    end if;
 
     -- 3. The lease, by the clock of now.
     v_now := clock();
@@ -6751,6 +6782,9 @@ as $$
            due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
      where s.policy_id = v_policy.id
        and s.key       = v_key;
+    if not found then
+      return false;  -- clean-up has removed the row, and with it the lease
+    end if;
 
     -- 3. The lease, by the clock of now.
     v_now := clock();
@@ -11497,7 +11531,8 @@ comment on function ratelimit.limit_request(text, boolean, integer, boolean) is
 -- how many were removed.
 --
 -- It locks the rows of the keys, and looks at their leases in later statements: a hold may have been committed between the
--- snapshot of the first one and its locks. A hold that waits for a row which is removed here finds none, and creates it anew.
+-- snapshot of the first one and its locks. A hold that waits for a row which is removed here finds none, and creates it anew; one that
+-- waits for a row which stays counts again, because by another clock a lease that is removed here may not have ended.
 --
 -- The names are those of the tables. On Citus they are those of shards, for which the statements are made at run time.
 -- Locks and writes: as cleanup_batch.
@@ -11539,7 +11574,7 @@ begin
     using v_ids, v_keys;
   get diagnostics deleted = row_count;
   execute format('update %1$s as s'
-                 '   set due_at = (select min(l.ends_at) from %2$s as l where l.policy_id = s.policy_id and l.key = s.key)'
+                 '   set changes = changes + 1, due_at = (select min(l.ends_at) from %2$s as l where l.policy_id = s.policy_id and l.key = s.key)'
                  ' where s.ctid = any (array(select e.ctid'
                  '                             from unnest($1, $2) as u (policy_id, key)'
                  '                            cross join lateral (select s.ctid'

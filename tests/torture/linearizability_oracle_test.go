@@ -38,6 +38,8 @@ type operation struct {
 	reread           bool        // it read the numbers together with the bucket, or after it had locked it
 	gone             bool        // the policy was dropped meanwhile
 	enforced         bool        // a denial is an error, which tells neither reset_after nor replayed
+	holder           string      // of slots
+	lent             lent        // the answer of a call about slots
 }
 
 // A wholePart is what an acquire all says about all its buckets.
@@ -110,12 +112,22 @@ func (op *operation) overlaps(other *operation) bool {
 // A standing is a state that a bucket may have between two operations.
 type standing struct {
 	model.State
+	slots   model.Slots
 	batches map[int]int // requests done, of batches under way
 	numbers int         // of the newest override that a transaction gave the bucket together with a change of it
 }
 
 // next returns the standings that the operation may lead to. A nil answer stands for any answer.
 func (op *operation) next(at standing, answer *kit.Answer) (all []any) {
+	if isSlots(op.Policy) {
+		for _, s := range op.lends(at.slots, answer) {
+			if op.undone {
+				s = at.slots
+			}
+			all = append(all, standing{slots: s})
+		}
+		return all
+	}
 	if op.batch != 0 {
 		if at.batches[op.batch] != op.place {
 			return nil
@@ -143,7 +155,7 @@ func (op *operation) next(at standing, answer *kit.Answer) (all []any) {
 			all = append(all, at)
 			continue
 		}
-		all = append(all, standing{s, at.batches, max(at.numbers, sets)})
+		all = append(all, standing{State: s, batches: at.batches, numbers: max(at.numbers, sets)})
 	}
 	return all
 }
@@ -172,7 +184,7 @@ func (op *operation) leads(at standing, answer *kit.Answer) (left []model.State)
 	}
 	var next []model.State
 	for _, s := range left {
-		next = append(next, op.thenLeads(standing{s, nil, 0}, answer)...)
+		next = append(next, op.thenLeads(standing{State: s}, answer)...)
 	}
 	return next
 }
@@ -289,9 +301,9 @@ var bucketModel = porcupine.NondeterministicModel{
 	},
 	// Those that are compared have the same operations behind them, and so the same batches.
 	Equal: func(a, b any) bool {
-		return a.(standing).numbers == b.(standing).numbers && a.(standing).Equal(b.(standing).State)
+		return a.(standing).numbers == b.(standing).numbers && a.(standing).Equal(b.(standing).State) && a.(standing).slots.Equal(b.(standing).slots)
 	},
-	Hash: func(state any) uint64 { return state.(standing).Hash() },
+	Hash: func(state any) uint64 { return state.(standing).Hash() + state.(standing).slots.Hash() },
 }
 
 // A history is all operations on one bucket, which began full.
@@ -387,7 +399,7 @@ func (h history) explain(n int) string {
 		placed[op.Input] = true
 		fmt.Fprintf(&text, "%s\n", op.Input)
 		for _, s := range state.([]any) {
-			fmt.Fprintf(&text, "        %s\n", s.(standing).State)
+			fmt.Fprintf(&text, "        %s %v\n", s.(standing).State, s.(standing).slots)
 		}
 	}
 	fmt.Fprintf(&text, "These have no place after it, or had no answer yet when the last of the others came:\n")
@@ -434,6 +446,9 @@ func (op *operation) String() string {
 	}
 	if op.spends() {
 		fmt.Fprintf(&text, ", at least %d, within %v, taken %v", op.atLeast, op.maxWait, op.answer)
+	}
+	if isSlots(op.Policy) {
+		fmt.Fprintf(&text, ", holder %q, answered %+v", op.holder, op.lent)
 	}
 	if op.then != nil {
 		fmt.Fprintf(&text, "\n    then %s", op.then)

@@ -74,6 +74,13 @@ func (n operationCounts) report(run *kit.TortureRun) {
 func (n operationCounts) count(h history) {
 	n["operations"] += len(h)
 	for _, op := range h {
+		if isSlots(op.Policy) {
+			n[op.kindOfLent()]++
+			if op.undone {
+				n["rolled back"]++
+			}
+			continue
+		}
 		if op.undone {
 			n["rolled back"]++
 		}
@@ -206,6 +213,7 @@ type chronicler struct {
 	key                       func(name string) string
 	seed                      uint64 // of the next history
 	changes, overrides, drops int
+	conflicts                 int // of REPEATABLE READ
 }
 
 // newChronicler defines the policies by what their names say, and has clocks tell what they read.
@@ -239,7 +247,9 @@ func newChronicler(db *kit.TestDB, policies ...string) *chronicler {
 	db.T.Cleanup(combiner.Close)
 	c.combiner = combiner
 	for _, policy := range policies {
-		if isQuota(policy) {
+		if isSlots(policy) {
+			db.Lend(policy, 1, time.Second, durability(policy))
+		} else if isQuota(policy) {
 			db.Execute("select ratelimit_define_policy($1, 1, durable => $2, period => '1 day')", policy, isDurable(policy))
 		} else {
 			db.DefinePolicy(policy, 1, 1, time.Second, durability(policy))
@@ -381,7 +391,7 @@ type version struct {
 func (c *chronicler) history(seed uint64) (histories []history, err error) {
 	random := rand.New(rand.NewPCG(seed, 0))
 	h := &chronicle{
-		chronicler: c, seed: seed, started: time.Now(), combined: random.IntN(c.oneIn) == 0, versions: map[string][]version{},
+		chronicler: c, seed: seed, started: time.Now(), combined: c.oneIn > 0 && random.IntN(c.oneIn) == 0, versions: map[string][]version{},
 		numbers: map[model.BucketID][]numbers{}, gone: map[string][]period{},
 	}
 	buckets := 2 + random.IntN(3)
@@ -400,10 +410,12 @@ func (c *chronicler) history(seed uint64) (histories []history, err error) {
 	var callers errgroup.Group
 	for i, r := range c.clients {
 		callers.Go(func() error {
-			a := &actor{h, r, i, rand.New(rand.NewPCG(seed, uint64(i+1)))}
+			a := &actor{h, r, i, rand.New(rand.NewPCG(seed, uint64(i+1))), false}
 			for n := range 10 {
 				act := a.act
-				switch once := i == 0 && n == 5 && c.mostly == nil; { // too seldom to be left to chance
+				switch once := i == 0 && n == 5 && c.mostly == nil; {
+				case isSlots(c.policies[0]):
+					act = a.actOnSlots // too seldom to be left to chance
 				case once && seed%4 == 0:
 					act = a.drop
 				case once && seed%4 == 1:
@@ -419,7 +431,7 @@ func (c *chronicler) history(seed uint64) (histories []history, err error) {
 		})
 		if h.combined {
 			callers.Go(func() error {
-				a := &actor{h, nil, len(c.clients) + i, rand.New(rand.NewPCG(seed, uint64(len(c.clients)+i+1)))}
+				a := &actor{h, nil, len(c.clients) + i, rand.New(rand.NewPCG(seed, uint64(len(c.clients)+i+1))), false}
 				for range 5 {
 					if err := a.acquireCombined(); err != nil {
 						return err
@@ -518,6 +530,9 @@ const (
 
 // define is called by one client only, so that versions follow each other.
 func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error {
+	if isSlots(policy) {
+		return h.defineSlots(random, q, policy)
+	}
 	p := model.Policy{
 		Capacity: 3 + random.Int64N(10), Every: model.Micros(50 + random.Int64N(5000)), Stepped: policy[0] == 's',
 		Durable: isDurable(policy), Remember: []model.Micros{kit.Day, kit.Day, 20_000, 2_000}[random.IntN(4)],
@@ -546,13 +561,18 @@ func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error 
 		_, err = q.Exec(context.Background(), "select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
 			policy, p.Capacity, p.Refill, kit.IntervalOfDays(p.Every), p.Stepped, p.Durable, kit.IntervalOfDays(p.Remember), p.Shadow)
 	}
+	h.defined(policy, p, since)
+	return err
+}
+
+// defined notes that a policy is another one from an instant on; the one before ends now.
+func (h *chronicle) defined(policy string, p model.Policy, since time.Duration) {
 	until := h.now()
 	if before := h.versions[policy]; len(before) > 0 {
 		before[len(before)-1].until = until
 		h.changes++
 	}
 	h.versions[policy] = append(h.versions[policy], version{p, period{since, forever}})
-	return err
 }
 
 // calendar has a turn while the calls are made.
@@ -576,6 +596,7 @@ type actor struct {
 	*recorder
 	client int
 	random *rand.Rand
+	strict bool // its transactions are REPEATABLE READ
 }
 
 func (a *actor) act() error {
@@ -691,7 +712,11 @@ func (a *actor) transact(call func() error, ops ...*operation) error {
 func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (committed bool, err error) {
 	start, called := time.Now(), a.now()
 	if held {
-		if _, err := a.Exec(context.Background(), "begin"); err != nil {
+		begin := "begin"
+		if a.strict {
+			begin = "begin isolation level repeatable read"
+		}
+		if _, err := a.Exec(context.Background(), begin); err != nil {
 			return false, err
 		}
 	}
@@ -1011,6 +1036,9 @@ func (a *actor) override(b model.BucketID) error {
 		calendar := a.calendar(a.random)
 		o.Refill, o.Every, o.Zone, o.Anchor = 0, 0, calendar.Zone, calendar.Anchor
 	}
+	if isSlots(b.Policy) {
+		*o = model.Override{Capacity: a.random.Int64N(5), Lease: a.lease(a.random)}
+	}
 	if a.random.IntN(3) == 0 {
 		o.Expires = time.Now().Add(12*kit.Ms + time.Duration(a.random.Int64N(int64(20*kit.Ms)))).Truncate(kit.Us).UTC() // no clock is that far ahead
 	}
@@ -1019,6 +1047,9 @@ func (a *actor) override(b model.BucketID) error {
 	number := len(a.numbers[b])
 	a.mu.Unlock()
 	kind := a.random.IntN(4)
+	if isSlots(b.Policy) && kind > 0 {
+		kind = 3
+	}
 	switch kind {
 	case 0:
 		ops = append(ops, a.operation(resets, b))
@@ -1033,7 +1064,10 @@ func (a *actor) override(b model.BucketID) error {
 			expires = &o.Expires
 		}
 		var err error
-		if isQuota(b.Policy) {
+		if isSlots(b.Policy) {
+			_, err = a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, expires_at => $4, lease => $5)",
+				b.Policy, b.Key, o.Capacity, expires, kit.IntervalOfDays(o.Lease))
+		} else if isQuota(b.Policy) {
 			_, err = a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, expires_at => $4, time_zone => $5, anchor => $6)",
 				b.Policy, b.Key, o.Capacity, expires, o.Zone, o.Anchor)
 		} else {

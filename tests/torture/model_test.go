@@ -280,7 +280,7 @@ func (m *modelRun) actions() map[string]func(*rapid.T) {
 		return map[string]func(*rapid.T){
 			"hold": m.hold, "hold now": m.hold, "hold again": m.hold, "renew": m.renew, "release": m.release, "holders": m.listHolders, "peek": m.peek,
 			"override": m.override, "wait": m.wait, "wait on": m.wait, "step": m.step, "clean up": m.cleanUp, "rarely": m.changeOrRemove,
-			"save": m.save, "roll back": m.rollBackOrNot,
+			"meet the end of a lease": m.meetTheEnd, "save": m.save, "roll back": m.rollBackOrNot,
 		}
 	}
 	actions := map[string]func(*rapid.T){

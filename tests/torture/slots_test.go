@@ -234,6 +234,25 @@ func (m *modelRun) sendRelease(t *rapid.T, id model.BucketID, holder string) {
 	}
 }
 
+// meetTheEnd has a holder come at the end of its lease, or a microsecond beside it. Among several keys and holders calls seldom do.
+func (m *modelRun) meetTheEnd(t *rapid.T) {
+	id := m.buckets.Draw(t, "bucket")
+	all := m.model.Leases(id)
+	if len(all) == 0 {
+		t.Skip("nobody holds")
+	}
+	holder := rapid.SampledFrom(slices.Sorted(maps.Keys(all))).Draw(t, "holder")
+	m.setClock(t, model.Micros(rapid.Int64Range(-1, 1).Draw(t, "beside")).After(all[holder].Ends))
+	switch rapid.SampledFrom([]string{"hold", "renew", "release"}).Draw(t, "what") {
+	case "hold":
+		m.sendHold(t, id, holder, all[holder].Cost)
+	case "renew":
+		m.sendRenew(t, id, holder)
+	case "release":
+		m.sendRelease(t, id, holder)
+	}
+}
+
 // listHolders compares those of one key, one policy, or all.
 func (m *modelRun) listHolders(t *rapid.T) {
 	id := m.buckets.Draw(t, "bucket")
@@ -296,6 +315,8 @@ func TestModel_FindsPlantedBugsOfSlots(t *testing.T) {
 	}{
 		"a lease counts at its end":                     {"ratelimit_hold", kit.Mutation{Pattern: `and l\.ends_at > v_now; end if;`, Replacement: "and l.ends_at >= v_now; end if;"}},
 		"a holder holds at the end of its lease":        {"ratelimit_hold", kit.Mutation{Pattern: `\(v_own_end > v_now\)`, Replacement: "(v_own_end >= v_now)"}},
+		"a renewal at the end of a lease":               {"ratelimit_renew", kit.Mutation{Pattern: `and l\.ends_at > v_now; end if;`, Replacement: "and l.ends_at >= v_now; end if;"}},
+		"a release at the end of a lease":               {"ratelimit_release", kit.Mutation{Pattern: `and l\.ends_at > v_now;`, Replacement: "and l.ends_at >= v_now;"}},
 		"a renewal that acquires":                       {"ratelimit_renew", kit.Mutation{Pattern: `if found then if`, Replacement: "insert into slots values (v_policy.id, 0, v_now, v_key) on conflict on constraint slots_pkey do nothing; insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing; if true then if"}},
 		"a release of somebody else's lease":            {"ratelimit_release", kit.Mutation{Pattern: `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, Replacement: "$1"}},
 		"a grant keeps the leases that have ended":      {"ratelimit_hold", kit.Mutation{Pattern: `delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, Replacement: "$0 l.holder = v_holder and"}},

@@ -2,6 +2,8 @@ package model
 
 import (
 	"cmp"
+	"fmt"
+	"hash/fnv"
 	"maps"
 	"slices"
 	"time"
@@ -170,6 +172,16 @@ func (s Slots) with(holder string, l Lease) Slots {
 // Equal reports whether no call could tell the two apart.
 func (s Slots) Equal(other Slots) bool { return maps.Equal(s.leases, other.leases) }
 
+// Hash is the same for slots that are equal.
+func (s Slots) Hash() (sum uint64) {
+	for holder, l := range s.leases {
+		h := fnv.New64a()
+		fmt.Fprint(h, holder, " ", l.Cost, l.Ends.UnixMicro())
+		sum += h.Sum64()
+	}
+	return sum
+}
+
 // Leases are all leases of a key, also those that have ended and wait for a grant or clean-up.
 func (m *Model) Leases(id BucketID) map[string]Lease { return maps.Clone(m.slots[id].leases) }
 
@@ -212,25 +224,28 @@ type Holder struct {
 	HeldFor Micros // at most the lease, also after a clock that went back
 }
 
+// Holders lists the live leases of a key by end, without its name.
+func (s Slots) Holders(p Policy, now time.Time) (holders []Holder) {
+	live := s.Without(now).leases
+	for _, name := range slices.SortedFunc(maps.Keys(live), func(a, b string) int { return cmp.Or(live[a].Ends.Compare(live[b].Ends), cmp.Compare(a, b)) }) {
+		holders = append(holders, Holder{Holder: name, Cost: live[name].Cost, HeldFor: min(p.Lease, until(now, live[name].Ends))})
+	}
+	return holders
+}
+
 // Holders lists the live leases by policy, key and end. A policy or a key that is nil is any.
 func (m *Model) Holders(now time.Time, policy, key *string) []Holder {
 	var holders []Holder
-	ends := map[Holder]time.Time{}
 	for id, s := range m.slots {
 		p, err := m.lending(now, id)
 		if err != nil || policy != nil && *policy != id.Policy || key != nil && *key != id.Key {
 			continue
 		}
-		for name, l := range s.leases {
-			if l.live(now) {
-				h := Holder{id, name, l.Cost, min(p.Lease, until(now, l.Ends))}
-				ends[h] = l.Ends
-				holders = append(holders, h)
-			}
+		for _, h := range s.Holders(p, now) {
+			h.BucketID = id
+			holders = append(holders, h)
 		}
 	}
-	slices.SortFunc(holders, func(a, b Holder) int {
-		return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key), ends[a].Compare(ends[b]), cmp.Compare(a.Holder, b.Holder))
-	})
+	slices.SortStableFunc(holders, func(a, b Holder) int { return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key)) })
 	return holders
 }

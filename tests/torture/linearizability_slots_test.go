@@ -1,0 +1,287 @@
+package torture
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// Holders hold, renew and release slots of few keys at once, by clocks that disagree and jump, and leases end meanwhile. Their calls
+// have an order as those of TestTorture_Linearizability have, each by the last reading of the clock that it took.
+func TestTorture_LinearizabilityOfSlots(t *testing.T) {
+	run := kit.Torture(t, 40)
+	c := newSlotsChronicler(kit.NewDB(t), "slots durable", "slots ephemeral")
+	n := operationCounts{}
+	for _, what := range kindsOfLent {
+		n[what] = 0
+	}
+	c.write(run.GoesOn, func(seed uint64, histories []history, err error) bool {
+		n.judge(t, seed, histories, err)
+		run.Progress("%d operations in %d histories", n["operations"], n["histories"])
+		return !t.Failed()
+	})
+	n["changes of policies"], n["overrides"], n["failed with 40001"] = c.changes, c.overrides, c.conflicts
+	require.NotContains(t, slices.Collect(maps.Values(n)), 0, "%v", n)
+	n.report(run)
+}
+
+var kindsOfLent = []string{
+	"holds granted", "holds denied", "holds renewed", "holds shadowed", "holds with another cost", "renewals", "renewals that lost", "releases",
+	"releases that held nothing", "holders listed", "peeks", "resets", "keys cleaned up", "rolled back",
+}
+
+// kindOfLent is what a call about slots has met.
+func (op *operation) kindOfLent() string {
+	d := op.lent.hold
+	switch {
+	case op.answer.Is(model.IdempotencyMismatch):
+		return "holds with another cost"
+	case op.kind == holds && d.Renewed:
+		return "holds renewed"
+	case op.kind == holds && d.Shadowed:
+		return "holds shadowed"
+	case op.kind == holds && d.Allowed:
+		return "holds granted"
+	case op.kind == holds:
+		return "holds denied"
+	case op.kind == renews && op.lent.heldFor == model.Never:
+		return "renewals that lost"
+	case op.kind == releases && !op.lent.released:
+		return "releases that held nothing"
+	}
+	return map[string]string{
+		renews: "renewals", releases: "releases", lists: "holders listed", peeks: "peeks", resets: "resets", cleansUp: "keys cleaned up",
+	}[op.kind]
+}
+
+// A bug about slots planted in SQL is found.
+func TestLinearizability_FindsPlantedBugsOfSlots(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	unlocked := kit.Mutation{Pattern: `(update slots as s set changes = v_changes [^;]*?) and s\.changes = v_changes;`, Replacement: "$1;"}
+	for name, bug := range map[string]map[string]kit.Mutation{
+		"a lease from before the wait": {"ratelimit_hold": {Pattern: `v_seen_at := v_now; v_now := clock\(\);`, Replacement: "v_seen_at := v_now; perform clock();"}},
+		"a renewed lease from before the wait": {"ratelimit_renew": {
+			Pattern: `v_now := clock\(\);( if \(v_policy\.calendar\)\.ends_at <= v_now)`, Replacement: "perform clock();$1",
+		}},
+		"a lease counts at its end":              {"ratelimit_hold": {Pattern: `and l\.ends_at > v_now; end if;`, Replacement: "and l.ends_at >= v_now; end if;"}},
+		"a holder holds at the end of its lease": {"ratelimit_hold": {Pattern: `\(v_own_end > v_now\)`, Replacement: "(v_own_end >= v_now)"}},
+		"a renewal at the end of a lease":        {"ratelimit_renew": {Pattern: `and l\.ends_at > v_now; end if;`, Replacement: "and l.ends_at >= v_now; end if;"}},
+		"a release at the end of a lease":        {"ratelimit_release": {Pattern: `and l\.ends_at > v_now;`, Replacement: "and l.ends_at >= v_now;"}},
+		"a renewal that acquires": {"ratelimit_renew": {Pattern: `if found then if`, Replacement: `
+			insert into slots values (v_policy.id, 0, v_now, v_key) on conflict on constraint slots_pkey do nothing;
+			insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing;
+			if true then if`}},
+		"a release of somebody else's lease": {"ratelimit_release": {Pattern: `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, Replacement: "$1"}},
+		"a sum from before the lock":         {"ratelimit_hold": unlocked},
+		// Nothing is wrong with it under READ COMMITTED.
+		"a lock that is not written": {"ratelimit_hold": {
+			Pattern: `(?s)( loop)( .*? )update slots as s set changes = v_changes \+ 1, due_at = [^;]*? where (s\.policy_id = v_policy\.id and s\.key = v_key) and s\.changes = v_changes;`,
+			Replacement: `$1 perform s.changes from slots as s where $3 for update;
+				$2 perform s.changes from slots as s where $3;`,
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := kit.NewDB(t)
+			for function, m := range bug {
+				db.Mutate(m, function)
+			}
+			found, written := false, 0
+			newSlotsChronicler(db, "slots durable").write(func() bool { written++; return written <= 2000 }, func(_ uint64, histories []history, err error) bool {
+				found = err != nil || slices.ContainsFunc(histories, func(h history) bool {
+					violation, decided := h.check()
+					return decided && violation != ""
+				})
+				return !found
+			})
+			require.True(t, found, "%s is not found in 2,000 histories", name)
+			t.Logf("written when it was found: %d histories", written)
+		})
+	}
+}
+
+// newSlotsChronicler has clocks that tick, so that calls meet the very end of a lease.
+func newSlotsChronicler(db *kit.TestDB, policies ...string) *chronicler {
+	c := newChronicler(db, policies...)
+	c.oneIn = 0
+	db.Mutate(kit.Mutation{
+		Pattern:     `v_now := (clock_timestamp\(\) \+ v_ahead_us \* interval '1 microsecond');`,
+		Replacement: fmt.Sprintf("v_now := date_bin('%d microseconds', $1, 'epoch');", tick),
+	}, "ratelimit.clock")
+	return c
+}
+
+const tick model.Micros = 200
+
+func isSlots(policy string) bool { return strings.HasPrefix(policy, "slots") }
+
+// lease mostly ends while the calls are made, at a tick or not.
+func (h *chronicle) lease(random *rand.Rand) model.Micros {
+	switch random.IntN(4) {
+	case 0:
+		return 1000 + model.Micros(random.Int64N(20_000))
+	case 1:
+		return 1_000_000
+	}
+	return tick * model.Micros(5+random.Int64N(40))
+}
+
+func (h *chronicle) defineSlots(random *rand.Rand, q *recorder, policy string) error {
+	p := model.Policy{Capacity: 1 + random.Int64N(4), Lease: h.lease(random), Durable: isDurable(policy), Shadow: random.IntN(6) == 0}
+	since := h.now()
+	_, err := q.Exec(context.Background(), "select ratelimit_define_policy($1, $2, lease => $3, durable => $4, shadow => $5)",
+		policy, p.Capacity, kit.IntervalOfDays(p.Lease), p.Durable, p.Shadow)
+	h.defined(policy, p, since)
+	return err
+}
+
+// Kinds of operations about slots, beside peeks, resets and clean-up.
+const (
+	holds    = "hold"
+	renews   = "renew"
+	releases = "release"
+	lists    = "holders"
+)
+
+// A lent is what a call about slots answers.
+type lent struct {
+	hold     kit.HoldDecision
+	heldFor  model.Micros
+	released bool
+	peek     kit.Decision
+	listed   string
+}
+
+// actOnSlots makes one call. A transaction that is stricter than READ COMMITTED may fail, and has done nothing then.
+func (a *actor) actOnSlots() error {
+	switch n := a.random.IntN(100); {
+	case n < 45:
+		return a.lend(holds)
+	case n < 60:
+		return a.lend(renews)
+	case n < 78:
+		return a.lend(releases)
+	case n < 82:
+		return a.lend(lists)
+	case n < 86:
+		return a.lend(peeks)
+	case n < 94 && a.client < len(a.buckets): // as in act
+		return a.override(a.buckets[a.client])
+	case n < 95:
+		return a.reset()
+	case n < 98 || a.client > 0:
+		return a.cleanUp()
+	default:
+		return a.change()
+	}
+}
+
+func (a *actor) lend(kind string) error {
+	op := a.operation(kind, a.bucket())
+	op.Cost = 1 + max(0, a.random.Int64N(5)-2)
+	op.holder = string(rune('a' + a.random.IntN(4)))
+	if a.random.IntN(10) > 0 { // mostly one cost of a holder
+		op.Cost = 1 + int64(op.holder[0])%3
+	}
+	a.strict = a.random.IntN(2) == 0
+	defer func() { a.strict = false }()
+	_, err := a.transactIn(a.random.IntN(3) == 0, func() (err error) {
+		op.lent, err = op.call(a)
+		op.answer = &kit.Answer{}
+		if e := errorAnswer(err); e != nil {
+			op.answer, err = e, nil
+		}
+		return err
+	}, op)
+	if a.strict && kit.SQLState(err) == "40001" {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		a.conflicts++
+		return nil
+	}
+	return err
+}
+
+func (op *operation) call(q kit.RowsQuerier) (l lent, err error) {
+	switch op.kind {
+	case holds:
+		l.hold, err = kit.Hold(q, op.Policy, op.Key, op.holder, op.Cost)
+	case renews:
+		l.heldFor, err = kit.Renew(q, op.Policy, op.Key, op.holder)
+	case releases:
+		l.released, err = kit.Release(q, op.Policy, op.Key, op.holder)
+	case peeks:
+		l.peek, err = kit.Peek(q, op.Policy, op.Key, op.Cost)
+	case lists:
+		var rows pgx.Rows
+		rows, err = q.Query(context.Background(), `
+			select holder, cost, (extract(epoch from held_for) * 1000000)::bigint from ratelimit_holders($1, $2)`, op.Policy, op.Key)
+		if err != nil {
+			return l, err
+		}
+		var listed []model.Holder
+		var h model.Holder
+		_, err = pgx.ForEachRow(rows, []any{&h.Holder, &h.Cost, &h.HeldFor}, func() error { listed = append(listed, h); return nil })
+		l.listed = fmt.Sprint(listed)
+	}
+	return l, err
+}
+
+// lends returns the slots that the operation may lead to. It decides by the last reading of the clock, and its numbers may be of an
+// earlier one.
+func (op *operation) lends(s model.Slots, answer *kit.Answer) (left []model.Slots) {
+	switch op.kind {
+	case resets:
+		return []model.Slots{{}}
+	case cleansUp: // which leaves keys alone that are locked or not due
+		left = append(left, s)
+		for _, now := range op.readings {
+			left = append(left, s.Without(now))
+		}
+		return left
+	}
+	now := op.readings[len(op.readings)-1]
+	for _, r := range op.rules {
+		for _, read := range op.readings {
+			p := r.at(read)
+			next, told, err := op.decide(s, p, now)
+			same := answer == nil || err == nil && answer.Error == "" && told == op.lent || err != nil && strings.HasPrefix(answer.Error, err.Error())
+			if same && !slices.ContainsFunc(left, next.Equal) {
+				left = append(left, next)
+			}
+		}
+	}
+	return left
+}
+
+func (op *operation) decide(s model.Slots, p model.Policy, now time.Time) (next model.Slots, l lent, err error) {
+	next = s
+	switch op.kind {
+	case holds:
+		next, l.hold, err = s.Hold(p, now, op.holder, op.Cost)
+	case renews:
+		var renewed bool
+		if next, l.heldFor, renewed = s.Renew(p, now, op.holder); !renewed {
+			l.heldFor = model.Never
+		}
+	case releases:
+		next, l.released = s.Release(now, op.holder)
+	case peeks:
+		l.peek = s.Peek(p, now, op.Cost)
+	case lists:
+		l.listed = fmt.Sprint(s.Holders(p, now))
+	}
+	return next, l, err
+}
