@@ -242,6 +242,87 @@ var races = map[string]race{
 		"[b:1] 1",
 		kit.Mutation{Pattern: `where not exists \(select from %2\$s as l where [^)]*\)`, Replacement: ""}, "ratelimit.cleanup_slots",
 	},
+	"a denial is none of a holder that holds by then": {
+		func(t *testing.T, db *kit.TestDB) string {
+			db.Hold("x", 1)
+			keeper, second := stopBefore(db, `select l\.\* into v_look`, "ratelimit_hold", func(s *kit.Session) *kit.Lent { return s.StartHold("a", 1) })
+			require.True(t, db.Release("x"))
+			db.Hold("a", 1)
+			keeper.Execute("select pg_advisory_unlock(1)")
+			return fmt.Sprint(second.Over().HoldDecision)
+		},
+		fmt.Sprint(kit.Renewed(kit.Held(0, lease, 1))),
+		kit.Mutation{Pattern: `case when v_look\.holds then 0 else v_look\.retry_us end`, Replacement: "v_look.retry_us"}, "ratelimit_hold",
+	},
+	"a denial is by the policy whose numbers it tells": {
+		func(_ *testing.T, db *kit.TestDB) string {
+			db.Hold("x", 1)
+			keeper, second := stopBefore(db, `select l\.\* into v_look`, "ratelimit_hold", func(s *kit.Session) *kit.Lent { return s.StartHold("a", 1) })
+			db.Execute("select ratelimit_define_policy('p', shadow => true)")
+			keeper.Execute("select pg_advisory_unlock(1)")
+			return fmt.Sprint(second.Over().Shadowed)
+		},
+		"true",
+		kit.Mutation{Pattern: `and v_look\.shadow then`, Replacement: "and v_policy.shadow then"}, "ratelimit_hold",
+	},
+	"a renewal whose row clean-up has removed renews no later lease": {
+		func(t *testing.T, db *kit.TestDB) string {
+			db.Hold("a", 1)
+			db.SetClock(at(time.Hour))
+			first := db.Begin()
+			require.Equal(t, kit.Deleted{Buckets: 1}, db.Swept(first, 100))
+			defer db.Mutate(kit.Mutation{Pattern: `v_locked := found;`, Replacement: "$0 perform pg_advisory_xact_lock_shared(1);"}, "ratelimit_renew")()
+			keeper := db.Session().Run("select pg_advisory_lock(1)")
+			second := db.Session().StartRenew("a").BlockedBy(first)
+			first.Execute("commit")
+			second.BlockedBy(keeper)
+			db.Hold("a", 1)
+			keeper.Execute("select pg_advisory_unlock(1)")
+			return fmt.Sprint(second.Over().HeldFor == model.Never)
+		},
+		"true",
+		kit.Mutation{Pattern: `where v_locked and`, Replacement: "where"}, "ratelimit_renew",
+	},
+	"a reset of a key without a row deletes no lease of later": {
+		func(_ *testing.T, db *kit.TestDB) string {
+			first := db.Begin()
+			first.Hold("a", 1)
+			defer db.Mutate(kit.Mutation{Pattern: `delete from leases as l`, Replacement: "perform pg_advisory_xact_lock_shared(1); $0"}, "ratelimit.reset_slots")()
+			keeper := db.Session().Run("select pg_advisory_lock(1)")
+			reset := db.Session().StartExec("select ratelimit_reset('p', 'k')")
+			reset.AwaitLockOrEnd()
+			first.Execute("commit")
+			keeper.Execute("select pg_advisory_unlock(1)")
+			reset.Answer()
+			return fmt.Sprint(db.Holders("p"))
+		},
+		"[a:1]",
+		kit.Mutation{Pattern: `if not found then return;`, Replacement: "if false then return;"}, "ratelimit.reset_slots",
+	},
+	"a hold that waits for clean-up counts again, by a clock that went back": {
+		func(_ *testing.T, db *kit.TestDB) string {
+			db.Execute("select ratelimit_define_policy('p', 2)")
+			db.Hold("a", 1)
+			db.SetClock(at(lease / 2))
+			db.Hold("b", 1)
+			db.SetClock(at(lease + 5*time.Minute))
+			first := db.Begin()
+			db.Swept(first, 100) // a's lease, and not b's
+			db.SetClock(at(lease / 2))
+			second := db.Session().StartHold("a", 1).BlockedBy(first)
+			first.Execute("commit")
+			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+		},
+		fmt.Sprint(kit.Held(0, lease, 2)) + " [a:1 b:1]",
+		kit.Mutation{Pattern: `set changes = changes \+ 1, due_at`, Replacement: "set due_at"}, "ratelimit.cleanup_slots",
+	},
+}
+
+// stopBefore makes a call that waits at a passage of a function until the keeper unlocks it.
+func stopBefore(db *kit.TestDB, passage, function string, call func(s *kit.Session) *kit.Lent) (keeper *kit.Session, waits *kit.Lent) {
+	defer db.Mutate(kit.Mutation{Pattern: passage, Replacement: "perform pg_advisory_xact_lock_shared(1); $0"}, function)()
+	keeper = db.Session().Run("select pg_advisory_lock(1)")
+	return keeper, call(db.Session()).BlockedBy(keeper)
 }
 
 func TestRace(t *testing.T) {

@@ -247,11 +247,12 @@ func newChronicler(db *kit.TestDB, policies ...string) *chronicler {
 	db.T.Cleanup(combiner.Close)
 	c.combiner = combiner
 	for _, policy := range policies {
-		if isSlots(policy) {
+		switch {
+		case isSlots(policy):
 			db.Lend(policy, 1, time.Second, durability(policy))
-		} else if isQuota(policy) {
+		case isQuota(policy):
 			db.Execute("select ratelimit_define_policy($1, 1, durable => $2, period => '1 day')", policy, isDurable(policy))
-		} else {
+		default:
 			db.DefinePolicy(policy, 1, 1, time.Second, durability(policy))
 		}
 		db.Execute(overrideSomeKey, policy)
@@ -1064,13 +1065,14 @@ func (a *actor) override(b model.BucketID) error {
 			expires = &o.Expires
 		}
 		var err error
-		if isSlots(b.Policy) {
+		switch {
+		case isSlots(b.Policy):
 			_, err = a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, expires_at => $4, lease => $5)",
 				b.Policy, b.Key, o.Capacity, expires, kit.IntervalOfDays(o.Lease))
-		} else if isQuota(b.Policy) {
+		case isQuota(b.Policy):
 			_, err = a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, expires_at => $4, time_zone => $5, anchor => $6)",
 				b.Policy, b.Key, o.Capacity, expires, o.Zone, o.Anchor)
-		} else {
+		default:
 			_, err = a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, $4, $5, $6)",
 				b.Policy, b.Key, o.Capacity, o.Refill, kit.IntervalOfDays(o.Every), expires)
 		}
