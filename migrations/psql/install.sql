@@ -6006,8 +6006,8 @@ Role: administrator. The role also needs EXECUTE on ratelimit.reset_batch and US
 -- before a lease is, and as long as there is one.
 
 -- What is held of a key, the wait for the cost, the wait until nobody holds, and whether a holder holds, by the numbers that apply to
--- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
--- end of an override; then the policy's own capacity counts.
+-- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the
+-- end of a lease, or the end of an override; then the policy's own capacity counts.
 create or replace function ratelimit.look_at_slots(
     in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint, in holder text,
     out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint, out holds boolean, out shadow boolean)
@@ -6032,17 +6032,11 @@ begin
     v_ends_at      := (v_numbers.calendar).ends_at;
     v_own_capacity := (own_numbers(v_numbers)).capacity;
   end if;
-  select coalesce(sum(l.cost), 0), max(l.ends_at)
-    into held, v_last
+  select coalesce(sum(l.cost), 0), max(l.ends_at), coalesce(bool_or(l.holder = v_holder), false)
+    into held, v_last, holds
     from leases as l
    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
   reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
-  holds    := false;
-  if v_holder is not null then
-    perform l.cost from leases as l
-      where l.policy_id = policy.id and l.key = v_key and l.holder = v_holder and l.ends_at > v_now;
-    holds := found;
-  end if;
   if v_cost = 0 or v_cost <= capacity - held then
     retry_us := 0;
     return;
@@ -6100,8 +6094,8 @@ comment on function ratelimit.reset_slots(bigint, text) is
 -- before a lease is, and as long as there is one.
 
 -- What is held of a key, the wait for the cost, the wait until nobody holds, and whether a holder holds, by the numbers that apply to
--- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the end of a lease, or the
--- end of an override; then the policy's own capacity counts.
+-- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the
+-- end of a lease, or the end of an override; then the policy's own capacity counts.
 create or replace function ratelimit.look_at_ephemeral_slots(
     in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint, in holder text,
     out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint, out holds boolean, out shadow boolean)
@@ -6126,17 +6120,11 @@ begin
     v_ends_at      := (v_numbers.calendar).ends_at;
     v_own_capacity := (own_numbers(v_numbers)).capacity;
   end if;
-  select coalesce(sum(l.cost), 0), max(l.ends_at)
-    into held, v_last
+  select coalesce(sum(l.cost), 0), max(l.ends_at), coalesce(bool_or(l.holder = v_holder), false)
+    into held, v_last, holds
     from ephemeral_leases as l
    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
   reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
-  holds    := false;
-  if v_holder is not null then
-    perform l.cost from ephemeral_leases as l
-      where l.policy_id = policy.id and l.key = v_key and l.holder = v_holder and l.ends_at > v_now;
-    holds := found;
-  end if;
   if v_cost = 0 or v_cost <= capacity - held then
     retry_us := 0;
     return;

@@ -77,7 +77,7 @@ func TestLinearizability_FindsPlantedBugsOfSlots(t *testing.T) {
 		}},
 		// The sum of a grant is not among them: a lease that has ended at the last reading of the clock has it count again.
 		"a lease counts at its end": {"ratelimit.look_at_slots": {
-			Pattern: `(into held, v_last from leases as l where [^;]*?)l\.ends_at > v_now;`, Replacement: "${1}l.ends_at >= v_now;",
+			Pattern: `(into held, v_last, holds from leases as l where [^;]*?)l\.ends_at > v_now;`, Replacement: "${1}l.ends_at >= v_now;",
 		}},
 		"a holder holds at the end of its lease": {"ratelimit_hold": {Pattern: `\(v_own_end > v_now\)`, Replacement: "(v_own_end >= v_now)"}},
 		"a renewal at the end of a lease":        {"ratelimit_renew": {Pattern: `and l\.ends_at > v_now; end if;`, Replacement: "and l.ends_at >= v_now; end if;"}},
