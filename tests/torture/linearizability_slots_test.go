@@ -26,11 +26,7 @@ func TestTorture_LinearizabilityOfSlots(t *testing.T) {
 	for _, what := range kindsOfLent {
 		n[what] = 0
 	}
-	c.write(run.GoesOn, func(seed uint64, histories []history, err error) bool {
-		n.judge(t, seed, histories, err)
-		run.Progress("%d operations in %d histories", n["operations"], n["histories"])
-		return !t.Failed()
-	})
+	n.judgeAll(t, run, c)
 	n["changes of policies"], n["overrides"], n["failed with 40001"] = c.changes, c.overrides, c.conflicts
 	require.NotContains(t, slices.Collect(maps.Values(n)), 0, "%v", n)
 	n.report(run)

@@ -31,11 +31,7 @@ func TestTorture_Linearizability(t *testing.T) {
 	run := kit.Torture(t, 40)
 	c := newChronicler(kit.NewDB(t), "continuous durable", "stepped durable", "quota durable", "continuous ephemeral", "stepped ephemeral", "quota ephemeral")
 	n := operationCounts{}
-	c.write(run.GoesOn, func(seed uint64, histories []history, err error) bool {
-		n.judge(t, seed, histories, err)
-		run.Progress("%d operations in %d histories", n["operations"], n["histories"])
-		return !t.Failed()
-	})
+	n.judgeAll(t, run, c)
 	n["changes of policies"], n["overrides"], n["policies dropped"] = c.changes, c.overrides, c.drops
 	require.NotContains(t, slices.Collect(maps.Values(n)), 0, "%v", n)
 	n.report(run)
@@ -43,6 +39,15 @@ func TestTorture_Linearizability(t *testing.T) {
 
 // operationCounts count what histories have met.
 type operationCounts map[string]int
+
+// judgeAll checks the histories of a run, and ends with it or with the first that has no order.
+func (n operationCounts) judgeAll(t *testing.T, run *kit.TortureRun, c *chronicler) {
+	c.write(run.GoesOn, func(seed uint64, histories []history, err error) bool {
+		n.judge(t, seed, histories, err)
+		run.Progress("%d operations in %d histories", n["operations"], n["histories"])
+		return !t.Failed()
+	})
+}
 
 // judge checks the histories of a seed.
 func (n operationCounts) judge(t *testing.T, seed uint64, histories []history, err error) {
@@ -74,15 +79,12 @@ func (n operationCounts) report(run *kit.TortureRun) {
 func (n operationCounts) count(h history) {
 	n["operations"] += len(h)
 	for _, op := range h {
-		if isSlots(op.Policy) {
-			n[op.kindOfLent()]++
-			if op.undone {
-				n["rolled back"]++
-			}
-			continue
-		}
 		if op.undone {
 			n["rolled back"]++
+		}
+		if isSlots(op.Policy) {
+			n[op.kindOfLent()]++
+			continue
 		}
 		var d kit.Decision
 		decided := op.answer != nil && op.answer.Decision != nil
