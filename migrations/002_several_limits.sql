@@ -333,16 +333,18 @@ comment on column ratelimit.ephemeral_idempotency_keys.settled is
 comment on column ratelimit.ephemeral_idempotency_keys.taken is
   'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 
--- Slots. What is held is the sum of the leases that have not ended, and nothing else is stored about it. A key's row in slots is
--- the lock of its leases: whoever changes them writes it first. So no lease is without that row.
+-- Slots. What is held is the sum of the leases that have not ended. A key's row in slots is the lock of its leases: a session that changes
+-- them writes it first, and with it their sum. So no lease is without that row.
 --
 -- Neither a grant nor a renewal nor a release changes an indexed column, but for due_at once after clean-up has postponed it: updates
 -- can be HOT, and a key that is in use pays nothing for clean-up.
 create table ratelimit.slots (
-  policy_id bigint      not null,
-  changes   bigint      not null,
-  due_at    timestamptz not null,
-  key       text        collate "C" not null,
+  policy_id     bigint      not null,
+  changes       bigint      not null,
+  held          bigint      not null,
+  counted_until timestamptz not null,
+  due_at        timestamptz not null,
+  key           text        collate "C" not null,
   constraint slots_pkey primary key (policy_id, key)
 );
 create index slots_due_at_idx on ratelimit.slots (due_at);
@@ -350,6 +352,10 @@ comment on table ratelimit.slots is
   'Keys of durable slots that somebody has held: the lock of the leases of a key.';
 comment on column ratelimit.slots.changes is
   'Counts what was changed in the leases of the key, from the microsecond in which the row was created: no two states have one number.';
+comment on column ratelimit.slots.held is
+  'The costs of all leases of the key, until counted_until.';
+comment on column ratelimit.slots.counted_until is
+  'Until then held is right and no lease of the key ends; -infinity: the next grant adds up the leases.';
 comment on column ratelimit.slots.due_at is
   'When clean-up looks for ended leases of the key; none of its leases ends earlier.';
 create table ratelimit.leases (

@@ -1,12 +1,13 @@
 -- Lends cost slots of a key to a holder until its lease ends, if they are free.
 --
 -- The steps:
---   1. The number of changes to the leases of the key is read, and after it the leases.
+--   1. The row of the key is read: how often its leases were changed, and what is held. From counted_until on, and in each further round,
+--      the leases are added up instead. A key without a row has no leases.
 --   2. If the cost does not fit, the answer is a denial: nothing was locked.
 --   3. One conditional update writes the row of the key, if nobody has changed the leases since step 1. It may wait for a session that
---      holds, renews or releases under the same key. A key without a row has no leases: the row is created.
+--      holds, renews or releases under the same key. A row that is missing is created.
 --   4. If another session has changed them, the row is locked, and steps 1 to 3 follow with the leases as they are under the lock.
---   5. The row is this transaction's now, and the lease is written. Those that have ended are removed.
+--   5. The row is this transaction's now, and the lease is written. Leases that have ended are removed.
 -- A holder that holds is renewed whether or not its cost would fit now.
 --
 -- The clock is read before step 1 and again after step 3, which may have waited. If a lease or an override has ended in between, or the
@@ -53,8 +54,8 @@ begin
     v_seen_at      timestamptz;  -- the clock by which the leases were read
     v_changes      bigint;       -- of the key; null: it has no row
     v_held         bigint;       -- by leases that have not ended
-    v_first_end    timestamptz;  -- of all leases
-    v_next_end     timestamptz;  -- of those that have not ended
+    v_until        timestamptz;  -- no lease ends before
+    v_ended        boolean;      -- some lease has
     v_own_cost     integer;      -- of the holder's lease
     v_own_end      timestamptz;  -- likewise
     v_renewed      boolean;
@@ -75,26 +76,23 @@ begin
     end if;
 
     loop
-      -- 1. How often the leases were changed, and then the leases.
-      select s.changes
-        into v_changes
+      -- 1. The row of the key, and the holder's lease.
+      select s.changes, s.held, s.counted_until, l.cost, l.ends_at
+        into v_changes, v_held, v_until, v_own_cost, v_own_end
         from {{ .slots }} as s
+        left join {{ .leases }} as l on l.policy_id = s.policy_id and l.key = s.key and l.holder = v_holder
        where s.policy_id = v_policy.id and s.key = v_key;
-      select coalesce(sum(l.cost), 0), min(l.ends_at)
-        into v_held, v_first_end
-        from {{ .leases }} as l
-       where l.policy_id = v_policy.id and l.key = v_key;
-      v_next_end := v_first_end;
-      if v_first_end <= v_now then
-        select coalesce(sum(l.cost), 0), min(l.ends_at)
-          into v_held, v_next_end
+      v_ended := false;
+      if v_changes is null then
+        v_held := 0;
+      elsif v_until <= v_now or v_rounds > 0 then
+        select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0),
+               min(l.ends_at) filter (where l.ends_at > v_now),
+               count(*) filter (where l.ends_at <= v_now) > 0
+          into v_held, v_until, v_ended
           from {{ .leases }} as l
-         where l.policy_id = v_policy.id and l.key = v_key and l.ends_at > v_now;
+         where l.policy_id = v_policy.id and l.key = v_key;
       end if;
-      select l.cost, l.ends_at
-        into v_own_cost, v_own_end
-        from {{ .leases }} as l
-       where l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder;
       v_renewed  := (v_own_end > v_now) is true;
       v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
       if v_renewed and v_own_cost <> v_cost then
@@ -115,15 +113,20 @@ begin
       -- 3. The row of the key.
       else
         v_ends_at := v_now + duration(v_lease_us);
+        if not v_renewed then
+          v_held := v_held + v_cost;
+        end if;
         if v_changes is null then
           v_next_changes := microseconds(v_now - timestamptz 'epoch')::bigint;
-          insert into {{ .slots }} (policy_id, key, changes, due_at)
-          values (v_policy.id, v_key, v_next_changes, v_now)  -- due at once: clean-up will postpone it
+          insert into {{ .slots }} (policy_id, key, changes, held, counted_until, due_at)
+          values (v_policy.id, v_key, v_next_changes, v_held, v_ends_at, v_now)  -- due at once: clean-up will postpone it
           on conflict on constraint {{ .slots }}_pkey do nothing;
         else
           update {{ .slots }} as s
-             set changes = v_changes + 1,
-                 due_at  = least(s.due_at, v_ends_at)
+             set changes       = v_changes + 1,
+                 held          = v_held,
+                 counted_until = least(v_until, v_ends_at),
+                 due_at        = least(s.due_at, v_ends_at)
            where s.policy_id = v_policy.id
              and s.key       = v_key
              and s.changes   = v_changes;
@@ -131,10 +134,15 @@ begin
         v_written := found;
         v_seen_at := v_now;
         v_now     := clock();  -- it may have waited; if the clock went back, leases may be live that had ended
-        exit when v_written and v_now >= v_seen_at and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
+        exit when v_written and v_now >= v_seen_at and (v_until > v_now and (v_policy.calendar).ends_at > v_now) is not false;
 
-        -- 4. The lock.
-        if not v_written then
+        -- 4. The lock. A row that was written counts a lease that this call may not grant any more.
+        if v_written then
+          update {{ .slots }} as s
+             set counted_until = '-infinity'
+           where s.policy_id = v_policy.id
+             and s.key       = v_key;
+        else
           perform s.changes from {{ .slots }} as s
             where s.policy_id = v_policy.id
               and s.key       = v_key
@@ -151,6 +159,12 @@ begin
 
     -- 5. The lease.
     v_ends_at := v_now + duration(v_lease_us);
+    if v_ended then
+      delete from {{ .leases }} as l
+       where l.policy_id = v_policy.id
+         and l.key       = v_key
+         and l.ends_at  <= v_now;
+    end if;
     if v_renewed then
       update {{ .leases }} as l
          set ends_at = v_ends_at
@@ -158,15 +172,8 @@ begin
          and l.key       = v_key
          and l.holder    = v_holder;
     else
-      if v_first_end <= v_now then
-        delete from {{ .leases }} as l
-         where l.policy_id = v_policy.id
-           and l.key       = v_key
-           and l.ends_at  <= v_now;
-      end if;
       insert into {{ .leases }} (policy_id, key, holder, cost, ends_at)
       values (v_policy.id, v_key, v_holder, v_cost, v_ends_at);
-      v_held := v_held + v_cost;
     end if;
     return (true, v_policy.capacity - v_held, interval '0', duration(v_lease_us), v_policy.capacity, v_renewed, false)::ratelimit.hold;
   end;

@@ -27,15 +27,19 @@ begin
 
   {{ block "release_steps" (dict "slots" "slots" "leases" "leases") -}}
   declare
-    v_key    text collate "C" := key;
-    v_holder text collate "C" := holder;
-    v_now    timestamptz := clock();
+    v_key      text collate "C" := key;
+    v_holder   text collate "C" := holder;
+    v_now      timestamptz := clock();
+    v_cost     integer;
+    v_released integer;  -- the cost of the lease that is deleted; null if none is
   begin
     -- 1. Has it a lease? One that has ended may have been renewed by a session that has not committed yet.
-    perform l.cost from {{ .leases }} as l
-      where l.policy_id = v_policy.id
-        and l.key       = v_key
-        and l.holder    = v_holder;
+    select l.cost
+      into v_cost
+      from {{ .leases }} as l
+     where l.policy_id = v_policy.id
+       and l.key       = v_key
+       and l.holder    = v_holder;
     if not found then
       return false;
     end if;
@@ -44,6 +48,7 @@ begin
     -- 2. The row of the key.
     update {{ .slots }} as s
        set changes = s.changes + 1,
+           held    = s.held - v_cost,
            due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
      where s.policy_id = v_policy.id
        and s.key       = v_key;
@@ -57,8 +62,15 @@ begin
      where l.policy_id = v_policy.id
        and l.key       = v_key
        and l.holder    = v_holder
-       and l.ends_at   > v_now;
-    return found;
+       and l.ends_at   > v_now
+    returning l.cost into v_released;
+    if v_released is distinct from v_cost then  -- the lease has ended, or was another one by then
+      update {{ .slots }} as s
+         set counted_until = '-infinity'
+       where s.policy_id = v_policy.id
+         and s.key       = v_key;
+    end if;
+    return v_released is not null;
   end;
   {{- end }}
 end;

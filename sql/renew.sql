@@ -38,6 +38,7 @@ begin
     v_holder   text collate "C" := holder;
     v_now      timestamptz := clock();
     v_ends_at  timestamptz;
+    v_earlier  timestamptz;  -- the end of the lease by the clock and the numbers before the wait
     v_lease_us bigint;
     v_locked   boolean;
     v_override ratelimit.overrides;
@@ -59,10 +60,11 @@ begin
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
 
       -- 2. The row of the key.
-      v_ends_at := v_now + duration(v_lease_us);
+      v_earlier := v_now + duration(v_lease_us);
       update {{ .slots }} as s
-         set changes = s.changes + 1,
-             due_at  = least(s.due_at, v_ends_at)
+         set changes       = s.changes + 1,
+             counted_until = least(s.counted_until, v_earlier),
+             due_at        = least(s.due_at, v_earlier)
        where s.policy_id = v_policy.id
          and s.key       = v_key;
       v_locked := found;  -- or clean-up has removed the row, and with it the lease
@@ -74,6 +76,12 @@ begin
         v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
       end if;
       v_ends_at := v_now + duration(v_lease_us);
+      if v_ends_at < v_earlier then  -- the clock went back, or an override with a longer lease has ended
+        update {{ .slots }} as s
+           set counted_until = '-infinity'
+         where s.policy_id = v_policy.id
+           and s.key       = v_key;
+      end if;
       update {{ .leases }} as l
          set ends_at = v_ends_at
        where v_locked

@@ -6,6 +6,10 @@
 -- The row of {{ .slots }} is the lock of a key's leases. A grant, a renewal and a release write it first, under one condition
 -- or other; a mere lock would let a transaction of a stricter isolation level count by its old snapshot. It is there
 -- before a lease is, and as long as there is one.
+--
+-- The row has the sum, too, so that a grant under a key with many holders does not read them all: held counts all leases of the key, and
+-- is what is held until counted_until, before which none of them ends. From then on the leases are added up, and the grant that does so
+-- writes the sum anew. A session that cannot tell the sum sets counted_until to -infinity. A denial never trusts the sum.
 
 -- What is held of a key, the wait for the cost, the wait until nobody holds, and whether a holder holds, by the numbers that apply to
 -- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the
@@ -73,8 +77,9 @@ declare
   v_now       timestamptz := clock();
 begin
   update {{ .slots }} as s
-     set changes = s.changes + 1,
-         due_at  = least(s.due_at, v_now)
+     set changes       = s.changes + 1,
+         counted_until = '-infinity',
+         due_at        = least(s.due_at, v_now)
    where s.policy_id = v_policy_id
      and s.key       = v_key;
   if not found then

@@ -2832,16 +2832,18 @@ comment on column ratelimit.ephemeral_idempotency_keys.settled is
 comment on column ratelimit.ephemeral_idempotency_keys.taken is
   'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 
--- Slots. What is held is the sum of the leases that have not ended, and nothing else is stored about it. A key's row in slots is
--- the lock of its leases: whoever changes them writes it first. So no lease is without that row.
+-- Slots. What is held is the sum of the leases that have not ended. A key's row in slots is the lock of its leases: a session that changes
+-- them writes it first, and with it their sum. So no lease is without that row.
 --
 -- Neither a grant nor a renewal nor a release changes an indexed column, but for due_at once after clean-up has postponed it: updates
 -- can be HOT, and a key that is in use pays nothing for clean-up.
 create table ratelimit.slots (
-  policy_id bigint      not null,
-  changes   bigint      not null,
-  due_at    timestamptz not null,
-  key       text        collate "C" not null,
+  policy_id     bigint      not null,
+  changes       bigint      not null,
+  held          bigint      not null,
+  counted_until timestamptz not null,
+  due_at        timestamptz not null,
+  key           text        collate "C" not null,
   constraint slots_pkey primary key (policy_id, key)
 );
 create index slots_due_at_idx on ratelimit.slots (due_at);
@@ -2849,6 +2851,10 @@ comment on table ratelimit.slots is
   'Keys of durable slots that somebody has held: the lock of the leases of a key.';
 comment on column ratelimit.slots.changes is
   'Counts what was changed in the leases of the key, from the microsecond in which the row was created: no two states have one number.';
+comment on column ratelimit.slots.held is
+  'The costs of all leases of the key, until counted_until.';
+comment on column ratelimit.slots.counted_until is
+  'Until then held is right and no lease of the key ends; -infinity: the next grant adds up the leases.';
 comment on column ratelimit.slots.due_at is
   'When clean-up looks for ended leases of the key; none of its leases ends earlier.';
 create table ratelimit.leases (
@@ -6004,6 +6010,10 @@ Role: administrator. The role also needs EXECUTE on ratelimit.reset_batch and US
 -- The row of slots is the lock of a key's leases. A grant, a renewal and a release write it first, under one condition
 -- or other; a mere lock would let a transaction of a stricter isolation level count by its old snapshot. It is there
 -- before a lease is, and as long as there is one.
+--
+-- The row has the sum, too, so that a grant under a key with many holders does not read them all: held counts all leases of the key, and
+-- is what is held until counted_until, before which none of them ends. From then on the leases are added up, and the grant that does so
+-- writes the sum anew. A session that cannot tell the sum sets counted_until to -infinity. A denial never trusts the sum.
 
 -- What is held of a key, the wait for the cost, the wait until nobody holds, and whether a holder holds, by the numbers that apply to
 -- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the
@@ -6071,8 +6081,9 @@ declare
   v_now       timestamptz := clock();
 begin
   update slots as s
-     set changes = s.changes + 1,
-         due_at  = least(s.due_at, v_now)
+     set changes       = s.changes + 1,
+         counted_until = '-infinity',
+         due_at        = least(s.due_at, v_now)
    where s.policy_id = v_policy_id
      and s.key       = v_key;
   if not found then
@@ -6092,6 +6103,10 @@ comment on function ratelimit.reset_slots(bigint, text) is
 -- The row of ephemeral_slots is the lock of a key's leases. A grant, a renewal and a release write it first, under one condition
 -- or other; a mere lock would let a transaction of a stricter isolation level count by its old snapshot. It is there
 -- before a lease is, and as long as there is one.
+--
+-- The row has the sum, too, so that a grant under a key with many holders does not read them all: held counts all leases of the key, and
+-- is what is held until counted_until, before which none of them ends. From then on the leases are added up, and the grant that does so
+-- writes the sum anew. A session that cannot tell the sum sets counted_until to -infinity. A denial never trusts the sum.
 
 -- What is held of a key, the wait for the cost, the wait until nobody holds, and whether a holder holds, by the numbers that apply to
 -- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the
@@ -6159,8 +6174,9 @@ declare
   v_now       timestamptz := clock();
 begin
   update ephemeral_slots as s
-     set changes = s.changes + 1,
-         due_at  = least(s.due_at, v_now)
+     set changes       = s.changes + 1,
+         counted_until = '-infinity',
+         due_at        = least(s.due_at, v_now)
    where s.policy_id = v_policy_id
      and s.key       = v_key;
   if not found then
@@ -6175,12 +6191,13 @@ comment on function ratelimit.reset_ephemeral_slots(bigint, text) is
 -- Lends cost slots of a key to a holder until its lease ends, if they are free.
 --
 -- The steps:
---   1. The number of changes to the leases of the key is read, and after it the leases.
+--   1. The row of the key is read: how often its leases were changed, and what is held. From counted_until on, and in each further round,
+--      the leases are added up instead. A key without a row has no leases.
 --   2. If the cost does not fit, the answer is a denial: nothing was locked.
 --   3. One conditional update writes the row of the key, if nobody has changed the leases since step 1. It may wait for a session that
---      holds, renews or releases under the same key. A key without a row has no leases: the row is created.
+--      holds, renews or releases under the same key. A row that is missing is created.
 --   4. If another session has changed them, the row is locked, and steps 1 to 3 follow with the leases as they are under the lock.
---   5. The row is this transaction's now, and the lease is written. Those that have ended are removed.
+--   5. The row is this transaction's now, and the lease is written. Leases that have ended are removed.
 -- A holder that holds is renewed whether or not its cost would fit now.
 --
 -- The clock is read before step 1 and again after step 3, which may have waited. If a lease or an override has ended in between, or the
@@ -6226,8 +6243,8 @@ begin
     v_seen_at      timestamptz;  -- the clock by which the leases were read
     v_changes      bigint;       -- of the key; null: it has no row
     v_held         bigint;       -- by leases that have not ended
-    v_first_end    timestamptz;  -- of all leases
-    v_next_end     timestamptz;  -- of those that have not ended
+    v_until        timestamptz;  -- no lease ends before
+    v_ended        boolean;      -- some lease has
     v_own_cost     integer;      -- of the holder's lease
     v_own_end      timestamptz;  -- likewise
     v_renewed      boolean;
@@ -6248,26 +6265,23 @@ begin
     end if;
 
     loop
-      -- 1. How often the leases were changed, and then the leases.
-      select s.changes
-        into v_changes
+      -- 1. The row of the key, and the holder's lease.
+      select s.changes, s.held, s.counted_until, l.cost, l.ends_at
+        into v_changes, v_held, v_until, v_own_cost, v_own_end
         from slots as s
+        left join leases as l on l.policy_id = s.policy_id and l.key = s.key and l.holder = v_holder
        where s.policy_id = v_policy.id and s.key = v_key;
-      select coalesce(sum(l.cost), 0), min(l.ends_at)
-        into v_held, v_first_end
-        from leases as l
-       where l.policy_id = v_policy.id and l.key = v_key;
-      v_next_end := v_first_end;
-      if v_first_end <= v_now then
-        select coalesce(sum(l.cost), 0), min(l.ends_at)
-          into v_held, v_next_end
+      v_ended := false;
+      if v_changes is null then
+        v_held := 0;
+      elsif v_until <= v_now or v_rounds > 0 then
+        select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0),
+               min(l.ends_at) filter (where l.ends_at > v_now),
+               count(*) filter (where l.ends_at <= v_now) > 0
+          into v_held, v_until, v_ended
           from leases as l
-         where l.policy_id = v_policy.id and l.key = v_key and l.ends_at > v_now;
+         where l.policy_id = v_policy.id and l.key = v_key;
       end if;
-      select l.cost, l.ends_at
-        into v_own_cost, v_own_end
-        from leases as l
-       where l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder;
       v_renewed  := (v_own_end > v_now) is true;
       v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
       if v_renewed and v_own_cost <> v_cost then
@@ -6288,15 +6302,20 @@ begin
       -- 3. The row of the key.
       else
         v_ends_at := v_now + duration(v_lease_us);
+        if not v_renewed then
+          v_held := v_held + v_cost;
+        end if;
         if v_changes is null then
           v_next_changes := microseconds(v_now - timestamptz 'epoch')::bigint;
-          insert into slots (policy_id, key, changes, due_at)
-          values (v_policy.id, v_key, v_next_changes, v_now)  -- due at once: clean-up will postpone it
+          insert into slots (policy_id, key, changes, held, counted_until, due_at)
+          values (v_policy.id, v_key, v_next_changes, v_held, v_ends_at, v_now)  -- due at once: clean-up will postpone it
           on conflict on constraint slots_pkey do nothing;
         else
           update slots as s
-             set changes = v_changes + 1,
-                 due_at  = least(s.due_at, v_ends_at)
+             set changes       = v_changes + 1,
+                 held          = v_held,
+                 counted_until = least(v_until, v_ends_at),
+                 due_at        = least(s.due_at, v_ends_at)
            where s.policy_id = v_policy.id
              and s.key       = v_key
              and s.changes   = v_changes;
@@ -6304,10 +6323,15 @@ begin
         v_written := found;
         v_seen_at := v_now;
         v_now     := clock();  -- it may have waited; if the clock went back, leases may be live that had ended
-        exit when v_written and v_now >= v_seen_at and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
+        exit when v_written and v_now >= v_seen_at and (v_until > v_now and (v_policy.calendar).ends_at > v_now) is not false;
 
-        -- 4. The lock.
-        if not v_written then
+        -- 4. The lock. A row that was written counts a lease that this call may not grant any more.
+        if v_written then
+          update slots as s
+             set counted_until = '-infinity'
+           where s.policy_id = v_policy.id
+             and s.key       = v_key;
+        else
           perform s.changes from slots as s
             where s.policy_id = v_policy.id
               and s.key       = v_key
@@ -6324,6 +6348,12 @@ begin
 
     -- 5. The lease.
     v_ends_at := v_now + duration(v_lease_us);
+    if v_ended then
+      delete from leases as l
+       where l.policy_id = v_policy.id
+         and l.key       = v_key
+         and l.ends_at  <= v_now;
+    end if;
     if v_renewed then
       update leases as l
          set ends_at = v_ends_at
@@ -6331,15 +6361,8 @@ begin
          and l.key       = v_key
          and l.holder    = v_holder;
     else
-      if v_first_end <= v_now then
-        delete from leases as l
-         where l.policy_id = v_policy.id
-           and l.key       = v_key
-           and l.ends_at  <= v_now;
-      end if;
       insert into leases (policy_id, key, holder, cost, ends_at)
       values (v_policy.id, v_key, v_holder, v_cost, v_ends_at);
-      v_held := v_held + v_cost;
     end if;
     return (true, v_policy.capacity - v_held, interval '0', duration(v_lease_us), v_policy.capacity, v_renewed, false)::ratelimit.hold;
   end;
@@ -6375,8 +6398,8 @@ as $$
     v_seen_at      timestamptz;  -- the clock by which the leases were read
     v_changes      bigint;       -- of the key; null: it has no row
     v_held         bigint;       -- by leases that have not ended
-    v_first_end    timestamptz;  -- of all leases
-    v_next_end     timestamptz;  -- of those that have not ended
+    v_until        timestamptz;  -- no lease ends before
+    v_ended        boolean;      -- some lease has
     v_own_cost     integer;      -- of the holder's lease
     v_own_end      timestamptz;  -- likewise
     v_renewed      boolean;
@@ -6397,26 +6420,23 @@ as $$
     end if;
 
     loop
-      -- 1. How often the leases were changed, and then the leases.
-      select s.changes
-        into v_changes
+      -- 1. The row of the key, and the holder's lease.
+      select s.changes, s.held, s.counted_until, l.cost, l.ends_at
+        into v_changes, v_held, v_until, v_own_cost, v_own_end
         from ephemeral_slots as s
+        left join ephemeral_leases as l on l.policy_id = s.policy_id and l.key = s.key and l.holder = v_holder
        where s.policy_id = v_policy.id and s.key = v_key;
-      select coalesce(sum(l.cost), 0), min(l.ends_at)
-        into v_held, v_first_end
-        from ephemeral_leases as l
-       where l.policy_id = v_policy.id and l.key = v_key;
-      v_next_end := v_first_end;
-      if v_first_end <= v_now then
-        select coalesce(sum(l.cost), 0), min(l.ends_at)
-          into v_held, v_next_end
+      v_ended := false;
+      if v_changes is null then
+        v_held := 0;
+      elsif v_until <= v_now or v_rounds > 0 then
+        select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0),
+               min(l.ends_at) filter (where l.ends_at > v_now),
+               count(*) filter (where l.ends_at <= v_now) > 0
+          into v_held, v_until, v_ended
           from ephemeral_leases as l
-         where l.policy_id = v_policy.id and l.key = v_key and l.ends_at > v_now;
+         where l.policy_id = v_policy.id and l.key = v_key;
       end if;
-      select l.cost, l.ends_at
-        into v_own_cost, v_own_end
-        from ephemeral_leases as l
-       where l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder;
       v_renewed  := (v_own_end > v_now) is true;
       v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
       if v_renewed and v_own_cost <> v_cost then
@@ -6437,15 +6457,20 @@ as $$
       -- 3. The row of the key.
       else
         v_ends_at := v_now + duration(v_lease_us);
+        if not v_renewed then
+          v_held := v_held + v_cost;
+        end if;
         if v_changes is null then
           v_next_changes := microseconds(v_now - timestamptz 'epoch')::bigint;
-          insert into ephemeral_slots (policy_id, key, changes, due_at)
-          values (v_policy.id, v_key, v_next_changes, v_now)  -- due at once: clean-up will postpone it
+          insert into ephemeral_slots (policy_id, key, changes, held, counted_until, due_at)
+          values (v_policy.id, v_key, v_next_changes, v_held, v_ends_at, v_now)  -- due at once: clean-up will postpone it
           on conflict on constraint ephemeral_slots_pkey do nothing;
         else
           update ephemeral_slots as s
-             set changes = v_changes + 1,
-                 due_at  = least(s.due_at, v_ends_at)
+             set changes       = v_changes + 1,
+                 held          = v_held,
+                 counted_until = least(v_until, v_ends_at),
+                 due_at        = least(s.due_at, v_ends_at)
            where s.policy_id = v_policy.id
              and s.key       = v_key
              and s.changes   = v_changes;
@@ -6453,10 +6478,15 @@ as $$
         v_written := found;
         v_seen_at := v_now;
         v_now     := clock();  -- it may have waited; if the clock went back, leases may be live that had ended
-        exit when v_written and v_now >= v_seen_at and (v_next_end > v_now and (v_policy.calendar).ends_at > v_now) is not false;
+        exit when v_written and v_now >= v_seen_at and (v_until > v_now and (v_policy.calendar).ends_at > v_now) is not false;
 
-        -- 4. The lock.
-        if not v_written then
+        -- 4. The lock. A row that was written counts a lease that this call may not grant any more.
+        if v_written then
+          update ephemeral_slots as s
+             set counted_until = '-infinity'
+           where s.policy_id = v_policy.id
+             and s.key       = v_key;
+        else
           perform s.changes from ephemeral_slots as s
             where s.policy_id = v_policy.id
               and s.key       = v_key
@@ -6473,6 +6503,12 @@ as $$
 
     -- 5. The lease.
     v_ends_at := v_now + duration(v_lease_us);
+    if v_ended then
+      delete from ephemeral_leases as l
+       where l.policy_id = v_policy.id
+         and l.key       = v_key
+         and l.ends_at  <= v_now;
+    end if;
     if v_renewed then
       update ephemeral_leases as l
          set ends_at = v_ends_at
@@ -6480,15 +6516,8 @@ as $$
          and l.key       = v_key
          and l.holder    = v_holder;
     else
-      if v_first_end <= v_now then
-        delete from ephemeral_leases as l
-         where l.policy_id = v_policy.id
-           and l.key       = v_key
-           and l.ends_at  <= v_now;
-      end if;
       insert into ephemeral_leases (policy_id, key, holder, cost, ends_at)
       values (v_policy.id, v_key, v_holder, v_cost, v_ends_at);
-      v_held := v_held + v_cost;
     end if;
     return (true, v_policy.capacity - v_held, interval '0', duration(v_lease_us), v_policy.capacity, v_renewed, false)::ratelimit.hold;
   end;
@@ -6555,6 +6584,7 @@ begin
     v_holder   text collate "C" := holder;
     v_now      timestamptz := clock();
     v_ends_at  timestamptz;
+    v_earlier  timestamptz;  -- the end of the lease by the clock and the numbers before the wait
     v_lease_us bigint;
     v_locked   boolean;
     v_override ratelimit.overrides;
@@ -6576,10 +6606,11 @@ begin
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
 
       -- 2. The row of the key.
-      v_ends_at := v_now + duration(v_lease_us);
+      v_earlier := v_now + duration(v_lease_us);
       update slots as s
-         set changes = s.changes + 1,
-             due_at  = least(s.due_at, v_ends_at)
+         set changes       = s.changes + 1,
+             counted_until = least(s.counted_until, v_earlier),
+             due_at        = least(s.due_at, v_earlier)
        where s.policy_id = v_policy.id
          and s.key       = v_key;
       v_locked := found;  -- or clean-up has removed the row, and with it the lease
@@ -6591,6 +6622,12 @@ begin
         v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
       end if;
       v_ends_at := v_now + duration(v_lease_us);
+      if v_ends_at < v_earlier then  -- the clock went back, or an override with a longer lease has ended
+        update slots as s
+           set counted_until = '-infinity'
+         where s.policy_id = v_policy.id
+           and s.key       = v_key;
+      end if;
       update leases as l
          set ends_at = v_ends_at
        where v_locked
@@ -6623,6 +6660,7 @@ as $$
     v_holder   text collate "C" := holder;
     v_now      timestamptz := clock();
     v_ends_at  timestamptz;
+    v_earlier  timestamptz;  -- the end of the lease by the clock and the numbers before the wait
     v_lease_us bigint;
     v_locked   boolean;
     v_override ratelimit.overrides;
@@ -6644,10 +6682,11 @@ as $$
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
 
       -- 2. The row of the key.
-      v_ends_at := v_now + duration(v_lease_us);
+      v_earlier := v_now + duration(v_lease_us);
       update ephemeral_slots as s
-         set changes = s.changes + 1,
-             due_at  = least(s.due_at, v_ends_at)
+         set changes       = s.changes + 1,
+             counted_until = least(s.counted_until, v_earlier),
+             due_at        = least(s.due_at, v_earlier)
        where s.policy_id = v_policy.id
          and s.key       = v_key;
       v_locked := found;  -- or clean-up has removed the row, and with it the lease
@@ -6659,6 +6698,12 @@ as $$
         v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
       end if;
       v_ends_at := v_now + duration(v_lease_us);
+      if v_ends_at < v_earlier then  -- the clock went back, or an override with a longer lease has ended
+        update ephemeral_slots as s
+           set counted_until = '-infinity'
+         where s.policy_id = v_policy.id
+           and s.key       = v_key;
+      end if;
       update ephemeral_leases as l
          set ends_at = v_ends_at
        where v_locked
@@ -6701,15 +6746,19 @@ begin
   end if;
 
   declare
-    v_key    text collate "C" := key;
-    v_holder text collate "C" := holder;
-    v_now    timestamptz := clock();
+    v_key      text collate "C" := key;
+    v_holder   text collate "C" := holder;
+    v_now      timestamptz := clock();
+    v_cost     integer;
+    v_released integer;  -- the cost of the lease that is deleted; null if none is
   begin
     -- 1. Has it a lease? One that has ended may have been renewed by a session that has not committed yet.
-    perform l.cost from leases as l
-      where l.policy_id = v_policy.id
-        and l.key       = v_key
-        and l.holder    = v_holder;
+    select l.cost
+      into v_cost
+      from leases as l
+     where l.policy_id = v_policy.id
+       and l.key       = v_key
+       and l.holder    = v_holder;
     if not found then
       return false;
     end if;
@@ -6718,6 +6767,7 @@ begin
     -- 2. The row of the key.
     update slots as s
        set changes = s.changes + 1,
+           held    = s.held - v_cost,
            due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
      where s.policy_id = v_policy.id
        and s.key       = v_key;
@@ -6731,8 +6781,15 @@ begin
      where l.policy_id = v_policy.id
        and l.key       = v_key
        and l.holder    = v_holder
-       and l.ends_at   > v_now;
-    return found;
+       and l.ends_at   > v_now
+    returning l.cost into v_released;
+    if v_released is distinct from v_cost then  -- the lease has ended, or was another one by then
+      update slots as s
+         set counted_until = '-infinity'
+       where s.policy_id = v_policy.id
+         and s.key       = v_key;
+    end if;
+    return v_released is not null;
   end;
 end;
 $$;
@@ -6750,15 +6807,19 @@ create or replace function ratelimit.release_ephemeral(v_policy ratelimit.polici
   volatile
 as $$
   declare
-    v_key    text collate "C" := key;
-    v_holder text collate "C" := holder;
-    v_now    timestamptz := clock();
+    v_key      text collate "C" := key;
+    v_holder   text collate "C" := holder;
+    v_now      timestamptz := clock();
+    v_cost     integer;
+    v_released integer;  -- the cost of the lease that is deleted; null if none is
   begin
     -- 1. Has it a lease? One that has ended may have been renewed by a session that has not committed yet.
-    perform l.cost from ephemeral_leases as l
-      where l.policy_id = v_policy.id
-        and l.key       = v_key
-        and l.holder    = v_holder;
+    select l.cost
+      into v_cost
+      from ephemeral_leases as l
+     where l.policy_id = v_policy.id
+       and l.key       = v_key
+       and l.holder    = v_holder;
     if not found then
       return false;
     end if;
@@ -6767,6 +6828,7 @@ as $$
     -- 2. The row of the key.
     update ephemeral_slots as s
        set changes = s.changes + 1,
+           held    = s.held - v_cost,
            due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
      where s.policy_id = v_policy.id
        and s.key       = v_key;
@@ -6780,8 +6842,15 @@ as $$
      where l.policy_id = v_policy.id
        and l.key       = v_key
        and l.holder    = v_holder
-       and l.ends_at   > v_now;
-    return found;
+       and l.ends_at   > v_now
+    returning l.cost into v_released;
+    if v_released is distinct from v_cost then  -- the lease has ended, or was another one by then
+      update ephemeral_slots as s
+         set counted_until = '-infinity'
+       where s.policy_id = v_policy.id
+         and s.key       = v_key;
+    end if;
+    return v_released is not null;
   end;
 $$;
 comment on function ratelimit.release_ephemeral(ratelimit.policies, text, text) is
@@ -11562,7 +11631,7 @@ begin
     using v_ids, v_keys;
   get diagnostics deleted = row_count;
   execute format('update %1$s as s'
-                 '   set changes = changes + 1, due_at = (select min(l.ends_at) from %2$s as l where l.policy_id = s.policy_id and l.key = s.key)'
+                 '   set changes = changes + 1, counted_until = ''-infinity'', due_at = (select min(l.ends_at) from %2$s as l where l.policy_id = s.policy_id and l.key = s.key)'
                  ' where s.ctid = any (array(select e.ctid'
                  '                             from unnest($1, $2) as u (policy_id, key)'
                  '                            cross join lateral (select s.ctid'

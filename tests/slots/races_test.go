@@ -114,7 +114,7 @@ var races = map[string]race{
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
 		fmt.Sprint(kit.Held(1, lease, 2)) + " [a:1]",
-		kit.Mutation{Pattern: `\(v_next_end > v_now and`, Replacement: "(true and"}, "ratelimit_hold",
+		kit.Mutation{Pattern: `\(v_until > v_now and`, Replacement: "(true and"}, "ratelimit_hold",
 	},
 	"a renewal that waits for a release takes nothing": {
 		func(t *testing.T, db *kit.TestDB) string {
@@ -314,7 +314,68 @@ var races = map[string]race{
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
 		fmt.Sprint(kit.Held(0, lease, 2)) + " [a:1 b:1]",
-		kit.Mutation{Pattern: `set changes = changes \+ 1, due_at`, Replacement: "set due_at"}, "ratelimit.cleanup_slots",
+		kit.Mutation{Pattern: `set changes = changes \+ 1,`, Replacement: "set"}, "ratelimit.cleanup_slots",
+	},
+	"a lease that ends while its release waits is in the sum when the clock went back": {
+		func(_ *testing.T, db *kit.TestDB) string {
+			db.Hold("a", 1)
+			first := db.Begin()
+			first.Run("select ratelimit_renew('p', 'k', 'a')")
+			second := db.Session().StartRelease("a").BlockedBy(first)
+			db.SetClock(at(lease))
+			first.Execute("rollback")
+			released := second.Over().Released
+			db.SetClock(at(lease / 2))
+			return fmt.Sprint(released, db.Hold("b", 1).Allowed)
+		},
+		"false false",
+		kit.Mutation{Pattern: `if v_released is distinct from v_cost then`, Replacement: "if false then"}, "ratelimit_release",
+	},
+	"a release of a lease that has another cost by then takes that cost from the sum": {
+		func(_ *testing.T, db *kit.TestDB) string {
+			db.Execute("select ratelimit_define_policy('p', 3)")
+			db.Hold("a", 1)
+			first := db.Begin()
+			first.Run("select ratelimit_release('p', 'k', 'a')")
+			first.Hold("a", 2)
+			second := db.Session().StartRelease("a").BlockedBy(first)
+			first.Execute("commit")
+			return fmt.Sprint(second.Over().Released, db.Hold("b", 1).Remaining)
+		},
+		"true 2",
+		kit.Mutation{Pattern: `if v_released is distinct from v_cost then`, Replacement: "if false then"}, "ratelimit_release",
+	},
+	"a renewal ends before the sum when the clock went back while it waited": {
+		func(_ *testing.T, db *kit.TestDB) string {
+			db.Execute("select ratelimit_define_policy('p', 2)")
+			db.SetClock(at(lease / 2))
+			db.Hold("a", 1)
+			first := db.Begin()
+			first.Run("select ratelimit_renew('p', 'k', 'a')")
+			second := db.Session().StartRenew("a").BlockedBy(first)
+			db.SetClock(at(0))
+			first.Execute("commit")
+			second.Over()
+			db.SetClock(at(lease))
+			return fmt.Sprint(db.Hold("b", 1).Remaining)
+		},
+		"1",
+		kit.Mutation{Pattern: `if v_ends_at < v_earlier then`, Replacement: "if false then"}, "ratelimit_renew",
+	},
+	"a grant that does not follow leaves no sum behind": {
+		func(_ *testing.T, db *kit.TestDB) string {
+			db.Execute("select ratelimit_define_policy('p', 4)")
+			db.Hold("a", 2)
+			db.SetClock(at(lease))
+			first := db.Begin()
+			first.Hold("b", 1) // a has ended
+			second := db.Session().StartHold("c", 3).BlockedBy(first)
+			db.SetClock(at(lease / 2)) // a holds again
+			first.Execute("rollback")
+			return fmt.Sprint(second.Over().Allowed, db.Hold("d", 1).Remaining)
+		},
+		"false 1",
+		kit.Mutation{Pattern: `set counted_until = '-infinity'`, Replacement: "set counted_until = s.counted_until"}, "ratelimit_hold",
 	},
 }
 
@@ -388,7 +449,7 @@ func TestHold_AMereLockWouldCountByAnOldSnapshot(t *testing.T) {
 	db := kit.ParallelDB(t, kit.T0).Lend("p", 1, lease)
 	db.Hold("x", 1)
 	db.Release("x")
-	db.Mutate(kit.Mutation{Pattern: `update slots as s set changes = v_changes \+ 1, due_at = least\(s\.due_at, v_ends_at\) (where [^;]*);`,
+	db.Mutate(kit.Mutation{Pattern: `update slots as s set changes = v_changes \+ 1, [^;]*? (where s\.policy_id [^;]*);`,
 		Replacement: "perform s.changes from slots as s $1 for update;"}, "ratelimit_hold")
 	s := db.Session().Run("begin isolation level repeatable read").Run("select 1 from ratelimit_policies()")
 	require.True(t, db.Hold("a", 1).Allowed)

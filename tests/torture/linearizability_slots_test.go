@@ -77,16 +77,16 @@ func TestLinearizability_FindsPlantedBugsOfSlots(t *testing.T) {
 		}},
 		"a holder holds at the end of its lease": {"ratelimit_hold": {Pattern: `\(v_own_end > v_now\)`, Replacement: "(v_own_end >= v_now)"}},
 		"a renewal at the end of a lease":        {"ratelimit_renew": {Pattern: `and l\.ends_at > v_now; end if;`, Replacement: "and l.ends_at >= v_now; end if;"}},
-		"a release at the end of a lease":        {"ratelimit_release": {Pattern: `and l\.ends_at > v_now;`, Replacement: "and l.ends_at >= v_now;"}},
+		"a release at the end of a lease":        {"ratelimit_release": {Pattern: `and l\.ends_at > v_now returning`, Replacement: "and l.ends_at >= v_now returning"}},
 		"a renewal that acquires": {"ratelimit_renew": {Pattern: `if found then if`, Replacement: `
-			insert into slots values (v_policy.id, 0, v_now, v_key) on conflict on constraint slots_pkey do nothing;
+			insert into slots values (v_policy.id, 0, 0, '-infinity', v_now, v_key) on conflict on constraint slots_pkey do nothing;
 			insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing;
 			if true then if`}},
 		"a release of somebody else's lease": {"ratelimit_release": {Pattern: `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, Replacement: "$1"}},
 		"a sum from before the lock":         {"ratelimit_hold": unlocked},
 		// Nothing is wrong with it under READ COMMITTED.
 		"a lock that is not written": {"ratelimit_hold": {
-			Pattern: `(?s)( loop)( .*? )update slots as s set changes = v_changes \+ 1, due_at = [^;]*? where (s\.policy_id = v_policy\.id and s\.key = v_key) and s\.changes = v_changes;`,
+			Pattern: `(?s)( loop)( .*? )update slots as s set changes = v_changes \+ 1, [^;]*? where (s\.policy_id = v_policy\.id and s\.key = v_key) and s\.changes = v_changes;`,
 			Replacement: `$1 perform s.changes from slots as s where $3 for update;
 				$2 perform s.changes from slots as s where $3;`,
 		}},

@@ -116,8 +116,6 @@ func (s Slots) Hold(p Policy, now time.Time, holder string, cost int64) (Slots, 
 	}
 	next := s
 	switch {
-	case renewed:
-		next = s.with(holder, Lease{cost, p.Lease.After(now)})
 	case d.RetryAfter == 0:
 		next = s.Without(now).with(holder, Lease{cost, p.Lease.After(now)})
 	case p.Shadow:
