@@ -134,6 +134,10 @@ func testCitusCounts(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 		to := 3 - from
 		db.Coordinator().Execute("select citus_move_shard_placement($1, $2, 5432, $3, 5432, 'block_writes')", shard, c.NodeName(from), c.NodeName(to))
 		moves++
+		// A call that reads the old placement when a move ends leaves it behind, and a move back fails until Citus has dropped it.
+		for db.Coordinator().Number("select count(*) from pg_dist_cleanup") > 0 {
+			db.Coordinator().Execute("call citus_cleanup_orphaned_resources()")
+		}
 		select {
 		case <-done:
 			over = true
