@@ -23,6 +23,9 @@ func (r refusal) Error() string { return string(r) }
 // limitExceeded is what ratelimit_enforce raises in place of a denial.
 const limitExceeded model.Error = "RL429"
 
+// errHeldOtherwise has the SQLSTATE of another error.
+var errHeldOtherwise = errors.New("the holder holds with another cost")
+
 // severalKeys is what Citus answers to a request whose buckets have several keys.
 const severalKeys model.Error = "0A000"
 
@@ -31,6 +34,9 @@ func refused(err error) (code, message string) {
 	var argument refusal
 	if errors.As(err, &argument) {
 		return "22023", string(argument)
+	}
+	if errors.Is(err, errHeldOtherwise) {
+		return "RL002", errHeldOtherwise.Error()
 	}
 	var other model.Error
 	errors.As(err, &other)
@@ -142,6 +148,12 @@ func (r *round) check(function string, args []argument) error {
 		return r.checkSpending(value(0), value(1), value(4), nil, err)
 	case "ratelimit_reset":
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), r.unknown(value(0)))
+	case "ratelimit_hold":
+		return r.checkHold(value(0), value(1), value(2), badSlots(value(3)))
+	case "ratelimit_renew", "ratelimit_release":
+		return r.checkHold(value(0), value(1), value(2), nil)
+	case "ratelimit_holders":
+		return r.checkList(value(0), value(1), value(2))
 	case "ratelimit_cleanup":
 		return badRows("invalid max_rows", value(0))
 	case "ratelimit_cleanup_all":
@@ -165,6 +177,15 @@ func (r *round) checkSpending(policy, key, idempotencyKey any, cost error, other
 // checkList checks a list of the buckets of a policy and a key, where null is any.
 func (r *round) checkList(policy, key, rows any) error {
 	return unsaid(cmp.Or(given(policy, badName("", policy)), given(key, badName("", key)), badRows("", rows), given(policy, r.unknown(policy))))
+}
+
+// checkHold checks a call about a holder. A policy that refills lends nothing.
+func (r *round) checkHold(policy, key, holder any, cost error) error {
+	err := cmp.Or(badName("policy", policy), badName("key", key), badName("holder", holder), cost, r.unknown(policy))
+	if err == nil && policy != r.lends {
+		return refusal("")
+	}
+	return err
 }
 
 // given is the refusal of an argument that may be null.
@@ -247,6 +268,13 @@ func badName(argument string, value any) error {
 func badTokens(argument string, value any) error {
 	if tokens, ok := value.(int64); !ok || tokens < 0 {
 		return refusal("invalid " + argument)
+	}
+	return nil
+}
+
+func badSlots(value any) error {
+	if slots, ok := value.(int64); !ok || slots < 1 {
+		return refusal("invalid cost")
 	}
 	return nil
 }
@@ -366,6 +394,28 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	case "ratelimit_acquire_up_to":
 		d, taken, err := r.model.AcquireUpTo(r.now, bucket(), value(2).(int64), value(3).(int64), text(4))
 		return []string{fmt.Sprintf("%s|%d", inColumns(d), taken)}, err
+	case "ratelimit_hold":
+		d, err := r.model.Hold(r.now, bucket(), text(2), value(3).(int64))
+		if errors.Is(err, model.IdempotencyMismatch) {
+			err = errHeldOtherwise
+		}
+		return []string{fmt.Sprintf("%s|%d|%s|%d|%d|%s|%s", letter[d.Allowed], d.Remaining, orNothing(d.RetryAfter), d.HeldFor, d.Capacity,
+			letter[d.Renewed], letter[d.Shadowed])}, err
+	case "ratelimit_renew":
+		heldFor, holds, err := r.model.Renew(r.now, bucket(), text(2))
+		if !holds {
+			heldFor = model.Never
+		}
+		return []string{orNothing(heldFor)}, err
+	case "ratelimit_release":
+		held, err := r.model.Release(r.now, bucket(), text(2))
+		return []string{letter[held]}, err
+	case "ratelimit_holders":
+		var rows []string
+		for _, h := range r.model.Holders(r.now, pointerTo[string](value(0)), pointerTo[string](value(1))) {
+			rows = append(rows, fmt.Sprintf("%s|%s|%s|%d|%d", h.Policy, h.Key, h.Holder, h.Cost, h.HeldFor))
+		}
+		return rows[:min(int64(len(rows)), value(2).(int64))], nil
 	case "ratelimit_reset_all":
 		return nil, r.model.ResetAll(text(0))
 	case "ratelimit_reset":
@@ -531,6 +581,10 @@ func (r *round) policies() (rows []string) {
 	policies := r.model.Policies()
 	for _, name := range slices.Sorted(maps.Keys(policies)) {
 		p := policies[name]
+		if p.IsSlots() {
+			rows = append(rows, fmt.Sprintf("%s|%d||||%s||%s", name, p.Capacity, letter[p.Durable], letter[p.Shadow]))
+			continue
+		}
 		rows = append(rows, fmt.Sprintf("%s|%d|%d|%d|%s|%s|%d|%s", name, p.Capacity, p.Refill, int64(p.Every),
 			letter[p.Stepped], letter[p.Durable], int64(p.Remember), letter[p.Shadow]))
 	}
@@ -561,7 +615,13 @@ func (r *round) status(policy, key any, atMost int64) (rows []string) {
 		row   string
 	}
 	var lines []line
-	for _, id := range r.buckets() {
+	ids := r.model.Buckets()
+	for _, h := range r.model.Holders(r.now, nil, nil) {
+		if !slices.Contains(ids, h.BucketID) {
+			ids = append(ids, h.BucketID)
+		}
+	}
+	for _, id := range inOrder(ids) {
 		if policy != nil && policy != id.Policy || key != nil && key != id.Key {
 			continue
 		}
@@ -569,6 +629,10 @@ func (r *round) status(policy, key any, atMost int64) (rows []string) {
 		o, ok := r.model.Overrides()[id]
 		reset, _ := r.model.Peek(r.now, id, 0)
 		token, _ := r.model.Peek(r.now, id, 1)
+		if id.Policy == r.lends {
+			p, _ = r.model.Policy(id.Policy)
+			level = big.NewInt(reset.Remaining * 1_000_000)
+		}
 		lines = append(lines, line{
 			new(big.Rat).SetFrac(level, big.NewInt(max(1, p.Capacity*1_000_000))),
 			fmt.Sprintf("%s|%s|%d|%s|%s|%d|%s", id.Policy, id.Key, reset.Remaining, orNothing(token.RetryAfter), orNothing(reset.ResetAfter),

@@ -64,6 +64,9 @@ func TestFuzz_FindsPlantedBugs(t *testing.T) {
 		"an internal error":                   {kit.Mutation{Pattern: `errcode = '22023'`, Replacement: `errcode = 'XX000'`}, "ratelimit.refuse"},
 		"an error that leaves something done": {kit.Mutation{Pattern: `if v_verdict\.refused is not null then`, Replacement: `$0 update buckets set level = 0;`}, "ratelimit.decide_in_order"},
 		"a token too many":                    {kit.Mutation{Pattern: `least\(amount, v_policy.capacity\)`, Replacement: `least(amount + 1, v_policy.capacity)`}, "ratelimit_refund"},
+		"a cost of 0 slots":                   {kit.Mutation{Pattern: `cost >= 1`, Replacement: `cost >= 0`}, "ratelimit_hold"},
+		"a renewal of a lease that has ended": {kit.Mutation{Pattern: `and l\.ends_at > v_now; end if;`, Replacement: `; end if;`}, "ratelimit_renew"},
+		"a release of all holders":            {kit.Mutation{Pattern: `and l\.holder = v_holder and l\.ends_at`, Replacement: `and l.ends_at`}, "ratelimit_release"},
 		"a policy that stays":                 {kit.Mutation{Pattern: `delete from policies as p where p.name = v_name returning p.id`, Replacement: `update policies as p set name = p.name where p.name = v_name returning p.id`}, "ratelimit_drop_policy"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -148,6 +151,8 @@ const (
 		        union all select 'o' || o::text from ratelimit.overrides as o
 		        union all select 'b' || b::text from ratelimit.buckets as b
 		        union all select 'e' || b::text from ratelimit.ephemeral_buckets as b
+		        union all select 's' || s::text from (table ratelimit.slots union all table ratelimit.ephemeral_slots) as s
+		        union all select 'h' || l::text from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l
 		        union all select 'k' || k::text from ratelimit.idempotency_keys as k
 		        union all select 'l' || k::text from ratelimit.ephemeral_idempotency_keys as k) as all_rows (t)`
 
@@ -155,7 +160,8 @@ const (
 		select (select count(*) from ratelimit.policies),
 		       (select count(*) from ratelimit.buckets) + (select count(*) from ratelimit.ephemeral_buckets),
 		       (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
-		       (select count(*) from ratelimit.overrides)`
+		       (select count(*) from ratelimit.overrides),
+		       (select count(*) from ratelimit_holders(null, null, 1000000))`
 )
 
 // fuzzStatements has a call of each function, and the columns of its result that are compared.
@@ -188,12 +194,17 @@ var fuzzStatements = map[string]string{
 	"ratelimit_settle":         fuzzDecision + "ratelimit_settle($1, $2, $3, $4)",
 	"ratelimit_reserve":        strings.Replace(fuzzDecision, "retry_after", "wait", 1) + "ratelimit_reserve($1, $2, $3, $4, $5)",
 	"ratelimit_acquire_up_to":  strings.Replace(fuzzDecision, "shadowed", "shadowed, taken", 1) + "ratelimit_acquire_up_to($1, $2, $3, $4, $5)",
-	"ratelimit_reset":          "select from ratelimit_reset($1, $2)",
-	"ratelimit_reset_all":      "call ratelimit_reset_all($1)",
-	"ratelimit_cleanup":        "select buckets_deleted >= 0, idempotency_keys_deleted >= 0 from ratelimit_cleanup($1)",
-	"ratelimit_cleanup_all":    "call ratelimit_cleanup_all($1)",
-	"ratelimit_version":        "select ratelimit_version()",
-	"ratelimit_shard":          "select shard, of from ratelimit_shard()",
+	"ratelimit_hold": "select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from held_for) * 1000000)::bigint, " +
+		"capacity, renewed, shadowed from ratelimit_hold($1, $2, $3, $4)",
+	"ratelimit_renew":       "select (extract(epoch from ratelimit_renew($1, $2, $3)) * 1000000)::bigint",
+	"ratelimit_release":     "select ratelimit_release($1, $2, $3)",
+	"ratelimit_holders":     "select policy, key, holder, cost, (extract(epoch from held_for) * 1000000)::bigint from ratelimit_holders($1, $2, $3)",
+	"ratelimit_reset":       "select from ratelimit_reset($1, $2)",
+	"ratelimit_reset_all":   "call ratelimit_reset_all($1)",
+	"ratelimit_cleanup":     "select buckets_deleted >= 0, idempotency_keys_deleted >= 0 from ratelimit_cleanup($1)",
+	"ratelimit_cleanup_all": "call ratelimit_cleanup_all($1)",
+	"ratelimit_version":     "select ratelimit_version()",
+	"ratelimit_shard":       "select shard, of from ratelimit_shard()",
 }
 
 // A fuzzCall is a call and the response that it must get.
@@ -242,7 +253,8 @@ type round struct {
 	now    time.Time
 	fuzzer *fuzzer
 	known  map[string]bool // the policies that are defined
-	names  []string        // of policies
+	names  []string        // of policies that refill
+	lends  string          // the policy that lends slots: no other function than theirs is called on it
 	keys   []string
 	binary bool     // the extended protocol
 	batch  []string // the SQLSTATEs of the batch that was answered last
@@ -260,6 +272,9 @@ func (f *fuzzer) round(seed uint64) error {
 		r.keys = append(r.keys, r.name())
 	}
 	r.passTime()
+	if err := r.lend(); err != nil {
+		return err
+	}
 	for _, name := range r.names[:3] {
 		args := r.arguments("ratelimit_define_policy", func() bool { return true })
 		args[0] = textArgument(name)
@@ -295,7 +310,8 @@ func (f *fuzzer) round(seed uint64) error {
 		count = strings.NewReplacer("buckets)", "buckets where policy_id in (select id from ratelimit.policies))",
 			"_keys)", "_keys where policy_id in (select id from ratelimit.policies))").Replace(count)
 	}
-	r.look(count, fmt.Sprintf("%d|%d|%d|%d", len(r.known), len(r.model.Buckets()), r.model.Grants(), len(r.model.Overrides())))
+	r.look(count, fmt.Sprintf("%d|%d|%d|%d|%d", len(r.known), len(r.model.Buckets()), r.model.Grants(), len(r.model.Overrides()),
+		len(r.model.Holders(r.now, nil, nil))))
 
 	before := r.look(stateQuery)
 	for range 100 {
@@ -316,7 +332,7 @@ func (f *fuzzer) round(seed uint64) error {
 	if f.citus {
 		r.look("call ratelimit_cleanup_all()")
 	}
-	r.look(countQuery, "0|0|0|0")
+	r.look(countQuery, "0|0|0|0|0")
 
 	responses, err := f.wire.Ask(r.messages)
 	if err != nil {
@@ -347,6 +363,17 @@ func (r *round) send(m kit.Message, c fuzzCall) int {
 // look adds a query of the test's own. Without rows its result is not compared here.
 func (r *round) look(sql string, rows ...string) int {
 	return r.send(simple(sql), fuzzCall{rows: rows})
+}
+
+// lend defines the policy that lends slots.
+func (r *round) lend() error {
+	r.lends = "slots " + r.unicode(40)
+	capacity, lease := 1+r.Int64N(8), model.Micros(1000+r.Int64N(1<<r.IntN(48)))
+	durable, shadow := r.oneIn(2), r.oneIn(4)
+	name := r.literal(textArgument(r.lends))
+	r.look(fmt.Sprintf("select from ratelimit_define_policy(%s, %d, lease => '%d us', durable => %t, shadow => %t)", name, capacity, lease, durable, shadow), "")
+	r.known[r.lends] = true
+	return r.model.Define(r.lends, model.Definition{Numbers: model.Numbers{Capacity: &capacity, Lease: &lease}, Durable: &durable, Shadow: &shadow})
 }
 
 // passTime moves the clock, forwards more often than not.
@@ -431,6 +458,7 @@ var (
 		"ratelimit_override", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
 		"ratelimit_charge", "ratelimit_charge", "ratelimit_settle", "ratelimit_settle", "ratelimit_reserve", "ratelimit_reserve",
 		"ratelimit_acquire_up_to", "ratelimit_acquire_up_to",
+		"ratelimit_hold", "ratelimit_hold", "ratelimit_hold", "ratelimit_renew", "ratelimit_release", "ratelimit_holders",
 		"ratelimit_define_policy", "ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_cleanup", "ratelimit_cleanup_all",
 	}
 	fuzzFunctions = append([]string{"ratelimit_policies", "ratelimit_version", "ratelimit_doctor", "ratelimit_shard"}, refusing...)
@@ -458,6 +486,7 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		return choose(func() argument { return textArgument(oneOf(r.fuzzed, texts)) }, r.anyText)
 	}
 	policy := func() argument { return anyOf(r.names) }
+	lends := func() argument { return anyOf([]string{r.lends, r.lends, r.lends, r.lends, r.lends, r.names[0]}) }
 	keys := r.keys
 	if r.fuzzer.citus && r.oneIn(2) { // so that a request has one key more often than not
 		keys = []string{oneOf(r.fuzzed, keys)}
@@ -566,6 +595,12 @@ func (r *round) arguments(function string, good func() bool) []argument {
 			policy(), key(), choose(func() argument { return bigintArgument(least + r.Int64N(1<<r.IntN(44))) }, r.anyBigint),
 			choose(func() argument { return bigintArgument(least) }, r.anyBigint), idempotencyKey(),
 		}
+	case "ratelimit_hold":
+		return []argument{lends(), anyOf(keys[:1]), key(), choose(func() argument { return bigintArgument(1 + r.Int64N(3)) }, r.anyBigint)}
+	case "ratelimit_renew", "ratelimit_release":
+		return []argument{lends(), anyOf(keys[:1]), key()}
+	case "ratelimit_holders":
+		return []argument{orNull(lends)(), orNull(key)(), rows()}
 	case "ratelimit_cleanup":
 		return []argument{r.anyInteger()}
 	case "ratelimit_cleanup_all":
