@@ -609,7 +609,10 @@ func TestDocs_Grants(t *testing.T) {
 	}
 	page, err := os.ReadFile("../../docs/operating.md")
 	require.NoError(t, err)
-	rows := regexp.MustCompile("(?m)^\\| (.*) \\| (`grant .*) \\|$").FindAllStringSubmatch(string(page), -1)
+	_, table, found := strings.Cut(string(page), "\n| use | functions |\n|---|---|\n")
+	require.True(t, found)
+	table, _, _ = strings.Cut(table, "\n\n")
+	rows := regexp.MustCompile("(?m)^\\| (.*) \\| (`.*) \\|$").FindAllStringSubmatch(table, -1)
 	require.Len(t, rows, len(uses))
 	for _, row := range rows {
 		t.Run(row[1], func(t *testing.T) {
@@ -622,9 +625,13 @@ func TestDocs_Grants(t *testing.T) {
 			db.Execute("select ratelimit_define_policy('s', capacity => 1, lease => '1 hour')")
 			pool := kit.PoolAs(t, db.DB, role)
 			var granted []string
-			for _, grant := range regexp.MustCompile("`([^`]*);`").FindAllStringSubmatch(row[2], -1) {
-				db.Execute(strings.ReplaceAll(grant[1], " to app", " to "+role))
-				granted = append(granted, regexp.MustCompile(`\b(ratelimit_\w+|cleanup_batch|reset_batch)`).FindAllString(grant[1], -1)...)
+			for _, cell := range regexp.MustCompile("`([^`]*)`").FindAllStringSubmatch(row[2], -1) {
+				grant := cell[1]
+				if !strings.HasPrefix(grant, "grant ") {
+					grant = "grant execute on function " + grant + " to app"
+				}
+				db.Execute(strings.ReplaceAll(grant, " to app", " to "+role))
+				granted = append(granted, regexp.MustCompile(`\b(ratelimit_\w+|cleanup_batch|reset_batch)`).FindAllString(grant, -1)...)
 			}
 			require.NoError(t, use(pool))
 
