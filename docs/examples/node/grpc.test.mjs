@@ -50,107 +50,116 @@ async function refused(promise, code, sqlState) {
   assert.equal(info.domain, 'pgratelimit')
   assert.notEqual(info.reason, '')
   assert.equal(info.metadata.sqlstate, sqlState)
-  return error
 }
 
-const seconds = ({ seconds, nanos }) => seconds + nanos / 1e9
+const DAY = 86_400 // s
 
-test('Acquire grants and denies', async () => {
-  const granted = await call('Acquire', { policy: 'api', logical_key: 'acquire', cost: 8 })
-  assert.equal(granted.verdict, 'ALLOWED')
-  assert.equal(granted.remaining, 2)
-  assert.equal(granted.capacity, 10)
-  assert.equal(seconds(granted.retry_after), 0)
-  assert.equal(seconds(granted.reset_after), 8 * 86400)
+const within = (low, high) => (seconds) => low < seconds && seconds <= high
 
-  assert.equal((await call('Acquire', { policy: 'api', logical_key: 'acquire' })).remaining, 1, 'an absent cost is 1')
-  assert.equal((await call('Acquire', { policy: 'api', logical_key: 'acquire', cost: 0 })).remaining, 1, 'and 0 is 0')
+/** The fields of an answer and of the decision in it, with durations as seconds. */
+function fields({ whole, decision, ...answer }) {
+  const all = Object.entries({ ...whole, ...decision, ...answer })
+  return Object.fromEntries(all.map(([name, value]) => [name, value?.nanos === undefined ? value : value.seconds + value.nanos / 1e9]))
+}
 
-  const denied = await call('Acquire', { policy: 'api', logical_key: 'acquire', cost: 2 })
-  assert.equal(denied.verdict, 'DENIED')
-  assert.equal(denied.remaining, 1)
-  assert(seconds(denied.retry_after) > 86000 && seconds(denied.retry_after) <= 86400, denied)
+const api = (logical_key, more) => ({ policy: 'api', logical_key, ...more })
+const budget = (logical_key, more) => ({ policy: 'budget', logical_key, ...more })
+const job = { policy: 'jobs', logical_key: 'node', holder: 'attempt 1' }
+const both = { charges: [api('all', { cost: 1 }), budget('all', { cost: 900 })] }
 
-  const never = await call('Acquire', { policy: 'api', logical_key: 'acquire', cost: 11 })
-  assert.equal(never.verdict, 'DENIED')
-  assert.equal(never.retry_after, null)
-})
+// Calls in their order, each with fields of its answer, or with the code and the SQLSTATE of its error.
+const stories = {
+  'Acquire grants and denies, an absent cost is 1, and 0 is 0': [
+    ['Acquire', api('acquire', { cost: 8 }), { verdict: 'ALLOWED', remaining: 2, capacity: 10, retry_after: 0, reset_after: 8 * DAY }],
+    ['Acquire', api('acquire'), { remaining: 1 }],
+    ['Acquire', api('acquire', { cost: 0 }), { remaining: 1 }],
+    ['Acquire', api('acquire', { cost: 2 }), { verdict: 'DENIED', remaining: 1, retry_after: within(0.99 * DAY, DAY) }],
+    ['Acquire', api('acquire', { cost: 11 }), { verdict: 'DENIED', retry_after: null }],
+  ],
+  'Acquire under a request_id is charged once': [
+    ['Acquire', budget('again', { cost: 300, request_id: 'job-7' }), { replayed: false }],
+    ['Acquire', budget('again', { cost: 300, request_id: 'job-7' }), { replayed: true, remaining: 700 }],
+    ['Peek', budget('again'), { remaining: 700 }],
+    ['Acquire', budget('again', { cost: 301, request_id: 'job-7' }), 'ALREADY_EXISTS', 'RL002'],
+  ],
+  'AcquireAll takes from all or from none': [
+    ['AcquireAll', both, { verdict: 'ALLOWED', binding: 1, decisions: (decisions) => decisions.map((d) => d.remaining).join() === '9,100' }],
+    ['AcquireAll', both, { verdict: 'DENIED', binding: 1, retry_after: null }],
+    ['Peek', api('all'), { remaining: 9 }],
+  ],
+  'Charge takes what is not there, and Refund gives back, never above the capacity': [
+    ['Charge', budget('charge', { cost: 1200 }), { remaining: -200 }],
+    ['Refund', budget('charge', { amount: 150 }), { remaining: -50 }],
+    ['Refund', budget('charge', { amount: 9999 }), { remaining: 950 }],
+    ['Refund', budget('charge', { amount: 51 }), { remaining: 1000 }],
+  ],
+  'Hold lends slots until Release': [
+    ['Hold', job, { held_for: 60 }],
+    ['Hold', job, { renewed: true }],
+    ['Hold', { ...job, holder: 'attempt 2' }, { verdict: 'DENIED' }],
+    ['Renew', job, { held_for: 60 }],
+    ['Release', job, { released: true }],
+    ['Renew', job, { held_for: null }],
+  ],
+  'Settle replaces an estimate, once': [
+    ['Acquire', budget('settle', { request_id: 'job-8', cost: 300 }), { remaining: 700 }],
+    ['Settle', budget('settle', { request_id: 'job-8', cost: 120 }), { remaining: 880 }],
+    ['Settle', budget('settle', { request_id: 'job-8', cost: 120 }), { remaining: 880, replayed: true }],
+    ['Settle', budget('settle', { request_id: 'job-9', cost: 1 }), 'FAILED_PRECONDITION', 'RL003'],
+  ],
+  'Peek takes nothing': [
+    ['Peek', api('peek', { cost: 10 }), { verdict: 'ALLOWED', remaining: 10 }],
+    ['Peek', api('peek', { cost: 10 }), { verdict: 'ALLOWED', remaining: 10 }],
+  ],
+  'AcquireUpTo takes what there is': [
+    ['AcquireUpTo', budget('up to', { at_most: 1200 }), { verdict: 'ALLOWED', taken: 1000 }],
+    ['AcquireUpTo', budget('up to', { at_most: 5 }), { verdict: 'DENIED', taken: 0 }],
+  ],
+  'Reserve waits in line': [
+    ['Reserve', api('reserve', { cost: 10, max_wait: { seconds: 20 * DAY } }), { wait: 0 }],
+    ['Reserve', api('reserve', { cost: 5, max_wait: { seconds: 20 * DAY } }), { verdict: 'ALLOWED', remaining: -5, wait: within(4.9 * DAY, 5 * DAY) }],
+    ['Reserve', api('reserve', { cost: 10, max_wait: { seconds: 60 } }), { verdict: 'DENIED' }],
+  ],
+  'mistakes have a code and a reason': [
+    ['Acquire', { policy: 'nobody', logical_key: 'k' }, 'NOT_FOUND', 'RL001'],
+    ['Acquire', api(''), 'INVALID_ARGUMENT', '22023'],
+    ['Acquire', api('k', { cost: -1 }), 'INVALID_ARGUMENT', '22023'],
+    ['Acquire', api('k'.repeat(513)), 'INVALID_ARGUMENT', '22023'],
+    ['Charge', api('k'), 'INVALID_ARGUMENT', '22023'],
+    ['Settle', api('k', { cost: 1 }), 'INVALID_ARGUMENT', '22023'],
+    ['Refund', api('k', { amount: -1 }), 'INVALID_ARGUMENT', '22023'],
+    ['AcquireAll', { charges: [] }, 'INVALID_ARGUMENT', '22023'],
+    ['AcquireMany', { requests: [] }, 'INVALID_ARGUMENT', '22023'],
+    ['PeekMany', { requests: [] }, 'INVALID_ARGUMENT', '22023'],
+    ['AcquireUpTo', api('k'), 'INVALID_ARGUMENT', '22023'],
+    ['Reserve', api('k'), 'INVALID_ARGUMENT', '22023'],
+  ],
+}
 
-test('Acquire under a request_id is charged once', async () => {
-  const request = { policy: 'budget', logical_key: 'again', cost: 300, request_id: 'job-7' }
-  assert.equal((await call('Acquire', request)).replayed, false)
-  const again = await call('Acquire', request)
-  assert.equal(again.replayed, true)
-  assert.equal(again.remaining, 700)
-  assert.equal((await call('Peek', { policy: 'budget', logical_key: 'again' })).remaining, 700)
-  await refused(call('Acquire', { ...request, cost: 301 }), 'ALREADY_EXISTS', 'RL002')
-})
-
-test('AcquireAll takes from all or from none', async () => {
-  const charges = [
-    { policy: 'api', logical_key: 'all', cost: 1 },
-    { policy: 'budget', logical_key: 'all', cost: 900 },
-  ]
-  const granted = await call('AcquireAll', { charges })
-  assert.equal(granted.whole.verdict, 'ALLOWED')
-  assert.deepEqual(granted.decisions.map((d) => d.remaining), [9, 100])
-  assert.equal(granted.binding, 1)
-
-  const denied = await call('AcquireAll', { charges })
-  assert.equal(denied.whole.verdict, 'DENIED')
-  assert.equal(denied.whole.retry_after, null, 'budget does not refill')
-  assert.equal(denied.binding, 1)
-  assert.deepEqual(denied.decisions.map((d) => d.remaining), [9, 100])
-})
-
-test('Charge takes what is not there, and Refund gives back', async () => {
-  const bucket = { policy: 'budget', logical_key: 'charge' }
-  assert.equal((await call('Charge', { ...bucket, cost: 1200 })).remaining, -200)
-  assert.equal((await call('Refund', { ...bucket, amount: 150 })).remaining, -50)
-  assert.equal((await call('Refund', { ...bucket, amount: 9999 })).remaining, 950, 'more than the capacity counts as the capacity')
-  assert.equal((await call('Refund', { ...bucket, amount: 51 })).remaining, 1000, 'and no bucket holds more')
-})
-
-test('Hold lends slots until Release', async () => {
-  const job = { policy: 'jobs', logical_key: 'node', holder: 'attempt 1' }
-  assert.equal(seconds((await call('Hold', job)).held_for), 60)
-  assert.equal((await call('Hold', job)).renewed, true)
-  assert.equal((await call('Hold', { ...job, holder: 'attempt 2' })).verdict, 'DENIED')
-  assert.equal(seconds((await call('Renew', job)).held_for), 60)
-  assert.equal((await call('Release', job)).released, true)
-  assert.equal((await call('Renew', job)).held_for, null)
-})
-
-test('Settle replaces an estimate, once', async () => {
-  const grant = { policy: 'budget', logical_key: 'settle', request_id: 'job-8' }
-  await call('Acquire', { ...grant, cost: 300 })
-  assert.equal((await call('Settle', { ...grant, cost: 120 })).remaining, 880)
-  const again = await call('Settle', { ...grant, cost: 120 })
-  assert.equal(again.remaining, 880)
-  assert.equal(again.replayed, true)
-  await refused(call('Settle', { ...grant, request_id: 'job-9', cost: 1 }), 'FAILED_PRECONDITION', 'RL003')
-})
-
-test('Peek takes nothing', async () => {
-  for (let i = 0; i < 2; i++) {
-    const d = await call('Peek', { policy: 'api', logical_key: 'peek', cost: 10 })
-    assert.equal(d.verdict, 'ALLOWED')
-    assert.equal(d.remaining, 10)
-  }
-})
+for (const [story, calls] of Object.entries(stories)) {
+  test(story, async () => {
+    for (const [method, request, wanted, sqlState] of calls) {
+      if (sqlState) {
+        await refused(call(method, request), wanted, sqlState)
+        continue
+      }
+      const got = fields(await call(method, request))
+      for (const [name, want] of Object.entries(wanted)) {
+        if (typeof want === 'function') assert.ok(want(got[name]), JSON.stringify([method, got]))
+        else assert.equal(got[name], want, JSON.stringify([method, got]))
+      }
+    }
+  })
+}
 
 test('AcquireMany and PeekMany answer each request by itself', async () => {
-  const requests = [
-    { policy: 'api', logical_key: 'many', cost: 8 },
-    { policy: 'nobody', logical_key: 'many' },
-    { policy: 'api', logical_key: 'many', cost: 8 },
-  ]
+  const requests = [api('many', { cost: 8 }), { policy: 'nobody', logical_key: 'many' }, api('many', { cost: 8 })]
   const { answers } = await call('AcquireMany', { requests })
   assert.deepEqual(answers.map((a) => a.decision?.verdict), ['ALLOWED', undefined, 'DENIED'])
   assert.equal(answers[0].error, null)
   assert.deepEqual([answers[1].error.code, answers[1].error.reason, answers[1].error.sqlstate], [grpc.status.NOT_FOUND, 'UNKNOWN_POLICY', 'RL001'])
 
-  const peeked = await call('PeekMany', { requests: requests.map(({ policy, logical_key }) => ({ policy, logical_key, cost: 2 })) })
+  const peeked = await call('PeekMany', { requests: requests.map((request) => ({ ...request, cost: 2 })) })
   assert.deepEqual(peeked.answers.map((a) => a.decision?.remaining), [2, undefined, 2])
 })
 
@@ -169,40 +178,6 @@ test('AcquireStream answers under the ids of the messages', async () => {
   }
   assert.equal(ids.size, 300)
   assert.equal((await call('Peek', { policy: 'budget', logical_key: 'stream' })).remaining, 700)
-})
-
-test('AcquireUpTo takes what there is', async () => {
-  const bucket = { policy: 'budget', logical_key: 'up to' }
-  const some = await call('AcquireUpTo', { ...bucket, at_most: 1200 })
-  assert.deepEqual([some.decision.verdict, some.taken], ['ALLOWED', 1000])
-  const none = await call('AcquireUpTo', { ...bucket, at_most: 5 })
-  assert.deepEqual([none.decision.verdict, none.taken], ['DENIED', 0])
-})
-
-test('Reserve waits in line', async () => {
-  const request = { policy: 'api', logical_key: 'reserve', cost: 10, max_wait: { seconds: 20 * 86400 } }
-  assert.equal(seconds((await call('Reserve', request)).wait), 0)
-  const waits = await call('Reserve', { ...request, cost: 5 })
-  assert.equal(waits.verdict, 'ALLOWED')
-  assert.equal(waits.remaining, -5)
-  assert(seconds(waits.wait) > 4.9 * 86400 && seconds(waits.wait) <= 5 * 86400, waits)
-  const refused = await call('Reserve', { ...request, max_wait: { seconds: 60 } })
-  assert.equal(refused.verdict, 'DENIED')
-})
-
-test('mistakes have a code and a reason', async () => {
-  await refused(call('Acquire', { policy: 'nobody', logical_key: 'k' }), 'NOT_FOUND', 'RL001')
-  await refused(call('Acquire', { policy: 'api', logical_key: '' }), 'INVALID_ARGUMENT', '22023')
-  await refused(call('Acquire', { policy: 'api', logical_key: 'k', cost: -1 }), 'INVALID_ARGUMENT', '22023')
-  await refused(call('Acquire', { policy: 'api', logical_key: 'k'.repeat(513) }), 'INVALID_ARGUMENT', '22023')
-  await refused(call('Charge', { policy: 'api', logical_key: 'k' }), 'INVALID_ARGUMENT', '22023')
-  await refused(call('Settle', { policy: 'api', logical_key: 'k', cost: 1 }), 'INVALID_ARGUMENT', '22023')
-  await refused(call('Refund', { policy: 'api', logical_key: 'k', amount: -1 }), 'INVALID_ARGUMENT', '22023')
-  await refused(call('AcquireAll', { charges: [] }), 'INVALID_ARGUMENT', '22023')
-  await refused(call('AcquireMany', { requests: [] }), 'INVALID_ARGUMENT', '22023')
-  await refused(call('PeekMany', { requests: [] }), 'INVALID_ARGUMENT', '22023')
-  await refused(call('AcquireUpTo', { policy: 'api', logical_key: 'k' }), 'INVALID_ARGUMENT', '22023')
-  await refused(call('Reserve', { policy: 'api', logical_key: 'k' }), 'INVALID_ARGUMENT', '22023')
 })
 
 test('a token is needed', async () => {
