@@ -1,7 +1,7 @@
 import { unless } from './database.js'
 import { Closed, Locked, Overloaded, isText } from './errors.js'
 import { Limiter, ask } from './limiter.js'
-import { pack, unpack } from './packed.js'
+import { pack } from './packed.js'
 import { HOLD, Queue, SERVE } from './queue.js'
 
 /**
@@ -90,7 +90,7 @@ export class Combiner extends Limiter {
     batch = batch.filter((request) => !request.isGone)
     if (batch.length <= 1) return this.#sendAlone(batch, unended)
     try {
-      const answers = unpack(batch, await this._database.row(pack(batch), { unended }))
+      const answers = await this._database.row(pack(batch), { unended })
       answers.forEach((answer, i) => answer instanceof Error ? batch[i].reject(answer) : batch[i].resolve(answer))
     } catch (error) {
       if (isText(error)) return this.#sendAlone(batch, unended) // only the request with that text is to fail

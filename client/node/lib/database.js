@@ -29,23 +29,24 @@ export class Database {
   get isPool() { return this.#isPool || this.#retry }
 
   /**
-   * Selects columns from a call of a function. It is sent again, where each statement is a transaction of its own, after an error which
+   * Selects columns from a call of a function, and decodes them. It is sent again, where each statement is a transaction of its own, after an error which
    * means that nothing happened; and after the loss of a connection, if the call does the same however often it is sent (`once`).
    * Calls that were given up and have not ended are pushed to `unended`, as promises. A call is given up after `patience` ms, if that
    * is less than callTimeout.
    */
-  async row({ columns, call, values, once = false }, { unended = [], patience = Infinity } = {}) {
+  async row({ columns, decode = (row) => row, call, values, once = false }, { unended = [], patience = Infinity } = {}) {
     const timeout = Math.min((this.#timeout ?? Infinity) * 1000, patience)
     const text = `select ${columns} from ${this.#schema}${call}`
-    for (let tries = 1; ; tries++) {
+    let rows
+    for (let tries = 1; !rows; tries++) {
       try {
-        const { rows } = await (timeout === Infinity ? this.#db.query(text, values) : this.#sendInTime(text, values, timeout, unended))
-        return rows[0]
+        ({ rows } = await (timeout === Infinity ? this.#db.query(text, values) : this.#sendInTime(text, values, timeout, unended)))
       } catch (error) {
         if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error)))) throw translate(error)
+        await sleep(Math.random() * MAX_BACKOFF * tries) // so that calls that collided do not meet again
       }
-      await sleep(Math.random() * MAX_BACKOFF * tries) // so that calls that collided do not meet again
     }
+    return decode(rows[0])
   }
 
   #sendInTime(text, values, timeout, unended) {

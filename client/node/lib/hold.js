@@ -1,6 +1,6 @@
 import { randomUUID } from 'node:crypto'
 import { unless } from './database.js'
-import { decodeHold, holdColumns, microseconds } from './decision.js'
+import { HOLD, microseconds } from './decision.js'
 import { InvalidArgument, LeaseLost, TimedOut, UnknownPolicy } from './errors.js'
 
 const A_DAY = 86_400_000 // ms
@@ -85,7 +85,7 @@ class Hold {
     this.#database = database
     this.#bucket = [policy, key]
     this.holder = holder
-    Object.assign(this, decodeHold(row))
+    Object.assign(this, HOLD.decode(row))
     const { signal } = this.#controller
     // Whoever has the signal is told by the clock, too: after a freeze its timer may come too late.
     Object.defineProperties(signal, {
@@ -178,7 +178,7 @@ const milliseconds = (us) => Math.floor(Number(us) / 1000)
 export async function hold(database, policy, key, cost, signal) {
   const holder = randomUUID(), sent = performance.now(), unended = []
   const holding = database.row({
-    columns: holdColumns,
+    columns: HOLD.columns,
     call: 'ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)',
     values: [policy, key, holder, cost],
     once: true,
@@ -196,22 +196,22 @@ export async function hold(database, policy, key, cost, signal) {
 }
 
 /** The length of the lease in microseconds, or null. */
-export async function renew(database, policy, key, holder, patience) {
-  const row = await database.row({
+export function renew(database, policy, key, holder, patience) {
+  return database.row({
     columns: `${microseconds('ratelimit_renew')} as held_for`,
+    decode: (row) => row.held_for ?? null,
     call: 'ratelimit_renew($1::text, $2::text, $3::text)',
     values: [policy, key, holder],
     once: true,
   }, { patience })
-  return row.held_for ?? null
 }
 
-export async function release(database, policy, key, holder) {
-  const row = await database.row({
+export function release(database, policy, key, holder) {
+  return database.row({
     columns: 'ratelimit_release as held',
+    decode: (row) => row.held,
     call: 'ratelimit_release($1::text, $2::text, $3::text)',
     values: [policy, key, holder],
     once: true,
   })
-  return row.held
 }

@@ -1,7 +1,7 @@
 import { randomUUID } from 'node:crypto'
 import { setTimeout } from 'node:timers/promises'
 import { Database, unless } from './database.js'
-import { decision, decisionColumns, joint, jointColumns, partial, partialColumns, reservation, reservationColumns, seconds } from './decision.js'
+import { DECISION, JOINT, PARTIAL, RESERVATION, seconds } from './decision.js'
 import { InvalidArgument, TooLate } from './errors.js'
 import { hold, release, renew } from './hold.js'
 
@@ -33,60 +33,40 @@ export class Limiter {
 
   async peek(policy, key, options) {
     const { cost, signal } = known(options, 'cost', 'signal')
-    return this.#call(decision, {
-      columns: decisionColumns,
-      call: 'ratelimit_peek($1::text, $2::text, $3::bigint)',
-      values: [text('policy', policy), text('key', key), tokens('cost', cost ?? 1)],
-    }, signal)
+    const values = [...bucket(policy, key), tokens('cost', cost ?? 1)]
+    return this.#call(DECISION, 'ratelimit_peek($1::text, $2::text, $3::bigint)', values, { signal })
   }
 
   async charge(policy, key, cost, options) {
     const { idempotencyKey, signal } = known(options, 'idempotencyKey', 'signal')
-    return this.#call(decision, {
-      columns: decisionColumns,
-      call: 'ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)',
-      values: [text('policy', policy), text('key', key), tokens('cost', cost), optional('idempotencyKey', idempotencyKey)],
-      once: idempotencyKey != null,
-    }, signal)
+    const values = [...bucket(policy, key), tokens('cost', cost), optional('idempotencyKey', idempotencyKey)]
+    return this.#call(DECISION, 'ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)', values, { signal, once: idempotencyKey != null })
   }
 
   async settle(policy, key, idempotencyKey, cost, options) {
     const { signal } = known(options, 'signal')
-    return this.#call(decision, {
-      columns: decisionColumns,
-      call: 'ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)',
-      values: [text('policy', policy), text('key', key), text('idempotencyKey', idempotencyKey), tokens('cost', cost)],
-      once: true,
-    }, signal)
+    const values = [...bucket(policy, key), text('idempotencyKey', idempotencyKey), tokens('cost', cost)]
+    return this.#call(DECISION, 'ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)', values, { signal, once: true })
   }
 
   async reserve(policy, key, maxWait, options) {
     const { cost, idempotencyKey, signal } = known(options, 'cost', 'idempotencyKey', 'signal')
-    return this.#call(reservation, {
-      columns: reservationColumns,
-      call: 'ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)',
-      values: [text('policy', policy), text('key', key), interval('maxWait', maxWait), tokens('cost', cost ?? 1), optional('idempotencyKey', idempotencyKey)],
-      once: idempotencyKey != null,
-    }, signal)
+    const call = 'ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)'
+    const values = [...bucket(policy, key), interval('maxWait', maxWait), tokens('cost', cost ?? 1), optional('idempotencyKey', idempotencyKey)]
+    return this.#call(RESERVATION, call, values, { signal, once: idempotencyKey != null })
   }
 
   async acquireUpTo(policy, key, atMost, options) {
     const { atLeast, idempotencyKey, signal } = known(options, 'atLeast', 'idempotencyKey', 'signal')
-    return this.#call(partial, {
-      columns: partialColumns,
-      call: 'ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)',
-      values: [text('policy', policy), text('key', key), tokens('atMost', atMost), tokens('atLeast', atLeast ?? 1), optional('idempotencyKey', idempotencyKey)],
-      once: idempotencyKey != null,
-    }, signal)
+    const call = 'ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)'
+    const values = [...bucket(policy, key), tokens('atMost', atMost), tokens('atLeast', atLeast ?? 1), optional('idempotencyKey', idempotencyKey)]
+    return this.#call(PARTIAL, call, values, { signal, once: idempotencyKey != null })
   }
 
   async refund(policy, key, amount, options) {
     const { signal } = known(options, 'signal')
-    return this.#call(decision, {
-      columns: decisionColumns,
-      call: 'ratelimit_refund($1::text, $2::text, $3::bigint)',
-      values: [text('policy', policy), text('key', key), tokens('amount', amount)],
-    }, signal)
+    const values = [...bucket(policy, key), tokens('amount', amount)]
+    return this.#call(DECISION, 'ratelimit_refund($1::text, $2::text, $3::bigint)', values, { signal })
   }
 
   async wait(policy, key, options) {
@@ -127,44 +107,38 @@ export class Limiter {
         hint: 'Pass a Pool of pg, or for another pool { retry: true }; in a transaction call the SQL function ratelimit_hold.',
       })
     }
-    return hold(this._database, text('policy', policy), text('key', key), tokens('cost', cost ?? 1), signal)
+    return hold(this._database, ...bucket(policy, key), tokens('cost', cost ?? 1), signal)
   }
 
   async renew(policy, key, holder, options) {
     const { signal } = known(options, 'signal')
     signal?.throwIfAborted()
-    return seconds(await unless(signal, renew(this._database, text('policy', policy), text('key', key), text('holder', holder))))
+    return seconds(await unless(signal, renew(this._database, ...bucket(policy, key), text('holder', holder))))
   }
 
   async release(policy, key, holder, options) {
     const { signal } = known(options, 'signal')
     signal?.throwIfAborted()
-    return unless(signal, release(this._database, text('policy', policy), text('key', key), text('holder', holder)))
+    return unless(signal, release(this._database, ...bucket(policy, key), text('holder', holder)))
   }
 
-  async #call(decode, statement, signal) {
+  async #call(kind, call, values, { signal, once }) {
     signal?.throwIfAborted()
-    return decode(await unless(signal, this._database.row(statement)))
+    return unless(signal, this._database.row({ ...kind, call, values, once }))
   }
 }
 
 /** Sends one request in a call of its own. */
-export async function ask(database, { charges, joint: isJoint, keyed, idempotencyKey }, unended) {
-  if (isJoint) {
-    return joint(await database.row({
-      columns: jointColumns,
-      call: 'ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[], $4::text)',
-      values: [charges.map((c) => c.policy), charges.map((c) => c.key), charges.map((c) => c.cost), idempotencyKey],
-      once: keyed,
-    }, { unended }))
-  }
-  const [{ policy, key, cost }] = charges
-  return decision(await database.row({
-    columns: decisionColumns,
-    call: 'ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)',
-    values: [policy, key, cost, idempotencyKey],
-    once: keyed,
-  }, { unended }))
+export function ask(database, { charges, joint, keyed, idempotencyKey }, unended) {
+  const [{ policy, key, cost } = {}] = charges
+  const statement = joint
+    ? {
+        ...JOINT,
+        call: 'ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[], $4::text)',
+        values: [charges.map((c) => c.policy), charges.map((c) => c.key), charges.map((c) => c.cost), idempotencyKey],
+      }
+    : { ...DECISION, call: 'ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)', values: [policy, key, cost, idempotencyKey] }
+  return database.row({ ...statement, once: keyed }, { unended })
 }
 
 /** A request for tokens of one bucket, or of several (joint), as the queue and the calls need it. */
@@ -210,6 +184,8 @@ function text(name, value) {
   if (!value.isWellFormed()) throw invalid(name, 'has half of a surrogate pair, which UTF-8 cannot hold.', 'Pass a hash of it.')
   return value
 }
+
+const bucket = (policy, key) => [text('policy', policy), text('key', key)]
 
 const optional = (name, value) => value == null ? null : text(name, value)
 

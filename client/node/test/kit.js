@@ -1,6 +1,7 @@
 // What tests share. The database is that of libpq's variables (PGHOST and so on), with pgratelimit installed, and no other test in it.
 import { readFileSync } from 'node:fs'
 import pg from 'pg'
+import { PARTS } from '../lib/packed.js'
 
 export const pool = connect()
 
@@ -82,11 +83,8 @@ export async function stuck(call) {
 /** The rest of the loop's turn, after which every call that can be made is made. */
 export const turn = () => new Promise(setImmediate)
 
-const texts = ['elements', 'remaining', 'retry_after_us', 'reset_after_us', 'capacity']
-
-/** A row as the server gives it: the numbers of a shared call are texts. */
-const answered = (row, many) =>
-  many ? { ...row, ...Object.fromEntries(texts.map((name) => [name, row[name]?.map((n) => n ?? '-').join(',') ?? null])) } : row
+/** The row of a shared call, as the server gives it. */
+const packed = (arrays) => ({ parts: JSON.stringify(PARTS.map((names) => names.map((name) => arrays[name]))) })
 
 /** A database that answers when the test says so. What remains of a bucket is the number at the end of its key. */
 export class Gate {
@@ -104,18 +102,19 @@ export class Gate {
         return turn().then(turn)
       }
       const remaining = keys.map((key) => Number(/\d*$/.exec(key)[0]))
-      const one = { allowed: true, remaining: remaining[0], retry_after: '0', reset_after: '0', capacity: '9', replayed: false, shadowed: false, binding: 1 }
-      const numbers = keys.map((_, i) => i + 1), zeros = keys.map(() => '0')
-      const decisions = remaining.flatMap((n) => [1, n, 0, 0, 9, 0, 0])
+      const numbers = keys.map((_, i) => i + 1), zeros = keys.map(() => 0)
       const requests = values[3]?.map?.((_, i) => i + 1)
       const row = many
         ? {
-            elements: numbers, remaining, retry_after_us: zeros, reset_after_us: zeros, capacity: zeros, replayed: null, shadowed: [], refused: null,
-            error_codes: null, error_messages: null, error_details: null, error_hints: null,
+            elements: numbers, remaining, retry_after_us: zeros, reset_after_us: zeros, capacity: zeros, shadowed: [],
             requests, requests_allowed: requests?.map(() => true), bindings: requests?.map(() => 1),
           }
-        : { ...one, decisions }
-      const call = { text, values, keys, isOpen: true, grant: (change) => end(resolve)({ rows: [answered({ ...row, ...change }, many)] }), fail: end(reject) }
+        : {
+            allowed: true, remaining: remaining[0], retry_after: '0', reset_after: '0', capacity: '9', replayed: false, shadowed: false,
+            binding: 1, decisions: JSON.stringify(remaining.map((n) => [1, n, 0, 0, 9, 0, 0])),
+          }
+      const grant = (change) => end(resolve)({ rows: [many ? packed({ ...row, ...change }) : { ...row, ...change }] })
+      const call = { text, values, keys, isOpen: true, grant, fail: end(reject) }
       this.open++
       this.calls.push(call)
     })
