@@ -2,7 +2,7 @@ import { unless } from './database.js'
 import { Closed, Locked, Overloaded, isText } from './errors.js'
 import { Limiter, ask } from './limiter.js'
 import { pack } from './packed.js'
-import { HOLD, Queue, SERVE } from './queue.js'
+import { Queue } from './queue.js'
 
 /**
  * How long a few requests wait for company beside open calls, in ms. Most calls end sooner, which sends them, too; the timer is for
@@ -18,6 +18,7 @@ export class Combiner extends Limiter {
   #queue
   #isClosed = false
   #serving = new Set() // promises
+  #turn // the next look at the queue
   #linger // a timer
 
   constructor(db, { callsInFlight = 2, maxWaiting = 10_000, callTimeout = 5, ...options } = {}) {
@@ -34,7 +35,8 @@ export class Combiner extends Limiter {
   /** Admits no more requests, and returns when all earlier ones are answered. The pool stays open. */
   async close() {
     this.#isClosed = true
-    while (this.#serving.size > 0) await Promise.allSettled(this.#serving)
+    for (this.#look(true); this.#serving.size > 0; this.#look(true)) await Promise.allSettled(this.#serving)
+    clearImmediate(this.#turn)
     clearTimeout(this.#linger)
   }
 
@@ -46,22 +48,24 @@ export class Combiner extends Limiter {
       request.resolve = resolve
       request.reject = reject
     })
-    this.#do(this.#queue.add(request))
+    this.#queue.add(request)
+    this.#lookSoon()
     return unless(signal, answer, () => { request.isGone = !this.#queue.leave(request) })
   }
 
-  /** Takes the next step for the queue. */
-  #do(step) {
-    if (step === HOLD) {
-      this.#linger ??= setTimeout(() => {
-        this.#linger = undefined
-        this.#do(this.#queue.hurry())
-      }, LINGER)
-    } else if (step === SERVE) {
-      clearTimeout(this.#linger)
+  /** Looks at the queue when this turn of the loop ends: callers that were just answered often ask again in it. */
+  #lookSoon() { this.#turn ??= setImmediate(() => this.#look()) }
+
+  /** Starts the calls that are due. */
+  #look(hurry = false) {
+    clearImmediate(this.#turn)
+    this.#turn = undefined
+    for (let batch; (batch = this.#queue.take(hurry)); hurry = false) this.#track(this.#serve(batch))
+    if (!this.#queue.isHeld) return
+    this.#linger ??= setTimeout(() => {
       this.#linger = undefined
-      this.#track(this.#serve())
-    }
+      this.#look(true)
+    }, LINGER)
   }
 
   #track(promise) {
@@ -71,18 +75,20 @@ export class Combiner extends Limiter {
     return promise
   }
 
-  /** Makes a call for waiting requests, in a reserved slot. */
-  async #serve() {
-    await new Promise(setImmediate) // callers that were just answered often ask again in this turn of the loop
-    const batch = this.#queue.take()
-    if (batch === null) return
-    this.#do(this.#queue.next())
+  /** Makes the call of a batch. */
+  async #serve(batch) {
     const unended = []
     await this.#send(batch, unended)
-    const finish = () => this.#do(this.#queue.finish(batch))
-    if (unended.length === 0) return finish()
-    this.#do(this.#queue.release(batch))
-    Promise.allSettled(unended).then(finish)
+    if (unended.length > 0) {
+      this.#queue.giveUp(batch)
+      Promise.allSettled(unended).then(() => this.#finish(batch))
+      this.#lookSoon()
+    } else this.#finish(batch)
+  }
+
+  #finish(batch) {
+    this.#queue.finish(batch)
+    this.#lookSoon()
   }
 
   /** Answers the requests of a batch. */

@@ -4,31 +4,26 @@ const MAX_BATCH = 256
 /** So many requests make a call worth its fixed cost, which is then about a quarter of their cost. */
 const MIN_SHARE = 32
 
-/** The next duty of a queue's owner: nothing, to call take(), or to wait for more requests and then call hurry(). */
-export const NOTHING = 0, SERVE = 1, HOLD = 2
-
 /**
- * Decides which requests share a call, and when a call is made. It is a state machine without timers or I/O: its owner makes the calls.
+ * Decides which requests share a call, and when a call is made. It is a state machine without timers or I/O: its owner makes the calls,
+ * and calls take() after each change until it returns null.
  *
  * A request has a bucket (its name; all buckets of a joint request are one, named after them all), elements (its size in a call), keyed
- * and joint. It waits until take() puts it into a batch, whose buckets belong to it until finish(), and whose slot until then or release().
- * add(), release(), finish() and hurry() may reserve a slot. Requests that arrive between that and take() can join the batch.
+ * and joint. It waits until take() puts it into a batch, whose buckets belong to it until finish(), and whose slot until then or giveUp().
  *
  * Invariants, between any two methods:
  *
- * 1. At most `limit` slots are in use: one for each open batch, and at most one that is reserved.
- * 2. A bucket belongs to at most one unfinished batch.
- * 3. While a slot is free and none is reserved, each waiting request is for a bucket of an unfinished batch, or is held. Requests are
- *    held only while a batch is open, from HOLD until hurry(). So a stalled call holds up its own buckets only.
- * 4. Requests for one bucket are taken in order of arrival. Requests with and without an idempotency key are two orders.
- * 5. A batch that has MAX_BATCH elements takes no more. Its requests are all keyed or none is, and all joint or none.
- * 6. At most `maxWaiting` requests wait, besides one that can be sent at once.
+ * 1. At most `limit` slots are in use, one for each open batch.
+ * 2. A bucket belongs to at most one unfinished batch. So a stalled call holds up its own buckets only.
+ * 3. Requests for one bucket are taken in order of arrival. Requests with and without an idempotency key are two orders.
+ * 4. A batch that has MAX_BATCH elements takes no more. Its requests are all keyed or none is, and all joint or none.
+ * 5. At most `maxWaiting` requests wait, besides one that can be sent at once.
  */
 export class Queue {
   waiting = new Set() // in order of arrival
+  isHeld = false // the last take left requests for company: call it soon with hurry
   #open = new Set()
   #owned = new Set() // buckets of unfinished batches
-  #reserved = false
 
   constructor(limit, maxWaiting) {
     this.limit = limit
@@ -36,22 +31,28 @@ export class Queue {
   }
 
   /** Whether another request must not wait. One that can be sent at once is never refused. */
-  refuses(request) {
-    return this.waiting.size >= this.maxWaiting && !(this.#isFree() && this.#isTakeable(request))
+  refuses({ bucket }) {
+    if (this.waiting.size < this.maxWaiting) return false
+    return this.#open.size >= this.limit || this.#owned.has(bucket) || this.#canTake()
   }
 
-  add(request) {
-    this.waiting.add(request)
-    return this.#isFree() && this.#isTakeable(request) ? this.#reserve() : NOTHING
-  }
+  add(request) { this.waiting.add(request) }
 
   /** Takes back a request that was not sent yet, and returns whether it was so. */
   leave(request) { return this.waiting.delete(request) }
 
-  /** Opens a batch in the reserved slot: requests from the head of the line. If there is none, the slot is free again. */
-  take() {
-    this.#reserved = false
+  /**
+   * Opens the next batch: requests from the head of the line. It is null if no slot is free or no request can be sent; or, without
+   * hurry, if another call is not worth it beside the open calls: below half a share, because more requests are likely to come.
+   */
+  take(hurry = false) {
+    this.isHeld = false
+    if (this.#open.size >= this.limit) return null
     const batch = [], mine = new Set(), share = this.#share()
+    if (this.#open.size > 0 && this.waiting.size < Math.floor(share / 2) && !hurry) {
+      this.isHeld = this.#canTake()
+      return null
+    }
     let elements = 0
     for (const request of this.waiting) {
       if (elements >= MAX_BATCH) break
@@ -69,44 +70,19 @@ export class Queue {
     return batch
   }
 
-  /** Frees the slot of a batch whose call was given up. Its buckets stay apart until finish(). */
-  release(batch) {
-    this.#open.delete(batch)
-    return this.next()
-  }
+  /** Frees the slot of a batch whose call has taken too long. Its buckets stay apart until finish(). */
+  giveUp(batch) { this.#open.delete(batch) }
 
   /** Closes a batch whose call has ended: its slot is free, and its buckets are. */
   finish(batch) {
     this.#open.delete(batch)
     for (const { bucket } of batch) this.#owned.delete(bucket)
-    return this.next()
-  }
-
-  /** Reserves a slot if one is free, a waiting request can be taken, and a call is worth it. */
-  next() { return this.#canTake() ? this.#reserve() : NOTHING }
-
-  /** Reserves a slot for requests that were held long enough. */
-  hurry() {
-    this.#reserved = this.#canTake()
-    return this.#reserved ? SERVE : NOTHING
-  }
-
-  /** Beside open calls, a call for less than half a share is not worth it: more requests are likely to come. */
-  #reserve() {
-    if (this.#open.size > 0 && this.waiting.size < Math.floor(this.#share() / 2)) return HOLD
-    this.#reserved = true
-    return SERVE
   }
 
   #canTake() {
-    if (!this.#isFree()) return false
-    for (const request of this.waiting) if (this.#isTakeable(request)) return true
+    for (const { bucket } of this.waiting) if (!this.#owned.has(bucket)) return true
     return false
   }
-
-  #isTakeable({ bucket }) { return !this.#owned.has(bucket) }
-
-  #isFree() { return !this.#reserved && this.#open.size < this.limit }
 
   /** How many requests a batch should have: all waiting and open ones divided by the slots, but MIN_SHARE if there are as many. */
   #share() {
