@@ -1,14 +1,14 @@
 package migrations
 
 import (
-	"bufio"
 	"crypto/sha256"
-	"encoding/hex"
+	"fmt"
 	"io/fs"
 	"os"
 	"path"
 	"strings"
 	"testing"
+	"testing/fstest"
 
 	"github.com/stretchr/testify/require"
 )
@@ -21,29 +21,25 @@ func TestReleased_NeverChanges(t *testing.T) {
 
 func TestReleased_AChangeIsSeen(t *testing.T) {
 	t.Parallel()
-	write := func(dir, name, text string) {
-		require.NoError(t, os.MkdirAll(path.Dir(dir+"/"+name), 0o755))
-		require.NoError(t, os.WriteFile(dir+"/"+name, []byte(text), 0o644))
-	}
-	sum := func(text string) string {
-		hash := sha256.Sum256([]byte(text))
-		return hex.EncodeToString(hash[:])
-	}
-	for want, change := range map[string]func(dir string){
-		"":                           func(string) {},
-		"snapshots/001/a.sql is new": func(dir string) { write(dir, "snapshots/001/a.sql", "x") },
-		"snapshots/001/include/b.sql was changed": func(dir string) { write(dir, "snapshots/001/include/b.sql", "x") },
-		"001_install.sql is missing":              func(dir string) { require.NoError(t, os.Remove(dir+"/001_install.sql")) },
+	file := func(text string) *fstest.MapFile { return &fstest.MapFile{Data: []byte(text)} }
+	for want, change := range map[string]func(fstest.MapFS){
+		"":                           func(fstest.MapFS) {},
+		"snapshots/001/a.sql is new": func(files fstest.MapFS) { files["snapshots/001/a.sql"] = file("x") },
+		"snapshots/001/include/b.sql was changed": func(files fstest.MapFS) { files["snapshots/001/include/b.sql"] = file("x") },
+		"001_install.sql is missing":              func(files fstest.MapFS) { delete(files, "001_install.sql") },
 	} {
-		dir := t.TempDir()
-		write(dir, "001_install.sql", "one")
-		write(dir, "snapshots/001/include/b.sql", "two")
-		write(dir, "snapshots/002/c.sql", "unreleased")
-		write(dir, "released.sha256", sum("one")+"  001_install.sql\n"+sum("two")+"  snapshots/001/include/b.sql\n")
-		change(dir)
-		require.Equal(t, want, strings.Join(changed(t, os.DirFS(dir)), ", "))
+		files := fstest.MapFS{
+			"001_install.sql":             file("one"),
+			"snapshots/001/include/b.sql": file("two"),
+			"snapshots/002/c.sql":         file("unreleased"),
+			"released.sha256":             file(sum("one") + "  001_install.sql\n" + sum("two") + "  snapshots/001/include/b.sql\n"),
+		}
+		change(files)
+		require.Equal(t, want, strings.Join(changed(t, files), ", "))
 	}
 }
+
+func sum(text string) string { return fmt.Sprintf("%x", sha256.Sum256([]byte(text))) }
 
 // changed says what differs from released.sha256, which is as sha256sum writes it.
 func changed(t *testing.T, migrations fs.FS) (differences []string) {
@@ -51,23 +47,18 @@ func changed(t *testing.T, migrations fs.FS) (differences []string) {
 	list, err := fs.ReadFile(migrations, "released.sha256")
 	require.NoError(t, err)
 	released := map[string]bool{}
-	for lines := bufio.NewScanner(strings.NewReader(string(list))); lines.Scan(); {
-		sum, name, ok := strings.Cut(lines.Text(), "  ")
-		require.True(t, ok, lines.Text())
-		released[name] = true
-		switch text, err := fs.ReadFile(migrations, name); {
-		case err != nil:
-			differences = append(differences, name+" is missing")
-		default:
-			if hash := sha256.Sum256(text); hex.EncodeToString(hash[:]) != sum {
-				differences = append(differences, name+" was changed")
-			}
-		}
-	}
 	frozen := map[string]bool{} // snapshots of which a file is released
-	for name := range released {
+	for line := range strings.Lines(string(list)) {
+		want, name, ok := strings.Cut(strings.TrimSpace(line), "  ")
+		require.True(t, ok, line)
+		released[name] = true
 		if parts := strings.Split(name, "/"); parts[0] == "snapshots" {
 			frozen[path.Join(parts[:2]...)] = true
+		}
+		if text, err := fs.ReadFile(migrations, name); err != nil {
+			differences = append(differences, name+" is missing")
+		} else if sum(string(text)) != want {
+			differences = append(differences, name+" was changed")
 		}
 	}
 	for snapshot := range frozen {

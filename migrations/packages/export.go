@@ -51,26 +51,9 @@ func (s *source) export(naming func(step) string, templates map[string]string) (
 	return all, nil
 }
 
-// goose makes a file for each migration; each direction is one statement to goose, which runs it in a transaction.
-func goose(s *source) (Files, error) {
-	return s.export(step.name, map[string]string{".sql": "goose"})
-}
-
-// golangMigrate makes two files for each migration. golang-migrate sends a file as one message, which PostgreSQL runs as one
-// transaction; with x-multi-statement it would cut the file at each semicolon.
-func golangMigrate(s *source) (Files, error) {
-	return s.export(step.name, map[string]string{".up.sql": "up", ".down.sql": "down"})
-}
-
-// dbmate makes a file for each migration; dbmate runs each direction in a transaction.
-func dbmate(s *source) (Files, error) {
-	return s.export(step.name, map[string]string{".sql": "dbmate"})
-}
-
-// supabase makes a file for each migration of the Supabase CLI, which knows no way back. The CLI sends the statements one by
-// one, so the file begins its transaction itself.
-func supabase(s *source) (Files, error) {
-	return s.export(step.name, map[string]string{".sql": "supabase"})
+// exported makes a package of such files under the names of the steps.
+func exported(templates map[string]string) func(*source) (Files, error) {
+	return func(s *source) (Files, error) { return s.export(step.name, templates) }
 }
 
 // flyway makes a versioned migration and its undo for each migration. Flyway runs a file in a transaction, and would replace

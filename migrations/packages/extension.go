@@ -38,20 +38,10 @@ func (s *source) scripts() (scripts []script, err error) {
 }
 
 // Until are the releases up to this one.
-func (r *release) Until() []*release {
-	for i, other := range r.Releases {
-		if other == r {
-			return r.Releases[:i+1]
-		}
-	}
-	return nil
-}
+func (r *release) Until() []*release { return r.Releases[:r.number+1] }
 
 // Previous is the release before this one.
-func (r *release) Previous() *release {
-	until := r.Until()
-	return until[len(until)-2]
-}
+func (r *release) Previous() *release { return r.Releases[r.number-1] }
 
 // Work is what the template prepare is about.
 func (r *release) Work() work { return work{r.source, r.Known[:r.Last()]} }

@@ -36,40 +36,40 @@ var formats = []format{
 	{"citus", citus, false},
 	{"extension", extension, true},
 	{"pg_tle", pgTLE, false},
-	{"goose", goose, true},
-	{"golang-migrate", golangMigrate, true},
+	// goose runs each direction, which is one statement to it, in a transaction; so does dbmate.
+	{"goose", exported(map[string]string{".sql": "goose"}), true},
+	{"dbmate", exported(map[string]string{".sql": "dbmate"}), true},
+	// golang-migrate sends a file as one message, which PostgreSQL runs as one transaction; with x-multi-statement it would cut the
+	// file at each semicolon.
+	{"golang-migrate", exported(map[string]string{".up.sql": "up", ".down.sql": "down"}), true},
 	{"flyway", flyway, true},
-	{"dbmate", dbmate, true},
-	{"supabase", supabase, true},
+	// The Supabase CLI knows no way back. It sends the statements one by one, so the file begins its transaction itself.
+	{"supabase", exported(map[string]string{".sql": "supabase"}), true},
 }
 
 // All makes every package, from the files of the repository.
-func All(repository fs.FS) (Files, error) {
-	s, err := open(repository)
-	if err != nil {
-		return nil, err
-	}
-	return s.in(formats)
-}
+func All(repository fs.FS) (Files, error) { return some(repository, func(format) bool { return true }) }
 
 // One makes one package of those of All.
 func One(repository fs.FS, dir string) (Files, error) {
+	files, err := some(repository, func(f format) bool { return f.dir == dir })
+	if err == nil && len(files) == 0 {
+		err = fmt.Errorf("there is no package %s", dir)
+	}
+	return files, err
+}
+
+// some makes packages, each in its directory.
+func some(repository fs.FS, isWanted func(format) bool) (Files, error) {
 	s, err := open(repository)
 	if err != nil {
 		return nil, err
 	}
-	for i := range formats {
-		if formats[i].dir == dir {
-			return s.in(formats[i : i+1])
-		}
-	}
-	return nil, fmt.Errorf("there is no package %s", dir)
-}
-
-// in makes packages, each in its directory.
-func (s *source) in(formats []format) (Files, error) {
 	all := Files{}
 	for _, format := range formats {
+		if !isWanted(format) {
+			continue
+		}
 		files, err := format.of(s)
 		if err != nil {
 			return nil, err
@@ -112,6 +112,7 @@ type source struct {
 // A release has a version and the migrations that it brought.
 type release struct {
 	*source
+	number     int // its index in Releases
 	Version    string
 	Migrations []*migrate.Migration
 }
@@ -167,7 +168,7 @@ func (s *source) findReleases() error {
 		if n := len(s.Releases); n > 0 && s.Releases[n-1].Version == found[1] {
 			s.Releases[n-1].Migrations = append(s.Releases[n-1].Migrations, waiting...)
 		} else {
-			s.Releases = append(s.Releases, &release{s, found[1], waiting})
+			s.Releases = append(s.Releases, &release{s, n, found[1], waiting})
 		}
 		waiting = nil
 	}
@@ -204,20 +205,19 @@ func (r *release) Tables() (names []string) {
 
 // Names are those of the functions, types and tables that any release creates, by kind; private ones have their schema.
 func (s *source) Names() map[string][]string {
-	sets := map[string]map[string]bool{"function": {}, "type": {}, "table": {}}
+	names := map[string][]string{"table": {migrations.VersionTable}} // which prepare creates
 	for _, m := range s.Known {
 		for _, match := range created.FindAllStringSubmatch(m.UpSQL, -1) {
 			kind := strings.Replace(match[1], "procedure", "function", 1)
-			sets[kind][match[2]] = true
+			names[kind] = append(names[kind], match[2])
 		}
 		for _, match := range renamed.FindAllStringSubmatch(m.UpSQL, -1) {
-			sets[match[1]][match[2]+match[3]] = true
+			names[match[1]] = append(names[match[1]], match[2]+match[3])
 		}
 	}
-	sets["table"][migrations.VersionTable] = true // which prepare creates
-	names := map[string][]string{}
-	for kind, set := range sets {
-		names[kind] = slices.Sorted(maps.Keys(set))
+	for kind := range names {
+		slices.Sort(names[kind])
+		names[kind] = slices.Compact(names[kind])
 	}
 	return names
 }
