@@ -10,6 +10,10 @@ def request(key="k", idempotency_key=None, charges=None):
     return Request([Charge("p", key)] if charges is None else charges, charges is not None, idempotency_key, None)
 
 
+def kind(r):
+    return r.is_joint, r.idempotency_key is not None
+
+
 def filled(queue, *requests):
     for r in requests:
         queue.add(r)
@@ -27,16 +31,6 @@ class PackedTest(unittest.TestCase):
 
 
 class QueueTest(unittest.TestCase):
-    def test_a_bucket_is_in_one_open_call_at_most_and_others_go_on(self):
-        a, again, b = request("a"), request("a"), request("b")
-        queue = filled(Queue(2, 100), a)
-        first = queue.take()
-        filled(queue, again, b)
-        self.assertEqual([b], queue.take(hurry=True).requests)
-        self.assertIsNone(queue.take(hurry=True))
-        queue.finish(first)
-        self.assertEqual([again], queue.take(hurry=True).requests)
-
     def test_a_joint_request_owns_one_bucket_named_after_all_of_its_own(self):
         both = [Charge("p", "a"), Charge("p", "b")]
         queue = filled(Queue(4, 100), request(charges=both))
@@ -46,11 +40,6 @@ class QueueTest(unittest.TestCase):
         self.assertIsNone(queue.take(hurry=True), "the same buckets in the same order")
         filled(queue, request(charges=both[::-1]))
         self.assertIsNotNone(queue.take(hurry=True))
-
-    def test_kinds_never_share_a_call(self):
-        queue = filled(Queue(4, 100), request("a"), request("b", "once"), request("c"), request(charges=[Charge("p", "d")]))
-        sizes = [len(queue.take(hurry=True).requests) for _ in range(3)]
-        self.assertEqual([2, 1, 1], sizes)
 
     def test_at_most_256_elements_but_the_whole_of_a_joint_request(self):
         queue = filled(Queue(1, 1000), *(request() for _ in range(300)))
@@ -79,13 +68,6 @@ class QueueTest(unittest.TestCase):
         self.assertIsNotNone(queue.take())
         self.assertFalse(queue.is_held)
 
-    def test_a_request_for_a_bucket_of_an_open_call_is_not_held(self):
-        queue = filled(Queue(2, 100), request("a"))
-        queue.take()
-        filled(queue, request("a"))
-        self.assertIsNone(queue.take())
-        self.assertFalse(queue.is_held, "no timer could send it")
-
     def test_what_is_too_long_for_any_bucket_shares_no_call(self):
         for r, can in (
             (request("x" * 512), True), (request("x" * 513), False), (request("é" * 257), False), (request("k", "x" * 513), False),
@@ -94,63 +76,50 @@ class QueueTest(unittest.TestCase):
         ):
             self.assertIs(can, r.can_share())
 
-    def test_max_waiting(self):
-        queue = filled(Queue(1, 2), request(), request("gone"))
-        with self.assertRaises(Overloaded):
-            queue.add(request())
-        queue.leave(next(r for r in queue.waiting if r.charges[0].key == "gone"))
-        queue.add(request())
-
-    def test_a_call_that_is_given_up_frees_its_slot_and_keeps_its_buckets(self):
-        queue = filled(Queue(1, 100), request("a"))
-        stalled = queue.take()
-        filled(queue, request("a"), request("b"))
-        self.assertIsNone(queue.take())
-        queue.give_up(stalled)
-        other = queue.take()
-        self.assertEqual("b", other.requests[0].charges[0].key)
-        queue.finish(other)
-        self.assertIsNone(queue.take())
-        queue.finish(stalled)
-        self.assertIsNotNone(queue.take())
-
     def test_invariants(self):
         """Random steps, judged by what a caller can see."""
-        for seed in range(100):
+        for seed in range(200):
             chance = random.Random(seed)
-            queue, open_batches, order, sent = Queue(3, 50), [], {}, {}
+            limit, max_waiting = chance.randint(1, 3), chance.randint(1, 50)
+            queue, open_batches, given_up, order, sent = Queue(limit, max_waiting), [], [], {}, {}
             for step in range(300):
-                r = request(str(chance.randrange(8)), chance.choice([None, None, "once"]))
-                match chance.randrange(6):
-                    case 0 | 1 | 2 if len(queue.waiting) < 50:
+                owned = {bucket for batch in open_batches + given_up for bucket in batch.buckets}
+                oldest = next((r for r in queue.waiting if r.bucket not in owned), None)
+                match chance.randrange(8):
+                    case 0 | 1 | 2:
+                        key, name = str(chance.randrange(8)), chance.choice([None, None, "once"])
+                        r = request(key, name, chance.choice([None, None, [Charge("p", key)]]))
+                        if len(queue.waiting) == max_waiting:
+                            self.assertRaises(Overloaded, queue.add, r)
+                            continue
                         queue.add(r)
-                        order.setdefault((r.bucket, r.kind), []).append(r)
+                        order.setdefault((r.bucket, *kind(r)), []).append(r)
                     case 3 if queue.waiting:
                         gone = chance.choice(list(queue.waiting))
                         queue.leave(gone)
-                        order[gone.bucket, gone.kind].remove(gone)
+                        self.assertNotIn(gone, queue.waiting)
+                        order[gone.bucket, *kind(gone)].remove(gone)
                     case 4 if open_batches:
                         queue.finish(open_batches.pop(chance.randrange(len(open_batches))))
-                    case 5:
-                        oldest = next((r for r in queue.waiting if r.bucket not in queue.owners), None)
-                        if (batch := queue.take(hurry=chance.random() < 0.5)) is not None:
-                            self.assertIs(oldest, batch.requests[0], seed)
-                            for other in open_batches:
-                                self.assertFalse(batch.buckets & other.buckets, seed)
-                            open_batches.append(batch)
-                            for r in batch.requests:
-                                self.assertEqual(batch.requests[0].kind, r.kind, seed)
-                                sent.setdefault((r.bucket, r.kind), []).append(r)
-                        elif len(open_batches) < 3:
-                            self.assertTrue(oldest is None or queue.is_held, seed)
-                self.assertLessEqual(len(open_batches), 3, seed)
-                if open_batches:
-                    continue
-                while (batch := queue.take()) is not None:  # nothing is forgotten
-                    open_batches.append(batch)
-                    for r in batch.requests:
-                        sent.setdefault((r.bucket, r.kind), []).append(r)
-                self.assertFalse([r for r in queue.waiting if r.bucket not in queue.owners] and not queue.is_held and len(open_batches) < 3)
+                    case 5 if open_batches:
+                        given_up.append(open_batches.pop())
+                        queue.give_up(given_up[-1])
+                    case 6 if given_up:
+                        queue.finish(given_up.pop(0))
+                    case 7:
+                        hurry = chance.random() < 0.5
+                        if (batch := queue.take(hurry)) is None:
+                            waits = oldest is not None and len(open_batches) < limit
+                            self.assertIs(waits, queue.is_held, seed)
+                            self.assertFalse(waits and (hurry or not open_batches), seed)
+                            continue
+                        self.assertIs(oldest, batch.requests[0], seed)
+                        self.assertFalse(batch.buckets & owned, seed)
+                        open_batches.append(batch)
+                        self.assertLessEqual(len(open_batches), limit, seed)
+                        for r in batch.requests:
+                            self.assertEqual(kind(batch.requests[0]), kind(r), seed)
+                            sent.setdefault((r.bucket, *kind(r)), []).append(r)
             for at, requests in sent.items():
                 self.assertEqual(order[at][: len(requests)], requests, seed)
 
