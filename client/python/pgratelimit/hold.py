@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from time import monotonic
@@ -254,8 +253,3 @@ class AsyncHeld(_Held):
                 except Exception as error:
                     answer = error
                 self._answered(sent, answer)
-
-
-def begin() -> tuple[str, float]:
-    """A new holder, and the time from which its lease counts."""
-    return str(uuid.uuid4()), monotonic()

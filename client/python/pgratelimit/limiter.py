@@ -7,6 +7,7 @@ import math
 import random
 import secrets
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
@@ -301,11 +302,12 @@ class _Tries:
 
 
 def _new_hold(driver: drivers.Driver) -> tuple[str, float]:
+    """A new holder, and the time from which its lease counts."""
     if not driver.is_pool:
         raise InvalidArgument(
             "pgratelimit: invalid argument: hold needs a pool, because it renews; in a transaction call the SQL function ratelimit_hold"
         )
-    return hold.begin()
+    return str(uuid.uuid4()), hold.monotonic()
 
 
 def _rounds(driver: drivers.Driver, timeout: float | None) -> Iterator[tuple[float, str]]:

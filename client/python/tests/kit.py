@@ -134,18 +134,25 @@ async def until_blocked(calls: int = 1) -> None:
 
 
 @asynccontextmanager
+async def transaction() -> AsyncIterator[asyncpg.Connection]:
+    """A connection with an open transaction, which is rolled back."""
+    conn = await asyncpg.connect()
+    opened = conn.transaction()
+    await opened.start()
+    try:
+        yield conn
+    finally:
+        await opened.rollback()
+        await conn.close()
+
+
+@asynccontextmanager
 async def locked(policy: str, key: str) -> AsyncIterator[None]:
     """Another transaction holds the bucket, which has lost a token once."""
     execute("select ratelimit_acquire(%s::text, %s::text)", policy, key)
-    conn = await asyncpg.connect()
-    transaction = conn.transaction()
-    await transaction.start()
-    try:
+    async with transaction() as conn:
         await conn.execute("select ratelimit_acquire($1::text, $2::text)", policy, key)
         yield
-    finally:
-        await transaction.rollback()
-        await conn.close()
 
 
 class AsyncCase(unittest.IsolatedAsyncioTestCase):

@@ -42,6 +42,7 @@ from tests.kit import (
     psycopg_pool_of,
     stopped_clock,
     taken,
+    transaction,
     until,
     until_blocked,
     vectors,
@@ -323,14 +324,10 @@ class AsyncTest(AsyncCase):
             execute("delete from ratelimit.idempotency_keys")
 
     async def test_a_connection_is_in_the_callers_transaction(self):
-        conn = await asyncpg.connect()
-        transaction = conn.transaction()
-        await transaction.start()
-        await AsyncLimiter(conn).acquire(self.policy, "k")
-        with self.assertRaises(InvalidArgument):
-            await AsyncLimiter(conn).wait(self.policy, "k")
-        await transaction.rollback()
-        await conn.close()
+        async with transaction() as conn:
+            await AsyncLimiter(conn).acquire(self.policy, "k")
+            with self.assertRaises(InvalidArgument):
+                await AsyncLimiter(conn).wait(self.policy, "k")
         async with await psycopg.AsyncConnection.connect() as conn:
             await AsyncLimiter(conn).acquire(self.policy, "k")
             with self.assertRaises(InvalidArgument):
@@ -343,14 +340,10 @@ class AsyncTest(AsyncCase):
         async for db in self.handles():
             execute("alter sequence fails restart")
             self.assertTrue(await AsyncLimiter(db).acquire(self.policy, "k"))
-        conn = await asyncpg.connect()
-        transaction = conn.transaction()
-        await transaction.start()
-        execute("alter sequence fails restart")
-        with self.assertRaises(asyncpg.SerializationError):
-            await AsyncLimiter(conn).acquire(self.policy, "k")
-        await transaction.rollback()
-        await conn.close()
+        async with transaction() as conn:
+            execute("alter sequence fails restart")
+            with self.assertRaises(asyncpg.SerializationError):
+                await AsyncLimiter(conn).acquire(self.policy, "k")
         self.assertEqual(4, taken(self.policy))
 
     async def test_a_cancelled_wait_gives_the_tokens_back(self):
