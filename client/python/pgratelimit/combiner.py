@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from . import calls, drivers, errors, packed
@@ -91,9 +90,7 @@ class Combiner(AsyncLimiter):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _combine(self, charges: list[Charge], is_joint: bool, idempotency_key: str | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
 from .answers import Charge
@@ -41,14 +42,12 @@ class Request:
         )
 
 
+@dataclass(eq=False, slots=True)
 class Batch:
     """The requests of one call."""
 
-    __slots__ = ("requests", "buckets")
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.buckets: set[tuple[Any, ...]] = set()
+    requests: list[Request] = field(default_factory=list)
+    buckets: set[tuple[Any, ...]] = field(default_factory=set)
 
 
 class Queue:
@@ -70,7 +69,7 @@ class Queue:
         self.max_waiting = max_waiting
         self.waiting: dict[Request, None] = {}  # in order of arrival
         self.open: set[Batch] = set()
-        self.owners: dict[tuple[Any, ...], Batch] = {}  # the call of a bucket
+        self.owned: set[tuple[Any, ...]] = set()  # the buckets of calls that have not ended
         self.is_held = False  # the last take left requests for company: call it soon with hurry
 
     def add(self, request: Request) -> None:
@@ -88,7 +87,7 @@ class Queue:
         self.is_held = False
         if len(self.open) >= self.limit:
             return None
-        free = [r for r in self.waiting if r.bucket not in self.owners]
+        free = [r for r in self.waiting if r.bucket not in self.owned]
         share = self._share(len(free))
         if self.open and len(free) < share // 2 and not hurry:
             self.is_held = bool(free)
@@ -109,8 +108,7 @@ class Queue:
             return None
         for r in batch.requests:
             del self.waiting[r]
-        for bucket in batch.buckets:
-            self.owners[bucket] = batch
+        self.owned |= batch.buckets
         self.open.add(batch)
         return batch
 
@@ -120,8 +118,7 @@ class Queue:
 
     def finish(self, batch: Batch) -> None:
         self.open.discard(batch)
-        for bucket in batch.buckets:
-            del self.owners[bucket]
+        self.owned -= batch.buckets
 
     def _share(self, waiting: int) -> int:
         """How many requests a call should have: all that wait and are under way, divided by the slots, but no fewer than MIN_SHARE if

@@ -173,3 +173,12 @@ class AsyncCase(unittest.IsolatedAsyncioTestCase):
 
 async def gather(*calls: Awaitable[Any]) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def with_each_driver(loader: unittest.TestLoader, *cases: type[unittest.TestCase]) -> unittest.TestSuite:
+    suite = unittest.TestSuite()
+    for case in cases:
+        for driver in BOTH_POOLS:
+            own = type(f"{case.__name__}_{driver}", (case,), {"driver": driver, "__module__": case.__module__})
+            suite.addTests(loader.loadTestsFromTestCase(own))
+    return suite

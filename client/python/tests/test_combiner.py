@@ -9,7 +9,7 @@ import asyncpg
 import psycopg
 
 from pgratelimit import AsyncLimiter, Charge, Closed, Combiner, Decision, InvalidArgument, JointDecision, Locked, Overloaded, UnknownPolicy
-from tests.kit import BOTH_POOLS, AsyncCase, define, execute, gather, locked, taken, until, until_blocked
+from tests.kit import BOTH_POOLS, AsyncCase, define, execute, gather, locked, taken, until, until_blocked, with_each_driver
 
 
 class Base(AsyncCase):
@@ -275,7 +275,7 @@ class Failures(Base):
             self.assertLessEqual(took, granted[kind] + unknown[kind], kind)
         self.assertTrue(granted["plain"] and granted["keyed"])
         await combiner_is_idle(combiner)
-        self.assertEqual((0, set(), {}), (combiner.waiting, combiner._queue.open, combiner._queue.owners))
+        self.assertEqual((0, set(), set()), (combiner.waiting, combiner._queue.open, combiner._queue.owned))
 
 
 async def combiner_is_idle(combiner: Combiner) -> None:
@@ -298,9 +298,6 @@ class Pooler(Base):
 
 
 def load_tests(loader: unittest.TestLoader, *_) -> unittest.TestSuite:
-    """Each test with both drivers. With RATELIMIT_TEST_POOLER, PGHOST is a PgBouncer."""
-    suite = unittest.TestSuite()
-    for case in (Pooler,) if "RATELIMIT_TEST_POOLER" in os.environ else (Answers, Callers, Failures):
-        for driver in BOTH_POOLS:
-            suite.addTests(loader.loadTestsFromTestCase(type(f"{case.__name__}_{driver}", (case,), {"driver": driver, "__module__": __name__})))
-    return suite
+    """With RATELIMIT_TEST_POOLER, PGHOST is a PgBouncer."""
+    cases = (Pooler,) if "RATELIMIT_TEST_POOLER" in os.environ else (Answers, Callers, Failures)
+    return with_each_driver(loader, *cases)

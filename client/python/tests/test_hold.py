@@ -8,7 +8,7 @@ import psycopg_pool
 
 from pgratelimit import AsyncLimiter, Combiner, InvalidArgument, LeaseLost, Limiter, UnknownPolicy, hold
 from pgratelimit.hold import Tenure
-from tests.kit import BOTH_POOLS, AsyncCase, define, define_slots, execute, gather, holders, until, until_blocked
+from tests.kit import BOTH_POOLS, AsyncCase, define, define_slots, execute, gather, holders, until, until_blocked, with_each_driver
 
 WITHOUT_LEASE = "select count(*) = 0 from ratelimit_holders($1::text)"
 RENEWED = "select held_for > interval '45 minutes' from ratelimit_holders($1::text)"
@@ -383,8 +383,6 @@ class AsyncTest(AsyncCase):
 
 
 def load_tests(loader: unittest.TestLoader, *_) -> unittest.TestSuite:
-    """The asynchronous tests with both drivers."""
-    suite = unittest.TestSuite(map(loader.loadTestsFromTestCase, (TenureTest, SyncTest)))
-    for driver in BOTH_POOLS:
-        suite.addTests(loader.loadTestsFromTestCase(type(f"AsyncTest_{driver}", (AsyncTest,), {"driver": driver, "__module__": __name__})))
+    suite = with_each_driver(loader, AsyncTest)
+    suite.addTests(map(loader.loadTestsFromTestCase, (TenureTest, SyncTest)))
     return suite
