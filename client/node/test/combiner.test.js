@@ -268,12 +268,9 @@ test('waits are sent in whole microseconds', async (t) => {
   for (const wait of [NaN, Infinity, '1']) await assert.rejects(combiner.reserve('api', 'k1', wait), InvalidArgument)
 })
 
-test('a handle without query() is refused', () => {
+test('a handle without query(), and numbers that cannot be, are refused at once', () => {
   assert.throws(() => new Combiner({}), /README/)
   assert.throws(() => new Limiter(), /README/)
-})
-
-test('numbers that cannot be are refused when the Combiner is made', () => {
   for (const options of [{ callsInFlight: 0 }, { callsInFlight: 1.5 }, { maxWaiting: 0 }, { maxWaiting: '9' }]) {
     assert.throws(() => new Combiner(new Gate(), options), RangeError)
   }

@@ -6,7 +6,7 @@ import test from 'node:test'
 import { promisify } from 'node:util'
 import { Combiner, InvalidArgument, LeaseLost, Limiter, TimedOut, UnknownPolicy } from '../index.js'
 import { Tenure } from '../lib/hold.js'
-import { connect, definePolicy, defineSlots, eventually, holders, pool, stuck } from './kit.js'
+import { connect, definePolicy, defineSlots, eventually, holders, pool, stuck, whileOpen } from './kit.js'
 
 const LONG = 60_000 // ms: no other timer of these tests is set for so long
 
@@ -213,23 +213,10 @@ test('when the signal of a hold is aborted, its signal is, and the lease is not 
   assert.deepEqual(await holders(policy), [])
 })
 
-/** Runs use while another transaction has locked the slots of a key, of which it holds one. */
-async function withLockedSlots(policy, use) {
-  const client = await pool.connect()
-  try {
-    await client.query('begin')
-    await client.query("select ratelimit_hold($1, 'k', 'other')", [policy])
-    await use(() => client.query('rollback'))
-  } finally {
-    await client.query('rollback')
-    client.release()
-  }
-}
-
 test('what may have been granted to a caller that has left is released', async () => {
   const policy = await defineSlots(), leaving = new AbortController(), own = connect({ max: 1 })
   await new Limiter(pool).hold(policy, 'k').then((held) => held.release()) // so that there is a row
-  await withLockedSlots(policy, async (unlock) => {
+  await whileOpen("select ratelimit_hold($1, 'k', 'other')", [policy], async (unlock) => {
     const holding = new Limiter(own).hold(policy, 'k', { signal: leaving.signal })
     holding.catch(() => {})
     await eventually(async () => (await stuck('ratelimit_hold'))[0])

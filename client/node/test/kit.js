@@ -48,13 +48,19 @@ export async function left(policy, key) {
   return remaining
 }
 
-/** Runs use in a transaction that has locked the bucket of a key, and rolls it back. */
+/** Runs use while another transaction has locked the bucket of a key. */
 export async function withLocked(policy, key, use) {
-  await pool.query('select ratelimit_acquire($1, $2)', [policy, key]) // so that there is a row
+  const acquire = ['select ratelimit_acquire($1, $2)', [policy, key]]
+  await pool.query(...acquire) // so that there is a row
+  return whileOpen(...acquire, use)
+}
+
+/** Runs use while another transaction has made a call, which is rolled back. */
+export async function whileOpen(sql, values, use) {
   const holder = await pool.connect()
   try {
     await holder.query('begin')
-    await holder.query('select ratelimit_acquire($1, $2)', [policy, key])
+    await holder.query(sql, values)
     return await use(async () => { await holder.query('rollback') })
   } finally {
     await holder.query('rollback')

@@ -2,7 +2,7 @@
 import assert from 'node:assert/strict'
 import test from 'node:test'
 import { Combiner, Denied, IdempotencyMismatch, InvalidArgument, Limiter, Locked, TimedOut, TooLate, UnknownPolicy, translate } from '../index.js'
-import { connect, definePolicy, defineQuota, eventually, installation, left, pool, stuck, turn, withLocked } from './kit.js'
+import { connect, definePolicy, defineQuota, eventually, installation, left, pool, stuck, withLocked } from './kit.js'
 
 const PACKED = 'ratelimit_acquire_packed'
 const keys = (n) => Array.from({ length: n }, (_, i) => `k${i}`)
@@ -30,16 +30,6 @@ test('a bucket that a transaction has locked holds up its own call only', async 
     assert.ok((await Promise.all(answers)).every((d) => d.allowed))
   })
   await combiner.close()
-})
-
-test('requests for one bucket are answered in order', async () => {
-  const policy = await definePolicy(), combiner = new Combiner(pool), order = []
-  for (let i = 0; i < 20; i++) {
-    for (const key of ['a', 'b']) combiner.acquire(policy, key).then((d) => order.push(`${key}${999 - d.remaining}`))
-    if (i % 3 === 0) await turn()
-  }
-  await combiner.close()
-  for (const key of ['a', 'b']) assert.deepEqual(order.filter((o) => o[0] === key), Array.from({ length: 20 }, (_, i) => `${key}${i}`))
 })
 
 test('a request whose caller has left before it was sent takes nothing, and one that was sent is granted all the same', async () => {
