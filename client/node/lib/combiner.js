@@ -18,6 +18,7 @@ export class Combiner extends Limiter {
   #queue
   #isClosed = false
   #serving = new Set() // promises
+  #ending = new Set() // promises, of calls that were given up
   #turn // the next look at the queue
   #linger // a timer
 
@@ -35,14 +36,19 @@ export class Combiner extends Limiter {
   /** Admits no more requests, and returns when all earlier ones are answered. The pool stays open. */
   async close() {
     this.#isClosed = true
-    for (this.#look(true); this.#serving.size > 0; this.#look(true)) await Promise.allSettled(this.#serving)
+    for (;;) {
+      this.#look(true)
+      const open = [...this.#serving, ...(this.waiting > 0 ? this.#ending : [])] // a request may wait for a bucket of those, too
+      if (open.length === 0) break
+      await Promise.race(open.map((promise) => promise.catch(() => {})))
+    }
     clearImmediate(this.#turn)
     clearTimeout(this.#linger)
   }
 
   _ask(request, signal) {
     if (this.#isClosed) throw new Closed('limiter is closed')
-    if (!request.canShare) return unless(signal, this.#track(ask(this._database, request)))
+    if (!request.canShare) return unless(signal, this.#track(this.#serving, ask(this._database, request)))
     if (this.#queue.refuses(request)) throw new Overloaded('too many requests wait', { detail: `${this.waiting} requests wait.` })
     const answer = new Promise((resolve, reject) => {
       request.resolve = resolve
@@ -60,7 +66,7 @@ export class Combiner extends Limiter {
   #look(hurry = false) {
     clearImmediate(this.#turn)
     this.#turn = undefined
-    for (let batch; (batch = this.#queue.take(hurry)); hurry = false) this.#track(this.#serve(batch))
+    for (let batch; (batch = this.#queue.take(hurry)); hurry = false) this.#track(this.#serving, this.#serve(batch))
     if (!this.#queue.isHeld) return
     this.#linger ??= setTimeout(() => {
       this.#linger = undefined
@@ -68,9 +74,9 @@ export class Combiner extends Limiter {
     }, LINGER)
   }
 
-  #track(promise) {
-    this.#serving.add(promise)
-    const done = () => this.#serving.delete(promise)
+  #track(promises, promise) {
+    promises.add(promise)
+    const done = () => promises.delete(promise)
     promise.then(done, done)
     return promise
   }
@@ -81,7 +87,7 @@ export class Combiner extends Limiter {
     await this.#send(batch, unended)
     if (unended.length > 0) {
       this.#queue.giveUp(batch)
-      Promise.allSettled(unended).then(() => this.#finish(batch))
+      this.#track(this.#ending, Promise.allSettled(unended).then(() => this.#finish(batch)))
       this.#lookSoon()
     } else this.#finish(batch)
   }

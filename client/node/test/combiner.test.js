@@ -257,6 +257,23 @@ test('close refuses new requests and waits for earlier ones', async (t) => {
   assert.deepEqual((await Promise.all(answers)).map((d) => d.remaining), [1, 2])
 })
 
+test('close waits for a request behind a call that was given up', async (t) => {
+  t.mock.timers.enable({ apis: ['setTimeout'] })
+  const { gate, combiner, ask } = gated(t, { callTimeout: 2 })
+  const [stalled] = ask('k1')
+  await turn()
+  const [behind] = ask('k1'), order = []
+  behind.then(() => order.push('answered'))
+  t.mock.timers.tick(2000)
+  await assert.rejects(stalled, TimedOut)
+  const closed = combiner.close().then(() => order.push('closed'))
+  await turn()
+  await gate.calls[0].fail(new Error('ended'))
+  await gate.calls[1].grant()
+  await closed
+  assert.deepEqual(order, ['answered', 'closed'])
+})
+
 test('waits are sent in whole microseconds', async (t) => {
   const { gate, combiner } = gated(t)
   for (const [wait, sent] of [[0.3, '300000'], [8.000001, '8000001'], [0.000249, '249'], [365 * 86_400, '31536000000000']]) {
