@@ -1,7 +1,5 @@
 """Decisions and the like. Times are seconds from the moment the server decided, and None is never."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
     app = RateLimit(app, limiter, lambda scope: [("api", by_ip(scope))], failure="open", timeout=0.1)
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from typing import Any

@@ -4,8 +4,6 @@ Arguments are text and bigint, each cast where it is used: psycopg sends 5 as in
 sent as the text of one, which is faster than the drivers and alike in all.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

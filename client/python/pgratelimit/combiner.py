@@ -1,7 +1,5 @@
 """A limiter whose callers share calls."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, Self, TypeVar

@@ -1,7 +1,5 @@
 """How a statement is sent by each driver. A driver is recognised only if the program has imported it: there is nothing to depend on."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence

@@ -1,12 +1,10 @@
 """Errors to branch on. Any other error of the driver is passed on as it came."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
 from decimal import Decimal
-from typing import Any
+from typing import Any, Self
 
 from .answers import Reservation, seconds
 
@@ -84,7 +82,7 @@ class Denied(Error):
         """Seconds, the same promise as in a Decision; None if no wait helps."""
 
     @classmethod
-    def of(cls, error: BaseException) -> Denied | None:
+    def of(cls, error: BaseException) -> Self | None:
         """The numbers of a guard's refusal, or None if the error is another. The error may come from any statement of the driver."""
         if getattr(error, "sqlstate", None) != "RL429":
             return None

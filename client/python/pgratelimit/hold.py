@@ -1,7 +1,5 @@
 """Slots: leases that are renewed in the background, by a thread or a task."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """The common part of pgratelimit.asgi and pgratelimit.wsgi: keys, the fields of the answer, and refusals."""
 
-from __future__ import annotations
-
 import hashlib
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """Limiters that make calls one by one. A Limiter and an AsyncLimiter differ in how they send, and in nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,8 +1,6 @@
 """One call of ratelimit_acquire_packed, for several requests. Elements and requests are numbered from 1: an element is all of a plain
 request, or one charge of a joint one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

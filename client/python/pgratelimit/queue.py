@@ -1,7 +1,5 @@
 """Which requests share a call, and when a call is made: a state machine without I/O, timers or tasks."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any

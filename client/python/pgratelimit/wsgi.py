@@ -3,8 +3,6 @@
     app.wsgi_app = RateLimit(app.wsgi_app, limiter, lambda environ: [("api", by_ip(environ))], failure="open")
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from http import HTTPStatus
 from typing import Any

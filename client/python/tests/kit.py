@@ -1,8 +1,6 @@
 """A database for the tests: PGHOST and the other variables name it, and it has pgratelimit installed. tests/client/languages_test.go
 starts them with one of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import datetime

@@ -3,7 +3,6 @@ import os
 import random
 import time
 import unittest
-from contextlib import suppress
 
 import asyncpg
 import psycopg

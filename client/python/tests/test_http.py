@@ -193,7 +193,3 @@ class WsgiTest(unittest.TestCase):
         month = bucket(4, 86400.0)
         _, fields, _ = http.decided(charges[:1], JointDecision(True, 4, 0.0, 86400.0, 10, False, False, 0, [month]), ["a"])
         self.assertEqual('"a";r=4;t=86400', dict(fields)["RateLimit"], "all that is missing comes at the turn")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -383,7 +383,3 @@ class AsyncTest(AsyncCase):
                 self.assertIsInstance(plain, (psycopg.OperationalError, asyncpg.PostgresError))
                 self.assertTrue(keyed)
         self.assertEqual(4, taken(self.policy), "the locks' two and the keyed two")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -122,7 +122,3 @@ class QueueTest(unittest.TestCase):
                             sent.setdefault((r.bucket, *kind(r)), []).append(r)
             for at, requests in sent.items():
                 self.assertEqual(order[at][: len(requests)], requests, seed)
-
-
-if __name__ == "__main__":
-    unittest.main()
