@@ -32,22 +32,6 @@ test('a bucket that a transaction has locked holds up its own call only', async 
   await combiner.close()
 })
 
-test('a request whose caller has left before it was sent takes nothing, and one that was sent is granted all the same', async () => {
-  const policy = await definePolicy(), combiner = new Combiner(pool, { callsInFlight: 1 })
-  const leaving = new AbortController()
-  await withLocked(policy, 'held', async (unlock) => {
-    const sent = combiner.acquire(policy, 'sent', { signal: leaving.signal })
-    const { answers } = await stall(combiner, policy, ['held'])
-    const unsent = combiner.acquire(policy, 'unsent', { signal: leaving.signal })
-    leaving.abort()
-    for (const answer of [sent, unsent]) await assert.rejects(answer, { name: 'AbortError' })
-    await unlock()
-    await Promise.all(answers)
-  })
-  await combiner.close()
-  assert.deepEqual([await left(policy, 'sent'), await left(policy, 'unsent')], [999, 1000])
-})
-
 test('a call without an answer within callTimeout has its connection destroyed, and its slot is free', async (t) => {
   const policy = await definePolicy(), own = connect({ max: 2, idleTimeoutMillis: 0 })
   const combiner = new Combiner(own, { callTimeout: 3600 }), { setTimeout } = globalThis, due = []
