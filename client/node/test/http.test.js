@@ -102,21 +102,6 @@ test('a database that does not answer in time is as good as none', async () => {
     }))
 })
 
-test('an error that a client could provoke is 500, also if the choice is open', async () => {
-  for (const charge of [{ policy: 'none', key: 'k' }, { policy: 'none', key: '\0' }]) {
-    await serving(limit(new Limiter(pool), { charges: () => [charge], failure: 'open', onError() {} }), async (get) => {
-      const answer = await get()
-      assert.equal(answer.status, 500)
-      assert.doesNotMatch(await answer.text(), /none/)
-    })
-  }
-})
-
-test('there is no default for when there is no database', () => {
-  assert.throws(() => limit(new Limiter(pool), { charges: () => [] }), /choose failure/)
-  assert.throws(() => limitFetch(new Limiter(pool), { failure: 'open' }, () => {}), /charges must be a function/)
-})
-
 test('fetch handlers are limited alike', async () => {
   const policy = await definePolicy(1, 1, '1 hour')
   const handler = limitFetch(new Limiter(pool), { charges: per(policy, byIP(1)), failure: 'closed' }, (request, context) => Response.redirect(context, 303))
@@ -160,19 +145,27 @@ test('a user is a key, hashed if it does not fit, and otherwise another key is',
   for (const user of ['a\0', 'é'.repeat(254)]) assert.match(key({ user }), /^user-sha256:[0-9a-f]{64}$/)
 })
 
-test('charges of a wrong shape are 500, also where failures let a request pass', async () => {
+test('an error that a client could provoke, and charges of a wrong shape, are 500, also if the choice is open', async () => {
   const policy = await definePolicy(2, 1, '1 hour')
-  for (const charges of [{ policy, key: 'k' }, 'text', [null], ['text'], [{ policy }], [{ policy, key: 'k', cost: '5' }]]) {
+  const wrong = [{ policy, key: 'k' }, 'text', [null], ['text'], [{ policy }], [{ policy, key: 'k', cost: '5' }], [{ policy, key: '\0' }]]
+  for (const charges of [[{ policy: 'none', key: 'k' }], ...wrong]) {
     const errors = []
     await serving(limit(new Combiner(pool), { charges: () => charges, failure: 'open', onError: (error) => errors.push(error.name) }), async (get) => {
-      assert.equal((await get()).status, 500, JSON.stringify(charges))
+      const answer = await get()
+      assert.equal(answer.status, 500, JSON.stringify(charges))
+      assert.doesNotMatch(await answer.text(), /none/)
     })
-    assert.deepEqual(errors, ['InvalidArgument'])
-  }
-  for (const wrong of [() => limit(pool, { charges: () => [], failure: 'open' }), () => per('api'), () => per('api', byIP)]) {
-    assert.throws(wrong, TypeError)
+    assert.deepEqual(errors, [wrong.includes(charges) ? 'InvalidArgument' : 'UnknownPolicy'])
   }
   assert.equal(await left(policy, 'k'), 2)
+})
+
+test('middleware is refused what it cannot work with', () => {
+  for (const made of [() => limit(pool, { charges: () => [], failure: 'open' }), () => per('api'), () => per('api', byIP)]) {
+    assert.throws(made, TypeError)
+  }
+  assert.throws(() => limit(new Limiter(pool), { charges: () => [] }), /choose failure/)
+  assert.throws(() => limitFetch(new Limiter(pool), { failure: 'open' }, () => {}), /charges must be a function/)
 })
 
 test('options that no method knows are refused', async () => {

@@ -2,6 +2,7 @@ import asyncio
 import json
 import logging
 import unittest
+from unittest import mock
 
 import psycopg_pool
 
@@ -90,16 +91,6 @@ class AsgiTest(AsyncCase):
                 await asgi_get(app)
         self.assertEqual([(b"x-own", b"1")], start["headers"])
 
-    async def test_charges_of_a_wrong_shape_are_500_also_where_failures_let_a_request_pass(self):
-        p = self.id()
-        define(p, 9, 1, "1 hour")
-        async with asyncpg_pool_of(2) as pool:
-            for charges in ([("api",)], "api", [None], [(p, "k", True)], [(p, None)]):
-                app = Asgi(asgi_app, Combiner(pool), lambda scope: charges, failure="open", timeout=60)
-                self.assertEqual(500, (await asgi_get(app))[0], charges)
-            with self.assertRaises(TypeError):
-                Asgi(asgi_app, pool, lambda scope: [], failure="open", timeout=60)
-
     async def test_a_request_without_charges_and_what_is_no_request_pass(self):
         app = Asgi(asgi_app, Broken(), lambda scope: [], failure="closed", timeout=60)
         self.assertEqual(200, (await asgi_get(app))[0])
@@ -121,15 +112,21 @@ class AsgiTest(AsyncCase):
         with self.assertRaises(ValueError):
             Asgi(asgi_app, Broken(), lambda scope: [], failure="maybe", timeout=60)
 
-    async def test_an_error_that_a_client_could_provoke_is_no_way_past_the_limit(self):
+    async def test_an_error_that_a_client_could_provoke_and_charges_of_a_wrong_shape_are_no_way_past_the_limit(self):
         define(self.id(), 2)
         http._logged = float("-inf")
+        wrong = [("api",)], "api", [None], [(self.id(), "k", True)], [(self.id(), None)]
+        provoked = [("none", "k")], [(self.id(), "a\0b")], [(self.id(), "k", -1)]
+        self.enterContext(mock.patch.object(http, "time", mock.Mock(monotonic=lambda: 0.0)))
         with self.assertLogs("pgratelimit", logging.WARNING) as logged:
-            async with psycopg_pool_of(1) as pool:
-                for charge in (("none", "k"), (self.id(), "a\0b"), (self.id(), "k", -1)):
-                    app = Asgi(asgi_app, AsyncLimiter(pool), lambda scope: [charge], failure="open", timeout=60)
-                    self.assertEqual(500, (await asgi_get(app))[0])
+            async with psycopg_pool_of(2) as pool:
+                for charges in wrong + provoked:
+                    for limiter in (AsyncLimiter(pool), Combiner(pool)):
+                        app = Asgi(asgi_app, limiter, lambda scope: charges, failure="open", timeout=60)
+                        self.assertEqual(500, (await asgi_get(app))[0], charges)
         self.assertEqual(1, len(logged.records), "once a second")
+        with self.assertRaises(TypeError):
+            Asgi(asgi_app, pool, lambda scope: [], failure="open", timeout=60)
 
     async def test_a_stalled_database_is_waited_for_until_the_timeout(self):
         define(self.id(), 2)
