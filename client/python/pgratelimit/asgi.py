@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMa
 from typing import Any
 
 from . import http
-from .answers import Charge, joint
+from .answers import Charge
 from .calls import charged
 from .http import Failure, named
 from .limiter import AsyncAcquirer
@@ -58,11 +58,7 @@ class RateLimit:
         try:
             charges = [charged(c) for c in asked]
             async with asyncio.timeout(self._timeout):
-                if len(charges) == 1:
-                    d = await self._limiter.acquire(*charges[0])
-                    decision = joint([d], 0, d.allowed, d.replayed, d.shadowed)
-                else:
-                    decision = await self._limiter.acquire_all(charges)
+                decision = await (self._limiter.acquire(*charges[0]) if len(charges) == 1 else self._limiter.acquire_all(charges))
             status, fields, body = http.decided(charges, decision, self._quotas)
         except Exception as error:
             status, fields, body = http.failed(self._failure, error)

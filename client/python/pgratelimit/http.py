@@ -66,11 +66,12 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     return mapped or address
 
 
-def decided(charges: Sequence[Charge], d: JointDecision, quotas: Collection[str] = ()) -> tuple[int | None, Fields, bytes]:
+def decided(charges: Sequence[Charge], d: Decision, quotas: Collection[str] = ()) -> tuple[int | None, Fields, bytes]:
     """The status of the refusal or None, the fields for the answer, and the body of the refusal."""
+    decisions = d.decisions if isinstance(d, JointDecision) else [d]
     fields: Fields = []
     policies, limits = [], []
-    for policy, own in _tightest(charges, d.decisions).items():
+    for policy, own in _tightest(charges, decisions).items():
         if own.shadowed:
             continue
         name = _string(policy)
@@ -83,7 +84,7 @@ def decided(charges: Sequence[Charge], d: JointDecision, quotas: Collection[str]
         return None, fields, b""
     if d.retry_after is not None:
         fields.append(("Retry-After", str(math.ceil(d.retry_after))))
-    violated = dict.fromkeys(_public(c.policy) for c, own in zip(charges, d.decisions) if not own.allowed)
+    violated = dict.fromkeys(_public(c.policy) for c, own in zip(charges, decisions) if not own.allowed)
     return 429, fields + _PROBLEM, _problem(
         429, _QUOTA_EXCEEDED, "Request cannot be satisfied as assigned quota has been exceeded", {"violated-policies": list(violated)}
     )

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from . import http
-from .answers import Charge, joint
+from .answers import Charge
 from .calls import charged
 from .http import Failure, named
 from .limiter import Acquirer
@@ -45,11 +45,7 @@ class RateLimit:
             return self._app(environ, start_response)
         try:
             charges = [charged(c) for c in asked]
-            if len(charges) == 1:
-                d = self._limiter.acquire(*charges[0])
-                decision = joint([d], 0, d.allowed, d.replayed, d.shadowed)
-            else:
-                decision = self._limiter.acquire_all(charges)
+            decision = self._limiter.acquire(*charges[0]) if len(charges) == 1 else self._limiter.acquire_all(charges)
             status, fields, body = http.decided(charges, decision, self._quotas)
         except Exception as error:
             status, fields, body = http.failed(self._failure, error)
