@@ -18,26 +18,22 @@ export const installation = () =>
 
 let policies = 0
 
-/** Defines a policy that is new, and returns its name. */
-export async function definePolicy(capacity = 1000, refill = 1, every = '100 days', stepped = false) {
+/** Defines a policy that is new, by further arguments of the function, and returns its name. */
+async function define(args, ...values) {
   const name = `p${process.pid}-${++policies}`
-  await pool.query('select ratelimit_define_policy($1, $2, $3, $4::interval, stepped => $5)', [name, capacity, refill, every, stepped])
+  await pool.query(`select ratelimit_define_policy($1, ${args})`, [name, ...values])
   return name
 }
+
+export const definePolicy = (capacity = 1000, refill = 1, every = '100 days', stepped = false) =>
+  define('$2, $3, $4::interval, stepped => $5', capacity, refill, every, stepped)
 
 /** Defines a quota of a month whose next turn is after so long. */
-export async function defineQuota(capacity, turnIn) {
-  const name = `p${process.pid}-${++policies}`
-  await pool.query(`select ratelimit_define_policy($1, $2, period => '1 month', anchor => (clock_timestamp() + $3::interval) at time zone 'UTC')`, [name, capacity, turnIn])
-  return name
-}
+export const defineQuota = (capacity, turnIn) =>
+  define("$2, period => '1 month', anchor => (clock_timestamp() + $3::interval) at time zone 'UTC'", capacity, turnIn)
 
-/** Defines a policy of slots. */
-export async function defineSlots(capacity = 3, lease = '1 hour', shadow = false) {
-  const name = `p${process.pid}-${++policies}`
-  await pool.query('select ratelimit_define_policy($1, $2, lease => $3::interval, shadow => $4)', [name, capacity, lease, shadow])
-  return name
-}
+export const defineSlots = (capacity = 3, lease = '1 hour', shadow = false) =>
+  define('$2, lease => $3::interval, shadow => $4', capacity, lease, shadow)
 
 /** The holders of a policy. */
 export const holders = async (policy) =>

@@ -114,19 +114,15 @@ BOTH_POOLS: dict[str, Callable[..., Any]] = {"psycopg": psycopg_pool_of, "asyncp
 
 async def until(condition: str, *args: Any) -> None:
     """Waits until the server sees that something holds."""
-    conn = await asyncpg.connect()
-    try:
-        async with asyncio.timeout(60):
-            while not await conn.fetchval(condition, *args):
-                await asyncio.sleep(0.002)
-    finally:
-        await conn.close()
+    async with asyncio.timeout(60):
+        while execute(condition, *args) != [(True,)]:
+            await asyncio.sleep(0.002)
 
 
 async def until_blocked(calls: int = 1) -> None:
     """Waits until so many calls wait for a lock."""
     await until(
-        "select count(*) = $1 from pg_stat_activity where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'",
+        "select count(*) = %s from pg_stat_activity where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'",
         calls,
     )
 

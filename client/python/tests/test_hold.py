@@ -10,8 +10,8 @@ from pgratelimit import AsyncLimiter, Combiner, InvalidArgument, LeaseLost, Limi
 from pgratelimit.hold import Tenure
 from tests.kit import BOTH_POOLS, AsyncCase, define, define_slots, execute, gather, holders, until, until_blocked, with_each_driver
 
-WITHOUT_LEASE = "select count(*) = 0 from ratelimit_holders($1::text)"
-RENEWED = "select held_for > interval '45 minutes' from ratelimit_holders($1::text)"
+WITHOUT_LEASE = "select count(*) = 0 from ratelimit_holders(%s::text)"
+RENEWED = "select held_for > interval '45 minutes' from ratelimit_holders(%s::text)"
 AN_ERROR = psycopg.OperationalError
 
 

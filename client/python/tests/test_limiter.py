@@ -351,7 +351,7 @@ class AsyncTest(AsyncCase):
             limiter = AsyncLimiter(db)
             await limiter.charge(self.policy, "k", 10)
             waiting = asyncio.create_task(limiter.wait(self.policy, "k", 5))
-            await until("select remaining < 0 from ratelimit_peek($1::text, 'k')", self.policy)
+            await until("select remaining < 0 from ratelimit_peek(%s::text, 'k')", self.policy)
             waiting.cancel()
             with self.assertRaises(asyncio.CancelledError):
                 await waiting
