@@ -29,10 +29,10 @@ export class Database {
   get isPool() { return this.#isPool || this.#retry }
 
   /**
-   * Selects columns from a call of a function, and decodes them. It is sent again, where each statement is a transaction of its own, after an error which
-   * means that nothing happened; and after the loss of a connection, if the call does the same however often it is sent (`once`).
-   * Calls that were given up and have not ended are pushed to `unended`, as promises. A call is given up after `patience` ms, if that
-   * is less than callTimeout.
+   * Selects columns from a call of a function, and decodes them. It is sent again, where each statement is a transaction of its own,
+   * after an error which means that nothing happened; and after the loss of a connection, if the call does the same however often it
+   * is sent (`once`). Calls that were given up and have not ended are pushed to `unended`, as promises. A call is given up after
+   * `patience` ms, if that is less than callTimeout.
    */
   async row({ columns, decode = (row) => row, call, values, once = false }, { unended = [], patience = Infinity } = {}) {
     const timeout = Math.min((this.#timeout ?? Infinity) * 1000, patience)

@@ -237,7 +237,9 @@ test('the answers of a shared call are in any order, and each has its flags', as
   const { gate, ask } = gated(t)
   const answers = ask('k7', 'k8')
   await turn()
-  await gate.calls[0].grant({ elements: [2, 1], remaining: [-3, 5], retry_after_us: [null, 0], reset_after_us: [1, 300_000], shadowed: [false, true] })
+  await gate.calls[0].grant({
+    elements: [2, 1], remaining: [-3, 5], retry_after_us: [null, 0], reset_after_us: [1, 300_000], shadowed: [false, true],
+  })
   assert.deepEqual((await Promise.all(answers)).map((d) => [d.allowed, d.remaining, d.retryAfter, d.resetAfter, d.shadowed]),
     [[true, 5, 0, 0.3, true], [false, -3, null, 0.000001, false]])
 })

@@ -65,6 +65,7 @@ function fields({ whole, decision, ...answer }) {
 const api = (logical_key, more) => ({ policy: 'api', logical_key, ...more })
 const budget = (logical_key, more) => ({ policy: 'budget', logical_key, ...more })
 const job = { policy: 'jobs', logical_key: 'node', holder: 'attempt 1' }
+const max_wait = { seconds: 20 * DAY }
 const both = { charges: [api('all', { cost: 1 }), budget('all', { cost: 900 })] }
 
 // Calls in their order, each with fields of its answer, or with the code and the SQLSTATE of its error.
@@ -116,8 +117,8 @@ const stories = {
     ['AcquireUpTo', budget('up to', { at_most: 5 }), { verdict: 'DENIED', taken: 0 }],
   ],
   'Reserve waits in line': [
-    ['Reserve', api('reserve', { cost: 10, max_wait: { seconds: 20 * DAY } }), { wait: 0 }],
-    ['Reserve', api('reserve', { cost: 5, max_wait: { seconds: 20 * DAY } }), { verdict: 'ALLOWED', remaining: -5, wait: within(4.9 * DAY, 5 * DAY) }],
+    ['Reserve', api('reserve', { cost: 10, max_wait }), { wait: 0 }],
+    ['Reserve', api('reserve', { cost: 5, max_wait }), { verdict: 'ALLOWED', remaining: -5, wait: within(4.9 * DAY, 5 * DAY) }],
     ['Reserve', api('reserve', { cost: 10, max_wait: { seconds: 60 } }), { verdict: 'DENIED' }],
   ],
   'mistakes have a code and a reason': [
