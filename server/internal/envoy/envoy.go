@@ -19,7 +19,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/encoding/protojson"
 
-	"github.com/pgratelimit/pgratelimit/server/internal/grpcapi"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 )
 
@@ -43,21 +42,12 @@ func New(gate Gate, rules *Rules) *Service {
 // Use replaces the rules for the next requests.
 func (s *Service) Use(rules *Rules) { s.rules.Store(rules) }
 
-// Answer decides a request.
-func (s *Service) Answer(ctx context.Context, q *pb.RateLimitRequest) (*pb.RateLimitResponse, error) {
-	return s.rules.Load().answer(ctx, s.gate, q)
-}
-
 // Register adds s to a gRPC server.
 func Register(server grpc.ServiceRegistrar, s *Service) { pb.RegisterRateLimitServiceServer(server, s) }
 
-// ShouldRateLimit is Answer over gRPC.
+// ShouldRateLimit decides a request.
 func (s *Service) ShouldRateLimit(ctx context.Context, q *pb.RateLimitRequest) (*pb.RateLimitResponse, error) {
-	answer, err := s.Answer(ctx, q)
-	if err != nil {
-		return nil, grpcapi.StatusOf(err)
-	}
-	return answer, nil
+	return s.rules.Load().answer(ctx, s.gate, q)
 }
 
 // Handler responds as /json of the reference does: with 200, or 429 if the request is over a limit. An error is a
@@ -73,7 +63,7 @@ func Handler(s *Service, maxBytes int64) http.Handler {
 			jsonapi.Unreadable(withoutPackage(err)).Write(w)
 			return
 		}
-		answer, err := s.Answer(r.Context(), &q)
+		answer, err := s.ShouldRateLimit(r.Context(), &q)
 		if err != nil {
 			jsonapi.NewProblem(err).Write(w)
 			return

@@ -61,11 +61,11 @@ func FuzzDescriptors(f *testing.F) {
 		}
 		limits := service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}
 		asked := &book{}
-		_, _ = envoy.New(asked, rules).Answer(t.Context(), &q)
+		_, _ = envoy.New(asked, rules).ShouldRateLimit(t.Context(), &q)
 		s := envoy.New(service.New(fake, limits, func(service.Call) {}), rules)
 		for range 2 {
 			before := levels(t, fake, asked.charges)
-			answer, err := s.Answer(t.Context(), &q)
+			answer, err := s.ShouldRateLimit(t.Context(), &q)
 			after := levels(t, fake, asked.charges)
 			if err != nil {
 				require.Equal(t, before, after, "an error that has taken")
@@ -144,7 +144,7 @@ func FuzzRules(f *testing.F) {
 			return
 		}
 		asked := &book{}
-		answer, err := envoy.New(asked, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: domain.Name, Descriptors: []*common.RateLimitDescriptor{
+		answer, err := envoy.New(asked, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: domain.Name, Descriptors: []*common.RateLimitDescriptor{
 			of(key1, value1), of(key2, value2), of(key1, value1, key2, value2),
 		}})
 		require.NoError(t, err)

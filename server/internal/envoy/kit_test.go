@@ -69,7 +69,7 @@ func (b *book) Unmatched(asked func() (domain, keys string)) {
 func ask(t testing.TB, rules *envoy.Rules, descriptors ...*common.RateLimitDescriptor) (*pb.RateLimitResponse, *book) {
 	t.Helper()
 	b := &book{}
-	answer, err := envoy.New(b, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: descriptors})
+	answer, err := envoy.New(b, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: descriptors})
 	require.NoError(t, err)
 	return answer, b
 }

@@ -136,7 +136,7 @@ func TestAnswer_NoDescriptorHasALimitOfItsOwn(t *testing.T) {
 		}
 		q.Descriptors[i].Limit = &common.RateLimitDescriptor_RateLimitOverride{RequestsPerUnit: 1}
 		b := &book{}
-		_, err := envoy.New(b, rules).Answer(t.Context(), q)
+		_, err := envoy.New(b, rules).ShouldRateLimit(t.Context(), q)
 		require.ErrorContains(t, err, "invalid limit", i)
 		require.Empty(t, b.charges)
 	}
@@ -205,7 +205,7 @@ func TestAnswer_TellsOfARequestThatNoRuleIsAbout(t *testing.T) {
 		{"D", []*common.RateLimitDescriptor{of("any", "x")}, []string{"D: any"}},
 	} {
 		b := &book{}
-		_, err := envoy.New(b, rules).Answer(t.Context(), &pb.RateLimitRequest{Domain: test.domain, Descriptors: test.descriptors})
+		_, err := envoy.New(b, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: test.domain, Descriptors: test.descriptors})
 		require.NoError(t, err)
 		require.Equal(t, test.want, b.unmatched)
 	}
@@ -230,7 +230,7 @@ func TestAnswer_TimesAreWholeSecondsRoundedUp(t *testing.T) {
 		0: 0, 1: 1, time.Microsecond: 1, time.Second: 1, time.Second + 1: 2, 2900 * time.Millisecond: 3, math.MaxInt64: 9223372037,
 	} {
 		for _, d := range []client.Decision{{Allowed: true, ResetAfter: wait}, {RetryAfter: wait}} {
-			answer, err := envoy.New(fixed{Decision: d}, rules).Answer(t.Context(), q)
+			answer, err := envoy.New(fixed{Decision: d}, rules).ShouldRateLimit(t.Context(), q)
 			require.NoError(t, err)
 			require.Equal(t, want, answer.GetStatuses()[0].GetDurationUntilReset().GetSeconds(), wait)
 			require.Zero(t, answer.GetStatuses()[0].GetDurationUntilReset().GetNanos(), wait)

@@ -3,7 +3,6 @@ package grpcapi
 
 import (
 	"context"
-	"errors"
 	"strings"
 	"time"
 
@@ -11,7 +10,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
-	"google.golang.org/grpc/status"
 	"google.golang.org/grpc/tap"
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -26,6 +24,7 @@ func Register(server grpc.ServiceRegistrar, s *service.Service, stopping <-chan 
 	pb.RegisterRateLimiterServer(server, api{service: s, stopping: stopping})
 }
 
+// An api converts requests and answers. Its methods return errors of the service, which have a status of gRPC.
 type api struct {
 	pb.UnimplementedRateLimiterServer
 	service  *service.Service
@@ -43,10 +42,7 @@ func acquireRequest(q *pb.AcquireRequest) service.Request {
 func (a api) AcquireUpTo(ctx context.Context, q *pb.AcquireUpToRequest) (*pb.PartialDecision, error) {
 	r := service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), IdempotencyKey: q.RequestId}
 	d, err := a.service.AcquireUpTo(ctx, r, q.AtMost, q.AtLeast)
-	if err != nil {
-		return nil, StatusOf(err)
-	}
-	return &pb.PartialDecision{Decision: decision(d.Decision), Taken: d.Taken}, nil
+	return &pb.PartialDecision{Decision: decision(d.Decision), Taken: d.Taken}, err
 }
 
 func (a api) Reserve(ctx context.Context, q *pb.ReserveRequest) (*pb.Reservation, error) {
@@ -57,14 +53,11 @@ func (a api) Reserve(ctx context.Context, q *pb.ReserveRequest) (*pb.Reservation
 	}
 	r := service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId}
 	d, err := a.service.Reserve(ctx, r, maxWait)
-	if err != nil {
-		return nil, StatusOf(err)
-	}
 	like := decision(client.Decision{Allowed: d.Allowed, RetryAfter: d.Wait, ResetAfter: d.ResetAfter})
 	return &pb.Reservation{
 		Verdict: like.Verdict, Wait: like.RetryAfter, Remaining: d.Remaining, ResetAfter: like.ResetAfter,
 		Capacity: d.Capacity, Replayed: d.Replayed, Shadowed: d.Shadowed,
-	}, nil
+	}, err
 }
 
 func (a api) Charge(ctx context.Context, q *pb.ChargeRequest) (*pb.Decision, error) {
@@ -93,33 +86,24 @@ func (a api) Refund(ctx context.Context, q *pb.RefundRequest) (*pb.Decision, err
 
 func (a api) Hold(ctx context.Context, q *pb.HoldRequest) (*pb.HoldDecision, error) {
 	d, err := a.service.Hold(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder(), Cost: q.Cost})
-	if err != nil {
-		return nil, StatusOf(err)
-	}
 	like := decision(client.Decision{Allowed: d.Allowed, RetryAfter: d.RetryAfter})
 	return &pb.HoldDecision{
 		Verdict: like.Verdict, Remaining: d.Remaining, RetryAfter: like.RetryAfter, HeldFor: durationpb.New(d.HeldFor),
 		Capacity: d.Capacity, Renewed: d.Renewed, Shadowed: d.Shadowed,
-	}, nil
+	}, err
 }
 
 func (a api) Renew(ctx context.Context, q *pb.RenewRequest) (*pb.RenewResponse, error) {
 	heldFor, err := a.service.Renew(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder()})
-	switch {
-	case err != nil:
-		return nil, StatusOf(err)
-	case heldFor == 0:
-		return &pb.RenewResponse{}, nil
+	if heldFor == 0 {
+		return &pb.RenewResponse{}, err
 	}
-	return &pb.RenewResponse{HeldFor: durationpb.New(heldFor)}, nil
+	return &pb.RenewResponse{HeldFor: durationpb.New(heldFor)}, err
 }
 
 func (a api) Release(ctx context.Context, q *pb.ReleaseRequest) (*pb.ReleaseResponse, error) {
 	held, err := a.service.Release(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder()})
-	if err != nil {
-		return nil, StatusOf(err)
-	}
-	return &pb.ReleaseResponse{Released: held}, nil
+	return &pb.ReleaseResponse{Released: held}, err
 }
 
 func (a api) AcquireAll(ctx context.Context, q *pb.AcquireAllRequest) (*pb.JointDecision, error) {
@@ -128,22 +112,14 @@ func (a api) AcquireAll(ctx context.Context, q *pb.AcquireAllRequest) (*pb.Joint
 		r.Charges[i] = service.Request{Policy: c.GetPolicy(), Key: c.GetLogicalKey(), Cost: c.Cost}
 	}
 	d, err := a.service.AcquireAll(ctx, r)
-	if err != nil {
-		return nil, StatusOf(err)
-	}
 	whole := &pb.JointDecision{Whole: decision(d.Decision), Binding: int32(d.Binding), Decisions: make([]*pb.Decision, len(d.Decisions))}
 	for i := range d.Decisions {
 		whole.Decisions[i] = decision(d.Decisions[i])
 	}
-	return whole, nil
+	return whole, err
 }
 
-func reply(d client.Decision, err error) (*pb.Decision, error) {
-	if err != nil {
-		return nil, StatusOf(err)
-	}
-	return decision(d), nil
-}
+func reply(d client.Decision, err error) (*pb.Decision, error) { return decision(d), err }
 
 func decision(d client.Decision) *pb.Decision { return new(memory).decision(d) }
 
@@ -194,34 +170,8 @@ func (t Tokens) admit(method string, header metadata.MD) error {
 		tokens = t.Health
 	}
 	if !tokens.Admit(header["authorization"]) {
-		return withInfo(codes.Unauthenticated, "no token that the server knows: send the header authorization: Bearer …",
-			&errdetails.ErrorInfo{Reason: "UNAUTHENTICATED"})
+		return service.StatusWith(codes.Unauthenticated, "no token that the server knows: send the header authorization: Bearer …",
+			&errdetails.ErrorInfo{Reason: "UNAUTHENTICATED"}).Err()
 	}
 	return nil
-}
-
-// Domain is the domain of the ErrorInfo in each error.
-const Domain = "pgratelimit"
-
-// StatusOf converts an error for gRPC.
-func StatusOf(err error) error {
-	var e *service.Error
-	if !errors.As(err, &e) {
-		return status.Error(codes.Internal, err.Error())
-	}
-	info := &errdetails.ErrorInfo{Reason: e.Kind.Reason()}
-	if e.SQLState != "" {
-		info.Metadata = map[string]string{"sqlstate": e.SQLState}
-	}
-	return withInfo(e.Kind.Code(), e.Error(), info)
-}
-
-func withInfo(code codes.Code, message string, info *errdetails.ErrorInfo) error {
-	info.Domain = Domain
-	plain := status.New(code, message)
-	detailed, err := plain.WithDetails(info)
-	if err != nil {
-		return plain.Err()
-	}
-	return detailed.Err()
 }

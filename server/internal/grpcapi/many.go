@@ -19,18 +19,12 @@ const maxUnderWay = 100
 
 func (a api) AcquireMany(ctx context.Context, q *pb.AcquireManyRequest) (*pb.AcquireManyResponse, error) {
 	list, err := a.service.AcquireMany(ctx, requests(q.GetRequests(), acquireRequest))
-	if err != nil {
-		return nil, StatusOf(err)
-	}
-	return &pb.AcquireManyResponse{Answers: answers(list)}, nil
+	return &pb.AcquireManyResponse{Answers: answers(list)}, err
 }
 
 func (a api) PeekMany(ctx context.Context, q *pb.PeekManyRequest) (*pb.PeekManyResponse, error) {
 	list, err := a.service.PeekMany(ctx, requests(q.GetRequests(), peekRequest))
-	if err != nil {
-		return nil, StatusOf(err)
-	}
-	return &pb.PeekManyResponse{Answers: answers(list)}, nil
+	return &pb.PeekManyResponse{Answers: answers(list)}, err
 }
 
 type acquireStream = grpc.BidiStreamingServer[pb.AcquireStreamRequest, pb.AcquireStreamResponse]
@@ -86,7 +80,8 @@ func (a api) AcquireStream(stream acquireStream) error {
 	}
 }
 
-var errStopping = withInfo(codes.Unavailable, "the server stops: messages without an answer have taken nothing", &errdetails.ErrorInfo{Reason: "STOPPING"})
+var errStopping = service.StatusWith(codes.Unavailable, "the server stops: messages without an answer have taken nothing",
+	&errdetails.ErrorInfo{Reason: "STOPPING"}).Err()
 
 // answer answers one message of a stream.
 func (a api) answer(ctx context.Context, q *pb.AcquireStreamRequest) *pb.AcquireStreamResponse {

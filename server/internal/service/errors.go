@@ -8,7 +8,9 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/pgratelimit/pgratelimit/client"
 )
@@ -39,6 +41,26 @@ func (e *Error) Error() string {
 
 // Unwrap returns the error of the client, for the log and not for callers.
 func (e *Error) Unwrap() error { return e.cause }
+
+// GRPCStatus returns the error as gRPC sends it.
+func (e *Error) GRPCStatus() *status.Status {
+	info := &errdetails.ErrorInfo{Reason: e.Kind.Reason()}
+	if e.SQLState != "" {
+		info.Metadata = map[string]string{"sqlstate": e.SQLState}
+	}
+	return StatusWith(e.Kind.Code(), e.Error(), info)
+}
+
+// StatusWith returns a status of gRPC with details for programs.
+func StatusWith(code codes.Code, message string, info *errdetails.ErrorInfo) *status.Status {
+	info.Domain = "pgratelimit"
+	plain := status.New(code, message)
+	detailed, err := plain.WithDetails(info)
+	if err != nil {
+		return plain
+	}
+	return detailed
+}
 
 // A Kind of error has one code in each protocol.
 type Kind int
