@@ -9,6 +9,7 @@ import (
 
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	"github.com/go-json-experiment/json"
 	"github.com/go-json-experiment/json/jsontext"
 
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
@@ -181,26 +182,14 @@ const maxKey = 512
 // bucketKey returns the JSON array of the entries' [key, value] pairs. A key that is too long is hashed: an error would let the
 // request pass if Envoy is told to ignore errors, and clients choose the length of headers.
 func bucketKey(entries []*common.RateLimitDescriptor_Entry, values []string) string {
-	key := []byte{'['}
+	pairs := make([][2]string, len(entries))
 	for i, entry := range entries {
-		if i > 0 {
-			key = append(key, ',')
-		}
-		key = append(key, '[')
-		key = appendText(key, entry.GetKey())
-		key = append(key, ',')
-		key = appendText(key, values[i])
-		key = append(key, ']')
+		pairs[i] = [2]string{entry.GetKey(), values[i]}
 	}
-	if key = append(key, ']'); len(key) <= maxKey {
+	key, _ := json.Marshal(pairs, jsontext.AllowInvalidUTF8(true)) // which both protocols reject
+	if len(key) <= maxKey {
 		return string(key)
 	}
 	sum := sha256.Sum256(key)
 	return "sha256:" + hex.EncodeToString(sum[:]) // no array begins so
-}
-
-// appendText appends a JSON string. Both protocols reject text that is not UTF-8.
-func appendText(to []byte, text string) []byte {
-	to, _ = jsontext.AppendQuote(to, text)
-	return to
 }
