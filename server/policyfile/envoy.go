@@ -27,10 +27,7 @@ type EnvoyDescriptor struct {
 	// Descriptors match the next entry.
 	Descriptors []EnvoyDescriptor
 
-	ShadowMode     bool
-	QuotaMode      bool
-	DetailedMetric bool
-	ValueToMetric  bool
+	Watches        bool // shadow_mode or quota_mode: the rule denies nothing
 	ShareThreshold bool
 
 	// At is where it begins.
@@ -99,7 +96,7 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 					problem = fmt.Sprintf("the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: give this rule another name", p.Name, other.At)
 				}
 				if problem != "" {
-					problems = append(problems, Problem{p.At, problem})
+					problems.Add(p.At, "%s", problem)
 				}
 			}
 			walk(domain, at, d.Descriptors)
@@ -116,7 +113,7 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 func (d *EnvoyDescriptor) policy(path string) Policy {
 	p := Policy{
 		Name: d.Limit.PolicyAt(path), Capacity: int64(d.Limit.RequestsPerUnit), Durable: true, Remember: Day,
-		Shadow: d.Watches(), At: d.Limit.At, durableAt: d.Limit.At,
+		Shadow: d.Watches, At: d.Limit.At, durableAt: d.Limit.At,
 	}
 	if d.Limit.Calendar {
 		p.Period, p.TimeZone, p.Anchor = envoyPeriods[d.Limit.Unit], defaultTimeZone, defaultAnchor
@@ -128,9 +125,6 @@ func (d *EnvoyDescriptor) policy(path string) Policy {
 
 // envoyPeriods are the units that a calendar has.
 var envoyPeriods = map[EnvoyUnit]string{"day": "1 day", "week": "7 days", "month": "1 month", "year": "1 year"}
-
-// Watches reports whether the rule of a descriptor is in shadow.
-func (d *EnvoyDescriptor) Watches() bool { return d.ShadowMode || d.QuotaMode }
 
 // An EnvoyUnit is a unit of time, in lower case.
 type EnvoyUnit string
@@ -214,10 +208,10 @@ func (r *reader) envoyDescriptor(f field) EnvoyDescriptor {
 		known{"value", func(f field) { d.Value = r.envoyText(f) }},
 		known{"rate_limit", func(f field) { d.Limit = r.envoyLimit(f) }},
 		known{"descriptors", func(f field) { d.Descriptors = r.envoyDescriptors(f) }},
-		known{"shadow_mode", func(f field) { d.ShadowMode = r.boolean(f) }},
-		known{"quota_mode", func(f field) { d.QuotaMode = r.boolean(f) }},
-		known{"detailed_metric", func(f field) { d.DetailedMetric = r.boolean(f) }},
-		known{"value_to_metric", func(f field) { d.ValueToMetric = r.boolean(f) }},
+		known{"shadow_mode", func(f field) { d.Watches = r.boolean(f) || d.Watches }},
+		known{"quota_mode", func(f field) { d.Watches = r.boolean(f) || d.Watches }},
+		known{"detailed_metric", func(f field) { r.boolean(f) }}, // here only the reference has these metrics
+		known{"value_to_metric", func(f field) { r.boolean(f) }},
 		known{"share_threshold", func(f field) { d.ShareThreshold, thresholdAt = r.boolean(f), f.value.at }},
 	)
 	if !isObject {

@@ -221,11 +221,11 @@ func TestParse_ReadsWhatIsWritten(t *testing.T) {
 		{Key: "tenant", At: at(37, 9), Descriptors: []policyfile.EnvoyDescriptor{
 			{Key: "path", Value: "7", At: at(39, 13), Limit: &policyfile.EnvoyLimit{Policy: "api", Overdraw: true, At: at(41, 13)}},
 		}},
-		{Key: "remote_address", ShadowMode: true, At: at(42, 9), Limit: &policyfile.EnvoyLimit{
+		{Key: "remote_address", Watches: true, At: at(42, 9), Limit: &policyfile.EnvoyLimit{
 			Name: "address", Unit: "minute", Replaces: []string{"other"}, At: at(44, 9),
 		}},
 		{
-			Key: "internal", Value: "a*", ShareThreshold: true, QuotaMode: true, DetailedMetric: true, ValueToMetric: true, At: at(45, 9),
+			Key: "internal", Value: "a*", ShareThreshold: true, Watches: true, At: at(45, 9),
 			Limit: &policyfile.EnvoyLimit{Unlimited: true, At: at(45, 61)},
 		},
 		{Key: "plan", At: at(46, 9), Limit: &policyfile.EnvoyLimit{Unit: "month", RequestsPerUnit: 100, Calendar: true, At: at(46, 21)}},

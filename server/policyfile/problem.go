@@ -45,6 +45,11 @@ func (p Problems) Error() string {
 	return strings.Join(lines, "\n")
 }
 
+// Add appends a problem.
+func (p *Problems) Add(at Position, format string, args ...any) {
+	*p = append(*p, Problem{Position: at, Message: fmt.Sprintf(format, args...)})
+}
+
 // maxProblems is the largest number of problems in an error.
 const maxProblems = 1000
 

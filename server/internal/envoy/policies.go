@@ -65,8 +65,8 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 			if isThere {
 				what = "has other numbers"
 			}
-			problems = append(problems, policyfile.Problem{Position: described.At, Message: fmt.Sprintf(
-				"policy %q %s, and this role may not define it. An administrator has to run: %s", want.Name, what, statement(want))})
+			problems.Add(described.At, "policy %q %s, and this role may not define it. An administrator has to run: %s",
+				want.Name, what, statement(want))
 		}
 		there[want.Name] = want
 	}
@@ -76,12 +76,10 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, 
 		}
 		has, isThere := there[rule.Policy]
 		if !isThere {
-			problems = append(problems, policyfile.Problem{Position: rule.At, Message: fmt.Sprintf(
-				"there is no policy %q: define it first, or give the rule unit and requests_per_unit", rule.Policy)})
+			problems.Add(rule.At, "there is no policy %q: define it first, or give the rule unit and requests_per_unit", rule.Policy)
 		}
 		if has.Lease != 0 {
-			problems = append(problems, policyfile.Problem{Position: rule.At, Message: fmt.Sprintf(
-				"policy %q lends slots, and has no tokens to take: write another policy", rule.Policy)})
+			problems.Add(rule.At, "policy %q lends slots, and has no tokens to take: write another policy", rule.Policy)
 		}
 		rule.shadow = has.Shadow == client.Yes
 	}

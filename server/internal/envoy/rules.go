@@ -3,7 +3,6 @@ package envoy
 import (
 	"crypto/sha256"
 	"encoding/hex"
-	"fmt"
 	"slices"
 	"strings"
 
@@ -80,13 +79,9 @@ type builder struct {
 	problems policyfile.Problems
 }
 
-func (b *builder) add(at policyfile.Position, format string, args ...any) {
-	b.problems = append(b.problems, policyfile.Problem{Position: at, Message: fmt.Sprintf(format, args...)})
-}
-
 func (b *builder) domain(d policyfile.EnvoyDomain) {
 	if first, isSecond := b.first[d.Name]; isSecond {
-		b.add(d.At, "domain %q is in %s, too: write all its descriptors there", d.Name, first)
+		b.problems.Add(d.At, "domain %q is in %s, too: write all its descriptors there", d.Name, first)
 		return
 	}
 	b.first[d.Name] = d.At
@@ -113,13 +108,13 @@ func (b *builder) level(path string, descriptors []policyfile.EnvoyDescriptor) *
 }
 
 func (b *builder) rule(path string, d policyfile.EnvoyDescriptor) *rule {
-	r := &rule{EnvoyLimit: *d.Limit, policy: d.Limit.PolicyAt(path), shadow: d.Watches()}
+	r := &rule{EnvoyLimit: *d.Limit, policy: d.Limit.PolicyAt(path), shadow: d.Watches}
 	b.rules.list = append(b.rules.list, r)
 	switch {
 	case r.Policy != "" && r.shadow:
-		b.add(d.At, "shadow_mode and quota_mode are for a rule with unit: policy %q watches if it is defined with shadow", r.policy)
+		b.problems.Add(d.At, "shadow_mode and quota_mode are for a rule with unit: policy %q watches if it is defined with shadow", r.policy)
 	case r.policy == "" && !r.Unlimited && r.Overdraw:
-		b.add(r.At, "nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests")
+		b.problems.Add(r.At, "nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests")
 	}
 	return r
 }
