@@ -28,6 +28,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -351,8 +352,7 @@ func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 		}
 		senders.Wait()
 	})
-	var of int
-	require.NoError(t, db.Pool.QueryRow(t.Context(), "select count(*) from ratelimit_status('budget', 10000) where key !~ '^ordinary [0-7]$'").Scan(&of))
+	of := kit.One[int64](t, db.Pool, "select count(*) from ratelimit_status('budget', 10000) where key !~ '^ordinary [0-7]$'")
 	require.Zero(t, of, "a bad request has a bucket")
 	for sample := range scrape(t, s) {
 		require.Less(t, len(sample), 200, "what callers send is in no label")

@@ -415,8 +415,7 @@ func TestDenialCache_RepeatsDenialsOnlyIfSet(t *testing.T) {
 
 func TestErrors_NoPrivilege(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
-	role, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_packed")
+	db, role, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_packed")
 	s := start(t, url)
 	db.Exec(t, "revoke execute on function ratelimit_acquire from "+role)
 	requireFault(t, s, service.Internal, "42501")
@@ -425,8 +424,8 @@ func TestErrors_NoPrivilege(t *testing.T) {
 
 func TestErrors_NoDatabase(t *testing.T) {
 	t.Parallel()
-	postgres := pgtest.Private(t)
-	s := start(t, install(t, postgres).URL)
+	db, postgres := newPrivateDB(t)
+	s := start(t, db.URL)
 	s.acquire("api", "k")
 	require.NoError(t, postgres.Stop(t.Context(), true))
 	requireFault(t, s, service.Unavailable, "")

@@ -538,8 +538,7 @@ descriptors:
 // The error has the statements that an administrator must run. They are enough.
 func TestEnvoyRules_WithoutTheRight(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
-	role, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed")
+	db, role, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed")
 	db.Exec(t, `select ratelimit_define_policy('edge.b', 7, 7, '1 day')`)
 	path := rulesFile(t, `
 domain: edge

@@ -15,9 +15,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
@@ -30,10 +27,10 @@ import (
 	"google.golang.org/protobuf/reflect/protoregistry"
 	"google.golang.org/protobuf/types/dynamicpb"
 
-	"github.com/pgratelimit/pgratelimit/migrations"
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
 	"github.com/pgratelimit/pgratelimit/server/internal/server"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -286,11 +283,9 @@ func requireInfo(t testing.TB, err error, reason, sqlState string) {
 func ptr[T any](value T) *T { return &value }
 
 // taken is what buckets of budget have lost.
-func taken(t testing.TB, db *pgtest.DB) (tokens int64) {
+func taken(t testing.TB, db *pgtest.DB) int64 {
 	t.Helper()
-	require.NoError(t, db.Pool.QueryRow(t.Context(),
-		"select coalesce(sum(capacity - remaining), 0)::bigint from ratelimit_status('budget', 10000)").Scan(&tokens))
-	return tokens
+	return kit.One[int64](t, db.Pool, "select coalesce(sum(capacity - remaining), 0)::bigint from ratelimit_status('budget', 10000)")
 }
 
 // lock holds all policies until it is called: no call of a limiter ends meanwhile.
@@ -313,42 +308,27 @@ func awaitBlocked(t testing.TB, db *pgtest.DB, n int) {
 		 where application_name = 'pgratelimit' and datname = current_database() and wait_event_type = 'Lock'`, n)
 }
 
-// newRole returns a role that may call functions, and the connection string with its rights and none of our own.
-func newRole(t testing.TB, db *pgtest.DB, functions string) (role, roleURL string) {
+// newRole returns a database, a role that may call functions of it, and the connection string with its rights and none of our own.
+func newRole(t testing.TB, functions string) (db *pgtest.DB, role, roleURL string) {
 	t.Helper()
-	role = db.Name + "_app"
-	db.Exec(t, "create role "+role+" role current_user")
-	t.Cleanup(func() {
-		_, err := db.Pool.Exec(context.Background(), "drop owned by "+role+"; drop role "+role)
-		assert.NoError(t, err)
-	})
+	role = kit.NewRole(t)
+	db = newDB(t)
 	if functions != "" {
 		db.Exec(t, "grant execute on function "+functions+" to "+role)
 	}
-	u, err := url.Parse(db.URL)
-	require.NoError(t, err)
+	u := kit.NoError(url.Parse(db.URL))(t)
 	query := u.Query()
 	query.Set("role", role)
 	u.RawQuery = query.Encode()
-	return role, u.String()
+	return db, role, u.String()
 }
 
-// install returns a database of a private server, with the package and the policies of newDB.
-func install(t testing.TB, postgres *pgtest.Server) *pgtest.DB {
+// newPrivateDB is newDB on a server of its own.
+func newPrivateDB(t testing.TB) (*pgtest.DB, *pgtest.Server) {
 	t.Helper()
-	const name = "limits"
-	conn, err := pgx.Connect(t.Context(), postgres.URL(""))
-	require.NoError(t, err)
-	_, err = conn.Exec(t.Context(), "create database "+name+" template template0")
-	require.NoError(t, err)
-	require.NoError(t, conn.Close(t.Context()))
-	db := &pgtest.DB{Name: name, URL: postgres.URL(name)}
-	require.NoError(t, migrations.Up(t.Context(), db.Connect(t)))
-	db.Pool, err = pgxpool.New(t.Context(), db.URL)
-	require.NoError(t, err)
-	t.Cleanup(db.Pool.Close)
-	definePolicies(t, db)
-	return db
+	db, postgres := kit.NewPrivateDB(t)
+	definePolicies(t, db.DB)
+	return db.DB, postgres
 }
 
 // methods lists the methods of the services that reflection lists.

@@ -32,8 +32,7 @@ import (
 
 func TestHealth_FollowsTheDatabase(t *testing.T) {
 	t.Parallel()
-	postgres := pgtest.Private(t)
-	db := install(t, postgres)
+	db, postgres := newPrivateDB(t)
 	s := start(t, db.URL)
 	await := s.watchHealth("pgratelimit.v1.RateLimiter")
 	healthz := func() bool { return s.get("/healthz").status == http.StatusOK }
@@ -415,8 +414,7 @@ func TestPage_NeedsTheToken(t *testing.T) {
 // The plots show requests, and the page works without the database.
 func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
 	t.Parallel()
-	postgres := pgtest.Private(t)
-	db := install(t, postgres)
+	db, postgres := newPrivateDB(t)
 	s := start(t, db.URL, "STATUS_PAGE=true")
 	for range 12 {
 		s.mustPost("/v1/acquire", `{"policy":"api","key":"user:42"}`)

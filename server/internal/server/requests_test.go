@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 // Calls need one of TOKENS, health and metrics one of MONITORING_TOKENS if there are any. TestAttack_TokensOfEvery… and package
@@ -286,8 +287,7 @@ func TestKeys_OfEveryKind(t *testing.T) {
 		require.NoError(t, err)
 		a := s.mustPost("/v1/acquire", fmt.Sprintf(`{"policy":"budget","key":%s}`, text))
 		require.EqualValues(t, 999_998, a.body["remaining"], "%q", key)
-		var remaining int64
-		require.NoError(t, db.Pool.QueryRow(t.Context(), "select remaining from ratelimit_peek('budget', $1)", key).Scan(&remaining))
+		remaining := kit.One[int64](t, db.Pool, "select remaining from ratelimit_peek('budget', $1)", key)
 		require.EqualValues(t, 999_998, remaining, "%q", key)
 	}
 }

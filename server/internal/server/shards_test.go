@@ -92,8 +92,7 @@ func TestShards_OneAloneIsRefused(t *testing.T) {
 	require.ErrorContains(t, err, "is shard 1 of 2")
 	require.ErrorContains(t, err, "List all 2 databases, in SHARD_URLS")
 
-	db := newDB(t)
-	_, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed")
+	_, _, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed")
 	s := start(t, url) // which may not ask
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
 }
@@ -215,8 +214,7 @@ func TestLeases_OfShards(t *testing.T) {
 
 func TestLeases_NeedGrants(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
-	role, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund")
+	db, role, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund")
 	require.ErrorContains(t, startError(t, url, "LEASES=api"), "grant execute on function ratelimit_acquire_up_to, ratelimit_refund to <role>;")
 	db.Exec(t, "grant execute on function ratelimit_acquire_up_to to "+role)
 	start(t, url, "LEASES=api")

@@ -32,8 +32,7 @@ import (
 
 func TestStart_SaysWhatIsMissing(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
-	_, url := newRole(t, db, "")
+	db, _, url := newRole(t, "")
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	defer taken.Close()
@@ -66,8 +65,7 @@ func TestStart_DefinesTheDefaultPolicyOnce(t *testing.T) {
 // docs/server.md names these grants.
 func TestStart_AsARoleThatMayOnlyAskForTokens(t *testing.T) {
 	t.Parallel()
-	db := newDB(t)
-	_, url := newRole(t, db, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, "+
+	_, _, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, "+
 		"ratelimit_acquire_up_to, ratelimit_reserve, ratelimit_peek, ratelimit_refund, ratelimit_hold, ratelimit_renew, ratelimit_release")
 	s := start(t, url)
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k","idempotency_key":"i"}`).status)
