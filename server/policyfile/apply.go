@@ -55,8 +55,7 @@ func alone(ctx context.Context, tx pgx.Tx) error {
 
 // failed adds the place in the file to an error, if the database has refused its value.
 func (c *Change) failed(err error) error {
-	var refusal *pgconn.PgError
-	if c.Action != Drop && errors.As(err, &refusal) && refusal.Code == "22023" {
+	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && c.Action != Drop && refusal.Code == "22023" {
 		return Problems{{c.at, fmt.Sprintf("the database refuses this: %s: %s %s", refusal.Message, refusal.Detail, refusal.Hint)}}
 	}
 	return failed(c.String(), err)
@@ -99,8 +98,7 @@ func (o Override) remove(ctx context.Context, tx pgx.Tx) error {
 func (o Override) set(ctx context.Context, tx pgx.Tx) error {
 	var expires *string
 	if !o.ExpiresAt.IsZero() {
-		text := o.ExpiresAt.Format(time.RFC3339Nano)
-		expires = &text
+		expires = new(o.ExpiresAt.Format(time.RFC3339Nano))
 	}
 	switch {
 	case o.isOfSlots():

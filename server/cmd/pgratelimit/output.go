@@ -113,8 +113,7 @@ func (p *program) complain(w io.Writer, err error) {
 		Error    string `json:"error"`
 		SQLState string `json:"sqlstate,omitempty"`
 	}{Error: text}
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		complaint.SQLState = pgErr.Code
 	}
 	_ = encode(w, complaint, "") // there is nowhere to say that it failed

@@ -48,8 +48,7 @@ func (a api) AcquireUpTo(ctx context.Context, q *pb.AcquireUpToRequest) (*pb.Par
 func (a api) Reserve(ctx context.Context, q *pb.ReserveRequest) (*pb.Reservation, error) {
 	var maxWait *time.Duration
 	if q.GetMaxWait() != nil {
-		wait := q.GetMaxWait().AsDuration()
-		maxWait = &wait
+		maxWait = new(q.GetMaxWait().AsDuration())
 	}
 	r := service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId}
 	d, err := a.service.Reserve(ctx, r, maxWait)

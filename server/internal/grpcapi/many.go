@@ -87,8 +87,7 @@ var errStopping = service.StatusWith(codes.Unavailable, "the server stops: messa
 func (a api) answer(ctx context.Context, q *pb.AcquireStreamRequest) *pb.AcquireStreamResponse {
 	response := &pb.AcquireStreamResponse{Id: q.GetId()}
 	list, err := a.service.AcquireMany(ctx, requests(q.GetRequests(), acquireRequest))
-	var e *service.Error
-	if errors.As(err, &e) {
+	if e, ok := errors.AsType[*service.Error](err); ok {
 		response.Error = errorOf(e)
 	} else {
 		response.Answers = answers(list)

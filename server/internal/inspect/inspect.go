@@ -75,8 +75,7 @@ func seconds(micros *int64) *jsonapi.Seconds {
 	if micros == nil {
 		return nil
 	}
-	s := jsonapi.Seconds(time.Duration(min(*micros, time.Duration(1<<63-1).Microseconds())) * time.Microsecond)
-	return &s
+	return new(jsonapi.Seconds(time.Duration(min(*micros, time.Duration(1<<63-1).Microseconds())) * time.Microsecond))
 }
 
 // A Finding is a row of ratelimit_doctor.

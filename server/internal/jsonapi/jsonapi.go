@@ -125,8 +125,7 @@ func (r reserveRequest) maxWait() *time.Duration {
 		return nil
 	}
 	const most = 1e9 // beyond what the database accepts
-	wait := time.Duration(math.Round(1e6*min(max(*r.MaxWait, -most), most))) * time.Microsecond
-	return &wait
+	return new(time.Duration(math.Round(1e6*min(max(*r.MaxWait, -most), most))) * time.Microsecond)
 }
 
 type refundRequest struct {
@@ -211,12 +210,10 @@ func ReadPost(w http.ResponseWriter, r *http.Request, maxBytes int64) (body []by
 
 // Unreadable returns the Problem of a request that could not be read or decoded.
 func Unreadable(err error) Problem {
-	var tooLarge *http.MaxBytesError
-	if errors.As(err, &tooLarge) {
+	if tooLarge, ok := errors.AsType[*http.MaxBytesError](err); ok {
 		return Problem{Title: "the request is too large", Status: http.StatusRequestEntityTooLarge, Detail: fmt.Sprintf("The limit is %d bytes.", tooLarge.Limit)}
 	}
-	var timeout net.Error
-	if errors.As(err, &timeout) && timeout.Timeout() {
+	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
 		return Problem{Title: "the request did not arrive in time", Status: http.StatusRequestTimeout}
 	}
 	return Problem{Title: "the request is not the JSON object of this call", Status: http.StatusBadRequest, Detail: whatIsWrong(err)}
@@ -415,12 +412,10 @@ func newAnswers(list []service.Answer, err error) (answers, error) {
 	all := answers{make([]answer, len(list))}
 	for i, a := range list {
 		if a.Err != nil {
-			p := NewProblem(a.Err)
-			all.Answers[i].Error = &p
-			continue
+			all.Answers[i].Error = new(NewProblem(a.Err))
+		} else {
+			all.Answers[i].Decision = new(NewDecision(a.Decision))
 		}
-		d := NewDecision(a.Decision)
-		all.Answers[i].Decision = &d
 	}
 	return all, err
 }

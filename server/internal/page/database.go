@@ -179,12 +179,11 @@ func (d *database) find(policy, key string) (section[inspect.Bucket], section[cl
 
 // noticeOf returns what a reader of the page can do about an error.
 func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration, function string) string {
-	code := ""
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
-		code = pgErr.Code
+	pgErr, isPg := errors.AsType[*pgconn.PgError](err)
+	if !isPg {
+		return "The database did not answer. This is tried again."
 	}
-	switch code {
+	switch pgErr.Code {
 	case "42501": // insufficient_privilege
 		return "The server's role may not see this. The owner of the package can run: " + inspect.Grant(d.roleName(ctx), function)
 	case "42883": // undefined_function
@@ -195,10 +194,8 @@ func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration,
 		return "Somebody has locked the tables, such as a migration. This is tried again."
 	case "RL001": // of a search
 		return "There is no such policy."
-	case "":
-		return "The database did not answer. This is tried again."
 	}
-	return fmt.Sprintf("The database failed: %s (%s).", pgErr.Message, code)
+	return fmt.Sprintf("The database failed: %s (%s).", pgErr.Message, pgErr.Code)
 }
 
 func (d *database) roleName(ctx context.Context) string {

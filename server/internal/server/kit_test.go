@@ -280,8 +280,6 @@ func requireInfo(t testing.TB, err error, reason, sqlState string) {
 	require.Fail(t, "no ErrorInfo", "%v", err)
 }
 
-func ptr[T any](value T) *T { return &value }
-
 // taken is what buckets of budget have lost.
 func taken(t testing.TB, db *pgtest.DB) int64 {
 	t.Helper()

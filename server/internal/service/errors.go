@@ -149,8 +149,7 @@ func (e *Error) of(request int) *Error {
 
 // classify makes an Error of the error that the client returned to a call under ctx.
 func classify(ctx context.Context, err error) *Error {
-	var pgErr *pgconn.PgError
-	isPg := errors.As(err, &pgErr)
+	pgErr, isPg := errors.AsType[*pgconn.PgError](err)
 	e := newError(kindOf(ctx, err, pgErr))
 	e.cause = err
 	if isPg {

@@ -50,9 +50,6 @@ func newFake(t *testing.T) *clienttest.Fake {
 	return fake
 }
 
-func number(n int64) *int64 { return &n }
-func text(s string) *string { return &s }
-
 // Every error of the client has a kind, and every kind a code in each protocol.
 func TestErrors_HaveAKind(t *testing.T) {
 	t.Parallel()
@@ -131,11 +128,11 @@ func TestRequests_WhatIsLeftOut(t *testing.T) {
 	require.EqualValues(t, 9, d.Remaining, "a cost of 1")
 	require.Equal(t, service.DefaultPolicy, seen.last().Policy)
 
-	d, err = s.Peek(ctx, service.Request{Key: "k", Cost: number(10)})
+	d, err = s.Peek(ctx, service.Request{Key: "k", Cost: new(int64(10))})
 	require.NoError(t, err)
 	require.False(t, d.Allowed)
 
-	joint, err := s.AcquireAll(ctx, service.JointRequest{Charges: []service.Request{{Key: "k"}, {Policy: "api", Key: "k", Cost: number(10)}}})
+	joint, err := s.AcquireAll(ctx, service.JointRequest{Charges: []service.Request{{Key: "k"}, {Policy: "api", Key: "k", Cost: new(int64(10))}}})
 	require.NoError(t, err)
 	require.EqualValues(t, 8, joint.Decisions[0].Remaining)
 	require.Equal(t, "api", seen.last().Policy, "that of the binding charge")
@@ -146,8 +143,8 @@ func TestRequests_WhatIsLeftOut(t *testing.T) {
 		argument string
 	}{
 		{s.Charge, service.Request{Key: "k"}, "cost"},
-		{s.Settle, service.Request{Key: "k", IdempotencyKey: text("i")}, "cost"},
-		{s.Settle, service.Request{Key: "k", Cost: number(1)}, "idempotency_key"},
+		{s.Settle, service.Request{Key: "k", IdempotencyKey: new("i")}, "cost"},
+		{s.Settle, service.Request{Key: "k", Cost: new(int64(1))}, "idempotency_key"},
 		{s.Refund, service.Request{Key: "k"}, "amount"},
 	} {
 		_, err := test.call(ctx, test.request)
@@ -180,7 +177,7 @@ func TestObserve_TellsGrantsFromLeases(t *testing.T) {
 	_, err = s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false)
 	require.NoError(t, err)
 	require.True(t, seen.last().Leased)
-	_, err = s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k", Cost: number(10)})
+	_, err = s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k", Cost: new(int64(10))})
 	require.NoError(t, err)
 	require.False(t, seen.last().Leased, "a denial")
 	_, err = s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"})
@@ -192,15 +189,15 @@ func TestObserve_HasTheResultOfEachCall(t *testing.T) {
 	t.Parallel()
 	var seen recorder
 	s := service.New(newFake(t), roomy, seen.observe)
-	key := text("first")
+	key := new("first")
 	for _, test := range []struct {
 		request service.Request
 		result  client.Result
 	}{
-		{service.Request{Policy: "api", Key: "k", Cost: number(10), IdempotencyKey: key}, client.ResultAllowed},
-		{service.Request{Policy: "api", Key: "k", Cost: number(10), IdempotencyKey: key}, client.ResultReplayed},
+		{service.Request{Policy: "api", Key: "k", Cost: new(int64(10)), IdempotencyKey: key}, client.ResultAllowed},
+		{service.Request{Policy: "api", Key: "k", Cost: new(int64(10)), IdempotencyKey: key}, client.ResultReplayed},
 		{service.Request{Policy: "api", Key: "k"}, client.ResultDenied},
-		{service.Request{Policy: "watched", Key: "k", Cost: number(11)}, client.ResultShadowed},
+		{service.Request{Policy: "watched", Key: "k", Cost: new(int64(11))}, client.ResultShadowed},
 		{service.Request{Policy: "nobody", Key: "k"}, client.ResultError},
 	} {
 		_, err := s.Acquire(t.Context(), test.request)
@@ -209,7 +206,7 @@ func TestObserve_HasTheResultOfEachCall(t *testing.T) {
 		require.Equal(t, test.request.Policy, seen.last().Policy)
 		require.Equal(t, err != nil, seen.last().Err != nil)
 	}
-	jobs := service.Request{Policy: "jobs", Key: "k", Holder: "h", Cost: number(2)}
+	jobs := service.Request{Policy: "jobs", Key: "k", Holder: "h", Cost: new(int64(2))}
 	for _, result := range []client.Result{client.ResultAllowed, client.ResultReplayed} {
 		_, err := s.Hold(t.Context(), jobs)
 		require.NoError(t, err)
