@@ -15,6 +15,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -48,12 +49,7 @@ func overridesIn(t require.TestingT, db *pgtest.DB) []string {
 }
 
 func lines(t require.TestingT, db *pgtest.DB, query string) []string {
-	rows, err := db.Pool.Query(context.Background(), query)
-	require.NoError(t, err)
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	slices.Sort(found)
-	return found
+	return slices.Sorted(slices.Values(kit.ColumnOf(t, db.Pool, query)))
 }
 
 // wanted is what a database should have, from what the test has made up.
@@ -384,10 +380,7 @@ envoy:
 			t.Parallel()
 			db := pgtest.New(t)
 			for _, step := range steps {
-				if step.sql != "" {
-					_, err := db.Pool.Exec(t.Context(), step.sql)
-					require.NoError(t, err)
-				}
+				db.Exec(t, step.sql)
 				before := policiesIn(t, db)
 				plan := func() *policyfile.Difference {
 					d, err := policyfile.Plan(t.Context(), db.Pool, parse(t, step.file), step.options)
@@ -449,9 +442,8 @@ func TestApply_Errors(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			db.Exec(t, `select ratelimit_define_policy('stays', 1, 1, '1 second')`)
-			_, err := db.Pool.Exec(t.Context(), test.sql)
-			require.NoError(t, err)
-			_, err = policyfile.Apply(t.Context(), db.Pool, parse(t, test.file), policyfile.Options{Prune: true})
+			db.Exec(t, test.sql)
+			_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, test.file), policyfile.Options{Prune: true})
 			require.ErrorContains(t, err, test.want)
 			require.Len(t, policiesIn(t, db), 1)
 		})
@@ -516,20 +508,16 @@ limits.yaml:4:3: policy "llm" was created with durable: false, which cannot chan
 // The role cannot read tables, and so sees only the names of what is dropped.
 func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
 	t.Parallel()
+	role := kit.NewRole(t)
 	db := pgtest.New(t)
-	conn := db.Connect(t)
-	role := pgx.Identifier{db.Name + "_deploy"}.Sanitize()
-	db.Exec(t, "create role "+role)
-	t.Cleanup(func() { db.Exec(t, "drop owned by "+role); db.Exec(t, "drop role "+role) })
+	conn := kit.ConnectAs(t, db, role)
 	db.Exec(t, "grant execute on function ratelimit_define_policy, ratelimit_policies, ratelimit_override, ratelimit_overrides to "+role)
-	_, err := conn.Exec(t.Context(), "set role "+role)
-	require.NoError(t, err)
 
 	apply(t, conn, twoPolicies)
 	require.Len(t, policiesIn(t, db), 2)
 
 	const one = "policies: {api: {capacity: 100, refill: 10, every: 1s}}"
-	_, err = policyfile.Apply(t.Context(), conn, parse(t, one), policyfile.Options{Prune: true})
+	_, err := policyfile.Apply(t.Context(), conn, parse(t, one), policyfile.Options{Prune: true})
 	require.ErrorContains(t, err, `- policy "llm": dropped with its buckets, overrides, idempotency keys and holders, which this role may not count: `+
 		"the role may not do this, so grant it, or connect as the owner of the functions: ERROR: permission denied for function ratelimit_drop_policy")
 	require.Len(t, policiesIn(t, db), 2)
@@ -542,20 +530,10 @@ func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
 func TestApply_OnAStandbyNamesThePrimary(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Private(t)
-	connect := func() *pgx.Conn {
-		conn, err := pgx.Connect(t.Context(), server.URL(""))
-		require.NoError(t, err)
-		return conn
-	}
-	conn := connect()
-	_, err := conn.Exec(t.Context(), `do $$ begin execute format('copy (select) to %L', current_setting('data_directory') || '/standby.signal'); end $$`)
-	require.NoError(t, err)
-	require.NoError(t, conn.Close(t.Context()))
+	kit.OnServer(t, server, "", `do $$ begin execute format('copy (select) to %L', current_setting('data_directory') || '/standby.signal'); end $$`)
 	require.NoError(t, server.Stop(t.Context(), false))
 	require.NoError(t, server.Start(t.Context()))
-	conn = connect()
-	defer conn.Close(context.Background())
-	_, err = policyfile.Apply(t.Context(), conn, parse(t, twoPolicies), policyfile.Options{})
+	_, err := policyfile.Apply(t.Context(), kit.Connect(t, server), parse(t, twoPolicies), policyfile.Options{})
 	require.ErrorContains(t, err, "the database is read-only, so connect to the primary: ")
 }
 

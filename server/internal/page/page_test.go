@@ -21,6 +21,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -426,16 +427,10 @@ func TestPage_GivesUp(t *testing.T) {
 // The page has the statement that grants what is missing, and shows the rest.
 func TestPage_WithoutGrants(t *testing.T) {
 	t.Parallel()
+	role := kit.NewRole(t)
 	db := newDB(t)
-	role := db.Name + "_page"
-	db.Exec(t, "create role "+role+" role current_user")
-	t.Cleanup(func() { db.Exec(t, "drop owned by "+role+"; drop role "+role) })
 	db.Exec(t, "grant execute on function ratelimit_policies to "+role)
-	config := db.Pool.Config()
-	config.ConnConfig.RuntimeParams["role"] = role
-	pool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	defer pool.Close()
+	pool := kit.PoolAs(t, db, role)
 	p := shown(t, pool, time.Now)
 	_, page := get(t, p, "/")
 	require.Contains(t, text(t, page, "tr"), "api 0 0 10 1 every 1d 1d")
