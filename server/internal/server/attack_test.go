@@ -42,24 +42,13 @@ func underAttack(t *testing.T, s *testServer, db *pgtest.DB, attack func()) {
 	var callers sync.WaitGroup
 	for i := range 8 {
 		callers.Go(func() {
-			for n := 0; ; n++ {
+			for {
 				select {
 				case <-done:
 					return
 				default:
 				}
-				ctx := context.Background()
-				var allowed bool
-				var err error
-				if i%2 == 0 {
-					var d *pb.Decision
-					d, err = s.rpc.Acquire(ctx, &pb.AcquireRequest{Policy: "budget", LogicalKey: fmt.Sprint("ordinary ", i)})
-					allowed = d.GetVerdict() == pb.Verdict_ALLOWED
-				} else {
-					var a answer
-					a, err = s.post(ctx, "/v1/acquire", fmt.Sprintf(`{"policy":"budget","key":"ordinary %d"}`, i))
-					allowed = a.body["allowed"] == true
-				}
+				allowed, _, err := s.take(context.Background(), i, "budget", fmt.Sprint("ordinary ", i))
 				if err != nil || !allowed {
 					t.Errorf("an ordinary caller: allowed %t, error %v", allowed, err)
 					return
@@ -267,11 +256,7 @@ func TestAttack_CallersWhoLeave(t *testing.T) {
 			leaving.Go(func() {
 				for range 200 {
 					ctx, cancel := context.WithTimeout(t.Context(), time.Duration(random.IntN(3000))*time.Microsecond)
-					if i%2 == 0 {
-						_, _ = s.rpc.Acquire(ctx, &pb.AcquireRequest{Policy: "budget", LogicalKey: "left"})
-					} else {
-						_, _ = s.post(ctx, "/v1/acquire", `{"policy":"budget","key":"left"}`)
-					}
+					_, _, _ = s.take(ctx, i, "budget", "left")
 					cancel()
 				}
 			})

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net/http"
@@ -243,6 +244,16 @@ func (s *testServer) acquire(policy, key string) *pb.Decision {
 	d, err := s.rpc.Acquire(s.t.Context(), &pb.AcquireRequest{Policy: policy, LogicalKey: key})
 	require.NoError(s.t, err)
 	return d
+}
+
+// take takes one token, by gRPC for callers of an even number and else by JSON. It may be called beside the test.
+func (s *testServer) take(ctx context.Context, caller int, policy, key string) (allowed, estimated bool, err error) {
+	if caller%2 == 0 {
+		d, err := s.rpc.Acquire(ctx, &pb.AcquireRequest{Policy: policy, LogicalKey: key})
+		return d.GetVerdict() == pb.Verdict_ALLOWED, d.GetEstimated(), err
+	}
+	a, err := s.post(ctx, "/v1/acquire", fmt.Sprintf(`{"policy":%q,"key":%q}`, policy, key))
+	return a.body["allowed"] == true, a.body["estimated"] == true, err
 }
 
 func (s *testServer) remaining(policy, key string) int64 {

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -136,21 +136,10 @@ func (s *testServer) spend(key string, enough int64) (granted, leased int64) {
 	for caller := range 8 {
 		callers.Go(func() {
 			for ; marked.Load() < enough && all.Load() < 100_000; all.Add(1) {
-				var isMarked bool
-				if caller%2 == 0 {
-					d, err := s.rpc.Acquire(s.t.Context(), &pb.AcquireRequest{Policy: "busy", LogicalKey: key})
-					if err != nil || d.GetVerdict() != pb.Verdict_ALLOWED {
-						s.t.Errorf("%v: %v", d, err)
-						return
-					}
-					isMarked = d.GetEstimated()
-				} else {
-					a, err := s.post(s.t.Context(), "/v1/acquire", `{"policy":"busy","key":"`+key+`"}`)
-					if err != nil || a.body["allowed"] != true {
-						s.t.Errorf("%v: %v", a, err)
-						return
-					}
-					_, isMarked = a.body["estimated"]
+				allowed, isMarked, err := s.take(s.t.Context(), caller, "busy", key)
+				if err != nil || !allowed {
+					s.t.Errorf("allowed %t, error %v", allowed, err)
+					return
 				}
 				if isMarked {
 					marked.Add(1)
@@ -163,10 +152,9 @@ func (s *testServer) spend(key string, enough int64) (granted, leased int64) {
 	return all.Load(), marked.Load()
 }
 
-func spent(t *testing.T, db *pgtest.DB, key string) (tokens int64) {
+func spent(t *testing.T, db *pgtest.DB, key string) int64 {
 	t.Helper()
-	require.NoError(t, db.Pool.QueryRow(t.Context(), "select 1000000 - (ratelimit_peek('busy', $1)).remaining", key).Scan(&tokens))
-	return tokens
+	return kit.One[int64](t, db.Pool, "select 1000000 - (ratelimit_peek('busy', $1)).remaining", key)
 }
 
 // The answer, the metrics and the page show grants from leases. Other calls go to the database. When the server stops, it refunds

@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"encoding/pem"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
@@ -135,44 +136,27 @@ func certificate(t *testing.T) (certFile, keyFile string, pool *x509.CertPool) {
 // Under load, a caller gets the answer to each grant in the database.
 func TestStop_LosesNoAnswer(t *testing.T) {
 	t.Parallel()
-	const callers, enough = 24, 2000
+	const callers, enough = 48, 2000
 	for range 3 {
 		db := newDB(t)
 		s := start(t, db.URL, "NO_FLUSH=true")
 		var granted atomic.Int64
 		var loaded sync.WaitGroup
 		isUnderLoad := make(chan struct{})
-		grant := func() {
-			if granted.Add(1) == enough {
-				close(isUnderLoad)
-			}
-		}
 		for i := range callers {
-			key := string(rune('a' + i))
 			loaded.Go(func() {
 				for {
-					d, err := s.rpc.Acquire(context.Background(), &pb.AcquireRequest{Policy: "budget", LogicalKey: key})
+					allowed, _, err := s.take(context.Background(), i, "budget", fmt.Sprint("k", i/2))
 					if err != nil {
-						if code := status.Code(err); code != codes.Unavailable {
+						if _, isGRPC := status.FromError(err); isGRPC && status.Code(err) != codes.Unavailable {
 							t.Errorf("%v", err)
 						}
-						return
+						return // what kind of error it is by JSON, taken tells below
 					}
-					if d.GetVerdict() == pb.Verdict_ALLOWED {
-						grant()
-					}
-				}
-			})
-			loaded.Go(func() {
-				for {
-					a, err := s.post(context.Background(), "/v1/acquire", `{"policy":"budget","key":"`+key+`"}`)
-					if err != nil {
-						return // what kind of error it is, taken tells below
-					}
-					if a.body["allowed"] == true {
-						grant()
-					} else {
-						t.Errorf("%v", a.body)
+					if !allowed {
+						t.Errorf("caller %d is not allowed", i)
+					} else if granted.Add(1) == enough {
+						close(isUnderLoad)
 					}
 				}
 			})
@@ -257,11 +241,7 @@ func TestStop_LeavesNoGoroutines(t *testing.T) {
 					if i%3 == 0 {
 						go cancel()
 					}
-					if i%2 == 0 {
-						_, _ = s.rpc.Acquire(ctx, &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"})
-					} else {
-						_, _ = s.post(ctx, "/v1/acquire", `{"policy":"budget","key":"k"}`)
-					}
+					_, _, _ = s.take(ctx, i, "budget", "k")
 				})
 			}
 			callers.Wait()
