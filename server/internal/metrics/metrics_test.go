@@ -49,31 +49,6 @@ func series(t *testing.T, m *metrics.Metrics, name string) (lines []string) {
 	return lines
 }
 
-// Unknown policies share one series, and known ones have at most 1000.
-func TestMetrics_HaveABoundedNumberOfSeries(t *testing.T) {
-	t.Parallel()
-	m := newMetrics(t)
-	unknown := &service.Error{Kind: service.UnknownPolicy}
-	for i := range 1000 {
-		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("made up ", i), Result: client.ResultError, Err: unknown})
-	}
-	for i, kind := range []service.Kind{service.Unavailable, service.InvalidArgument, service.Overloaded} {
-		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("of an error ", i), Result: client.ResultError, Err: &service.Error{Kind: kind}})
-	}
-	require.Equal(t, []string{`ratelimit_requests_total{policy="_other",result="error"} 1003`}, series(t, m, "ratelimit_requests_total"))
-
-	for i := range 3000 {
-		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("policy ", i), Result: client.ResultAllowed})
-	}
-	lines := series(t, m, "ratelimit_requests_total")
-	require.Len(t, lines, 1002)
-	require.Contains(t, lines, `ratelimit_requests_total{policy="_other",result="allowed"} 2000`)
-	require.Contains(t, lines, `ratelimit_requests_total{policy="policy 0",result="allowed"} 1`)
-	m.Observe(service.Call{Operation: service.Acquire, Policy: "policy 0", Result: client.ResultError, Err: unknown})
-	require.Contains(t, series(t, m, "ratelimit_requests_total"), `ratelimit_requests_total{policy="policy 0",result="error"} 1`, "one that was dropped is known")
-	require.Len(t, series(t, m, "ratelimit_acquire_duration_seconds_count"), 2)
-}
-
 // Also beyond 2000 series, where the SDK would stop by itself.
 func TestMetrics_EachResultOfAPolicyIsCounted(t *testing.T) {
 	t.Parallel()
@@ -114,6 +89,7 @@ func TestMetrics_KeysAreNoLabels(t *testing.T) {
 				r := service.Request{Policy: fmt.Sprint("made up ", caller, " ", n), Key: "user"}
 				_, _ = s.Acquire(t.Context(), r)
 				_, _ = s.Peek(t.Context(), r)
+				_, _ = s.Charge(t.Context(), r) // without a cost: that there is no such policy is not seen
 				_, _ = s.AcquireAll(t.Context(), service.JointRequest{Charges: []service.Request{{Policy: "api", Key: "user"}, r}})
 			}
 		})
@@ -137,13 +113,14 @@ func TestMetrics_KeysAreNoLabels(t *testing.T) {
 	}
 	require.Equal(t, map[string]float64{
 		"ratelimit_requests_total api allowed":                    100_000,
-		"ratelimit_requests_total _other error":                   2000,
+		"ratelimit_requests_total _other error":                   3000,
 		"ratelimit_acquire_duration_seconds allowed":              100_000,
-		"ratelimit_acquire_duration_seconds error":                2000,
+		"ratelimit_acquire_duration_seconds error":                3000,
 		"ratelimit_server_calls_total OK acquire":                 100_000,
 		"ratelimit_server_calls_total UNKNOWN_POLICY acquire":     1000,
 		"ratelimit_server_calls_total UNKNOWN_POLICY acquire_all": 1000,
 		"ratelimit_server_calls_total UNKNOWN_POLICY peek":        1000,
+		"ratelimit_server_calls_total INVALID_ARGUMENT charge":    1000,
 	}, counts)
 }
 
@@ -161,25 +138,36 @@ func TestMetrics_CountRequestsForTokensOnly(t *testing.T) {
 
 // These tests set the environment, and so run before the others.
 
-func TestOTLP_TheVariableForMetricsComesFirst(t *testing.T) {
+// It is off unless it is asked for. The variable for metrics comes before that of all signals.
+func TestOTLP_Variables(t *testing.T) {
+	const endpoint = "http://127.0.0.1:1"
 	for name, test := range map[string]struct {
 		settings map[string]string
-		want     string // empty for no error
+		mistake  string // empty for none
+		isOn     bool
 	}{
-		"the protocol of metrics is wrong": {map[string]string{"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "http/json", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, `"http/json" is neither`},
-		"that of the rest is wrong":        {map[string]string{"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, ""},
-		"the endpoint of metrics is wrong": {map[string]string{"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "collector:4318", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT: "collector:4318"`},
+		"nothing":                          {},
+		"an endpoint, and no exporter":     {settings: map[string]string{"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_METRICS_EXPORTER": "none"}},
+		"an endpoint, and off in any case": {settings: map[string]string{"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_SDK_DISABLED": "TRUE"}},
+		"another exporter":                 {map[string]string{"OTEL_METRICS_EXPORTER": "console"}, `OTEL_METRICS_EXPORTER: "console"`, false},
+		"another protocol": {map[string]string{"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+			`OTEL_EXPORTER_OTLP_PROTOCOL: "http/json"`, false},
+		"an endpoint that is no URL":       {map[string]string{"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, `OTEL_EXPORTER_OTLP_ENDPOINT: "collector:4318"`, false},
+		"the protocol of metrics is wrong": {map[string]string{"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "http/json", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, `"http/json" is neither`, false},
+		"that of the rest is wrong":        {map[string]string{"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "", true},
+		"the endpoint of metrics is wrong": {map[string]string{"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "collector:4318", "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}, `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT: "collector:4318"`, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			for variable, value := range test.settings {
 				t.Setenv(variable, value)
 			}
-			_, err := metrics.OTLP(t.Context())
-			if test.want == "" {
-				require.NoError(t, err)
+			options, err := metrics.OTLP(t.Context())
+			if test.mistake != "" {
+				require.ErrorContains(t, err, test.mistake)
 				return
 			}
-			require.ErrorContains(t, err, test.want)
+			require.NoError(t, err)
+			require.Equal(t, test.isOn, options != nil)
 		})
 	}
 }

@@ -218,41 +218,16 @@ func TestOTLP_SendsWhatPrometheusReads(t *testing.T) {
 	}
 }
 
-func TestOTLP_IsOffUnlessAskedFor(t *testing.T) {
-	db := newDB(t)
-	for _, test := range []struct {
-		settings map[string]string
-		mistake  string
-	}{
-		{nil, ""},
-		{map[string]string{"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_METRICS_EXPORTER": "none"}, ""},
-		{map[string]string{"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "TRUE"}, ""}, // in any case
-		{map[string]string{"OTEL_METRICS_EXPORTER": "console"}, `OTEL_METRICS_EXPORTER: "console"`},
-		{map[string]string{"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, `OTEL_EXPORTER_OTLP_PROTOCOL: "http/json"`},
-		{map[string]string{"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, `OTEL_EXPORTER_OTLP_ENDPOINT: "collector:4318"`},
-	} {
-		t.Run(test.mistake, func(t *testing.T) {
-			for name, value := range test.settings {
-				t.Setenv(name, value)
-			}
-			if test.mistake != "" {
-				require.ErrorContains(t, startError(t, db.URL), test.mistake)
-				return
-			}
-			s := start(t, db.URL)
-			require.NoError(t, s.stop())
-			require.NotContains(t, s.log.String(), "metrics", "nothing failed to be sent")
-		})
-	}
-}
-
-func TestOTLP_NobodyListens(t *testing.T) {
+func TestOTLP_NobodyListensOrItIsMisspelled(t *testing.T) {
 	db := newDB(t)
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
 	s := start(t, db.URL)
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"budget","key":"k"}`).status)
 	require.NoError(t, s.stop())
 	require.Contains(t, s.log.String(), "the last metrics were not sent")
+
+	t.Setenv("OTEL_METRICS_EXPORTER", "console")
+	require.ErrorContains(t, startError(t, db.URL), `OTEL_METRICS_EXPORTER: "console"`)
 }
 
 // promtool runs the command of Prometheus that checks rules, which Debian's package prometheus has.
