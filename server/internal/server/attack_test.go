@@ -344,42 +344,6 @@ func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 	}
 }
 
-// Each policy has its own capacity, and is asked for beside the others.
-func TestAttack_OddPolicies(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
-	names := []string{
-		"'", `"`, `\`, `\\`, "$1", "%s", "{", "}", "{}", `{"a"}`, "a,b", "NULL", "null", `\N`, "(1)", "a'; drop table ratelimit.buckets; --", `","key":"x`,
-		" ", "api ", " api", "API", "\n", "\x7f", "\u202eipa", "é", "e\u0301", "api\u200b", "../api", "_other", "ratelimit.buckets", strings.Repeat("é", 256),
-	}
-	for i, name := range names {
-		_, err := db.Pool.Exec(t.Context(), "select ratelimit_define_policy($1, $2, 0, '1 day')", name, i+1)
-		require.NoError(t, err, "%q", name)
-	}
-	var callers sync.WaitGroup
-	grants := make([]atomic.Int64, len(names))
-	for range 4 {
-		for i, name := range names {
-			callers.Go(func() {
-				for range 20 {
-					d, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: name, LogicalKey: name})
-					if err != nil || d.GetCapacity() != int64(i+1) {
-						t.Errorf("%q: %v, %v", name, d, err)
-					}
-					if d.GetVerdict() == pb.Verdict_ALLOWED {
-						grants[i].Add(1)
-					}
-				}
-			})
-		}
-	}
-	callers.Wait()
-	for i, name := range names {
-		require.EqualValues(t, i+1, grants[i].Load(), "%q", name)
-	}
-}
-
 // nearTokens are what one who does not know the token "first" may try.
 var nearTokens = []string{
 	"", "Bearer", "Bearer ", "Bearer  first", "Bearer firs", "Bearer first1", "Bearer irst", "Bearer First", "Bearer first,second", "Bearer first second",

@@ -311,19 +311,6 @@ func TestReference_ItsClient(t *testing.T) {
 	require.Contains(t, ask("user=ann"), "limit_remaining:8", "and the refused request took nothing")
 }
 
-func TestReference_GRPCurl(t *testing.T) {
-	e := startEdge(t, edgeRules)
-
-	curl := program(t, "grpcurl", "-plaintext",
-		"-d", `{"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": "ann"}], "hits_addend": 11}]}`,
-		e.GRPCAddr().String(), "envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit")
-	output, err := curl.CombinedOutput()
-	require.NoError(t, err, "%s", output)
-	t.Logf("%s", output)
-	require.Contains(t, string(output), `"overallCode": "OVER_LIMIT"`)
-	require.Contains(t, string(output), `"limitRemaining": 10`)
-}
-
 // By reflection, without the .proto file.
 func TestReference_GRPCurlMakesEveryCall(t *testing.T) {
 	s := start(t, newDB(t).URL)

@@ -136,26 +136,6 @@ func TestRequests_WhatIsLeftOut(t *testing.T) {
 	require.NoError(t, err)
 	require.EqualValues(t, 8, joint.Decisions[0].Remaining)
 	require.Equal(t, "api", seen.last().Policy, "that of the binding charge")
-
-	for _, test := range []struct {
-		call     func(context.Context, service.Request) (client.Decision, error)
-		request  service.Request
-		argument string
-	}{
-		{s.Charge, service.Request{Key: "k"}, "cost"},
-		{s.Settle, service.Request{Key: "k", IdempotencyKey: new("i")}, "cost"},
-		{s.Settle, service.Request{Key: "k", Cost: new(int64(1))}, "idempotency_key"},
-		{s.Refund, service.Request{Key: "k"}, "amount"},
-	} {
-		_, err := test.call(ctx, test.request)
-		var e *service.Error
-		require.ErrorAs(t, err, &e)
-		require.Equal(t, "22023", e.SQLState)
-		require.Equal(t, "invalid "+test.argument, e.Message)
-	}
-	d, err = s.Peek(ctx, service.Request{Key: "k"})
-	require.NoError(t, err)
-	require.EqualValues(t, 8, d.Remaining, "they charged nothing")
 }
 
 // leased is a limiter that grants from leases.
