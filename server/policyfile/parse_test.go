@@ -288,15 +288,22 @@ descriptors:
 		"rules.yaml:4:1: unknown field \"policies\": a domain has domain and descriptors")
 }
 
-// Whatever a file has in it, parsing ends soon, with rules or with problems that have their places in it.
+// Whatever a file has in it, parsing ends soon, with rules, also of Envoy alone, or with problems that have their places in it.
 func FuzzParse(f *testing.F) {
 	for _, m := range mistakes(f) {
 		f.Add([]byte(m.file))
 	}
 	f.Add([]byte(valid))
 	f.Add([]byte("a: &a [&b [*a, *b], *a]"))
+	f.Add([]byte("domain: edge\ndescriptors:\n  - key: a\n    value: b\n    rate_limit: {unit: second, requests_per_unit: 5}\n"))
+	f.Add([]byte("domain: edge\ndescriptors: [{key: a, descriptors: [{key: b*, share_threshold: true, rate_limit: {policy: p, replaces: [{name: c}]}}]}]"))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		tooLong := time.AfterFunc(30*time.Second, func() { panic(fmt.Sprintf("%d bytes take too long", len(data))) })
+		domain, err := policyfile.ParseEnvoy("f", data)
+		checkProblems(t, data, err)
+		if err == nil {
+			checkDomain(t, domain)
+		}
 		file, err := policyfile.Parse("f", data)
 		tooLong.Stop()
 		checkProblems(t, data, err)
@@ -309,19 +316,6 @@ func FuzzParse(f *testing.F) {
 				t.Fatalf("environment %q: %v", environment, err)
 			}
 			checkRules(t, rules)
-		}
-	})
-}
-
-// FuzzParseEnvoy is FuzzParse for rules of Envoy's alone.
-func FuzzParseEnvoy(f *testing.F) {
-	f.Add([]byte("domain: edge\ndescriptors:\n  - key: a\n    value: b\n    rate_limit: {unit: second, requests_per_unit: 5}\n"))
-	f.Add([]byte("domain: edge\ndescriptors: [{key: a, descriptors: [{key: b*, share_threshold: true, rate_limit: {policy: p, replaces: [{name: c}]}}]}]"))
-	f.Fuzz(func(t *testing.T, data []byte) {
-		domain, err := policyfile.ParseEnvoy("f", data)
-		checkProblems(t, data, err)
-		if err == nil {
-			checkDomain(t, domain)
 		}
 	})
 }
@@ -347,7 +341,7 @@ func checkRules(t *testing.T, rules *policyfile.Rules) {
 	for _, p := range rules.Policies {
 		known[p.Name] = true
 		isSlots := p.Lease != 0
-		if !isName(p.Name) || !areNumbers(p.Capacity, p.Refill, p.Every, isSlots || p.Period != "") || !isCalendar(p.Period, p.TimeZone, p.Anchor) ||
+		if !isName(p.Name) || !areNumbers(p.Capacity, p.Refill, p.Every, isSlots || p.Period != "") || (p.TimeZone != "") != (p.Period != "") || (p.Anchor != "") != (p.Period != "") ||
 			isSlots && !(isLease(p.Capacity, p.Lease) && p.Capacity > 0 && p.Period == "" && p.Remember == 0) || !isSlots && !isSpan(p.Remember) {
 			t.Errorf("%+v", p)
 		}
@@ -368,17 +362,6 @@ func checkRules(t *testing.T, rules *policyfile.Rules) {
 	for _, domain := range rules.Envoy {
 		checkDomain(t, domain)
 	}
-}
-
-// isCalendar reports whether a policy has all or nothing of a calendar.
-func isCalendar(period, timeZone, anchor string) bool {
-	isQuota := period != ""
-	for _, field := range []string{timeZone, anchor} {
-		if (field != "") != isQuota {
-			return false
-		}
-	}
-	return true
 }
 
 func isLease(capacity int64, lease policyfile.Span) bool {

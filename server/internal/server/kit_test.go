@@ -300,9 +300,14 @@ func taken(t testing.TB, db *pgtest.DB) int64 {
 // lock holds all policies until it is called: no call of a limiter ends meanwhile.
 func lock(t testing.TB, db *pgtest.DB) (unlock func()) {
 	t.Helper()
+	return hold(t, db, "lock table ratelimit.policies in access exclusive mode")
+}
+
+// hold runs a statement, and holds its locks until it is called.
+func hold(t testing.TB, db *pgtest.DB, sql string) (unlock func()) {
+	t.Helper()
 	conn := db.Connect(t)
-	_, err := conn.Exec(t.Context(), "begin; lock table ratelimit.policies in access exclusive mode")
-	require.NoError(t, err)
+	kit.Execute(t, conn, "begin; "+sql)
 	return sync.OnceFunc(func() {
 		_, err := conn.Exec(context.Background(), "rollback")
 		require.NoError(t, err)

@@ -14,7 +14,6 @@ import (
 	"google.golang.org/grpc/status"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
-	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // manyRequests has one request for each key.
@@ -135,22 +134,10 @@ func (s stream) granted() uint64 {
 	return out.GetId()
 }
 
-// lockBucket holds one bucket of budget until it is called.
-func lockBucket(t testing.TB, db *pgtest.DB, key string) (unlock func()) {
-	t.Helper()
-	conn := db.Connect(t)
-	_, err := conn.Exec(t.Context(), "begin; select ratelimit_acquire('budget', '"+key+"')")
-	require.NoError(t, err)
-	return func() {
-		_, err := conn.Exec(context.Background(), "rollback")
-		require.NoError(t, err)
-	}
-}
-
 func TestStream_ALockedBucketHoldsUpItsOwnMessageOnly(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
-	unlock := lockBucket(t, db, "locked")
+	unlock := hold(t, db, "select ratelimit_acquire('budget', 'locked')")
 	s := start(t, db.URL)
 	stream := s.stream(t.Context())
 	stream.send(7, "free", "locked")
