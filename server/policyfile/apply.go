@@ -62,26 +62,22 @@ func (c *Change) failed(err error) error {
 }
 
 func (p Policy) define(ctx context.Context, tx pgx.Tx) error {
-	switch {
-	case p.isSlots():
-		_, err := tx.Exec(ctx, `
-			select ratelimit_define_policy($1::text, capacity => $2::bigint, durable => $3::boolean, shadow => $4::boolean,
-			                               lease => $5::text::interval)`,
-			p.Name, p.Capacity, p.Durable, p.Shadow, p.Lease.interval())
-		return err
-	case p.isQuota():
-		_, err := tx.Exec(ctx, `
-			select ratelimit_define_policy($1::text, capacity => $2::bigint, durable => $3::boolean, remember => $4::text::interval,
-			                               shadow => $5::boolean, period => $6::text::interval, time_zone => $7::text, anchor => $8::text::timestamp)`,
-			p.Name, p.Capacity, p.Durable, p.Remember.interval(), p.Shadow, p.Period, p.TimeZone, p.Anchor)
-		return err
-	}
+	refills := !p.isSlots() && !p.isQuota()
 	_, err := tx.Exec(ctx, `
-		select ratelimit_define_policy($1::text, capacity => $2::bigint, refill => $3::bigint, every => $4::text::interval,
-		                               stepped => $5::boolean, durable => $6::boolean, remember => $7::text::interval,
-		                               shadow => $8::boolean)`,
-		p.Name, p.Capacity, p.Refill, p.Every.interval(), p.Stepped, p.Durable, p.Remember.interval(), p.Shadow)
+		select ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, $5::boolean, $6::boolean, $7::text::interval,
+		                               $8::boolean, $9::text::interval, $10::text, $11::text::timestamp, $12::text::interval)`,
+		p.Name, p.Capacity, onlyIf(refills, p.Refill), onlyIf(refills, p.Every.interval()), onlyIf(refills, p.Stepped),
+		p.Durable, onlyIf(!p.isSlots(), p.Remember.interval()), p.Shadow,
+		onlyIf(p.isQuota(), p.Period), onlyIf(p.isQuota(), p.TimeZone), onlyIf(p.isQuota(), p.Anchor), onlyIf(p.isSlots(), p.Lease.interval()))
 	return err
+}
+
+// onlyIf returns the value of a field, or null for a kind of policy that does not have it.
+func onlyIf(has bool, value any) any {
+	if !has {
+		return nil
+	}
+	return value
 }
 
 func (p Policy) drop(ctx context.Context, tx pgx.Tx) error {
@@ -96,25 +92,12 @@ func (o Override) remove(ctx context.Context, tx pgx.Tx) error {
 
 // set passes all numbers, so that later changes of the policy do not change the override.
 func (o Override) set(ctx context.Context, tx pgx.Tx) error {
-	var expires *string
-	if !o.ExpiresAt.IsZero() {
-		expires = new(o.ExpiresAt.Format(time.RFC3339Nano))
-	}
-	switch {
-	case o.isOfSlots():
-		_, err := tx.Exec(ctx, "select ratelimit_override($1::text, $2::text, capacity => $3::bigint, expires_at => $4::text::timestamptz, lease => $5::text::interval)",
-			o.Policy, o.Key, o.Capacity, expires, o.Lease.interval())
-		return err
-	case o.isOfQuota():
-		_, err := tx.Exec(ctx, `
-			select ratelimit_override($1::text, $2::text, capacity => $3::bigint, expires_at => $4::text::timestamptz,
-			                          time_zone => $5::text, anchor => $6::text::timestamp)`,
-			o.Policy, o.Key, o.Capacity, expires, o.TimeZone, o.Anchor)
-		return err
-	}
+	refills := !o.isOfSlots() && !o.isOfQuota()
 	_, err := tx.Exec(ctx, `
-		select ratelimit_override($1::text, $2::text, capacity => $3::bigint, refill => $4::bigint,
-		                          every => $5::text::interval, expires_at => $6::text::timestamptz)`,
-		o.Policy, o.Key, o.Capacity, o.Refill, o.Every.interval(), expires)
+		select ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz,
+		                          $7::text, $8::text::timestamp, $9::text::interval)`,
+		o.Policy, o.Key, o.Capacity, onlyIf(refills, o.Refill), onlyIf(refills, o.Every.interval()),
+		onlyIf(!o.ExpiresAt.IsZero(), o.ExpiresAt.Format(time.RFC3339Nano)),
+		onlyIf(o.isOfQuota(), o.TimeZone), onlyIf(o.isOfQuota(), o.Anchor), onlyIf(o.isOfSlots(), o.Lease.interval()))
 	return err
 }
