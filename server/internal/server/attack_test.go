@@ -91,13 +91,10 @@ type peer struct {
 
 func newPeer(t *testing.T, s *testServer, settings ...http2.Setting) *peer {
 	t.Helper()
-	conn, err := net.Dial("tcp", s.GRPCAddr().String())
-	require.NoError(t, err)
-	t.Cleanup(func() { conn.Close() })
-	conn = patient{conn}
+	conn := patient{dial(t, s.GRPCAddr())}
 	p := &peer{Conn: conn, Framer: http2.NewFramer(conn, bufio.NewReader(conn)), stream: 1}
 	p.encoder = hpack.NewEncoder(&p.headers)
-	_, err = io.WriteString(conn, http2.ClientPreface)
+	_, err := io.WriteString(conn, http2.ClientPreface)
 	require.NoError(t, err)
 	require.NoError(t, p.WriteSettings(settings...))
 	return p
@@ -283,10 +280,8 @@ func TestAttack_SlowReaders(t *testing.T) {
 			strings.Repeat("GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 500), // of which a part fills all buffers
 		}
 		for i := range 20 {
-			conn, err := net.Dial("tcp", s.HTTPAddr().String())
-			require.NoError(t, err)
-			t.Cleanup(func() { conn.Close() })
-			require.NoError(t, conn.(*net.TCPConn).SetReadBuffer(4096))
+			conn := dial(t, s.HTTPAddr())
+			require.NoError(t, conn.SetReadBuffer(4096))
 			if i%2 > 0 {
 				require.NoError(t, conn.SetWriteDeadline(time.Now().Add(100*time.Millisecond)))
 			}
@@ -394,7 +389,7 @@ func TestAttack_TokensOfEveryPath(t *testing.T) {
 		"/livez/..%2fv1/acquire", "/livez%2f..%2fv1%2facquire", "/%76%31/acquire", "/v1%2facquire", "/V1/ACQUIRE", "/v1/acquire/", "/v1/acquire;x", "/v1/acquire?x",
 		"/v1/acquire%00", "/livez;/v1/acquire", "http://x/v1/acquire", "http://livez/v1/acquire", "//livez/v1/acquire", "/livez?/v1/acquire", "/livez#/v1/acquire", `\v1\acquire`, "*",
 	}
-	conn := &wire{t: t, address: s.HTTPAddr().String()}
+	conn := &wire{t: t, address: s.HTTPAddr()}
 	for _, target := range targets {
 		for _, method := range []string{"POST", "GET", "HEAD", "OPTIONS", "PUT", "CONNECT", "TRACE"} {
 			tokens := []string{"", "Bearer wrong"}
@@ -444,13 +439,11 @@ func TestAttack_SmuggledRequests(t *testing.T) {
 		"no host":                "POST /v1/peek HTTP/1.1\r\nContent-Length: 0\r\n\r\n",
 		"two hosts":              "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n",
 	} {
-		conn, err := net.Dial("tcp", s.HTTPAddr().String())
-		require.NoError(t, err)
+		conn := dial(t, s.HTTPAddr())
 		require.NoError(t, conn.SetDeadline(time.Now().Add(30*time.Second)))
 		// The server ends the connection after the last request at the latest.
 		_, _ = io.WriteString(conn, request+"GET /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n") // or before it is written
 		text, _ := io.ReadAll(conn)
-		conn.Close()
 		require.NotContains(t, string(text), " 200 OK", name)
 	}
 	require.Zero(t, taken(t, db))
@@ -459,7 +452,7 @@ func TestAttack_SmuggledRequests(t *testing.T) {
 // A wire sends requests as they are written.
 type wire struct {
 	t       *testing.T
-	address string
+	address net.Addr
 	conn    net.Conn
 	reader  *bufio.Reader
 }
@@ -470,10 +463,8 @@ func (w *wire) send(method, target, body, headers string) int {
 	for range 2 { // the server may have ended the connection after the last answer
 		isNew := w.conn == nil
 		if isNew {
-			conn, err := net.Dial("tcp", w.address)
-			require.NoError(w.t, err)
-			w.t.Cleanup(func() { conn.Close() })
-			w.conn, w.reader = conn, bufio.NewReader(conn)
+			w.conn = dial(w.t, w.address)
+			w.reader = bufio.NewReader(w.conn)
 		}
 		require.NoError(w.t, w.conn.SetDeadline(time.Now().Add(20*time.Second)))
 		_, err := fmt.Fprintf(w.conn, "%s %s HTTP/1.1\r\nHost: x\r\n%s\r\nContent-Length: %d\r\n\r\n%s", method, target, headers, len(body), body)

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/url"
 	"regexp"
@@ -343,6 +344,13 @@ func newPrivateDB(t testing.TB) (*pgtest.DB, *pgtest.Server) {
 	db, postgres := kit.NewPrivateDB(t)
 	definePolicies(t, db.DB)
 	return db.DB, postgres
+}
+
+// dial connects to a listener until the test ends.
+func dial(t testing.TB, address net.Addr) *net.TCPConn {
+	conn := kit.NoError(net.Dial("tcp", address.String()))(t)
+	t.Cleanup(func() { conn.Close() })
+	return conn.(*net.TCPConn)
 }
 
 // methods lists the methods of the services that reflection lists.

@@ -1,7 +1,6 @@
 package server_test
 
 import (
-	"bufio"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -248,12 +247,10 @@ func TestListeners_StrangeConnections(t *testing.T) {
 	s := start(t, newDB(t).URL)
 	for _, address := range []net.Addr{s.GRPCAddr(), s.HTTPAddr()} {
 		for _, bytes := range []string{"\x00\x01\x02", "GET / HTTP/9.9\r\n\r\n", "\x16\x03\x01\x00\xff", strings.Repeat("A", 100_000), "POST /v1/acquire HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"} {
-			conn, err := net.Dial("tcp", address.String())
-			require.NoError(t, err)
-			_, _ = conn.Write([]byte(bytes)) // the server may have ended it
-			_ = conn.(*net.TCPConn).CloseWrite()
-			_, _ = io.Copy(io.Discard, bufio.NewReader(conn))
-			conn.Close()
+			conn := dial(t, address)
+			_, _ = io.WriteString(conn, bytes) // the server may have ended it
+			_ = conn.CloseWrite()
+			_, _ = io.Copy(io.Discard, conn)
 		}
 	}
 	s.acquire("api", "k")
@@ -300,11 +297,9 @@ func TestListeners_SlowConnections(t *testing.T) {
 	var slow []net.Conn
 	open := func(address net.Addr, begin string) {
 		t.Helper()
-		conn, err := net.Dial("tcp", address.String())
-		require.NoError(t, err)
-		t.Cleanup(func() { conn.Close() })
+		conn := dial(t, address)
 		require.NoError(t, conn.SetDeadline(time.Now().Add(time.Minute)))
-		_, err = conn.Write([]byte(begin))
+		_, err := io.WriteString(conn, begin)
 		require.NoError(t, err)
 		slow = append(slow, conn)
 	}

@@ -218,9 +218,7 @@ func TestStop_DoesNotWaitForIdleConnections(t *testing.T) {
 	s := start(t, newDB(t).URL, "STOP_TIMEOUT=100ms")
 	for _, address := range []net.Addr{s.GRPCAddr(), s.HTTPAddr()} {
 		for range 50 {
-			conn, err := net.Dial("tcp", address.String())
-			require.NoError(t, err)
-			defer conn.Close()
+			dial(t, address)
 		}
 	}
 	require.NoError(t, s.stop())
