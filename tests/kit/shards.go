@@ -57,9 +57,12 @@ func (s *Shards) Each(do func(db *TestDB)) {
 }
 
 // Key is a name with something after it, so that it belongs to a shard.
-func (s *Shards) Key(n int, name string) string {
+func (s *Shards) Key(n int, name string) string { return KeyOf(n, s.Of(), name+" ") }
+
+// KeyOf is the first key of a shard that begins so.
+func KeyOf(shard, of int, begin string) string {
 	for i := 0; ; i++ {
-		if key := fmt.Sprint(name, " ", i); client.ShardOf(key, s.Of()) == n {
+		if key := fmt.Sprint(begin, i); client.ShardOf(key, of) == shard {
 			return key
 		}
 	}

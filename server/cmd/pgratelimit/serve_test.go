@@ -2,8 +2,6 @@ package main
 
 import (
 	"bytes"
-	"crypto/x509"
-	"encoding/pem"
 	"io"
 	"net"
 	"net/http"
@@ -22,6 +20,7 @@ import (
 	"go.yaml.in/yaml/v4"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -173,16 +172,8 @@ func TestHealth(t *testing.T) {
 
 func TestHealth_TLS(t *testing.T) {
 	t.Parallel()
-	own := httptest.NewTLSServer(http.NotFoundHandler()) // for its certificate
-	defer own.Close()
-	key, err := x509.MarshalPKCS8PrivateKey(own.TLS.Certificates[0].PrivateKey)
-	require.NoError(t, err)
-	write := func(kind string, der []byte) (path string) {
-		path = filepath.Join(t.TempDir(), "pem")
-		require.NoError(t, os.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
-		return path
-	}
-	settings := []string{"TLS_CERT_FILE=" + write("CERTIFICATE", own.Certificate().Raw), "TLS_KEY_FILE=" + write("PRIVATE KEY", key)}
+	cert, key, _ := kit.Certificate(t)
+	settings := []string{"TLS_CERT_FILE=" + cert, "TLS_KEY_FILE=" + key}
 	address := serve(t, append(settings, "DATABASE_URL="+pgtest.New(t).URL)...).http
 	awaitHealthy(t, append(settings, "HTTP_ADDR="+address)...)
 	require.Equal(t, exitError, asksHealth(t, "HTTP_ADDR="+address).code, "in the clear")

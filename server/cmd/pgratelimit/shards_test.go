@@ -11,7 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -36,11 +36,7 @@ func TestShards(t *testing.T) { // not parallel: it sets the environment
 	urls := strings.Fields(list[1])
 	keys := make([]string, 4)
 	for n := range keys {
-		for i := 0; keys[n] == ""; i++ {
-			if key := fmt.Sprint("user:", i); client.ShardOf(key, 4) == n {
-				keys[n] = key
-			}
-		}
+		keys[n] = kit.KeyOf(n, 4, "user:")
 	}
 
 	file := filepath.Join(t.TempDir(), "limits.yaml")

@@ -28,13 +28,7 @@ func newShards(t testing.TB, of int) (dbs []*pgtest.DB, setting string) {
 	return dbs, "SHARD_URLS=" + strings.Join(urls, "\n")
 }
 
-func keyOn(shard, of int) string {
-	for i := 0; ; i++ {
-		if key := fmt.Sprint("user:", i); client.ShardOf(key, of) == shard {
-			return key
-		}
-	}
-}
+func keyOn(shard, of int) string { return kit.KeyOf(shard, of, "user:") }
 
 func TestShards_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 	t.Parallel()

@@ -3,16 +3,11 @@ package server_test
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
-	"net/http/httptest"
-	"os"
-	"path/filepath"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -28,6 +23,7 @@ import (
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/server/internal/server"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -89,7 +85,7 @@ func TestStart_OneListenerAlone(t *testing.T) {
 
 func TestStart_TLS(t *testing.T) {
 	t.Parallel()
-	cert, key, pool := certificate(t)
+	cert, key, pool := kit.Certificate(t)
 	trust := &tls.Config{RootCAs: pool}
 	s := startWith(t, load(t, newDB(t).URL, "TLS_CERT_FILE="+cert, "TLS_KEY_FILE="+key), grpc.WithTransportCredentials(credentials.NewTLS(trust)))
 	_, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
@@ -116,21 +112,6 @@ func TestStart_TLS(t *testing.T) {
 	defer stranger.Close()
 	_, err = pb.NewRateLimiterClient(stranger).Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
 	require.Equal(t, codes.Unavailable, status.Code(err), "a client that does not know the certificate")
-}
-
-// certificate is that of httptest for 127.0.0.1, and a pool that trusts it.
-func certificate(t *testing.T) (certFile, keyFile string, pool *x509.CertPool) {
-	t.Helper()
-	own := httptest.NewTLSServer(nil)
-	defer own.Close()
-	key, err := x509.MarshalPKCS8PrivateKey(own.TLS.Certificates[0].PrivateKey)
-	require.NoError(t, err)
-	certFile, keyFile = filepath.Join(t.TempDir(), "cert"), filepath.Join(t.TempDir(), "key")
-	require.NoError(t, os.WriteFile(certFile, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: own.Certificate().Raw}), 0o600))
-	require.NoError(t, os.WriteFile(keyFile, pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: key}), 0o600))
-	pool = x509.NewCertPool()
-	pool.AddCert(own.Certificate())
-	return certFile, keyFile, pool
 }
 
 // Under load, a caller gets the answer to each grant in the database.
