@@ -26,8 +26,7 @@ func parse(t require.TestingT, text string) *policyfile.File {
 }
 
 func apply(t require.TestingT, db policyfile.Database, text string, options ...policyfile.Options) *policyfile.Difference {
-	d, err := policyfile.Apply(context.Background(), db, parse(t, text), append(options, policyfile.Options{})[0])
-	require.NoError(t, err)
+	d := kit.NoError(policyfile.Apply(context.Background(), db, parse(t, text), append(options, policyfile.Options{})[0]))(t)
 	return d
 }
 
@@ -135,10 +134,8 @@ func TestApply_TwiceIsOnce(t *testing.T) {
 		policies, overrides := wanted(want)
 		dropThoseThatCannotChange(t, db, want)
 
-		planned, err := policyfile.Plan(ctx, db.Pool, file, options)
-		require.NoError(t, err)
-		applied, err := policyfile.Apply(ctx, db.Pool, file, options)
-		require.NoError(t, err)
+		planned := kit.NoError(policyfile.Plan(ctx, db.Pool, file, options))(t)
+		applied := kit.NoError(policyfile.Apply(ctx, db.Pool, file, options))(t)
 		require.Equal(t, planned.String(), applied.String())
 
 		if options.Prune {
@@ -148,11 +145,9 @@ func TestApply_TwiceIsOnce(t *testing.T) {
 		}
 		require.Subset(t, overridesIn(t, db), overrides)
 
-		planned, err = policyfile.Plan(ctx, db.Pool, file, options)
-		require.NoError(t, err)
+		planned = kit.NoError(policyfile.Plan(ctx, db.Pool, file, options))(t)
 		require.Empty(t, planned.Changes)
-		applied, err = policyfile.Apply(ctx, db.Pool, file, options)
-		require.NoError(t, err)
+		applied = kit.NoError(policyfile.Apply(ctx, db.Pool, file, options))(t)
 		require.Empty(t, applied.Changes)
 	})
 }
@@ -161,8 +156,7 @@ func TestApply_TwiceIsOnce(t *testing.T) {
 func dumped(t *rapid.T, doc document) string {
 	var plain any
 	require.NoError(t, yaml.Load([]byte(jsonOf(t, doc)), &plain))
-	data, err := yaml.Dump(plain)
-	require.NoError(t, err)
+	data := kit.NoError(yaml.Dump(plain))(t)
 	return string(data)
 }
 
@@ -383,8 +377,7 @@ envoy:
 				db.Exec(t, step.sql)
 				before := policiesIn(t, db)
 				plan := func() *policyfile.Difference {
-					d, err := policyfile.Plan(t.Context(), db.Pool, parse(t, step.file), step.options)
-					require.NoError(t, err)
+					d := kit.NoError(policyfile.Plan(t.Context(), db.Pool, parse(t, step.file), step.options))(t)
 					return d
 				}
 				require.Equal(t, step.shows, plan().String())
@@ -405,8 +398,7 @@ policies: {api: {capacity: 1, refill: 1, every: 1s}}
 overrides: {api: {a: {capacity: 2}, b: {capacity: 2}, c: {capacity: 2}}}
 `)
 	for _, key := range []string{"c", "b", "a"} {
-		d, err := policyfile.Plan(t.Context(), db.Pool, file, policyfile.Options{Has: func(k string) bool { return k == key }})
-		require.NoError(t, err)
+		d := kit.NoError(policyfile.Plan(t.Context(), db.Pool, file, policyfile.Options{Has: func(k string) bool { return k == key }}))(t)
 		require.Len(t, d.Changes, 2)
 		require.Equal(t, key, d.Changes[1].Key)
 	}
@@ -544,11 +536,9 @@ func TestApply_InEveryExecMode(t *testing.T) {
 		t.Run(mode.String(), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			config, err := pgx.ParseConfig(db.URL)
-			require.NoError(t, err)
+			config := kit.NoError(pgx.ParseConfig(db.URL))(t)
 			config.DefaultQueryExecMode = mode
-			conn, err := pgx.ConnectConfig(t.Context(), config)
-			require.NoError(t, err)
+			conn := kit.NoError(pgx.ConnectConfig(t.Context(), config))(t)
 			defer conn.Close(context.Background())
 
 			require.Len(t, apply(t, conn, twoPolicies).Changes, 3)
@@ -574,10 +564,8 @@ type stuck struct {
 func startStuck(t *testing.T, db *pgtest.DB) *stuck {
 	t.Helper()
 	apply(t, db.Pool, before)
-	holder, err := db.Connect(t).Begin(t.Context())
-	require.NoError(t, err)
-	_, err = holder.Exec(t.Context(), "select from ratelimit.policies where name = 'b' for update")
-	require.NoError(t, err)
+	holder := kit.NoError(db.Connect(t).Begin(t.Context()))(t)
+	require.NoError(t, kit.ErrorOf(holder.Exec(t.Context(), "select from ratelimit.policies where name = 'b' for update")))
 	s := &stuck{conn: db.Connect(t), holder: holder, done: make(chan error, 1)}
 	file := parse(t, after)
 	go func() {
@@ -646,9 +634,8 @@ func TestApply_WaitsNoLongerThanTold(t *testing.T) {
 	db := pgtest.New(t)
 	s := startStuck(t, db)
 	conn := db.Connect(t)
-	_, err := conn.Exec(t.Context(), "set lock_timeout = '10ms'")
-	require.NoError(t, err)
-	_, err = policyfile.Apply(t.Context(), conn, parse(t, other), policyfile.Options{})
+	require.NoError(t, kit.ErrorOf(conn.Exec(t.Context(), "set lock_timeout = '10ms'")))
+	_, err := policyfile.Apply(t.Context(), conn, parse(t, other), policyfile.Options{})
 	require.ErrorContains(t, err, "another session holds this, so try again when it has ended")
 	require.NoError(t, s.holder.Rollback(t.Context()))
 	require.NoError(t, <-s.done)

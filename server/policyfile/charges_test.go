@@ -14,6 +14,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 const routes = `
@@ -34,10 +35,8 @@ http:
 // chargesOf are those that a file says, for users in the header User.
 func chargesOf(t testing.TB, text string) func(*http.Request) []client.Charge {
 	t.Helper()
-	rules, err := parse(t, text).Rules("")
-	require.NoError(t, err)
-	charges, err := rules.HTTP.Charges(func(r *http.Request) string { return r.Header.Get("User") })
-	require.NoError(t, err)
+	rules := kit.NoError(parse(t, text).Rules(""))(t)
+	charges := kit.NoError(rules.HTTP.Charges(func(r *http.Request) string { return r.Header.Get("User") }))(t)
 	return charges
 }
 
@@ -103,9 +102,8 @@ func TestCharges_WithoutUsers(t *testing.T) {
 			{Policy: "api", Key: policyfile.Key{From: from}, At: policyfile.Position{File: "f", Line: 3, Column: 5}},
 		}}}}
 	}
-	_, err := key(policyfile.IP).Charges(nil)
-	require.NoError(t, err)
-	_, err = key(policyfile.User).Charges(nil)
+	require.NoError(t, kit.ErrorOf(key(policyfile.IP).Charges(nil)))
+	_, err := key(policyfile.User).Charges(nil)
 	require.EqualError(t, err, "f:3:5: the key is user, and nothing tells who that is")
 	wrong := policyfile.HTTP{Routes: []policyfile.Route{{Pattern: "/{"}}}
 	_, err = wrong.Charges(nil)

@@ -8,6 +8,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -16,16 +17,12 @@ func TestExport_IsWhatTheDatabaseHas(t *testing.T) {
 	t.Parallel()
 	db, other := pgtest.New(t), pgtest.New(t)
 	rapid.Check(t, func(t *rapid.T) {
-		_, err := db.Pool.Exec(context.Background(), "select ratelimit_drop_policy(policy) from ratelimit_policies()")
-		require.NoError(t, err)
+		require.NoError(t, kit.ErrorOf(db.Pool.Exec(context.Background(), "select ratelimit_drop_policy(policy) from ratelimit_policies()")))
 		apply(t, db.Pool, jsonOf(t, someDocument(t)))
-		text, err := policyfile.Export(context.Background(), db.Pool)
-		require.NoError(t, err)
-		d, err := policyfile.Plan(context.Background(), db.Pool, parse(t, string(text)), policyfile.Options{PruneOverrides: true})
-		require.NoError(t, err)
+		text := kit.NoError(policyfile.Export(context.Background(), db.Pool))(t)
+		d := kit.NoError(policyfile.Plan(context.Background(), db.Pool, parse(t, string(text)), policyfile.Options{PruneOverrides: true}))(t)
 		require.Empty(t, d.Changes, "%s", text)
-		_, err = other.Pool.Exec(context.Background(), "select ratelimit_drop_policy(policy) from ratelimit_policies()")
-		require.NoError(t, err)
+		require.NoError(t, kit.ErrorOf(other.Pool.Exec(context.Background(), "select ratelimit_drop_policy(policy) from ratelimit_policies()")))
 		apply(t, other.Pool, string(text))
 		require.Equal(t, policiesIn(t, db), policiesIn(t, other))
 		require.Equal(t, overridesIn(t, db), overridesIn(t, other))
@@ -35,8 +32,7 @@ func TestExport_IsWhatTheDatabaseHas(t *testing.T) {
 func TestExport_LeavesOutWhatHasItsDefault(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	text, err := policyfile.Export(t.Context(), db.Pool)
-	require.NoError(t, err)
+	text := kit.NoError(policyfile.Export(t.Context(), db.Pool))(t)
 	require.Equal(t, "policies: {}\n", string(text))
 	db.Exec(t, `select ratelimit_define_policy('api', 100, 10, '1 second'), ratelimit_define_policy('closed', 0, 0, '1 day'),
 		ratelimit_define_policy(E'odd\n"\u00e9', 5, 1, '90 minutes', stepped => true, durable => false, remember => '7 days', shadow => true)`)
@@ -46,8 +42,7 @@ func TestExport_LeavesOutWhatHasItsDefault(t *testing.T) {
 	db.Exec(t, `select ratelimit_override('plan', 'k', time_zone => 'Europe/Berlin')`)
 	db.Exec(t, `select ratelimit_define_policy('jobs', 5, lease => '90 seconds'), ratelimit_define_policy('streams', 2, lease => '1 ms', durable => false, shadow => true)`)
 	db.Exec(t, `select ratelimit_override('jobs', 'k', capacity => 0)`)
-	text, err = policyfile.Export(t.Context(), db.Pool)
-	require.NoError(t, err)
+	text = kit.NoError(policyfile.Export(t.Context(), db.Pool))(t)
 	require.Equal(t, `policies:
   "api": {capacity: 100, refill: 10, every: 1s}
   "closed": {capacity: 0, refill: 0, every: 1d}
@@ -77,11 +72,10 @@ func TestExport_OfShards(t *testing.T) {
 		db.Exec(t, `select ratelimit_define_policy('api', 100, 10, '1 second')`)
 		db.Exec(t, `select ratelimit_override('api', $1, capacity => 5)`, []string{"b", "a"}[i])
 	}
-	text, err := policyfile.Export(t.Context(), one.Pool, two.Pool)
-	require.NoError(t, err)
+	text := kit.NoError(policyfile.Export(t.Context(), one.Pool, two.Pool))(t)
 	require.Contains(t, string(text), "    \"a\": {capacity: 5, refill: 10, every: 1s}\n    \"b\": {")
 	two.Exec(t, `select ratelimit_define_policy('api', 101)`)
-	_, err = policyfile.Export(t.Context(), one.Pool, two.Pool)
+	_, err := policyfile.Export(t.Context(), one.Pool, two.Pool)
 	require.ErrorContains(t, err, "the policies of the shards are not the same")
 }
 

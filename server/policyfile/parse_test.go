@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 // A mistake is a file with one, or some of a kind, and all that is said about it.
@@ -19,8 +20,7 @@ type mistake struct{ name, file, want string }
 // mistakes reads testdata/mistakes.txt.
 func mistakes(t testing.TB) (all []mistake) {
 	t.Helper()
-	data, err := os.ReadFile("testdata/mistakes.txt")
-	require.NoError(t, err)
+	data := kit.NoError(os.ReadFile("testdata/mistakes.txt"))(t)
 	for _, section := range strings.Split(string(data), "=== ")[1:] {
 		name, text, _ := strings.Cut(section, "\n")
 		want := strings.Index("\n"+text, "\nlimits.yaml:")
@@ -181,8 +181,7 @@ func TestParse_ReadsWhatIsWritten(t *testing.T) {
 	t.Parallel()
 	file := parse(t, valid)
 	require.Equal(t, []string{"staging"}, file.Environments())
-	base, err := file.Rules("")
-	require.NoError(t, err)
+	base := kit.NoError(file.Rules(""))(t)
 
 	require.Len(t, base.Policies, 5)
 	api, llm := base.Policies[0], base.Policies[1]
@@ -236,10 +235,8 @@ func TestParse_ReadsWhatIsWritten(t *testing.T) {
 func TestParse_EnvironmentsReplaceFields(t *testing.T) {
 	t.Parallel()
 	file := parse(t, valid)
-	base, err := file.Rules("")
-	require.NoError(t, err)
-	staging, err := file.Rules("staging")
-	require.NoError(t, err)
+	base := kit.NoError(file.Rules(""))(t)
+	staging := kit.NoError(file.Rules("staging"))(t)
 
 	require.Len(t, staging.Policies, 6)
 	require.Equal(t, "api 5 10 1s false true 1d false", written(staging.Policies[0]))
@@ -261,7 +258,7 @@ func TestParse_EnvironmentsReplaceFields(t *testing.T) {
 	require.Equal(t, base.HTTP.Routes[1], staging.HTTP.Routes[1])
 	require.Equal(t, base.Envoy, staging.Envoy)
 
-	_, err = file.Rules("stagin")
+	_, err := file.Rules("stagin")
 	require.EqualError(t, err, `limits.yaml has no environment "stagin": it has staging`)
 }
 

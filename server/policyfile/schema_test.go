@@ -19,13 +19,13 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 func schema(t testing.TB) *jsonschema.Schema {
 	t.Helper()
-	compiled, err := jsonschema.NewCompiler().Compile("schema.json")
-	require.NoError(t, err)
+	compiled := kit.NoError(jsonschema.NewCompiler().Compile("schema.json"))(t)
 	return compiled
 }
 
@@ -34,10 +34,8 @@ func asJSON(t testing.TB, file string) any {
 	t.Helper()
 	var document any
 	require.NoError(t, yaml.Load([]byte(file), &document))
-	text, err := json.Marshal(document)
-	require.NoError(t, err)
-	value, err := jsonschema.UnmarshalJSON(bytes.NewReader(text))
-	require.NoError(t, err)
+	text := kit.NoError(json.Marshal(document))(t)
+	value := kit.NoError(jsonschema.UnmarshalJSON(bytes.NewReader(text)))(t)
 	return value
 }
 
@@ -59,8 +57,7 @@ func TestSchema_ValidFiles(t *testing.T) {
 	require.NoError(t, compiled.Validate(asJSON(t, valid)))
 	rapid.Check(t, func(t *rapid.T) {
 		text := jsonOf(t, someDocument(t, "staging", "production"))
-		value, err := jsonschema.UnmarshalJSON(strings.NewReader(text))
-		require.NoError(t, err)
+		value := kit.NoError(jsonschema.UnmarshalJSON(strings.NewReader(text)))(t)
 		require.NoError(t, compiled.Validate(value), text)
 	})
 }
@@ -105,10 +102,9 @@ func oneOf(patterns ...string) *regexp.Regexp {
 // checkAgreement fails unless the parser refuses what the schema refuses. What the parser refuses alone must be something
 // that a schema cannot express. It tells what the schema says.
 func checkAgreement(t require.TestingT, compiled *jsonschema.Schema, text string) (valid bool) {
-	value, err := jsonschema.UnmarshalJSON(strings.NewReader(text))
-	require.NoError(t, err)
+	value := kit.NoError(jsonschema.UnmarshalJSON(strings.NewReader(text)))(t)
 	invalid := compiled.Validate(value)
-	_, err = policyfile.Parse("f", []byte(text))
+	_, err := policyfile.Parse("f", []byte(text))
 	if invalid != nil {
 		require.Error(t, err, "the schema refuses this: %v\n%s", invalid, text)
 		return false
@@ -193,8 +189,7 @@ func TestSchema_AgreesWithTheParser(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		text := jsonOf(t, start)
 		for range rapid.IntRange(1, 3).Draw(t, "mistakes") {
-			value, err := jsonschema.UnmarshalJSON(strings.NewReader(text))
-			require.NoError(t, err)
+			value := kit.NoError(jsonschema.UnmarshalJSON(strings.NewReader(text)))(t)
 			changes := 0
 			everyChange(value, func(any) { changes++ })
 			chosen := rapid.IntRange(1, changes).Draw(t, "change")
@@ -228,8 +223,7 @@ func jsonOf(t require.TestingT, value any) string {
 	case madeSpan:
 		return jsonOf(t, value.text)
 	}
-	data, err := json.Marshal(value)
-	require.NoError(t, err)
+	data := kit.NoError(json.Marshal(value))(t)
 	return beyondASCII.ReplaceAllStringFunc(string(data), func(s string) string { return fmt.Sprintf(`\u%04x`, []rune(s)[0]) })
 }
 
@@ -256,20 +250,17 @@ func TestDocs_ExamplesAreApplied(t *testing.T) {
 	t.Parallel()
 	compiled := schema(t)
 	block := regexp.MustCompile("(?ms)^```yaml\n(.*?)^```")
-	pages, err := filepath.Glob("../../docs/*.md")
-	require.NoError(t, err)
+	pages := kit.NoError(filepath.Glob("../../docs/*.md"))(t)
 	found := 0
 	for _, page := range append(pages, "../../README.md") {
 		if filepath.Base(page) == "envoy.md" {
 			continue // package envoy reads it
 		}
-		text, err := os.ReadFile(page)
-		require.NoError(t, err)
+		text := kit.NoError(os.ReadFile(page))(t)
 		for _, example := range block.FindAllStringSubmatch(string(text), -1) {
 			found++
 			require.NoError(t, compiled.Validate(asJSON(t, example[1])), page)
-			file, err := policyfile.Parse(page, []byte(example[1]))
-			require.NoError(t, err)
+			file := kit.NoError(policyfile.Parse(page, []byte(example[1])))(t)
 			for _, environment := range append(file.Environments(), "") {
 				db := pgtest.New(t)
 				options := policyfile.Options{Environment: environment}

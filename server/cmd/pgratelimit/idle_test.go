@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -29,13 +30,11 @@ func TestServe_TenThousandIdleConnections(t *testing.T) {
 	db := pgtest.New(t)
 	db.Exec(t, "select ratelimit_define_policy('budget', 1000000, 0, '1 day')")
 	s := serve(t, "DATABASE_URL="+db.URL, "GRPC_ADDR=127.0.0.1:0")
-	client, err := grpc.NewClient(s.grpc, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	require.NoError(t, err)
+	client := kit.NoError(grpc.NewClient(s.grpc, grpc.WithTransportCredentials(insecure.NewCredentials())))(t)
 	defer client.Close()
 	call := func() {
 		t.Helper()
-		d, err := pb.NewRateLimiterClient(client).Acquire(t.Context(), &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"})
-		require.NoError(t, err)
+		d := kit.NoError(pb.NewRateLimiterClient(client).Acquire(t.Context(), &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"}))(t)
 		require.Equal(t, pb.Verdict_ALLOWED, d.GetVerdict())
 		_, text := s.ask(t, "/v1/acquire", `{"policy":"budget","key":"k"}`)
 		require.Contains(t, text, `"allowed":true`)
@@ -88,20 +87,15 @@ func raiseFiles(t *testing.T) int {
 func greet(t *testing.T, conn net.Conn, isGRPC bool) {
 	t.Helper()
 	if !isGRPC {
-		_, err := io.WriteString(conn, "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-		require.NoError(t, err)
-		response, err := http.ReadResponse(bufio.NewReader(conn), nil)
-		require.NoError(t, err)
-		_, err = io.Copy(io.Discard, response.Body)
-		require.NoError(t, err)
+		require.NoError(t, kit.ErrorOf(io.WriteString(conn, "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")))
+		response := kit.NoError(http.ReadResponse(bufio.NewReader(conn), nil))(t)
+		require.NoError(t, kit.ErrorOf(io.Copy(io.Discard, response.Body)))
 		require.NoError(t, response.Body.Close())
 		return
 	}
 	const settings = "\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-	_, err := io.WriteString(conn, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"+settings)
-	require.NoError(t, err)
-	_, err = io.ReadFull(conn, make([]byte, len(settings)))
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(io.WriteString(conn, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"+settings)))
+	require.NoError(t, kit.ErrorOf(io.ReadFull(conn, make([]byte, len(settings)))))
 }
 
 // metric reads one that has no labels.
@@ -111,7 +105,6 @@ func (p *process) metric(t *testing.T, name string) float64 {
 	_, value, found := strings.Cut(text, "\n"+name+" ")
 	require.True(t, found, name)
 	value, _, _ = strings.Cut(value, "\n")
-	number, err := strconv.ParseFloat(value, 64)
-	require.NoError(t, err)
+	number := kit.NoError(strconv.ParseFloat(value, 64))(t)
 	return number
 }

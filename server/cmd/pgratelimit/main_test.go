@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -350,8 +351,7 @@ func TestVersionHelpAndCompletion(t *testing.T) {
 
 func TestDocs_HaveEachSetting(t *testing.T) {
 	t.Parallel()
-	page, err := os.ReadFile("../../../docs/server.md")
-	require.NoError(t, err)
+	page := kit.NoError(os.ReadFile("../../../docs/server.md"))(t)
 	rows := regexp.MustCompile("(?m)^\\| `([A-Z_]+)` \\| (.*) \\| (.*) \\|$").FindAllStringSubmatch(string(page), -1)
 	help := regexp.MustCompile(`(?m)^  ([A-Z_]+) +(.*?)(?: \(default (.*)\))?$`).FindAllStringSubmatch(command(t, "serve", "--help").out, -1)
 	require.Len(t, rows, len(help))

@@ -32,16 +32,14 @@ const root = "../../.."
 func TestDocker_ImageHasWhatItBuildsFrom(t *testing.T) {
 	t.Parallel()
 	src := t.TempDir()
-	text, err := os.ReadFile(root + "/docker/server.Dockerfile")
-	require.NoError(t, err)
+	text := kit.NoError(os.ReadFile(root + "/docker/server.Dockerfile"))(t)
 	last := map[string]string{} // what follows a word, in its last line
 	for line := range strings.Lines(string(text)) {
 		word, rest, _ := strings.Cut(strings.TrimSpace(line), " ")
 		last[word] = rest
 		if version, ok := strings.CutPrefix(rest, "golang:"); ok {
 			version, _, _ = strings.Cut(version, "-")
-			text, err := os.ReadFile(root + "/go.work")
-			require.NoError(t, err)
+			text := kit.NoError(os.ReadFile(root + "/go.work"))(t)
 			require.Regexp(t, `(?m)^go `+regexp.QuoteMeta(version)+`(\.|$)`, string(text))
 		}
 		if files := strings.Fields(rest); word == "COPY" && !strings.HasPrefix(rest, "--from=") {
@@ -71,8 +69,7 @@ func TestDocker_ImageHasWhatItBuildsFrom(t *testing.T) {
 // copyForImage copies a file or folder/, without what .dockerignore leaves out.
 func copyForImage(t *testing.T, to, name string) {
 	t.Helper()
-	text, err := os.ReadFile(root + "/.dockerignore")
-	require.NoError(t, err)
+	text := kit.NoError(os.ReadFile(root + "/.dockerignore"))(t)
 	require.Subset(t, strings.Split(string(text), "\n"), []string{"*", regexp.MustCompile("/$").ReplaceAllString("!"+name, "/**"), "**/*_test.go", "**/testdata"})
 	out, err := exec.Command("sh", "-c", `tar -C "$1" --exclude '*_test.go' --exclude testdata -cf - "$2" | tar -C "$3" -xf -`, "sh", root, name, to).CombinedOutput()
 	require.NoError(t, err, "%s", out)
@@ -94,15 +91,13 @@ var substituted = regexp.MustCompile(`\$\{\w+:-([^}]*)\}`)
 // With compose's environment and the file that it mounts, the program applies the policies, serves, and is healthy.
 func TestDocker_ComposeServes(t *testing.T) {
 	t.Parallel()
-	text, err := os.ReadFile(root + "/docker/compose.yaml")
-	require.NoError(t, err)
+	text := kit.NoError(os.ReadFile(root + "/docker/compose.yaml"))(t)
 	require.NotContains(t, string(text), "\n      - 0.0.0.0:", "nobody else's machine is let in")
 	var compose struct{ Services map[string]service }
 	require.NoError(t, yaml.Unmarshal(substituted.ReplaceAll(text, []byte("$1")), &compose))
 	policies, server := compose.Services["policies"], compose.Services["server"]
 	for _, s := range []service{policies, server} {
-		_, err := os.Stat(filepath.Join(root, "docker", s.Build.Context, s.Build.Dockerfile))
-		require.NoError(t, err)
+		require.NoError(t, kit.ErrorOf(os.Stat(filepath.Join(root, "docker", s.Build.Context, s.Build.Dockerfile))))
 		require.Equal(t, "service_healthy", s.DependsOn["postgres"].Condition)
 		require.Equal(t, "postgres", regexp.MustCompile(`@(\w+)/`).FindStringSubmatch(*s.Environment["DATABASE_URL"])[1])
 	}
@@ -240,8 +235,7 @@ type process struct {
 // serve starts the program with settings.
 func serve(t *testing.T, settings ...string) *process {
 	t.Helper()
-	program, err := os.Executable()
-	require.NoError(t, err)
+	program := kit.NoError(os.Executable())(t)
 	p := &process{Cmd: exec.Command(program, "serve", "--config", settingsFile(t)), listening: make(chan struct{})}
 	p.Env = append(os.Environ(), append(settings, asProgram+"=1")...)
 	p.Stderr = p
@@ -293,12 +287,9 @@ func (p *process) ask(t *testing.T, path, body string) (status int, text string)
 	if body == "" {
 		method = http.MethodGet
 	}
-	r, err := http.NewRequestWithContext(t.Context(), method, "http://"+p.http+path, strings.NewReader(body))
-	require.NoError(t, err)
-	response, err := http.DefaultClient.Do(r)
-	require.NoError(t, err)
+	r := kit.NoError(http.NewRequestWithContext(t.Context(), method, "http://"+p.http+path, strings.NewReader(body)))(t)
+	response := kit.NoError(http.DefaultClient.Do(r))(t)
 	defer response.Body.Close()
-	answer, err := io.ReadAll(response.Body)
-	require.NoError(t, err)
+	answer := kit.NoError(io.ReadAll(response.Body))(t)
 	return response.StatusCode, string(answer)
 }

@@ -58,8 +58,7 @@ func get(t *testing.T, p http.Handler, path string) (answer *httptest.ResponseRe
 // elements calls see for the elements of a page.
 func elements(t *testing.T, page string, see func(*html.Node)) {
 	t.Helper()
-	root, err := html.Parse(strings.NewReader(page))
-	require.NoError(t, err)
+	root := kit.NoError(html.Parse(strings.NewReader(page)))(t)
 	for n := range root.Descendants() {
 		if n.Type == html.ElementNode {
 			see(n)
@@ -394,8 +393,7 @@ func TestPage_GivesUp(t *testing.T) {
 	require.Equal(t, []string{"k"}, text(t, page, "key"))
 
 	locker := db.Connect(t)
-	_, err := locker.Exec(t.Context(), "begin; lock table ratelimit.buckets in access exclusive mode")
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(locker.Exec(t.Context(), "begin; lock table ratelimit.buckets in access exclusive mode")))
 	now.now = t0.Add(10 * time.Second)
 	looked := make(chan string, 1)
 	go func() {
@@ -416,8 +414,7 @@ func TestPage_GivesUp(t *testing.T) {
 	require.Equal(t, []string{"k"}, text(t, page, "key"))
 	require.Contains(t, text(t, page, "h2"), "Emptiest buckets seen 15s ago")
 	require.Equal(t, []string{"The database took longer than 20ms, and was not waited for. On a command line, pgratelimit status waits."}, text(t, page, "notice"))
-	_, err = locker.Exec(t.Context(), "rollback")
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(locker.Exec(t.Context(), "rollback")))
 	p.databases[0].buckets.limit = limit // to connect anew may take longer than 20 ms
 	now.now = t0.Add(20 * time.Second)
 	_, page = get(t, p, "/")
@@ -450,8 +447,7 @@ func TestPage_WithoutGrants(t *testing.T) {
 
 func TestPage_NobodyAnswers(t *testing.T) {
 	t.Parallel()
-	pool, err := pgxpool.New(t.Context(), "postgres://127.0.0.1:1/none?sslmode=disable")
-	require.NoError(t, err)
+	pool := kit.NoError(pgxpool.New(t.Context(), "postgres://127.0.0.1:1/none?sslmode=disable"))(t)
 	defer pool.Close()
 	_, page := get(t, shown(t, pool, time.Now), "/")
 	require.Len(t, text(t, page, "notice"), 3)

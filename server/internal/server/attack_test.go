@@ -73,8 +73,7 @@ func underAttack(t *testing.T, s *testServer, db *pgtest.DB, attack func()) {
 	require.Positive(t, granted.Load())
 	// The attackers' calls may still be under way.
 	require.Eventually(t, func() bool { return scrape(t, s)["ratelimit_server_calls_under_way"] == "0" }, time.Minute, 10*time.Millisecond)
-	counted, err := strconv.ParseInt(scrape(t, s)[`ratelimit_requests_total{policy="budget",result="allowed"}`], 10, 64)
-	require.NoError(t, err)
+	counted := kit.NoError(strconv.ParseInt(scrape(t, s)[`ratelimit_requests_total{policy="budget",result="allowed"}`], 10, 64))(t)
 	require.LessOrEqual(t, granted.Load(), counted)
 	require.LessOrEqual(t, counted, taken(t, db), "the server has granted what nobody has paid")
 	require.NotContains(t, s.log.String(), "panic")
@@ -94,8 +93,7 @@ func newPeer(t *testing.T, s *testServer, settings ...http2.Setting) *peer {
 	conn := patient{dial(t, s.GRPCAddr())}
 	p := &peer{Conn: conn, Framer: http2.NewFramer(conn, bufio.NewReader(conn)), stream: 1}
 	p.encoder = hpack.NewEncoder(&p.headers)
-	_, err := io.WriteString(conn, http2.ClientPreface)
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(io.WriteString(conn, http2.ClientPreface)))
 	require.NoError(t, p.WriteSettings(settings...))
 	return p
 }
@@ -147,8 +145,7 @@ func (p *peer) swallow() (ended <-chan struct{}) {
 
 func acquireMessage(t *testing.T, key string) []byte {
 	t.Helper()
-	message, err := proto.Marshal(&pb.AcquireRequest{Policy: "budget", LogicalKey: key})
-	require.NoError(t, err)
+	message := kit.NoError(proto.Marshal(&pb.AcquireRequest{Policy: "budget", LogicalKey: key}))(t)
 	return message
 }
 
@@ -351,8 +348,7 @@ func TestAttack_TokensOfEveryMethod(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	s := start(t, db.URL, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
-	methods, err := s.methods(metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer first"))
-	require.NoError(t, err)
+	methods := kit.NoError(s.methods(metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer first")))(t)
 	require.Subset(t, methods, []string{
 		"/pgratelimit.v1.RateLimiter/Acquire", "/pgratelimit.v1.RateLimiter/Refund", "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit",
 		"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",

@@ -20,6 +20,7 @@ import (
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -152,10 +153,8 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 		{"hold", `{"policy":"watched","key":"k","holder":"h","cost":2}`,
 			`{"allowed":true,"remaining":1,"retry_after":0,"held_for":86400,"capacity":1,"renewed":false,"shadowed":true}`},
 	} {
-		answer, err := servers[0].call(t.Context(), call[0], call[1])
-		require.NoError(t, err)
-		text, err := json.Marshal(asJSON(t, answer.ProtoReflect()))
-		require.NoError(t, err)
+		answer := kit.NoError(servers[0].call(t.Context(), call[0], call[1]))(t)
+		text := kit.NoError(json.Marshal(asJSON(t, answer.ProtoReflect())))(t)
 		require.JSONEq(t, call[2], string(text), call[1])
 		a := servers[1].mustPost("/v1/"+call[0], call[1], "Content-Type: application/x-www-form-urlencoded") // as curl -d does
 		require.Equal(t, http.StatusOK, a.status)
@@ -168,8 +167,7 @@ func TestDeadline_EndsTheWorkOfTheDatabase(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	s := start(t, db.URL)
-	_, err := s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"i"}`)
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"i"}`)))
 	defer lock(t, db)()
 	// The caller gives up only when its call waits in the database, however long that takes to come about.
 	requireEnded := func(begin func(ctx context.Context) <-chan error, name string) {
@@ -260,10 +258,8 @@ func TestErrors_OfRequests(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	s := start(t, db.URL)
-	_, err := s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)
-	require.NoError(t, err)
-	_, err = s.call(t.Context(), "hold", `{"policy":"jobs","key":"k","holder":"used"}`)
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)))
+	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "hold", `{"policy":"jobs","key":"k","holder":"used"}`)))
 	long := strings.Repeat("k", 513)
 	for name, r := range map[string]struct {
 		path, body     string

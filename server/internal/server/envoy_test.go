@@ -22,6 +22,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -136,8 +137,7 @@ const (
 // requireStatuses asks, and checks the whole answer.
 func (e edge) requireStatuses(descriptors list, statuses ...*envoypb.RateLimitResponse_DescriptorStatus) {
 	e.t.Helper()
-	got, err := e.ask(descriptors...)
-	require.NoError(e.t, err)
+	got := kit.NoError(e.ask(descriptors...))(e.t)
 	requireAnswer(e.t, got, statuses...)
 }
 
@@ -161,8 +161,7 @@ func TestEnvoy_StatusesInOrder(t *testing.T) {
 	e.requireStatuses(list{of("nobody", "x"), of("user", "ann"), of("free", "x"), of("address", "::1"), of("user", "ann", "more", "x"), of("api", "k")},
 		none, ok(userLimit, 9, day/10), unlimited, ok(addressLimit, 3599, time.Second), none, ok(apiLimit, 9, day))
 	e.requireStatuses(list{of("user", "bob")}, ok(userLimit, 9, day/10))
-	got, err := e.envoy.ShouldRateLimit(t.Context(), &envoypb.RateLimitRequest{Domain: "elsewhere", Descriptors: list{of("user", "ann")}})
-	require.NoError(t, err)
+	got := kit.NoError(e.envoy.ShouldRateLimit(t.Context(), &envoypb.RateLimitRequest{Domain: "elsewhere", Descriptors: list{of("user", "ann")}}))(t)
 	requireAnswer(t, got, none)
 }
 
@@ -381,8 +380,7 @@ func TestEnvoy_LimitsThatAreOffAreSeen(t *testing.T) {
 // policies are those of a database, by name.
 func policies(t testing.TB, db *pgtest.DB) map[string]client.Policy {
 	t.Helper()
-	all, err := client.New(db.Pool).Policies(t.Context())
-	require.NoError(t, err)
+	all := kit.NoError(client.New(db.Pool).Policies(t.Context()))(t)
 	byName := make(map[string]client.Policy)
 	for _, p := range all {
 		byName[p.Name] = p
@@ -448,19 +446,15 @@ envoy:
       - {key: y, quota_mode: true, rate_limit: {unit: YEAR, requests_per_unit: 1, name: yearly}}
       - {key: tokens, rate_limit: {policy: llm, overdraw: true}}
 `)
-	text, err := os.ReadFile(path)
-	require.NoError(t, err)
-	file, err := policyfile.Parse(path, text)
-	require.NoError(t, err)
+	text := kit.NoError(os.ReadFile(path))(t)
+	file := kit.NoError(policyfile.Parse(path, text))(t)
 	db.Exec(t, "select ratelimit_define_policy('llm', 5, 0, '1 second')")
 	s := start(t, db.URL, "ENVOY_RULES="+path)
 	served := policies(t, db)
-	d, err := policyfile.Apply(t.Context(), db.Pool, file, policyfile.Options{})
-	require.NoError(t, err)
+	d := kit.NoError(policyfile.Apply(t.Context(), db.Pool, file, policyfile.Options{}))(t)
 	require.Empty(t, d.Changes)
 	db.Exec(t, "select ratelimit_drop_policy('yearly'), ratelimit_drop_policy('edge.user_gold.path')")
-	_, err = policyfile.Apply(t.Context(), db.Pool, file, policyfile.Options{})
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(policyfile.Apply(t.Context(), db.Pool, file, policyfile.Options{})))
 	require.Equal(t, served, policies(t, db))
 	require.NoError(t, s.Reload(t.Context()))
 	require.Equal(t, served, policies(t, db))

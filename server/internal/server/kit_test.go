@@ -109,8 +109,7 @@ func startWith(t testing.TB, c config.Config, options ...grpc.DialOption) *testS
 	t.Helper()
 	s := &testServer{t: t, log: new(logged)}
 	var err error
-	s.Server, err = server.Start(t.Context(), c, slog.New(slog.NewTextHandler(s.log, nil)))
-	require.NoError(t, err)
+	s.Server = kit.NoError(server.Start(t.Context(), c, slog.New(slog.NewTextHandler(s.log, nil))))(t)
 	s.stop = sync.OnceValue(s.Stop)
 	s.conn, err = grpc.NewClient(s.GRPCAddr().String(), append([]grpc.DialOption{grpc.WithTransportCredentials(insecure.NewCredentials())}, options...)...)
 	require.NoError(t, err)
@@ -138,8 +137,7 @@ type answer struct {
 
 // do sends a body, with headers that are given as "Name: value".
 func (s *testServer) do(ctx context.Context, method, path, body string, headers ...string) (answer, error) {
-	r, err := http.NewRequestWithContext(ctx, method, s.url+path, strings.NewReader(body))
-	require.NoError(s.t, err)
+	r := kit.NoError(http.NewRequestWithContext(ctx, method, s.url+path, strings.NewReader(body)))(s.t)
 	for _, header := range headers {
 		name, value, _ := strings.Cut(header, ": ")
 		r.Header.Set(name, value)
@@ -170,8 +168,7 @@ func (s *testServer) post(ctx context.Context, path, body string, headers ...str
 // mustDo, mustPost and get are for answers that there have to be.
 func (s *testServer) mustDo(method, path, body string, headers ...string) answer {
 	s.t.Helper()
-	a, err := s.do(s.t.Context(), method, path, body, headers...)
-	require.NoError(s.t, err)
+	a := kit.NoError(s.do(s.t.Context(), method, path, body, headers...))(s.t)
 	return a
 }
 
@@ -207,8 +204,7 @@ func (s *testServer) call(ctx context.Context, path, body string) (proto.Message
 	method, body := asGRPC(path, body)
 	in := dynamicpb.NewMessage(method.Input())
 	require.NoError(s.t, protojson.Unmarshal([]byte(body), in), body)
-	answer, err := protoregistry.GlobalTypes.FindMessageByName(method.Output().FullName())
-	require.NoError(s.t, err)
+	answer := kit.NoError(protoregistry.GlobalTypes.FindMessageByName(method.Output().FullName()))(s.t)
 	out := answer.New().Interface()
 	return out, s.conn.Invoke(ctx, "/"+string(method.Parent().FullName())+"/"+string(method.Name()), in, out)
 }
@@ -242,8 +238,7 @@ func (s *testServer) beginPost(ctx context.Context, path, body string) <-chan er
 // acquire takes one token by gRPC.
 func (s *testServer) acquire(policy, key string) *pb.Decision {
 	s.t.Helper()
-	d, err := s.rpc.Acquire(s.t.Context(), &pb.AcquireRequest{Policy: policy, LogicalKey: key})
-	require.NoError(s.t, err)
+	d := kit.NoError(s.rpc.Acquire(s.t.Context(), &pb.AcquireRequest{Policy: policy, LogicalKey: key}))(s.t)
 	return d
 }
 
@@ -259,8 +254,7 @@ func (s *testServer) take(ctx context.Context, caller int, policy, key string) (
 
 func (s *testServer) remaining(policy, key string) int64 {
 	s.t.Helper()
-	d, err := s.rpc.Peek(s.t.Context(), &pb.PeekRequest{Policy: policy, LogicalKey: key})
-	require.NoError(s.t, err)
+	d := kit.NoError(s.rpc.Peek(s.t.Context(), &pb.PeekRequest{Policy: policy, LogicalKey: key}))(s.t)
 	return d.GetRemaining()
 }
 
@@ -310,8 +304,7 @@ func hold(t testing.TB, db *pgtest.DB, sql string) (unlock func()) {
 	conn := db.Connect(t)
 	kit.Execute(t, conn, "begin; "+sql)
 	return sync.OnceFunc(func() {
-		_, err := conn.Exec(context.Background(), "rollback")
-		require.NoError(t, err)
+		require.NoError(t, kit.ErrorOf(conn.Exec(context.Background(), "rollback")))
 	})
 }
 
@@ -368,8 +361,7 @@ func (s *testServer) methods(ctx context.Context) (methods []string, err error) 
 		return nil, err
 	}
 	for _, service := range list.GetListServicesResponse().GetService() {
-		found, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service.GetName()))
-		require.NoError(s.t, err)
+		found := kit.NoError(protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service.GetName())))(s.t)
 		all := found.(protoreflect.ServiceDescriptor).Methods()
 		for i := range all.Len() {
 			methods = append(methods, "/"+service.GetName()+"/"+string(all.Get(i).Name()))

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 // manyRequests has one request for each key.
@@ -29,8 +30,7 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	s := start(t, db.URL)
-	_, err := s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)))
 	const good = `{"policy":"api","key":"k"},`
 	for _, path := range []string{"acquire_many", "peek_many"} {
 		for bad, want := range map[string]struct {
@@ -54,8 +54,7 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 			}
 			body := `{"requests":[` + good + bad + `,{"policy":"budget","key":"k"}]}`
 			db.Exec(t, "select ratelimit_reset('api', 'k')")
-			out, err := s.call(t.Context(), path, body)
-			require.NoError(t, err)
+			out := kit.NoError(s.call(t.Context(), path, body))(t)
 			var answers []*pb.Answer
 			switch out := out.(type) {
 			case *pb.AcquireManyResponse:
@@ -91,8 +90,7 @@ func TestAcquireMany_RequestsShareCalls(t *testing.T) {
 	for i := range 1000 {
 		keys = append(keys, fmt.Sprint("k", i))
 	}
-	out, err := s.rpc.AcquireMany(t.Context(), &pb.AcquireManyRequest{Requests: manyRequests("budget", keys...)})
-	require.NoError(t, err)
+	out := kit.NoError(s.rpc.AcquireMany(t.Context(), &pb.AcquireManyRequest{Requests: manyRequests("budget", keys...)}))(t)
 	for i, a := range out.GetAnswers() {
 		require.EqualValues(t, 999_999, a.GetDecision().GetRemaining(), keys[i])
 	}
@@ -112,8 +110,7 @@ type stream struct {
 
 func (s *testServer) stream(ctx context.Context) stream {
 	s.t.Helper()
-	conn, err := s.rpc.AcquireStream(ctx)
-	require.NoError(s.t, err)
+	conn := kit.NoError(s.rpc.AcquireStream(ctx))(s.t)
 	return stream{s.t, conn}
 }
 
@@ -125,8 +122,7 @@ func (s stream) send(id uint64, keys ...string) {
 // granted reads an answer, all of whose decisions are grants, and returns its id.
 func (s stream) granted() uint64 {
 	s.t.Helper()
-	out, err := s.Recv()
-	require.NoError(s.t, err)
+	out := kit.NoError(s.Recv())(s.t)
 	require.NotEmpty(s.t, out.GetAnswers())
 	for _, a := range out.GetAnswers() {
 		require.Equal(s.t, pb.Verdict_ALLOWED, a.GetDecision().GetVerdict(), "%v", out)
@@ -270,8 +266,7 @@ func TestStream_LimitsHoldForEachMessage(t *testing.T) {
 // refused receives the error of a message, or of its only request.
 func (s *stream) refused(id uint64, code codes.Code, reason string) {
 	s.t.Helper()
-	out, err := s.Recv()
-	require.NoError(s.t, err)
+	out := kit.NoError(s.Recv())(s.t)
 	require.Equal(s.t, id, out.GetId())
 	e := out.GetError()
 	if e == nil {
@@ -289,8 +284,7 @@ func TestAcquireMany_OfShardsFailsWithTheShardOfTheKeyOnly(t *testing.T) {
 	s := start(t, "", setting, "LOCK_TIMEOUT=20ms")
 	defer lock(t, dbs[1])()
 	keys := []string{keyOn(0, of), keyOn(1, of), keyOn(0, of)}
-	out, err := s.rpc.AcquireMany(t.Context(), &pb.AcquireManyRequest{Requests: manyRequests("api", keys...)})
-	require.NoError(t, err)
+	out := kit.NoError(s.rpc.AcquireMany(t.Context(), &pb.AcquireManyRequest{Requests: manyRequests("api", keys...)}))(t)
 	require.EqualValues(t, 9, out.GetAnswers()[0].GetDecision().GetRemaining())
 	require.EqualValues(t, codes.Aborted, out.GetAnswers()[1].GetError().GetCode())
 	require.EqualValues(t, 8, out.GetAnswers()[2].GetDecision().GetRemaining())

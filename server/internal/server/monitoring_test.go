@@ -27,6 +27,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -56,13 +57,11 @@ func TestHealth_FollowsTheDatabase(t *testing.T) {
 
 // watchHealth returns a function that waits for a status: a check that takes a second finds what is well not healthy.
 func (s *testServer) watchHealth(service string) (await func(healthpb.HealthCheckResponse_ServingStatus)) {
-	watch, err := healthpb.NewHealthClient(s.conn).Watch(s.t.Context(), &healthpb.HealthCheckRequest{Service: service})
-	require.NoError(s.t, err)
+	watch := kit.NoError(healthpb.NewHealthClient(s.conn).Watch(s.t.Context(), &healthpb.HealthCheckRequest{Service: service}))(s.t)
 	return func(status healthpb.HealthCheckResponse_ServingStatus) {
 		s.t.Helper()
 		for got := healthpb.HealthCheckResponse_UNKNOWN; got != status; {
-			update, err := watch.Recv()
-			require.NoError(s.t, err)
+			update := kit.NoError(watch.Recv())(s.t)
 			got = update.GetStatus()
 		}
 	}
@@ -165,8 +164,7 @@ func TestOTLP_SendsWhatPrometheusReads(t *testing.T) {
 	c := &collector{got: make(chan *collectorpb.ExportMetricsServiceRequest, 10)}
 	overHTTP := httptest.NewServer(c)
 	defer overHTTP.Close()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
+	listener := kit.NoError(net.Listen("tcp", "127.0.0.1:0"))(t)
 	overGRPC := grpc.NewServer()
 	collectorpb.RegisterMetricsServiceServer(overGRPC, c)
 	go overGRPC.Serve(listener) //nolint:errcheck // the test fails without it
@@ -264,8 +262,7 @@ var sampleLine = regexp.MustCompile(`(?m)^(ratelimit_\w+)(?:\{(.*)\})? (\S+)$`)
 // longer than a second; those of one that is well stand still.
 func (e *evaluation) fill(t *testing.T, metrics string, isIll bool) {
 	for _, m := range sampleLine.FindAllStringSubmatch(metrics, -1) {
-		value, err := strconv.ParseFloat(m[3], 64)
-		require.NoError(t, err)
+		value := kit.NoError(strconv.ParseFloat(m[3], 64))(t)
 		step := 0.0
 		if isIll && regexp.MustCompile("_(total|bucket|sum|count)$").MatchString(m[1]) {
 			step = value
@@ -281,11 +278,9 @@ func (e *evaluation) fill(t *testing.T, metrics string, isIll bool) {
 // no alert does.
 func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 	t.Parallel()
-	rules, err := filepath.Abs("../../../docs/prometheus/alerts.yml")
-	require.NoError(t, err)
+	rules := kit.NoError(filepath.Abs("../../../docs/prometheus/alerts.yml"))(t)
 	promtool(t, "check", "rules", rules)
-	dashboard, err := os.ReadFile("../../../docs/prometheus/dashboard.json")
-	require.NoError(t, err)
+	dashboard := kit.NoError(os.ReadFile("../../../docs/prometheus/dashboard.json"))(t)
 
 	dbs, _ := newShards(t, 2)
 	s := start(t, "", "SHARD_URLS="+dbs[0].URL+" postgres://127.0.0.1:1/nowhere", "MAX_CALLS=1")
@@ -322,8 +317,7 @@ func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 			ill.isOne("count(" + target.Expr + ") > bool 0")
 		}
 	}
-	text, err := os.ReadFile(rules)
-	require.NoError(t, err)
+	text := kit.NoError(os.ReadFile(rules))(t)
 	for _, alert := range regexp.MustCompile(`- alert: (\w+)`).FindAllStringSubmatch(string(text), -1) {
 		ill.isOne(`count(ALERTS{alertstate="firing",alertname="` + alert[1] + `"}) > bool 0`)
 	}

@@ -11,7 +11,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -23,6 +22,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -57,8 +57,7 @@ func startReference(t *testing.T, files map[string]string) envoypb.RateLimitServ
 	require.NoError(t, err)
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	redis, socket := filepath.Join(dir, "redis"), filepath.Join(dir, "grpc")
-	redisServer, err := pgtest.Program(t.Context(), "redis-server")
-	require.NoError(t, err)
+	redisServer := kit.NoError(pgtest.Program(t.Context(), "redis-server"))(t)
 	run(t, exec.CommandContext(t.Context(), redisServer, "--port", "0", "--unixsocket", redis, "--save", "", "--dir", dir))
 	require.Eventually(t, func() bool {
 		conn, err := net.Dial("unix", redis)
@@ -78,8 +77,7 @@ func startReference(t *testing.T, files map[string]string) envoypb.RateLimitServ
 		"RUNTIME_ROOT="+dir, "RUNTIME_SUBDIRECTORY=runtime", "RUNTIME_WATCH_ROOT=false",
 		"REDIS_SOCKET_TYPE=unix", "REDIS_URL="+redis, "USE_STATSD=false", "DISABLE_STATS=true", "LOG_LEVEL=ERROR")
 	run(t, c)
-	conn, err := grpc.NewClient("unix:"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	require.NoError(t, err)
+	conn := kit.NoError(grpc.NewClient("unix:"+socket, grpc.WithTransportCredentials(insecure.NewCredentials())))(t)
 	t.Cleanup(func() { conn.Close() })
 	reference := envoypb.NewRateLimitServiceClient(conn)
 	require.Eventually(t, func() bool {
@@ -194,12 +192,7 @@ func (g *generator) enter(d *common.RateLimitDescriptor, rules []map[string]any)
 // buckets of their own, its windows begin anew, and durations are those of token buckets.
 func TestReference_MatchesAlike(t *testing.T) {
 	const domains, requests = 400, 40
-	seed := uint64(time.Now().UnixNano())
-	if text := os.Getenv("RATELIMIT_TEST_SEED"); text != "" {
-		var err error
-		seed, err = strconv.ParseUint(text, 10, 64)
-		require.NoError(t, err)
-	}
+	seed := kit.FirstSeed(t)
 	t.Logf("RATELIMIT_TEST_SEED=%d", seed)
 	files := make(map[string]string)
 	generators := make([]*generator, domains)
@@ -207,8 +200,7 @@ func TestReference_MatchesAlike(t *testing.T) {
 	for i := range generators {
 		g := &generator{Rand: rand.New(rand.NewPCG(seed, uint64(i))), domain: fmt.Sprintf("domain%d", i)}
 		g.tree, generators[i] = g.descriptors(1), g
-		text, err := json.Marshal(map[string]any{"domain": g.domain, "descriptors": g.tree})
-		require.NoError(t, err)
+		text := kit.NoError(json.Marshal(map[string]any{"domain": g.domain, "descriptors": g.tree}))(t)
 		files[g.domain+".yaml"] = string(text)
 		require.NoError(t, os.WriteFile(filepath.Join(folder, g.domain+".yaml"), text, 0o600))
 	}
@@ -226,10 +218,8 @@ func TestReference_MatchesAlike(t *testing.T) {
 				inStep := true // until a request is refused, for which the reference has charged some
 				for range requests {
 					q := g.request()
-					want, err := reference.ShouldRateLimit(t.Context(), q)
-					require.NoError(t, err)
-					got, err := ours.ShouldRateLimit(t.Context(), q)
-					require.NoError(t, err)
+					want := kit.NoError(reference.ShouldRateLimit(t.Context(), q))(t)
+					got := kit.NoError(ours.ShouldRateLimit(t.Context(), q))(t)
 					explain := func() string {
 						return fmt.Sprintf("rules     %s\nrequest   %v\nreference %v\nours      %v", files[g.domain+".yaml"], q, want, got)
 					}

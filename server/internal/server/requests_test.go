@@ -189,12 +189,11 @@ func TestMessages_TooLarge(t *testing.T) {
 		return rpc, `{"charges":[` + strings.Join(parts, ",") + `]}`
 	}
 	rpc, body := charges(3)
-	_, err := s.rpc.AcquireAll(t.Context(), &pb.AcquireAllRequest{Charges: rpc})
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(s.rpc.AcquireAll(t.Context(), &pb.AcquireAllRequest{Charges: rpc})))
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire_all", body).status)
 
 	rpc, body = charges(4)
-	_, err = s.rpc.AcquireAll(t.Context(), &pb.AcquireAllRequest{Charges: rpc})
+	_, err := s.rpc.AcquireAll(t.Context(), &pb.AcquireAllRequest{Charges: rpc})
 	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
 	requireProblem(t, s.mustPost("/v1/acquire_all", body), http.StatusRequestEntityTooLarge, "")
 	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 2001)), http.StatusRequestEntityTooLarge, "")
@@ -280,8 +279,7 @@ func TestKeys_OfEveryKind(t *testing.T) {
 	}
 	for _, key := range keys {
 		require.EqualValues(t, 999_999, s.acquire("budget", key).GetRemaining(), "%q: a bucket of its own", key)
-		text, err := json.Marshal(key)
-		require.NoError(t, err)
+		text := kit.NoError(json.Marshal(key))(t)
 		a := s.mustPost("/v1/acquire", fmt.Sprintf(`{"policy":"budget","key":%s}`, text))
 		require.EqualValues(t, 999_998, a.body["remaining"], "%q", key)
 		remaining := kit.One[int64](t, db.Pool, "select remaining from ratelimit_peek('budget', $1)", key)
@@ -299,8 +297,7 @@ func TestListeners_SlowConnections(t *testing.T) {
 		t.Helper()
 		conn := dial(t, address)
 		require.NoError(t, conn.SetDeadline(time.Now().Add(time.Minute)))
-		_, err := io.WriteString(conn, begin)
-		require.NoError(t, err)
+		require.NoError(t, kit.ErrorOf(io.WriteString(conn, begin)))
 		slow = append(slow, conn)
 	}
 	for range 300 {

@@ -30,8 +30,7 @@ import (
 func TestStart_SaysWhatIsMissing(t *testing.T) {
 	t.Parallel()
 	db, _, url := newRole(t, "")
-	taken, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
+	taken := kit.NoError(net.Listen("tcp", "127.0.0.1:0"))(t)
 	defer taken.Close()
 	for want, c := range map[string][]string{
 		"pgratelimit is not installed": {pgtest.Empty(t).URL},
@@ -75,8 +74,7 @@ func TestStart_OneListenerAlone(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	for _, off := range []string{"GRPC_ADDR=off", "HTTP_ADDR=off"} {
-		s, err := server.Start(t.Context(), load(t, db.URL, off), slog.New(slog.DiscardHandler))
-		require.NoError(t, err)
+		s := kit.NoError(server.Start(t.Context(), load(t, db.URL, off), slog.New(slog.DiscardHandler)))(t)
 		require.Equal(t, off == "GRPC_ADDR=off", s.GRPCAddr() == nil)
 		require.Equal(t, off == "HTTP_ADDR=off", s.HTTPAddr() == nil)
 		require.NoError(t, s.Stop())
@@ -88,8 +86,7 @@ func TestStart_TLS(t *testing.T) {
 	cert, key, pool := kit.Certificate(t)
 	trust := &tls.Config{RootCAs: pool}
 	s := startWith(t, load(t, newDB(t).URL, "TLS_CERT_FILE="+cert, "TLS_KEY_FILE="+key), grpc.WithTransportCredentials(credentials.NewTLS(trust)))
-	_, err := s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})))
 
 	require.Equal(t, http.StatusBadRequest, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status, "in the clear")
 	s.url = "https://" + s.HTTPAddr().String()
@@ -104,11 +101,10 @@ func TestStart_TLS(t *testing.T) {
 	old := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool, MaxVersion: tls.VersionTLS11}}
 	defer old.CloseIdleConnections()
 	s.http = &http.Client{Transport: old}
-	_, err = s.post(t.Context(), "/v1/acquire", `{"policy":"api","key":"k"}`)
+	_, err := s.post(t.Context(), "/v1/acquire", `{"policy":"api","key":"k"}`)
 	require.ErrorContains(t, err, "tls: ")
 
-	stranger, err := grpc.NewClient(s.GRPCAddr().String(), grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{})))
-	require.NoError(t, err)
+	stranger := kit.NoError(grpc.NewClient(s.GRPCAddr().String(), grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{}))))(t)
 	defer stranger.Close()
 	_, err = pb.NewRateLimiterClient(stranger).Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
 	require.Equal(t, codes.Unavailable, status.Code(err), "a client that does not know the certificate")
@@ -227,8 +223,7 @@ func TestStop_LeavesNoGoroutines(t *testing.T) {
 			stream := s.stream(t.Context())
 			stream.send(1, "k")
 			require.EqualValues(t, 1, stream.granted()) // and it stays open
-			_, err := s.methods(t.Context())
-			require.NoError(t, err)
+			require.NoError(t, kit.ErrorOf(s.methods(t.Context())))
 			s.get("/metrics")
 		})
 	}
