@@ -304,8 +304,7 @@ func TestEnvoy_Keys(t *testing.T) {
 	}
 	e.requireStatuses(list{times(9, of("user", long))}, ok(userLimit, 0, day))
 	e.requireStatuses(list{of("user", long)}, over(userLimit, 0, day/10))
-	var keys []string
-	require.NoError(t, e.db.Pool.QueryRow(t.Context(), `select array_agg(key order by length(key), key) from ratelimit_status('edge.user')`).Scan(&keys))
+	keys := kit.Column(t, e.db, `select key from ratelimit_status('edge.user') order by length(key), key`)
 	require.Len(t, keys, 5)
 	require.Equal(t, []string{`[["user",""]]`, `[["user","ann"]]`, `[["user","a\"],[\\ \u0000\n é <&>"]]`}, keys[:3])
 	require.Contains(t, keys[3], "sha256:")
@@ -388,6 +387,11 @@ func policies(t testing.TB, db *pgtest.DB) map[string]client.Policy {
 	return byName
 }
 
+// versions are those of the rows of policies.
+func versions(t testing.TB, db *pgtest.DB) []string {
+	return kit.Column(t, db, "select xmin::text from ratelimit.policies order by name")
+}
+
 // A policy refills requests_per_unit in each unit. Its name is the rule's, or the domain and path.
 func TestEnvoyRules_DefinePolicies(t *testing.T) {
 	t.Parallel()
@@ -424,13 +428,9 @@ descriptors:
 	}
 	require.Equal(t, client.Policy{Name: "edge.kept", Capacity: 2, Refill: 2, Every: time.Hour, Stepped: client.No, Durable: client.No, Remember: 7 * day, Shadow: client.No}, has["edge.kept"])
 
-	rows := func() (version string) {
-		require.NoError(t, db.Pool.QueryRow(t.Context(), "select string_agg(xmin::text, ' ' order by name) from ratelimit.policies").Scan(&version))
-		return version
-	}
-	before := rows()
+	before := versions(t, db)
 	require.NoError(t, s.Reload(t.Context()))
-	require.Equal(t, before, rows(), "what is there is not written again")
+	require.Equal(t, before, versions(t, db), "what is there is not written again")
 }
 
 // Neither pgratelimit apply nor the server changes the policies of the other.
@@ -520,13 +520,9 @@ descriptors:
 		e.requireStatuses(list{of(unit, "a")}, ok(limit, 0, turn))
 		e.requireStatuses(list{of(unit, "a")}, over(limit, 0, turn))
 	}
-	versions := func() (versions string) {
-		require.NoError(t, e.db.Pool.QueryRow(t.Context(), "select string_agg(xmin::text, ' ' order by name) from ratelimit.policies").Scan(&versions))
-		return versions
-	}
-	before := versions()
+	before := versions(t, e.db)
 	newEdge(t, e.db, "ENVOY_RULES="+rulesFile(t, rules))
-	require.Equal(t, before, versions())
+	require.Equal(t, before, versions(t, e.db))
 }
 
 // The error has the statements that an administrator must run. They are enough.

@@ -21,6 +21,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	collectorpb "go.opentelemetry.io/proto/otlp/collector/metrics/v1"
+	commonpb "go.opentelemetry.io/proto/otlp/common/v1"
 	metricspb "go.opentelemetry.io/proto/otlp/metrics/v1"
 	"google.golang.org/grpc"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
@@ -186,10 +187,7 @@ func TestOTLP_SendsWhatPrometheusReads(t *testing.T) {
 		require.NotContains(t, q.String(), "secret")
 		require.NotContains(t, q.String(), "nobody")
 		require.Len(t, q.GetResourceMetrics(), 1)
-		of := map[string]string{}
-		for _, attribute := range q.GetResourceMetrics()[0].GetResource().GetAttributes() {
-			of[attribute.GetKey()] = attribute.GetValue().GetStringValue()
-		}
+		of := texts(q.GetResourceMetrics()[0].GetResource().GetAttributes())
 		require.Equal(t, "pgratelimit", of["service.name"])
 		require.Equal(t, "test", of["deployment.environment.name"])
 		require.NotEmpty(t, of["service.instance.id"])
@@ -201,10 +199,7 @@ func TestOTLP_SendsWhatPrometheusReads(t *testing.T) {
 		}
 		requests := map[string]int64{}
 		for _, point := range byName["ratelimit.requests"].GetSum().GetDataPoints() {
-			labels := map[string]string{}
-			for _, attribute := range point.GetAttributes() {
-				labels[attribute.GetKey()] = attribute.GetValue().GetStringValue()
-			}
+			labels := texts(point.GetAttributes())
 			requests[labels["policy"]+" "+labels["result"]] = point.GetAsInt()
 		}
 		require.Equal(t, map[string]int64{"budget allowed": 1, "budget replayed": 1, "_other error": 1}, requests)
@@ -214,6 +209,14 @@ func TestOTLP_SendsWhatPrometheusReads(t *testing.T) {
 		require.Contains(t, byName, "ratelimit.acquire.duration")
 		require.Contains(t, byName, "ratelimit.server.connections")
 	}
+}
+
+func texts(attributes []*commonpb.KeyValue) map[string]string {
+	texts := map[string]string{}
+	for _, attribute := range attributes {
+		texts[attribute.GetKey()] = attribute.GetValue().GetStringValue()
+	}
+	return texts
 }
 
 func TestOTLP_NobodyListensOrItIsMisspelled(t *testing.T) {

@@ -2,7 +2,6 @@ package service_test
 
 import (
 	"context"
-	"errors"
 	"io"
 	"math"
 	"strings"
@@ -11,6 +10,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 
@@ -112,8 +112,7 @@ func TestErrors_TheEndOfAContext(t *testing.T) {
 	gone, leave := context.WithCancel(t.Context())
 	leave()
 	for ctx, kind := range map[context.Context]service.Kind{late: service.DeadlineExceeded, gone: service.Canceled} {
-		_, err := s.Acquire(ctx, service.Request{Policy: "nobody", Key: "k"})
-		require.Equal(t, kind.Reason(), kindOf(t, err))
+		requireKind(t, kind, errorOf(s.Acquire(ctx, service.Request{Policy: "nobody", Key: "k"})))
 	}
 }
 
@@ -244,12 +243,14 @@ func (s stuck) Peek(ctx context.Context, policy, key string, opts ...client.Call
 	return s.Fake.Peek(ctx, policy, key, opts...)
 }
 
-func kindOf(t *testing.T, err error) string {
+func requireKind(t *testing.T, kind service.Kind, err error, about ...any) {
 	t.Helper()
 	var e *service.Error
 	require.ErrorAs(t, err, &e)
-	return e.Kind.Reason()
+	require.Equal(t, kind.Reason(), e.Kind.Reason(), about...)
 }
+
+func errorOf[T any](_ T, err error) error { return err }
 
 func TestLimits_OneCallTooManyIsRefusedAtOnce(t *testing.T) {
 	t.Parallel()
@@ -258,17 +259,11 @@ func TestLimits_OneCallTooManyIsRefusedAtOnce(t *testing.T) {
 	r := service.Request{Policy: "api", Key: "k"}
 	var callers sync.WaitGroup
 	for range 2 {
-		callers.Go(func() {
-			_, err := s.Acquire(t.Context(), r)
-			if err != nil {
-				t.Error(err)
-			}
-		})
+		callers.Go(func() { assert.NoError(t, errorOf(s.Acquire(t.Context(), r))) })
 		<-limiter.asked
 	}
 	for range 10 {
-		_, err := s.Acquire(t.Context(), r)
-		require.Equal(t, service.Overloaded.Reason(), kindOf(t, err))
+		requireKind(t, service.Overloaded, errorOf(s.Acquire(t.Context(), r)))
 	}
 	require.EqualValues(t, 2, s.UnderWay())
 	close(limiter.let)
@@ -291,14 +286,12 @@ func TestLimits_OfOneShardRefuseItsOwnRequests(t *testing.T) {
 	}
 	var caller sync.WaitGroup
 	caller.Go(func() {
-		if _, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: keys[1]}); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, errorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: keys[1]})))
 	})
 	<-limiter.asked
 	answers, err := s.AcquireMany(t.Context(), []service.Request{{Policy: "api", Key: keys[1]}, {Policy: "api", Key: keys[0]}})
 	require.NoError(t, err)
-	require.Equal(t, service.Overloaded.Reason(), kindOf(t, answers[0].Err))
+	requireKind(t, service.Overloaded, answers[0].Err)
 	require.Nil(t, answers[1].Err)
 	require.EqualValues(t, 9, answers[1].Decision.Remaining)
 	require.Len(t, seen.calls, 2)
@@ -316,28 +309,18 @@ func TestLimits_CallsOfTheirOwnWaitForEachOther(t *testing.T) {
 	limiter := newStuck(t)
 	s := service.New(limiter, service.Limits{Calls: 100, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
 	var callers sync.WaitGroup
-	callers.Go(func() {
-		if _, err := s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"}); err != nil {
-			t.Error(err)
-		}
-	})
+	callers.Go(func() { assert.NoError(t, errorOf(s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"}))) })
 	<-limiter.asked
 
 	short, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	_, err := s.Peek(short, service.Request{Policy: "api", Key: "k"})
-	require.Equal(t, service.DeadlineExceeded.Reason(), kindOf(t, err))
+	requireKind(t, service.DeadlineExceeded, errorOf(s.Peek(short, service.Request{Policy: "api", Key: "k"})))
 	short, cancel = context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	_, err = s.Acquire(short, service.Request{Policy: "api", Key: strings.Repeat("k", 513)})
-	require.Equal(t, service.DeadlineExceeded.Reason(), kindOf(t, err), "nobody can share its call")
+	requireKind(t, service.DeadlineExceeded, errorOf(s.Acquire(short, service.Request{Policy: "api", Key: strings.Repeat("k", 513)})), "nobody can share its call")
 	require.Empty(t, limiter.asked, "neither has asked")
 
-	callers.Go(func() {
-		if _, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"}); err != nil {
-			t.Error(err)
-		}
-	})
+	callers.Go(func() { assert.NoError(t, errorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"}))) })
 	<-limiter.asked // beside the Peek that is stuck
 	close(limiter.let)
 	callers.Wait()
@@ -349,8 +332,8 @@ func TestLimits_NoCallHasMoreTime(t *testing.T) {
 	s := service.New(limiter, service.Limits{Calls: 1, OwnConnections: 1, Time: 10 * time.Millisecond}, func(service.Call) {})
 	for range 3 { // its place is free again
 		_, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})
-		require.Equal(t, service.DeadlineExceeded.Reason(), kindOf(t, err))
-		require.True(t, errors.Is(err, context.DeadlineExceeded))
+		requireKind(t, service.DeadlineExceeded, err)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
 	}
 }
 
@@ -464,7 +447,7 @@ func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 	for steps := range 3 {
 		fake.FailNext(append(make([]error, steps), io.ErrUnexpectedEOF)...)
 		p, err := s.Admit(t.Context(), charges, false)
-		require.Equal(t, service.Unavailable.Reason(), kindOf(t, err))
+		requireKind(t, service.Unavailable, err)
 		require.Zero(t, p)
 	}
 	require.EqualValues(t, 8, left(t, fake, "api", "k"), "the last one had taken them")
@@ -478,20 +461,16 @@ func TestAdmit_WaitsForAConnection(t *testing.T) {
 	s := service.New(limiter, service.Limits{Calls: 10, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
 	var callers sync.WaitGroup
 	callers.Go(func() {
-		if _, err := s.RefundAll(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, errorOf(s.RefundAll(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}})))
 	})
 	<-limiter.asked
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	d, err := s.Admit(ctx, []service.GateCharge{{Policy: "default", Key: "k", Cost: 20, Overdraw: true}}, false)
 	require.Zero(t, d)
-	require.Equal(t, service.DeadlineExceeded.Reason(), kindOf(t, err))
+	requireKind(t, service.DeadlineExceeded, err)
 	callers.Go(func() {
-		if _, err := s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "j", Cost: 1}}, false); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, errorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "j", Cost: 1}}, false)))
 	})
 	<-limiter.asked // this shares a connection
 	close(limiter.let)
