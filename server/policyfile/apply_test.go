@@ -26,8 +26,7 @@ func parse(t require.TestingT, text string) *policyfile.File {
 }
 
 func apply(t require.TestingT, db policyfile.Database, text string, options ...policyfile.Options) *policyfile.Difference {
-	d := kit.NoError(policyfile.Apply(context.Background(), db, parse(t, text), append(options, policyfile.Options{})[0]))(t)
-	return d
+	return kit.NoError(policyfile.Apply(context.Background(), db, parse(t, text), append(options, policyfile.Options{})[0]))(t)
 }
 
 // policiesIn and overridesIn list what a database has, a line each, with times in microseconds.
@@ -240,7 +239,6 @@ envoy:
 
 // A plan shows what apply then does, and nothing is left to change.
 func TestApply_ShowsWhatItChanges(t *testing.T) {
-	t.Parallel()
 	const (
 		expired = "  override \"gone\" of \"api\" has expired at 2001-01-01T00:00:00Z and is not set\n"
 		created = `+ policy "api": capacity 100, refill 10, every 1s, stepped false, durable true, remember 1d, shadow false
@@ -256,7 +254,7 @@ func TestApply_ShowsWhatItChanges(t *testing.T) {
 	prune, pruneOverrides := policyfile.Options{Prune: true}, policyfile.Options{PruneOverrides: true}
 	aMinuteAgo := time.Now().Add(-time.Minute).UTC().Format("2006-01-02T15:04:05Z")
 	ends := func(at string) string { return onlyPolicy + "overrides: {api: {k: {expires_at: " + at + "}}}" }
-	for rule, steps := range map[string][]step{
+	kit.OnDBs(t, map[string][]step{
 		"fields that change": {{file: twoPolicies, shows: created}, {
 			file: strings.NewReplacer("capacity: 100,", "capacity: 200,", "every: 1s", "every: 1m", "{capacity: 500}",
 				"{capacity: 500, expires_at: 2999-01-01T00:00:00Z}", "durable: false", "durable: false, shadow: true").Replace(twoPolicies),
@@ -369,24 +367,20 @@ envoy:
 - override "k" of "api": capacity 2, refill 10, every 1s, expires_at never
 ` + expired,
 		}},
-	} {
-		t.Run(rule, func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.New(t)
-			for _, step := range steps {
-				db.Exec(t, step.sql)
-				before := policiesIn(t, db)
-				plan := func() *policyfile.Difference {
-					d := kit.NoError(policyfile.Plan(t.Context(), db.Pool, parse(t, step.file), step.options))(t)
-					return d
-				}
-				require.Equal(t, step.shows, plan().String())
-				require.Equal(t, before, policiesIn(t, db), "a plan writes nothing")
-				require.Equal(t, step.shows, apply(t, db.Pool, step.file, step.options).String())
-				require.True(t, plan().Empty())
+	}, func(t *testing.T, of *kit.TestDB, steps []step) {
+		db := of.DB
+		for _, step := range steps {
+			db.Exec(t, step.sql)
+			before := policiesIn(t, db)
+			plan := func() *policyfile.Difference {
+				return kit.NoError(policyfile.Plan(t.Context(), db.Pool, parse(t, step.file), step.options))(t)
 			}
-		})
-	}
+			require.Equal(t, step.shows, plan().String())
+			require.Equal(t, before, policiesIn(t, db), "a plan writes nothing")
+			require.Equal(t, step.shows, apply(t, db.Pool, step.file, step.options).String())
+			require.True(t, plan().Empty())
+		}
+	})
 }
 
 // The keys of one shard are not removed from the file, which the next shard needs.

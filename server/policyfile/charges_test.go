@@ -36,8 +36,7 @@ http:
 func chargesOf(t testing.TB, text string) func(*http.Request) []client.Charge {
 	t.Helper()
 	rules := kit.NoError(parse(t, text).Rules(""))(t)
-	charges := kit.NoError(rules.HTTP.Charges(func(r *http.Request) string { return r.Header.Get("User") }))(t)
-	return charges
+	return kit.NoError(rules.HTTP.Charges(func(r *http.Request) string { return r.Header.Get("User") }))(t)
 }
 
 // read reads a request as a server does, or returns nil.

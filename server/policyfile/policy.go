@@ -36,7 +36,6 @@ type Policy struct {
 // isQuota reports whether the policy has a calendar.
 func (p Policy) isQuota() bool { return p.Period != "" }
 
-// isSlots reports whether the policy lends slots.
 func (p Policy) isSlots() bool { return p.Lease != 0 }
 
 // MarshalJSON writes null for what a quota or slots do not have, as ratelimit_policies lists it.
@@ -168,10 +167,7 @@ type Override struct {
 	At Position
 }
 
-// isOfQuota reports whether the override is of a quota's key.
 func (o Override) isOfQuota() bool { return o.TimeZone != "" }
-
-// isOfSlots reports whether the override is of a key of slots.
 func (o Override) isOfSlots() bool { return o.Lease != 0 }
 
 func (r *reader) overrides(f field) (overrides []Override) {

@@ -136,13 +136,11 @@ func (r *reader) longSpan(f field, least Span) Span {
 	return span
 }
 
-// lease reads the lease of slots.
 func (r *reader) lease(f field) Span { return r.longSpan(f, Millisecond) }
 
 // instantPattern is stricter than package time, and agrees with other readers of RFC 3339.
 var instantPattern = regexp.MustCompile(`^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?(Z|[+-][0-9]{2}:[0-9]{2})$`)
 
-// instant reads a point in time, to the microsecond.
 func (r *reader) instant(f field) time.Time {
 	at, err := time.Parse(time.RFC3339Nano, f.value.text)
 	if f.value.kind != instant && f.value.kind != text || err != nil || !instantPattern.MatchString(f.value.text) {
@@ -152,7 +150,6 @@ func (r *reader) instant(f field) time.Time {
 	return at.UTC()
 }
 
-// period reads the period of a quota.
 func (r *reader) period(f field) string {
 	period, err := client.ParsePeriod(f.value.text)
 	if f.value.kind != text || err != nil {

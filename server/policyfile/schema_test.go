@@ -25,8 +25,7 @@ import (
 
 func schema(t testing.TB) *jsonschema.Schema {
 	t.Helper()
-	compiled := kit.NoError(jsonschema.NewCompiler().Compile("schema.json"))(t)
-	return compiled
+	return kit.NoError(jsonschema.NewCompiler().Compile("schema.json"))(t)
 }
 
 // asJSON is what an editor's validator sees of a file.
@@ -35,8 +34,7 @@ func asJSON(t testing.TB, file string) any {
 	var document any
 	require.NoError(t, yaml.Load([]byte(file), &document))
 	text := kit.NoError(json.Marshal(document))(t)
-	value := kit.NoError(jsonschema.UnmarshalJSON(bytes.NewReader(text)))(t)
-	return value
+	return kit.NoError(jsonschema.UnmarshalJSON(bytes.NewReader(text)))(t)
 }
 
 // The schema refuses the sections "schema" and no others. JSON cannot have what the sections "yaml" have.

@@ -105,6 +105,5 @@ func (p *process) metric(t *testing.T, name string) float64 {
 	_, value, found := strings.Cut(text, "\n"+name+" ")
 	require.True(t, found, name)
 	value, _, _ = strings.Cut(value, "\n")
-	number := kit.NoError(strconv.ParseFloat(value, 64))(t)
-	return number
+	return kit.NoError(strconv.ParseFloat(value, 64))(t)
 }

@@ -143,7 +143,6 @@ func flagError(c *cobra.Command, err error) error {
 	return usageError{err}
 }
 
-// valueOf describes the value of a flag.
 func valueOf(f *pflag.Flag, otherwise string) string {
 	switch f.Value.Type() {
 	case "int", "int32", "int64":

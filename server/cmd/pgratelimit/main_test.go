@@ -34,7 +34,6 @@ type ran struct {
 	out, errors string
 }
 
-// on runs a command on a database.
 func on(t *testing.T, db *pgtest.DB, args ...string) ran {
 	t.Helper()
 	return command(t, append(args, "--database-url", db.URL)...)

@@ -102,7 +102,6 @@ func reload(ctx context.Context, s *server.Server, signals <-chan os.Signal) {
 	}
 }
 
-// settings lists the settings, for help.
 func settings() string {
 	return "Settings, of the environment or of the file that --config names:\n" + columns(func(table io.Writer) {
 		for _, s := range config.Settings() {
@@ -141,7 +140,6 @@ func (p *program) health() *cobra.Command {
 	return c
 }
 
-// askHealth returns nil if the server reports that it is healthy.
 func askHealth(ctx context.Context, cfg config.Config) error {
 	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
 	defer cancel()

@@ -128,7 +128,6 @@ func TestDocker_ComposeServes(t *testing.T) {
 	require.Equal(t, exitDone, on(t, db, "acquire", "api", "k").code)
 }
 
-// asksHealth runs pgratelimit health with settings.
 func asksHealth(t *testing.T, settings ...string) ran {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "settings")
@@ -232,7 +231,6 @@ type process struct {
 	log bytes.Buffer
 }
 
-// serve starts the program with settings.
 func serve(t *testing.T, settings ...string) *process {
 	t.Helper()
 	program := kit.NoError(os.Executable())(t)

@@ -16,7 +16,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// folder writes files, and returns the path of their folder.
 func folder(t testing.TB, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()

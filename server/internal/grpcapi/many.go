@@ -83,7 +83,6 @@ func (a api) AcquireStream(stream acquireStream) error {
 var errStopping = service.StatusWith(codes.Unavailable, "the server stops: messages without an answer have taken nothing",
 	&errdetails.ErrorInfo{Reason: "STOPPING"}).Err()
 
-// answer answers one message of a stream.
 func (a api) answer(ctx context.Context, q *pb.AcquireStreamRequest) *pb.AcquireStreamResponse {
 	response := &pb.AcquireStreamResponse{Id: q.GetId()}
 	list, err := a.service.AcquireMany(ctx, requests(q.GetRequests(), acquireRequest))

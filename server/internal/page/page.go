@@ -258,7 +258,6 @@ func (p *Page) view(asked url.Values) view {
 	return v
 }
 
-// look reads all databases at once.
 func (p *Page) look(isAway bool) []snapshot {
 	seen := make([]snapshot, len(p.databases))
 	var looks sync.WaitGroup

@@ -93,7 +93,6 @@ type history struct {
 	rates [][len(results)]float64 // the oldest first
 }
 
-// sample adds a sample that ends now.
 func (h *history) sample(now time.Time, counts tally) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

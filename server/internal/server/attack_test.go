@@ -108,7 +108,6 @@ func (c patient) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
-// begin sends the header of a call.
 func (p *peer) begin(end bool, more ...string) error {
 	p.headers.Reset()
 	fields := append([]string{":method", "POST", ":scheme", "http", ":path", pb.RateLimiter_Acquire_FullMethodName, ":authority", "x",
@@ -145,8 +144,7 @@ func (p *peer) swallow() (ended <-chan struct{}) {
 
 func acquireMessage(t *testing.T, key string) []byte {
 	t.Helper()
-	message := kit.NoError(proto.Marshal(&pb.AcquireRequest{Policy: "budget", LogicalKey: key}))(t)
-	return message
+	return kit.NoError(proto.Marshal(&pb.AcquireRequest{Policy: "budget", LogicalKey: key}))(t)
 }
 
 // many writes frames until the server ends the connection.
@@ -171,7 +169,6 @@ func after(ends bool, flood func(*peer) error, more ...string) func(*peer) error
 
 // A peer writes frames for as long as the server reads them. The server ends some of these connections.
 func TestAttack_HTTP2Floods(t *testing.T) {
-	t.Parallel()
 	message := acquireMessage(t, "reset")
 	bomb := []string{"bomb", strings.Repeat("a", 4000)}
 	var bombs []string
@@ -179,7 +176,7 @@ func TestAttack_HTTP2Floods(t *testing.T) {
 		bombs = append(bombs, bomb...)
 	}
 	random := rand.New(rand.NewPCG(7, 8))
-	for name, flood := range map[string]func(*peer) error{
+	kit.InParallel(t, map[string]func(*peer) error{
 		"rapid reset": many(20_000, func(p *peer, _ int) error {
 			if err := p.call(message); err != nil {
 				return err
@@ -219,23 +216,20 @@ func TestAttack_HTTP2Floods(t *testing.T) {
 			}
 			return p.WriteRawFrame(http2.FrameType(random.IntN(11)), http2.Flags(random.IntN(256)), random.Uint32N(64), noise)
 		}),
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			s := start(t, db.URL)
-			underAttack(t, s, db, func() {
-				p := newPeer(t, s)
-				ended := p.swallow()
-				if err := flood(p); err == nil {
-					p.Close() // it was let do all of that
-				} else if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
-					t.Error("the server neither reads nor ends the connection")
-				}
-				<-ended
-			})
+	}, func(t *testing.T, flood func(*peer) error) {
+		db := newDB(t)
+		s := start(t, db.URL)
+		underAttack(t, s, db, func() {
+			p := newPeer(t, s)
+			ended := p.swallow()
+			if err := flood(p); err == nil {
+				p.Close() // it was let do all of that
+			} else if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
+				t.Error("the server neither reads nor ends the connection")
+			}
+			<-ended
 		})
-	}
+	})
 }
 
 // Callers leave at any moment of a call. A grant that they do not read is charged.

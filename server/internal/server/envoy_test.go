@@ -48,7 +48,6 @@ descriptors:
     rate_limit: {unit: day, requests_per_unit: 5, name: vip, replaces: [{name: by address}]}
 `
 
-// rulesFile writes rules, and returns the path.
 func rulesFile(t testing.TB, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "rules.yaml")

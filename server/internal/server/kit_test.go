@@ -168,8 +168,7 @@ func (s *testServer) post(ctx context.Context, path, body string, headers ...str
 // mustDo, mustPost and get are for answers that there have to be.
 func (s *testServer) mustDo(method, path, body string, headers ...string) answer {
 	s.t.Helper()
-	a := kit.NoError(s.do(s.t.Context(), method, path, body, headers...))(s.t)
-	return a
+	return kit.NoError(s.do(s.t.Context(), method, path, body, headers...))(s.t)
 }
 
 func (s *testServer) mustPost(path, body string, headers ...string) answer {
@@ -238,8 +237,7 @@ func (s *testServer) beginPost(ctx context.Context, path, body string) <-chan er
 // acquire takes one token by gRPC.
 func (s *testServer) acquire(policy, key string) *pb.Decision {
 	s.t.Helper()
-	d := kit.NoError(s.rpc.Acquire(s.t.Context(), &pb.AcquireRequest{Policy: policy, LogicalKey: key}))(s.t)
-	return d
+	return kit.NoError(s.rpc.Acquire(s.t.Context(), &pb.AcquireRequest{Policy: policy, LogicalKey: key}))(s.t)
 }
 
 // take takes one token, by gRPC for callers of an even number and else by JSON. It may be called beside the test.
