@@ -234,9 +234,7 @@ func TestAttack_HTTP2Floods(t *testing.T) {
 
 // Callers leave at any moment of a call. A grant that they do not read is charged.
 func TestAttack_CallersWhoLeave(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	underAttack(t, s, db, func() {
 		var leaving sync.WaitGroup
 		for i := range 16 {
@@ -255,9 +253,7 @@ func TestAttack_CallersWhoLeave(t *testing.T) {
 
 // gRPC clients with windows of 0 bytes, and HTTP clients that fill all buffers.
 func TestAttack_SlowReaders(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "STOP_TIMEOUT=100ms", "MAX_CALLS=10000")
+	db, s := parallel(t, "STOP_TIMEOUT=100ms", "MAX_CALLS=10000")
 	underAttack(t, s, db, func() {
 		message := acquireMessage(t, "unread")
 		for range 50 {
@@ -285,9 +281,7 @@ func TestAttack_SlowReaders(t *testing.T) {
 
 // A wrong request does not fail the right ones in the same batch.
 func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	long := strings.Repeat("k", 1_000_000)
 	bad := []*pb.AcquireRequest{
 		{Policy: "budget", LogicalKey: ""},
@@ -339,9 +333,7 @@ var nearTokens = []string{
 
 // Reflection lists the methods, and needs a token itself.
 func TestAttack_TokensOfEveryMethod(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
+	db, s := parallel(t, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
 	methods := kit.NoError(s.methods(metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer first")))(t)
 	require.Subset(t, methods, []string{
 		"/pgratelimit.v1.RateLimiter/Acquire", "/pgratelimit.v1.RateLimiter/Refund", "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit",
@@ -369,9 +361,7 @@ func TestAttack_TokensOfEveryMethod(t *testing.T) {
 
 // The requests go over the wire as they are written: no client cleans the paths.
 func TestAttack_TokensOfEveryPath(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
+	db, s := parallel(t, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
 	const body = `{"policy":"budget","key":"k"}`
 	targets := []string{
 		"/v1/acquire", "/v1/acquire_all", "/v1/charge", "/v1/settle", "/v1/peek", "/v1/refund", "/json", "/livez", "/healthz", "/metrics", "/",
@@ -414,9 +404,7 @@ func TestAttack_TokensOfEveryPath(t *testing.T) {
 
 // A proxy and this server must not read two different requests.
 func TestAttack_SmuggledRequests(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	inner := "POST /v1/charge HTTP/1.1\r\nHost: localhost\r\nContent-Length: 42\r\n\r\n" + `{"policy":"budget","key":"k","cost":1000}` + "\r\n"
 	for name, request := range map[string]string{
 		"a length and chunks":    "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: 29\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + inner,

@@ -164,9 +164,7 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 }
 
 func TestDeadline_EndsTheWorkOfTheDatabase(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"i"}`)))
 	defer lock(t, db)()
 	// The caller gives up only when its call waits in the database, however long that takes to come about.
@@ -209,9 +207,7 @@ func TestDeadline_OfTheCallOrOfTheServer(t *testing.T) {
 
 // Request-Timeout is a deadline. TestTimeout_TakesADecimalNumberOfSeconds has its forms.
 func TestDeadline_InAHeader(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "CALL_TIMEOUT=1m")
+	db, s := parallel(t, "CALL_TIMEOUT=1m")
 	unlock := lock(t, db)
 	for _, path := range []string{"/v1/acquire", "/v1/peek"} {
 		a := s.mustPost(path, `{"policy":"api","key":"k"}`, "Request-Timeout: 0.05")
@@ -230,9 +226,7 @@ func TestDeadline_InAHeader(t *testing.T) {
 
 // Requests that share a call with the one that is given up are still answered.
 func TestDeadline_LeavesTheOthersAlone(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "DATABASE_CALLS=1")
+	db, s := parallel(t, "DATABASE_CALLS=1")
 	unlock := lock(t, db)
 	const callers = 20
 	var staying, leaving [callers]<-chan error
@@ -255,9 +249,7 @@ func TestDeadline_LeavesTheOthersAlone(t *testing.T) {
 
 // A refusal is the same by gRPC and by JSON, and takes nothing.
 func TestErrors_OfRequests(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	_, s := parallel(t)
 	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)))
 	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "hold", `{"policy":"jobs","key":"k","holder":"used"}`)))
 	long := strings.Repeat("k", 513)
@@ -428,9 +420,7 @@ func TestErrors_NoDatabase(t *testing.T) {
 }
 
 func TestErrors_TooManyCalls(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "MAX_CALLS=1")
+	db, s := parallel(t, "MAX_CALLS=1")
 	unlock := lock(t, db)
 	answered := s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`)
 	awaitBlocked(t, db, 1)

@@ -62,8 +62,10 @@ type edge struct {
 	envoy envoypb.RateLimitServiceClient
 }
 
+// startEdge is for a test that runs beside others.
 func startEdge(t *testing.T, rules string, settings ...string) edge {
 	t.Helper()
+	t.Parallel()
 	db := newDB(t)
 	db.Exec(t, freeze)
 	return newEdge(t, db, append(settings, "ENVOY_RULES="+rulesFile(t, rules))...)
@@ -155,7 +157,6 @@ func requireAnswer(t testing.TB, got *envoypb.RateLimitResponse, statuses ...*en
 type list = []*common.RateLimitDescriptor
 
 func TestEnvoy_StatusesInOrder(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	e.requireStatuses(list{of("nobody", "x"), of("user", "ann"), of("free", "x"), of("address", "::1"), of("user", "ann", "more", "x"), of("api", "k")},
 		none, ok(userLimit, 9, day/10), unlimited, ok(addressLimit, 3599, time.Second), none, ok(apiLimit, 9, day))
@@ -166,7 +167,6 @@ func TestEnvoy_StatusesInOrder(t *testing.T) {
 
 // Envoy's reference charges the other descriptors, and denied ones too.
 func TestEnvoy_ARefusedRequestTakesNothing(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	for range 3 {
 		e.requireStatuses(list{of("address", "::1"), times(11, of("user", "ann"))}, ok(addressLimit, 3600, 0), over(userLimit, 10, never))
@@ -180,7 +180,6 @@ func TestEnvoy_ARefusedRequestTakesNothing(t *testing.T) {
 }
 
 func TestEnvoy_Hits(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	whole, err := e.envoy.ShouldRateLimit(t.Context(), &envoypb.RateLimitRequest{
 		Domain: "edge", HitsAddend: 3, Descriptors: list{of("user", "ann"), times(2, of("user", "bob"))},
@@ -195,7 +194,6 @@ func TestEnvoy_Hits(t *testing.T) {
 
 // 0 hits are denied while the bucket holds no whole token, and take nothing.
 func TestEnvoy_ZeroHits(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	for range 3 {
 		e.requireStatuses(list{times(0, of("user", "ann"))}, ok(userLimit, 10, 0))
@@ -215,7 +213,6 @@ func TestEnvoy_ZeroHits(t *testing.T) {
 
 // The end of a stream charges what was used. Later requests are denied until the debt is paid.
 func TestEnvoy_Overdraw(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	e.requireStatuses(list{times(0, of("llm", "ann"))}, ok(llmLimit, 1_000_000, 0))
 	e.requireStatuses(list{times(1_000_005, of("llm", "ann")), of("user", "ann")}, ok(llmLimit, 0, never), ok(userLimit, 9, day/10))
@@ -226,7 +223,6 @@ func TestEnvoy_Overdraw(t *testing.T) {
 }
 
 func TestEnvoy_NegativeHitsGiveBack(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	e.requireStatuses(list{times(8, of("user", "ann")), times(3, of("address", "::1"))}, ok(userLimit, 2, 8*day/10), ok(addressLimit, 3597, 3*time.Second))
 	e.requireStatuses(list{back(times(5, of("user", "ann"))), back(of("address", "::1")), back(of("blocked", "x")), back(of("nobody", "x"))},
@@ -247,7 +243,6 @@ func TestEnvoy_NegativeHitsGiveBack(t *testing.T) {
 }
 
 func TestEnvoy_ShadowModeWatches(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	e.requireStatuses(list{of("watched", "x")}, ok(watchedLimit, 0, day))
 	e.requireStatuses(list{of("watched", "x"), of("user", "ann")}, ok(watchedLimit, 0, day), ok(userLimit, 9, day/10))
@@ -255,14 +250,12 @@ func TestEnvoy_ShadowModeWatches(t *testing.T) {
 }
 
 func TestEnvoy_RulesReplaceOthers(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	e.requireStatuses(list{of("address", "::1"), of("vip", "ann")}, none, ok(vipLimit, 4, day/5))
 	e.requireStatuses(list{of("address", "::1")}, ok(addressLimit, 3599, time.Second))
 }
 
 func TestEnvoy_RemainingIsClamped(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	e.db.Exec(t, `select ratelimit_define_policy('budget', 9000000000000)`)
 	e.requireStatuses(list{times(0, of("llm", "ann"))}, ok(per(0, math.MaxUint32, ""), math.MaxUint32, 0))
@@ -271,7 +264,6 @@ func TestEnvoy_RemainingIsClamped(t *testing.T) {
 }
 
 func TestEnvoy_Invalid(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	own := of("user", "ann")
 	own.Limit = &common.RateLimitDescriptor_RateLimitOverride{RequestsPerUnit: 1_000_000}
@@ -294,7 +286,6 @@ func TestEnvoy_Invalid(t *testing.T) {
 
 // A key is the JSON of the entries. A key that is too long is no error, because Envoy may be told to ignore errors.
 func TestEnvoy_Keys(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	long := strings.Repeat("x", 10_000)
 	odd := "a\"],[\\ \x00\n é <&>"
@@ -310,7 +301,6 @@ func TestEnvoy_Keys(t *testing.T) {
 }
 
 func TestEnvoy_JSON(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	requirePosted := func(body string, code int, status *envoypb.RateLimitResponse_DescriptorStatus) {
 		t.Helper()
@@ -344,21 +334,18 @@ func TestEnvoy_JSON(t *testing.T) {
 
 // Without rules, the service would allow everything.
 func TestEnvoy_OffWithoutRules(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	_, err := envoypb.NewRateLimitServiceClient(s.conn).ShouldRateLimit(t.Context(), &envoypb.RateLimitRequest{})
 	require.Equal(t, codes.Unimplemented, status.Code(err))
 	requireProblem(t, s.mustPost("/json", `{}`), 404, "")
 	require.NoError(t, s.Reload(t.Context()))
 
-	e := startEdge(t, edgeRules)
+	e := newEdge(t, db, "ENVOY_RULES="+rulesFile(t, edgeRules))
 	e.watchHealth("envoy.service.ratelimit.v3.RateLimitService")(healthpb.HealthCheckResponse_SERVING)
 }
 
 // A misspelled domain and an unknown policy limit nothing: they are counted and logged, without values and keys.
 func TestEnvoy_LimitsThatAreOffAreSeen(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	for range 3 {
 		e.requireStatuses(list{of("usr", "ann")}, none)
@@ -461,9 +448,7 @@ envoy:
 
 // A field that a rule sets is restored. Other fields stay.
 func TestEnvoyRules_EachFieldOfAPolicyIsTheRules(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "ENVOY_RULES="+rulesFile(t, "domain: edge\ndescriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 10}}]"))
+	db, s := parallel(t, "ENVOY_RULES="+rulesFile(t, "domain: edge\ndescriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 10}}]"))
 	want := policies(t, db)["edge.user"]
 	for _, change := range []string{"capacity => 11", "refill => 11", "every => '1 hour'", "stepped => true", "shadow => true"} {
 		db.Exec(t, "select ratelimit_define_policy('edge.user', "+change+")")
@@ -478,7 +463,6 @@ func TestEnvoyRules_EachFieldOfAPolicyIsTheRules(t *testing.T) {
 
 // A rule may name the policy that another rule describes, and is in shadow if that policy is.
 func TestEnvoyRules_ARuleNamesThePolicyOfAnother(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, `
 domain: edge
 descriptors:
@@ -493,7 +477,6 @@ descriptors:
 }
 
 func TestEnvoyRules_AnOverrideIsNotTheLimitOfTheRule(t *testing.T) {
-	t.Parallel()
 	e := startEdge(t, edgeRules)
 	e.db.Exec(t, `select ratelimit_override('edge.user', '[["user","ann"]]', capacity => 100, refill => 100)`)
 	e.requireStatuses(list{of("user", "ann")}, ok(userLimit, 99, day/100))
@@ -502,7 +485,6 @@ func TestEnvoyRules_AnOverrideIsNotTheLimitOfTheRule(t *testing.T) {
 // Buckets are full at the start of the unit in UTC: here of Wednesday, of Monday, of February and of 2031. A second server finds
 // the policies as the rules describe them.
 func TestEnvoyRules_ACalendarMakesAQuota(t *testing.T) {
-	t.Parallel()
 	const rules = `
 domain: edge
 descriptors:

@@ -105,6 +105,14 @@ func start(t testing.TB, url string, settings ...string) *testServer {
 	return startWith(t, load(t, url, settings...))
 }
 
+// parallel starts a server with a database of its own, for a test that runs beside others.
+func parallel(t *testing.T, settings ...string) (*pgtest.DB, *testServer) {
+	t.Helper()
+	t.Parallel()
+	db := newDB(t)
+	return db, start(t, db.URL, settings...)
+}
+
 func startWith(t testing.TB, c config.Config, options ...grpc.DialOption) *testServer {
 	t.Helper()
 	s := &testServer{t: t, log: new(logged)}

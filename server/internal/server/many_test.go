@@ -27,9 +27,7 @@ func manyRequests(policy string, keys ...string) (list []*pb.AcquireRequest) {
 
 // A refusal belongs to its request, names it, and is the same by gRPC and by JSON.
 func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)))
 	const good = `{"policy":"api","key":"k"},`
 	for _, path := range []string{"acquire_many", "peek_many"} {
@@ -83,9 +81,7 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 
 // A thousand requests in one message are a few calls to the database: each takes 256, or at least half of those that wait.
 func TestAcquireMany_RequestsShareCalls(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	var keys []string
 	for i := range 1000 {
 		keys = append(keys, fmt.Sprint("k", i))
@@ -152,9 +148,7 @@ func TestStream_ALockedBucketHoldsUpItsOwnMessageOnly(t *testing.T) {
 
 // The stream ends without an error when all messages before the half-close are answered.
 func TestStream_HalfCloseIsAnsweredToTheEnd(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	stream := s.stream(t.Context())
 	unlock := lock(t, db)
 	const messages = 20
@@ -174,9 +168,7 @@ func TestStream_HalfCloseIsAnsweredToTheEnd(t *testing.T) {
 }
 
 func TestStream_CancelEndsTheWorkOfTheDatabase(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	defer lock(t, db)()
 	ctx, leave := context.WithCancel(t.Context())
 	stream := s.stream(ctx)
@@ -190,9 +182,7 @@ func TestStream_CancelEndsTheWorkOfTheDatabase(t *testing.T) {
 
 // A server that stops answers what it has read, and says that it has not read the rest.
 func TestStream_StopAnswersWhatWasRead(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	stream, idle := s.stream(t.Context()), s.stream(t.Context())
 	idle.send(1, "idle")
 	require.EqualValues(t, 1, idle.granted())
@@ -215,9 +205,7 @@ func TestStream_StopAnswersWhatWasRead(t *testing.T) {
 
 // Without the bound, MAX_CALLS would refuse messages.
 func TestStream_IsReadNoFurtherWhileAHundredMessagesAreUnderWay(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "MAX_CALLS=100")
+	db, s := parallel(t, "MAX_CALLS=100")
 	stream := s.stream(t.Context())
 	unlock := lock(t, db)
 	const messages = 300

@@ -70,9 +70,7 @@ func (s *testServer) watchHealth(service string) (await func(healthpb.HealthChec
 
 // Watchers learn that the server is stopping before their connections end.
 func TestHealth_WhileStopping(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	_, s := parallel(t)
 	await := s.watchHealth("")
 	await(healthpb.HealthCheckResponse_SERVING)
 	go s.stop() //nolint:errcheck // the end of the test says it
@@ -81,9 +79,7 @@ func TestHealth_WhileStopping(t *testing.T) {
 }
 
 func TestMetrics_CountWhatCallersGot(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	_, s := parallel(t)
 	for range 11 {
 		s.mustPost("/v1/acquire", `{"policy":"api","key":"a secret key"}`)
 	}
@@ -362,9 +358,7 @@ func TestPage_IsOffUnlessAskedFor(t *testing.T) {
 // The page needs a token of the calls, not of health and metrics. HTTP Basic is valid for the page alone: a browser would also send
 // it with calls of other sites.
 func TestPage_NeedsTheToken(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "STATUS_PAGE=true", "TOKENS=secret,other", "MONITORING_TOKENS=watch")
+	_, s := parallel(t, "STATUS_PAGE=true", "TOKENS=secret,other", "MONITORING_TOKENS=watch")
 	for password, want := range map[string]int{"": 401, "wrong": 401, "watch": 401, "secret": 200, "other": 200} {
 		a := s.page(password)
 		require.Equal(t, want, a.status, password)

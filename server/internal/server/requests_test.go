@@ -115,9 +115,7 @@ func requireStatus(t *testing.T, admitted bool, a answer) {
 }
 
 func TestJSON_MalformedRequests(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	_, s := parallel(t)
 	for name, body := range map[string]string{
 		"nothing":                 ``,
 		"no JSON":                 `policy=api&key=k`,
@@ -152,8 +150,7 @@ func TestJSON_MalformedRequests(t *testing.T) {
 }
 
 func TestHTTP_OtherPathsAndMethods(t *testing.T) {
-	t.Parallel()
-	s := start(t, newDB(t).URL)
+	_, s := parallel(t)
 	for path := range everyCall {
 		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodDelete, http.MethodOptions, "ODD"} {
 			a := s.mustDo(method, "/v1/"+path, `{"policy":"api","key":"k"}`)
@@ -168,17 +165,14 @@ func TestHTTP_OtherPathsAndMethods(t *testing.T) {
 
 // A page of another site can reach the server through a browser, and must not spend tokens.
 func TestHTTP_NotForPagesOfOtherSites(t *testing.T) {
-	t.Parallel()
-	s := start(t, newDB(t).URL)
+	_, s := parallel(t)
 	for _, header := range []string{"Sec-Fetch-Site: cross-site", "Origin: https://example.com"} {
 		requireProblem(t, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, header), http.StatusForbidden, "")
 	}
 }
 
 func TestMessages_TooLarge(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "MAX_MESSAGE_BYTES=2000")
+	_, s := parallel(t, "MAX_MESSAGE_BYTES=2000")
 	key := strings.Repeat("k", 500)
 	charges := func(n int) (rpc []*pb.Charge, body string) {
 		var parts []string
@@ -210,9 +204,7 @@ func (raw) Unmarshal(data []byte, v any) error { *v.(*[]byte) = data; return nil
 func (raw) Name() string                       { return "proto" }
 
 func TestGRPC_MalformedMessages(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	_, s := parallel(t)
 	send := func(message []byte) error {
 		var reply []byte
 		return s.conn.Invoke(t.Context(), pb.RateLimiter_Acquire_FullMethodName, &message, &reply, grpc.ForceCodec(raw{}))
@@ -242,8 +234,7 @@ func TestGRPC_MalformedMessages(t *testing.T) {
 
 // A connection without HTTP is closed.
 func TestListeners_StrangeConnections(t *testing.T) {
-	t.Parallel()
-	s := start(t, newDB(t).URL)
+	_, s := parallel(t)
 	for _, address := range []net.Addr{s.GRPCAddr(), s.HTTPAddr()} {
 		for _, bytes := range []string{"\x00\x01\x02", "GET / HTTP/9.9\r\n\r\n", "\x16\x03\x01\x00\xff", strings.Repeat("A", 100_000), "POST /v1/acquire HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"} {
 			conn := dial(t, address)
@@ -258,9 +249,7 @@ func TestListeners_StrangeConnections(t *testing.T) {
 
 // A key names the same bucket by gRPC, by JSON and by SQL.
 func TestKeys_OfEveryKind(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL)
+	db, s := parallel(t)
 	keys := []string{" ", "\ufffd", "é", "e\u0301", "\u202e", "😀", `"\`, "'; drop table ratelimit.buckets; --", "$1", "null", "{}", "%00", "a/b?c#d", strings.Repeat("é", 256)}
 	for b := 1; b < 0x80; b++ {
 		keys = append(keys, "byte "+string(rune(b)))

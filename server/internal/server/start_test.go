@@ -150,9 +150,7 @@ func TestStop_LosesNoAnswer(t *testing.T) {
 }
 
 func TestStop_WaitsForCallsUnderWay(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "DATABASE_CALLS=4")
+	db, s := parallel(t, "DATABASE_CALLS=4")
 	unlock := lock(t, db)
 	grpcAnswered := s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`)
 	answered := s.beginPost(t.Context(), "/v1/charge", `{"policy":"budget","key":"l","cost":1}`)
@@ -173,9 +171,7 @@ func TestStop_WaitsForCallsUnderWay(t *testing.T) {
 
 // STOP_TIMEOUT bounds the wait, and the error has the number of calls without an answer.
 func TestStop_EndsWhatTakesTooLong(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	s := start(t, db.URL, "STOP_TIMEOUT=50ms")
+	db, s := parallel(t, "STOP_TIMEOUT=50ms")
 	unlock := lock(t, db)
 	grpcAnswered := s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`)
 	awaitBlocked(t, db, 1)
@@ -191,8 +187,7 @@ func TestStop_EndsWhatTakesTooLong(t *testing.T) {
 }
 
 func TestStop_DoesNotWaitForIdleConnections(t *testing.T) {
-	t.Parallel()
-	s := start(t, newDB(t).URL, "STOP_TIMEOUT=100ms")
+	_, s := parallel(t, "STOP_TIMEOUT=100ms")
 	for _, address := range []net.Addr{s.GRPCAddr(), s.HTTPAddr()} {
 		for range 50 {
 			dial(t, address)
