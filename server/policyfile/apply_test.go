@@ -114,8 +114,7 @@ func wanted(doc document) (policies, overrides []string) {
 
 // Any file becomes the state of any database. The second time nothing changes.
 func TestApply_TwiceIsOnce(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	ctx := context.Background()
 	rapid.Check(t, func(t *rapid.T) {
 		doc := someDocument(t, "staging")
@@ -170,8 +169,7 @@ func dropThoseThatCannotChange(t *rapid.T, db *pgtest.DB, doc document) {
 
 // File and database agree on the smallest and largest numbers.
 func TestApply_Extremes(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	apply(t, db.Pool, `
 policies:
   large: {capacity: 9000000000000, refill: 9000000000000, every: 1us, remember: 365250d}
@@ -385,8 +383,7 @@ envoy:
 
 // The keys of one shard are not removed from the file, which the next shard needs.
 func TestPlan_OfAShardLeavesTheFileAsItIs(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	file := parse(t, `
 policies: {api: {capacity: 1, refill: 1, every: 1s}}
 overrides: {api: {a: {capacity: 2}, b: {capacity: 2}, c: {capacity: 2}}}
@@ -438,8 +435,7 @@ func TestApply_Errors(t *testing.T) {
 
 // The second time no row has a new version.
 func TestApply_WritesOnlyChanges(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	apply(t, db.Pool, twoPolicies)
 	const versions = `
 		select concat(name, ' ', xmin, ' ', ctid) from ratelimit.policies
@@ -457,8 +453,7 @@ func TestApply_WritesOnlyChanges(t *testing.T) {
 }
 
 func TestApply_ChangedDurableIsAnErrorAtItsLine(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	apply(t, db.Pool, twoPolicies)
 	before := policiesIn(t, db)
 	file := parse(t, `
@@ -583,8 +578,7 @@ var (
 )
 
 func TestApply_CrashInTheMiddle(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	s := startStuck(t, db)
 	db.Exec(t, "select pg_terminate_backend($1)", s.conn.PgConn().PID())
 	require.Error(t, <-s.done)
@@ -597,8 +591,7 @@ func TestApply_CrashInTheMiddle(t *testing.T) {
 
 // The second waits, and compares with what the first has left.
 func TestApply_OneAfterTheOther(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	s := startStuck(t, db)
 	conn := db.Connect(t)
 	type answer struct {
@@ -624,8 +617,7 @@ func TestApply_OneAfterTheOther(t *testing.T) {
 }
 
 func TestApply_WaitsNoLongerThanTold(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	s := startStuck(t, db)
 	conn := db.Connect(t)
 	require.NoError(t, kit.ErrorOf(conn.Exec(t.Context(), "set lock_timeout = '10ms'")))

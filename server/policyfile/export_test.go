@@ -30,8 +30,7 @@ func TestExport_IsWhatTheDatabaseHas(t *testing.T) {
 }
 
 func TestExport_LeavesOutWhatHasItsDefault(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	text := kit.NoError(policyfile.Export(t.Context(), db.Pool))(t)
 	require.Equal(t, "policies: {}\n", string(text))
 	db.Exec(t, `select ratelimit_define_policy('api', 100, 10, '1 second'), ratelimit_define_policy('closed', 0, 0, '1 day'),
@@ -80,8 +79,7 @@ func TestExport_OfShards(t *testing.T) {
 }
 
 func TestExport_RefusesWhatNoFileCanHave(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	db.Exec(t, `select ratelimit_define_policy('api', 100, 10, '1 second'); select ratelimit_override('api', 'k', capacity => 5, expires_at => '10001-01-01Z')`)
 	_, err := policyfile.Export(t.Context(), db.Pool)
 	require.ErrorContains(t, err, "the export:6:")

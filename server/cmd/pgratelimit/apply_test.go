@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
-	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 // applied runs apply with a file, or with standard input where its argument is "-".
@@ -30,8 +30,7 @@ func applied(t *testing.T, url, text string, args ...string) ran {
 const onePolicy = "policies: {api: {capacity: 1, refill: 1, every: 1s}}\n"
 
 func TestApply_ShowsAndChanges(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	const file = onePolicy + "environments: {staging: {policies: {api: {capacity: 5}}}}"
 	const created = `+ policy "api": capacity 5, refill 1, every 1s, stepped false, durable true, remember 1d, shadow false` + "\n"
 	require.Equal(t, ran{code: exitNo, out: created + "1 change, not made: this is a dry run.\n"}, applied(t, db.URL, file, "--env", "staging", "--dry-run"))
@@ -45,8 +44,7 @@ func TestApply_ShowsAndChanges(t *testing.T) {
 
 // An override that the file does not have is a difference: the database is never called as the file says.
 func TestApply_OverridesThatTheFileDoesNotHave(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	applied(t, db.URL, onePolicy)
 	db.Exec(t, "select count(ratelimit_override('api', 'k' || n, capacity => 2)) from generate_series(10, 34) as n")
 	for args, code := range map[string]int{"--dry-run": exitNo, "--prune": exitDone} {
@@ -66,8 +64,7 @@ func TestApply_OverridesThatTheFileDoesNotHave(t *testing.T) {
 }
 
 func TestApply_JSON(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	const file = "policies: {<api>: {capacity: 1, refill: 1, every: 1s}}\noverrides: {<api>: {k: {capacity: 0}}}\n"
 	r := applied(t, db.URL, file, "--dry-run", "--json")
 	require.Equal(t, exitNo, r.code)

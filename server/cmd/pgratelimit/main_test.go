@@ -70,8 +70,7 @@ func TestInstallAndUninstall(t *testing.T) {
 }
 
 func TestAcquireAndPeek(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	db.Exec(t, "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '2030-01-01 00:00:00+00' $$")
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 second'), ratelimit_define_policy('budget', 10, 0, '1 day'), ratelimit_define_policy('watched', 10, 1, '1 second', shadow => true)")
 	for _, test := range []struct {
@@ -97,8 +96,7 @@ func TestAcquireAndPeek(t *testing.T) {
 }
 
 func TestAdministration(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	db.Exec(t, "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '2030-01-01 00:00:00+00' $$")
 	require.Equal(t, ran{out: "There is no policy yet.\n"}, on(t, db, "policies"))
 	require.Equal(t, ran{out: "[]\n"}, on(t, db, "policies", "--json"))
@@ -186,8 +184,7 @@ func TestAdministration(t *testing.T) {
 }
 
 func TestErrors_HaveExitCodes(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	for _, test := range []struct {
 		args []string
 		code int
@@ -279,8 +276,7 @@ func TestDatabaseURL_IsObligatory(t *testing.T) {
 }
 
 func TestStatusAndDoctor(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	clock := func(now string) {
 		db.Exec(t, "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '"+now+"' $$")
 	}

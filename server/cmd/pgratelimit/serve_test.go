@@ -142,8 +142,7 @@ func awaitHealthy(t *testing.T, settings ...string) {
 }
 
 func TestHealth(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	address := serve(t, "DATABASE_URL="+db.URL, "MONITORING_TOKENS=secret").http
 	other := httptest.NewServer(http.NotFoundHandler())
 	defer other.Close()
@@ -206,8 +205,7 @@ func TestServe_SIGHUP(t *testing.T) {
 
 // A signal ends the program with exit code 0.
 func TestServe_UntilItIsTold(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := kit.ParallelDB(t).DB
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
 	for _, signal := range []os.Signal{syscall.SIGTERM, os.Interrupt} {
 		p := serve(t, "DATABASE_URL="+db.URL)
