@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -244,10 +245,7 @@ func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...C
 		if err != nil && !errors.Is(err, pgx.ErrNoRows) && ctx.Err() == nil { // a procedure returns no row
 			report(err)
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(every):
-		}
+		_ = sleep(ctx, every)
 	}
 }
 
@@ -334,6 +332,15 @@ func (l *limiter) run(ctx context.Context, c call) error {
 	var one int
 	c.columns = "1"
 	return l.query(ctx, c, &one)
+}
+
+// list makes a call whose rows are one JSON array, because a Querier returns one row.
+func list[Row any](ctx context.Context, l *limiter, c call) (rows []Row, err error) {
+	var text string
+	if err = l.query(ctx, c, &text); err == nil {
+		err = failed(c.verb, json.Unmarshal([]byte(text), &rows))
+	}
+	return rows, err
 }
 
 // query makes a call that returns one row.

@@ -3,14 +3,12 @@ package client
 import (
 	"context"
 	"crypto/rand"
-	"encoding/json"
 	"errors"
 	"fmt"
 	mathrand "math/rand/v2"
 	"sync"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
@@ -209,13 +207,7 @@ func (l *limiter) HoldWait(ctx context.Context, policy, key string, opts ...Call
 
 // newHold reads options, and refuses a handle on which a Hold cannot renew.
 func (l *limiter) newHold(method string, opts []CallOption) (s settings, err error) {
-	isAlone := l.inTx // for one caller at a time
-	switch l.db.(type) {
-	case Pool:
-	case *pgx.Conn, poolConn, pgx.Tx:
-		isAlone = true
-	}
-	if isAlone {
+	if l.inTx || isTx(l.db) || connOf(l.db) != nil { // it is for one caller at a time
 		return s, failed(verbHold, fmt.Errorf("%w: %s needs a pool, because it renews; in a transaction call the SQL function ratelimit_hold",
 			ErrInvalidArgument, method))
 	}
@@ -506,7 +498,7 @@ type Holder struct {
 	HeldFor     time.Duration // how long its lease still lasts
 }
 
-// All holders are one row, because a Querier returns one row. A JSON array keeps the order of the function.
+// A JSON array keeps the order of the function.
 var holderColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'policy', policy, 'key', key, 'holder', holder, 'cost', cost, 'held_for', ` + microseconds("held_for") + `)), '[]')::text`
 
@@ -515,30 +507,18 @@ var holderColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) Holders(ctx context.Context, opts ...CallOption) ([]Holder, error) {
-	const verb = "list holders"
-	s := newList("Holders", opts)
-	var text string
-	err := l.query(ctx, call{
-		verb:     verb,
-		columns:  holderColumns,
-		function: "ratelimit_holders($1::text, $2::text, $3::bigint::integer)",
-		args:     []any{s.policy, s.key, int64(s.maxRows)},
-		err:      s.err,
-	}, &text)
+	type holderRow struct {
+		Holder
+		Micros int64 `json:"held_for"`
+	}
+	rows, err := listKeyed[holderRow](ctx, l, "list holders", holderColumns, "ratelimit_holders", newList("Holders", opts))
 	if err != nil {
 		return nil, err
 	}
-	var rows []struct {
-		Policy, Key, Holder string
-		Cost                int64
-		HeldFor             int64 `json:"held_for"`
-	}
-	if err := json.Unmarshal([]byte(text), &rows); err != nil {
-		return nil, failed(verb, err)
-	}
 	holders := make([]Holder, len(rows))
 	for i, r := range rows {
-		holders[i] = Holder{r.Policy, r.Key, r.Holder, r.Cost, duration(r.HeldFor)}
+		holders[i] = r.Holder
+		holders[i].HeldFor = duration(r.Micros)
 	}
 	return holders, nil
 }

@@ -469,10 +469,8 @@ func (l *Leaser) seize(ctx context.Context, e *lease) (seized bool) {
 		if seized || e.policy.shards[e.hash%leaseShards].find(e.key) != e {
 			return seized
 		}
-		select {
-		case <-ctx.Done():
+		if sleep(ctx, time.Millisecond) != nil {
 			return false
-		case <-time.After(time.Millisecond):
 		}
 	}
 }

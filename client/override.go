@@ -2,7 +2,6 @@ package client
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"time"
 )
@@ -80,12 +79,22 @@ func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (remov
 	return removed, err
 }
 
-// All overrides are one row, because a Querier returns one row.
 var overrideColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'policy', policy, 'key', key, 'capacity', capacity, 'refill', refill,
 		'every', ` + microseconds("every") + `, 'expires_at', ` + microseconds("expires_at") + `,
 		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `, 'lease', ` + microseconds("lease") + `
 		) order by policy collate "C", key collate "C"), '[]')::text`
+
+// An overrideRow is an override as overrideColumns has it.
+type overrideRow struct {
+	Policy, Key   string
+	Capacity      int64
+	Refill, Every *int64 // null for a quota and for slots
+	ExpiresAt     *int64 `json:"expires_at"`
+	TimeZone      string `json:"time_zone"`
+	Anchor        *int64
+	Lease         int64 // null, and so 0, unless it is of slots
+}
 
 // newList reads the options of a list.
 func newList(method string, opts []CallOption) settings {
@@ -94,35 +103,25 @@ func newList(method string, opts []CallOption) settings {
 	return s
 }
 
+// listKeyed lists rows about keys by a function that takes the options of newList.
+func listKeyed[Row any](ctx context.Context, l *limiter, verb, columns, function string, s settings) ([]Row, error) {
+	return list[Row](ctx, l, call{
+		verb:     verb,
+		columns:  columns,
+		function: function + "($1::text, $2::text, $3::bigint::integer)",
+		args:     []any{s.policy, s.key, int64(s.maxRows)},
+		err:      s.err,
+	})
+}
+
 // Overrides lists overrides that have not expired, ordered by policy and key, as they can be passed to
 // Override. Options are [OfPolicy], [OfKey] and [MaxRows], which defaults to 1,000. It writes and locks nothing.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {
-	const verb = "list overrides"
-	s := newList("Overrides", opts)
-	var text string
-	err := l.query(ctx, call{
-		verb:     verb,
-		columns:  overrideColumns,
-		function: "ratelimit_overrides($1::text, $2::text, $3::bigint::integer)",
-		args:     []any{s.policy, s.key, int64(s.maxRows)},
-		err:      s.err,
-	}, &text)
+	rows, err := listKeyed[overrideRow](ctx, l, "list overrides", overrideColumns, "ratelimit_overrides", newList("Overrides", opts))
 	if err != nil {
 		return nil, err
-	}
-	var rows []struct {
-		Policy, Key   string
-		Capacity      int64
-		Refill, Every *int64 // null for a quota and for slots
-		ExpiresAt     *int64 `json:"expires_at"`
-		TimeZone      string `json:"time_zone"`
-		Anchor        *int64
-		Lease         int64 // null, and so 0, unless it is of slots
-	}
-	if err := json.Unmarshal([]byte(text), &rows); err != nil {
-		return nil, failed(verb, err)
 	}
 	overrides := make([]Override, len(rows))
 	for i, r := range rows {

@@ -2,7 +2,6 @@ package client
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"regexp"
 	"strconv"
@@ -192,7 +191,6 @@ func (l *limiter) DropPolicy(ctx context.Context, name string) error {
 	})
 }
 
-// All policies are one row, because a Querier returns one row.
 var policyColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'name', policy, 'capacity', capacity, 'refill', refill, 'every', ` + microseconds("every") + `,
 		'stepped', stepped, 'durable', durable, 'remember', ` + microseconds("remember") + `, 'shadow', shadow,
@@ -200,29 +198,26 @@ var policyColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `, 'lease', ` + microseconds("lease") + `
 		) order by policy collate "C"), '[]')::text`
 
+// A policyRow is a policy as policyColumns has it.
+type policyRow struct {
+	Name            string
+	Capacity        int64
+	Refill, Every   *int64 // null for a quota and for slots
+	Stepped         *bool  // likewise
+	Durable, Shadow bool
+	Remember        int64  // null, and so 0, for slots
+	Months, Days    int    // null, and so 0, unless it is a quota
+	TimeZone        string `json:"time_zone"`
+	Anchor          *int64
+	Lease           int64 // null, and so 0, unless it has slots
+}
+
 // Policies lists the policies, ordered by name, as they can be passed to DefinePolicy. Nothing is left open but the fields
 // that a policy of its kind does not have. It writes and locks nothing.
 func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
-	const verb = "list policies"
-	var text string
-	err := l.query(ctx, call{verb: verb, columns: policyColumns, function: "ratelimit_policies()"}, &text)
+	rows, err := list[policyRow](ctx, l, call{verb: "list policies", columns: policyColumns, function: "ratelimit_policies()"})
 	if err != nil {
 		return nil, err
-	}
-	var rows []struct {
-		Name            string
-		Capacity        int64
-		Refill, Every   *int64 // null for a quota and for slots
-		Stepped         *bool  // likewise
-		Durable, Shadow bool
-		Remember        int64  // null, and so 0, for slots
-		Months, Days    int    // null, and so 0, unless it is a quota
-		TimeZone        string `json:"time_zone"`
-		Anchor          *int64
-		Lease           int64 // null, and so 0, unless it has slots
-	}
-	if err := json.Unmarshal([]byte(text), &rows); err != nil {
-		return nil, failed(verb, err)
 	}
 	policies := make([]Policy, len(rows))
 	for i, r := range rows {

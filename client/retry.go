@@ -28,10 +28,8 @@ func retry(ctx context.Context, db Querier, once bool, try func() error) error {
 		if err == nil || n == maxTries || !(again && isTransient(err) || once && others && ctx.Err() == nil && isUnknown(err)) {
 			return err
 		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("%w (before another try: %w)", err, ctx.Err())
-		case <-time.After(backoff(n)):
+		if ended := sleep(ctx, backoff(n)); ended != nil {
+			return fmt.Errorf("%w (before another try: %w)", err, ended)
 		}
 	}
 }
@@ -58,15 +56,34 @@ func isUnknown(err error) bool {
 // isAutocommit reports whether each call on db is a transaction of its own. A db of an unknown type might
 // be a transaction.
 func isAutocommit(db Querier) bool {
+	_, isPool := db.(Pool)
+	conn := connOf(db)
+	return isPool || conn != nil && isIdle(conn)
+}
+
+// isInTransaction reports whether db is known to be in a transaction. Other calls on db would be part of it.
+func isInTransaction(db Querier) bool {
+	conn := connOf(db)
+	return isTx(db) || conn != nil && !isIdle(conn)
+}
+
+// isTx reports whether db is a transaction. A pool is none, whatever other methods it has.
+func isTx(db Querier) bool {
+	_, isPool := db.(Pool)
+	_, isTx := db.(pgx.Tx)
+	return isTx && !isPool
+}
+
+// connOf is the connection that db is, or nil.
+func connOf(db Querier) *pgx.Conn {
 	switch db := db.(type) {
 	case Pool:
-		return true
 	case *pgx.Conn:
-		return isIdle(db)
+		return db
 	case poolConn:
-		return isIdle(db.Conn())
+		return db.Conn()
 	}
-	return false
+	return nil
 }
 
 // poolConn is *pgxpool.Conn. A transaction has Conn, too, but no BeginTx: it nests with Begin, without options.

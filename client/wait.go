@@ -7,8 +7,6 @@ import (
 	"fmt"
 	mathrand "math/rand/v2"
 	"time"
-
-	"github.com/jackc/pgx/v5"
 )
 
 const (
@@ -112,19 +110,4 @@ func (l *limiter) giveBack(ctx context.Context, policy, key, idempotencyKey stri
 		return nil
 	}
 	return err
-}
-
-// isInTransaction reports whether db is known to be in a transaction. Other calls on db would be part of it.
-func isInTransaction(db Querier) bool {
-	switch db := db.(type) {
-	case Pool:
-		return false
-	case *pgx.Conn:
-		return !isIdle(db)
-	case poolConn:
-		return !isIdle(db.Conn())
-	case pgx.Tx:
-		return true
-	}
-	return false
 }
