@@ -81,27 +81,19 @@ func (e *OverloadedError) Error() string {
 // Is makes the error [ErrOverloaded].
 func (e *OverloadedError) Is(target error) bool { return target == ErrOverloaded }
 
-func kindOf(code string) error {
-	switch code {
-	case "RL001":
-		return ErrUnknownPolicy
-	case "RL002":
-		return ErrIdempotencyMismatch
-	case "RL003":
-		return ErrNoGrant
-	case "RL004":
-		return ErrSettled
-	case "22023", // invalid_parameter_value
-		"22007", // invalid_datetime_format
-		"22008", // datetime_field_overflow
-		"22P02", // invalid_text_representation
-		"22021", // character_not_in_repertoire
-		"22P05": // untranslatable_character
-		return ErrInvalidArgument
-	case "55P03": // lock_not_available
-		return ErrLocked
-	}
-	return nil
+// kinds are the errors to branch on, by SQLSTATE.
+var kinds = map[string]error{
+	"RL001": ErrUnknownPolicy,
+	"RL002": ErrIdempotencyMismatch,
+	"RL003": ErrNoGrant,
+	"RL004": ErrSettled,
+	"22023": ErrInvalidArgument, // invalid_parameter_value
+	"22007": ErrInvalidArgument, // invalid_datetime_format
+	"22008": ErrInvalidArgument, // datetime_field_overflow
+	"22P02": ErrInvalidArgument, // invalid_text_representation
+	"22021": ErrInvalidArgument, // character_not_in_repertoire
+	"22P05": ErrInvalidArgument, // untranslatable_character
+	"55P03": ErrLocked,          // lock_not_available
 }
 
 // isText reports whether the cause is text that this database cannot hold.
@@ -173,5 +165,5 @@ func (e *callError) Unwrap() error { return e.err }
 
 func (e *callError) Is(target error) bool {
 	var pgErr *pgconn.PgError
-	return errors.As(e.err, &pgErr) && target == kindOf(pgErr.Code)
+	return errors.As(e.err, &pgErr) && target == kinds[pgErr.Code]
 }

@@ -21,8 +21,9 @@ const checkTimeout = 5 * time.Second
 // the callers of that shard.
 //
 // It has the methods of a Combiner, but for WithTx: a caller's transaction is in some database, and a key's bucket in another.
-// An error of a shard is a [*ShardError]. No other shard steps in: a bucket that is elsewhere would be full. A call to
-// all shards joins their errors. An error that all shards return alike is returned once, as by one database.
+// They return the errors of those methods. An error of a shard is a [*ShardError]. No other shard steps in: a bucket that is
+// elsewhere would be full. A call to all shards joins the errors of those that failed. An error that all shards return alike is
+// returned once, as by one database.
 //
 // Close it when it is no longer used.
 type Sharded struct{ shards []*shard }
@@ -220,8 +221,6 @@ func (s *Sharded) Close() {
 }
 
 // Acquire is [Combiner.Acquire] on the shard of key, or [Leaser.Acquire].
-//
-// Errors: as Combiner.Acquire, in a [*ShardError].
 func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Acquire(ctx, policy, key, opts...) })
 }
@@ -230,7 +229,7 @@ func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...CallO
 // several policies. Charges of several shards are refused: no transaction spans two databases, so after a crash between them
 // only a part of the tokens would be taken.
 //
-// Errors: [ErrSeveralShards]; as Combiner.AcquireAll, in a [*ShardError].
+// Errors: [ErrSeveralShards], and those of Combiner.AcquireAll.
 func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
 	var key string // without charges, any shard returns the error
 	if len(charges) > 0 {
@@ -248,137 +247,95 @@ func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...Call
 }
 
 // Peek is [Limiter.Peek] on the shard of key.
-//
-// Errors: as Limiter.Peek, in a [*ShardError].
 func (s *Sharded) Peek(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Peek(ctx, policy, key, opts...) })
 }
 
 // Refund is [Limiter.Refund] on the shard of key.
-//
-// Errors: as Limiter.Refund, in a [*ShardError].
 func (s *Sharded) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Refund(ctx, policy, key, amount) })
 }
 
 // Reset is [Limiter.Reset] on the shard of key.
-//
-// Errors: as Limiter.Reset, in a [*ShardError].
 func (s *Sharded) Reset(ctx context.Context, policy, key string) error {
 	return s.tell(ctx, key, func(on *shard) error { return on.Reset(ctx, policy, key) })
 }
 
 // ResetAll is [Limiter.ResetAll] on all shards, at the same time.
-//
-// Errors: as Limiter.ResetAll, in a [*ShardError] of each shard that failed.
 func (s *Sharded) ResetAll(ctx context.Context, policy string) error {
 	return join(s.onAll(ctx, func(on *shard) error { return on.ResetAll(ctx, policy) }))
 }
 
 // Charge is [Limiter.Charge] on the shard of key.
-//
-// Errors: as Limiter.Charge, in a [*ShardError].
 func (s *Sharded) Charge(ctx context.Context, policy, key string, cost int64, opts ...CallOption) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Charge(ctx, policy, key, cost, opts...) })
 }
 
 // Settle is [Limiter.Settle] on the shard of key.
-//
-// Errors: as Limiter.Settle, in a [*ShardError].
 func (s *Sharded) Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Settle(ctx, policy, key, idempotencyKey, cost) })
 }
 
 // Reserve is [Limiter.Reserve] on the shard of key.
-//
-// Errors: as Limiter.Reserve, in a [*ShardError].
 func (s *Sharded) Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...CallOption) (Reservation, error) {
 	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Reserve(ctx, policy, key, maxWait, opts...) })
 }
 
 // AcquireUpTo is [Limiter.AcquireUpTo] on the shard of key.
-//
-// Errors: as Limiter.AcquireUpTo, in a [*ShardError].
 func (s *Sharded) AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...CallOption) (PartialDecision, error) {
 	return ask(ctx, s, key, func(on *shard) (PartialDecision, error) { return on.AcquireUpTo(ctx, policy, key, atMost, opts...) })
 }
 
 // Wait is [Limiter.Wait] on the shard of key.
-//
-// Errors: as Limiter.Wait, in a [*ShardError].
 func (s *Sharded) Wait(ctx context.Context, policy, key string, opts ...CallOption) (Reservation, error) {
 	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Wait(ctx, policy, key, opts...) })
 }
 
 // Hold is [Limiter.Hold] on the shard of key.
-//
-// Errors: as Limiter.Hold, in a [*ShardError].
 func (s *Sharded) Hold(ctx context.Context, policy, key string, opts ...CallOption) (h *Hold, d HoldDecision, err error) {
-	h, err = ask(ctx, s, key, func(on *shard) (h *Hold, err error) {
-		h, d, err = on.Hold(ctx, policy, key, opts...)
-		return h, err
-	})
+	err = s.tell(ctx, key, func(on *shard) (err error) { h, d, err = on.Hold(ctx, policy, key, opts...); return err })
 	return h, d, err
 }
 
 // HoldWait is [Limiter.HoldWait] on the shard of key.
-//
-// Errors: as Limiter.HoldWait, in a [*ShardError].
 func (s *Sharded) HoldWait(ctx context.Context, policy, key string, opts ...CallOption) (h *Hold, d HoldDecision, err error) {
-	h, err = ask(ctx, s, key, func(on *shard) (h *Hold, err error) {
-		h, d, err = on.HoldWait(ctx, policy, key, opts...)
-		return h, err
-	})
+	err = s.tell(ctx, key, func(on *shard) (err error) { h, d, err = on.HoldWait(ctx, policy, key, opts...); return err })
 	return h, d, err
 }
 
 // HoldAs is [Limiter.HoldAs] on the shard of key.
-//
-// Errors: as Limiter.HoldAs, in a [*ShardError].
 func (s *Sharded) HoldAs(ctx context.Context, policy, key, holder string, opts ...CallOption) (HoldDecision, error) {
 	return ask(ctx, s, key, func(on *shard) (HoldDecision, error) { return on.HoldAs(ctx, policy, key, holder, opts...) })
 }
 
 // Renew is [Limiter.Renew] on the shard of key.
-//
-// Errors: as Limiter.Renew, in a [*ShardError].
 func (s *Sharded) Renew(ctx context.Context, policy, key, holder string) (heldFor time.Duration, err error) {
 	return ask(ctx, s, key, func(on *shard) (time.Duration, error) { return on.Renew(ctx, policy, key, holder) })
 }
 
 // Release is [Limiter.Release] on the shard of key.
-//
-// Errors: as Limiter.Release, in a [*ShardError].
 func (s *Sharded) Release(ctx context.Context, policy, key, holder string) (held bool, err error) {
 	return ask(ctx, s, key, func(on *shard) (bool, error) { return on.Release(ctx, policy, key, holder) })
 }
 
 // Override is [Limiter.Override] on the shard of the override's key.
-//
-// Errors: as Limiter.Override, in a [*ShardError].
 func (s *Sharded) Override(ctx context.Context, o Override) error {
 	return s.tell(ctx, o.Key, func(on *shard) error { return on.Override(ctx, o) })
 }
 
 // RemoveOverride is [Limiter.RemoveOverride] on the shard of key.
-//
-// Errors: as Limiter.RemoveOverride, in a [*ShardError].
 func (s *Sharded) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
 	return ask(ctx, s, key, func(on *shard) (bool, error) { return on.RemoveOverride(ctx, policy, key) })
 }
 
 // Overrides lists the overrides of all shards as [Limiter.Overrides] lists the overrides of one database. With [OfKey], it asks one
 // shard. A copy of a database has overrides of keys that belong to another shard: these are left out.
-//
-// Errors: as Limiter.Overrides, in a [*ShardError] of each shard that failed. Then nothing is listed.
 func (s *Sharded) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {
 	return listKeys(ctx, s, opts, newList("Overrides", opts), (*shard).Overrides, func(o Override) (policy, key string) { return o.Policy, o.Key })
 }
 
 // Holders lists the holders of all shards as [Limiter.Holders] lists the holders of one database. With [OfKey], it asks one
 // shard. A copy of a database has holders of keys that belong to another shard: these are left out.
-//
-// Errors: as Limiter.Holders, in a [*ShardError] of each shard that failed. Then nothing is listed.
 func (s *Sharded) Holders(ctx context.Context, opts ...CallOption) ([]Holder, error) {
 	return listKeys(ctx, s, opts, newList("Holders", opts), (*shard).Holders, func(h Holder) (policy, key string) { return h.Policy, h.Key })
 }
@@ -436,33 +393,25 @@ func listAll[A any](ctx context.Context, s *Sharded, list func(*shard) (A, error
 
 // DefinePolicy is [Limiter.DefinePolicy] on all shards, at the same time. It is not one transaction: after an error the policy may
 // be defined on some shards only. Repeat it until it succeeds.
-//
-// Errors: as Limiter.DefinePolicy, in a [*ShardError] of each shard that failed.
 func (s *Sharded) DefinePolicy(ctx context.Context, p Policy) error {
 	return join(s.onAll(ctx, func(on *shard) error { return on.DefinePolicy(ctx, p) }))
 }
 
 // DropPolicy is [Limiter.DropPolicy] on all shards, at the same time. It is not one transaction: after an error some shards may
 // have the policy still. Repeat it until it succeeds, or returns [ErrUnknownPolicy], which it returns only if no shard had the policy.
-//
-// Errors: as Limiter.DropPolicy, in a [*ShardError] of each shard that failed.
 func (s *Sharded) DropPolicy(ctx context.Context, name string) error {
 	errs := s.onAll(ctx, func(on *shard) error { return on.DropPolicy(ctx, name) })
-	isKnown := func(err error) bool { return !errors.Is(err, ErrUnknownPolicy) }
-	if slices.ContainsFunc(errs, isKnown) {
-		for i, err := range errs {
-			if !isKnown(err) {
-				errs[i] = nil
-			}
-		}
+	isUnknown := func(err error) bool { return errors.Is(err, ErrUnknownPolicy) }
+	others := slices.DeleteFunc(slices.Clone(errs), isUnknown)
+	if 0 < len(others) && len(others) < len(errs) { // some shards had it
+		return errors.Join(others...)
 	}
 	return join(errs)
 }
 
 // Policies is [Limiter.Policies]: the policies that all shards have.
 //
-// Errors: as Limiter.Policies, in a [*ShardError] of each shard that failed. A shard with other policies than shard 0, because a
-// DefinePolicy or DropPolicy was not repeated until it succeeded, is an error, too.
+// Errors: a shard with other policies than shard 0, because a DefinePolicy or DropPolicy was not repeated until it succeeded.
 func (s *Sharded) Policies(ctx context.Context) ([]Policy, error) {
 	lists, err := listAll(ctx, s, func(on *shard) ([]Policy, error) { return on.Policies(ctx) })
 	if err != nil {
@@ -478,8 +427,6 @@ func (s *Sharded) Policies(ctx context.Context) ([]Policy, error) {
 
 // Cleanup is [Limiter.Cleanup] on all shards, at the same time: a batch in each. It counts the rows that all shards have removed,
 // also if some have failed.
-//
-// Errors: as Limiter.Cleanup, in a [*ShardError] of each shard that failed.
 func (s *Sharded) Cleanup(ctx context.Context, opts ...CallOption) (sum Cleaned, err error) {
 	all, err := listAll(ctx, s, func(on *shard) (Cleaned, error) { return on.Cleanup(ctx, opts...) })
 	for _, c := range all {
