@@ -120,21 +120,17 @@ func (m *middleware) undecided(r *http.Request, e Event, err error) Event {
 
 // ask makes one call for all charges. The answer about one charge is made joint.
 func ask(ctx context.Context, limiter client.Acquirer, charges []client.Charge, idempotencyKey string) (client.JointDecision, error) {
+	var opts []client.CallOption
+	if idempotencyKey != "" {
+		opts = append(opts, client.IdempotencyKey(idempotencyKey))
+	}
 	if len(charges) == 1 {
 		c := charges[0]
-		opts := []client.CallOption{c.Cost}
-		if idempotencyKey != "" {
-			opts = append(opts, client.IdempotencyKey(idempotencyKey))
-		}
-		d, err := limiter.Acquire(ctx, c.Policy, c.Key, opts...)
+		d, err := limiter.Acquire(ctx, c.Policy, c.Key, append(opts, c.Cost)...)
 		if err != nil {
 			return client.JointDecision{}, err
 		}
 		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, nil
-	}
-	var opts []client.CallOption
-	if idempotencyKey != "" {
-		opts = append(opts, client.IdempotencyKey(idempotencyKey))
 	}
 	d, err := limiter.AcquireAll(ctx, charges, opts...)
 	if err == nil && len(d.Decisions) != len(charges) { // a foreign Acquirer

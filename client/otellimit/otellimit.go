@@ -2,6 +2,7 @@ package otellimit
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"strings"
 	"sync"
@@ -51,33 +52,21 @@ type series struct {
 func New(provider metric.MeterProvider) (*Metrics, error) {
 	m := &Metrics{policies: map[string]struct{}{otherPolicies: {}}, series: make(map[attributes]*series)}
 	meter := provider.Meter("github.com/pgratelimit/pgratelimit/client/otellimit")
-	var err error
-	m.requests, err = meter.Int64Counter("ratelimit.requests", metric.WithUnit("{request}"),
+	var errs [5]error
+	m.requests, errs[0] = meter.Int64Counter("ratelimit.requests", metric.WithUnit("{request}"),
 		metric.WithDescription("Requests for tokens, by policy and result."))
-	if err != nil {
-		return nil, err
-	}
-	m.leased, err = meter.Int64Counter("ratelimit.leased", metric.WithUnit("{request}"),
+	m.leased, errs[1] = meter.Int64Counter("ratelimit.leased", metric.WithUnit("{request}"),
 		metric.WithDescription("Requests that were granted from a lease, by policy."))
-	if err != nil {
-		return nil, err
-	}
-	m.duration, err = meter.Float64Histogram("ratelimit.acquire.duration", metric.WithUnit("s"),
+	m.duration, errs[2] = meter.Float64Histogram("ratelimit.acquire.duration", metric.WithUnit("s"),
 		metric.WithDescription("Time until a request for tokens was answered, by result."),
 		metric.WithExplicitBucketBoundaries(.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5))
-	if err != nil {
-		return nil, err
-	}
-	m.waits, err = meter.Float64Histogram("ratelimit.wait.duration", metric.WithUnit("s"),
+	m.waits, errs[3] = meter.Float64Histogram("ratelimit.wait.duration", metric.WithUnit("s"),
 		metric.WithDescription("Time that callers of Wait have slept, by result: allowed, or error if their context ended first."),
 		metric.WithExplicitBucketBoundaries(0, .001, .01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600))
-	if err != nil {
-		return nil, err
-	}
-	m.batchSize, err = meter.Int64Histogram("ratelimit.combiner.batch_size", metric.WithUnit("{request}"),
+	m.batchSize, errs[4] = meter.Int64Histogram("ratelimit.combiner.batch_size", metric.WithUnit("{request}"),
 		metric.WithDescription("Requests that shared a call to the database."),
 		metric.WithExplicitBucketBoundaries(1, 2, 4, 8, 16, 32, 64, 128, 256))
-	if err != nil {
+	if err := errors.Join(errs[:]...); err != nil {
 		return nil, err
 	}
 	return m, nil
