@@ -1,6 +1,7 @@
 package httplimit
 
 import (
+	"fmt"
 	"math/big"
 	"net/http"
 	"strconv"
@@ -165,21 +166,13 @@ func appendName(field []byte, policy string) []byte {
 // public is the name of a policy as clients see it. It is printable ASCII: any other byte, and the
 // percent sign, is written as in a URL.
 func public(policy string) string {
-	isPlain := func(c byte) bool { return ' ' <= c && c <= '~' && c != '%' }
-	for i := range len(policy) {
-		if isPlain(policy[i]) {
-			continue
+	name := make([]byte, 0, 64) // enough for most
+	for _, c := range []byte(policy) {
+		if ' ' <= c && c <= '~' && c != '%' {
+			name = append(name, c)
+		} else {
+			name = fmt.Appendf(name, "%%%02X", c)
 		}
-		const hex = "0123456789ABCDEF"
-		var name []byte
-		for _, c := range []byte(policy) {
-			if isPlain(c) {
-				name = append(name, c)
-			} else {
-				name = append(name, '%', hex[c>>4], hex[c&15])
-			}
-		}
-		return string(name)
 	}
-	return policy
+	return string(name)
 }

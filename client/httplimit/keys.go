@@ -80,19 +80,15 @@ func ByIP(trustedProxies int) Key {
 
 // fromEnd is the n-th element from the end of a list in several lines, or nothing.
 func fromEnd(lines []string, n int) string {
-	for i := len(lines) - 1; i >= 0; i-- {
-		for rest, more := lines[i], true; more; n-- {
-			element := rest
-			comma := strings.LastIndexByte(rest, ',')
-			if more = comma >= 0; more {
-				rest, element = rest[:comma], rest[comma+1:]
-			}
-			if n == 1 {
-				return strings.Trim(element, " \t")
-			}
+	list := strings.Join(lines, ",")
+	for ; n > 1; n-- {
+		comma := strings.LastIndexByte(list, ',')
+		if comma < 0 {
+			return ""
 		}
+		list = list[:comma]
 	}
-	return ""
+	return strings.Trim(list[strings.LastIndexByte(list, ',')+1:], " \t")
 }
 
 // parseIP reads an address, perhaps with a port.
