@@ -1,6 +1,7 @@
 package httplimit_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -122,14 +123,6 @@ func TestMiddleware_ADenialIsAProblem(t *testing.T) {
 	require.Equal(t, http.StatusOK, l.get().StatusCode, "Retry-After is a promise")
 }
 
-func TestMiddleware_NeverHasNoRetryAfter(t *testing.T) {
-	t.Parallel()
-	response := newLimited(t, charge(client.Charge{Policy: "api", Key: "k", Cost: client.Cost(101)}), httplimit.Closed(time.Second)).get()
-	require.Equal(t, http.StatusTooManyRequests, response.StatusCode)
-	require.NotContains(t, response.Header, "Retry-After")
-	require.Equal(t, `"api";r=100;t=1`, response.Header.Get("RateLimit"))
-}
-
 func TestMiddleware_NoChargesNoQuestion(t *testing.T) {
 	t.Parallel()
 	l := newLimited(t, charge(), httplimit.Closed(time.Second))
@@ -152,18 +145,23 @@ func TestFields(t *testing.T) {
 		policies      string
 		limit         string
 		notByPolicies bool
+		told          time.Duration // Every as Policies has it, if it is another
 	}{
-		"full":                 {policy: api, level: 100, policies: `;q=100;w=10`, limit: `;r=100;t=1`},
-		"a slow one":           {policy: client.Policy{Capacity: 3, Refill: 1, Every: time.Hour}, level: 1.5, cost: 1, policies: `;q=3;w=10800`, limit: `;r=0;t=3000`},
-		"a window rounded up":  {policy: client.Policy{Capacity: 10, Refill: 3, Every: time.Second}, level: 10, policies: `;q=10;w=4`, limit: `;r=10;t=1`},
-		"a window below 1 s":   {policy: client.Policy{Capacity: 10, Refill: 1000, Every: time.Second}, level: 10, policies: `;q=10;w=1`, limit: `;r=10;t=1`},
-		"stepped":              {policy: client.Policy{Capacity: 10, Refill: 4, Every: time.Minute, Stepped: client.Yes}, level: 10, policies: `;q=10;w=180`, limit: `;r=10;t=1`},
-		"never refilled":       {policy: client.Policy{Capacity: 10, Refill: client.Zero, Every: time.Minute}, level: 10, cost: 4, policies: `;q=10`, limit: `;r=6`},
-		"an override":          {policy: api, level: 20, override: &client.Override{Capacity: 20}, policies: `;q=20`, limit: `;r=20;t=1`},
-		"blocked":              {policy: api, level: 100, override: &client.Override{Capacity: client.Zero}, policies: `;q=0`, limit: `;r=0;t=1`},
-		"in debt":              {policy: api, level: -50, policies: `;q=100;w=10`, limit: `;r=0;t=1`},
-		"the largest":          {policy: client.Policy{Capacity: 9_000_000_000_000, Refill: 1, Every: time.Millisecond}, level: 0, policies: `;q=9000000000000;w=9000000000`, limit: `;r=0;t=1`},
-		"beyond a Duration":    {policy: client.Policy{Capacity: 5000, Refill: 1, Every: year}, level: 0, policies: `;q=5000;w=157680000000`, limit: fmt.Sprintf(";r=0;t=%d", (int64(1<<63-1)/1000*1000/5000+1e9-1)/1e9)},
+		"full":                {policy: api, level: 100, policies: `;q=100;w=10`, limit: `;r=100;t=1`},
+		"a slow one":          {policy: client.Policy{Capacity: 3, Refill: 1, Every: time.Hour}, level: 1.5, cost: 1, policies: `;q=3;w=10800`, limit: `;r=0;t=3000`},
+		"a window rounded up": {policy: client.Policy{Capacity: 10, Refill: 3, Every: time.Second}, level: 10, policies: `;q=10;w=4`, limit: `;r=10;t=1`},
+		"a window below 1 s":  {policy: client.Policy{Capacity: 10, Refill: 1000, Every: time.Second}, level: 10, policies: `;q=10;w=1`, limit: `;r=10;t=1`},
+		"stepped":             {policy: client.Policy{Capacity: 10, Refill: 4, Every: time.Minute, Stepped: client.Yes}, level: 10, policies: `;q=10;w=180`, limit: `;r=10;t=1`},
+		"never refilled":      {policy: client.Policy{Capacity: 10, Refill: client.Zero, Every: time.Minute}, level: 10, cost: 4, policies: `;q=10`, limit: `;r=6`},
+		"an override":         {policy: api, level: 20, override: &client.Override{Capacity: 20}, policies: `;q=20`, limit: `;r=20;t=1`},
+		"blocked":             {policy: api, level: 100, override: &client.Override{Capacity: client.Zero}, policies: `;q=0`, limit: `;r=0;t=1`},
+		"in debt":             {policy: api, level: -50, policies: `;q=100;w=10`, limit: `;r=0;t=1`},
+		"the largest":         {policy: client.Policy{Capacity: 9_000_000_000_000, Refill: 1, Every: time.Millisecond}, level: 0, policies: `;q=9000000000000;w=9000000000`, limit: `;r=0;t=1`},
+		"beyond a Duration":   {policy: client.Policy{Capacity: 5000, Refill: 1, Every: year}, level: 0, policies: `;q=5000;w=157680000000`, limit: fmt.Sprintf(";r=0;t=%d", (int64(1<<63-1)/1000*1000/5000+1e9-1)/1e9)},
+		"a window beyond a number": { // its seconds would wrap to a number above 0
+			policy: client.Policy{Capacity: 9_000_000_000_000, Refill: 1, Every: time.Millisecond}, level: 9_000_000_000_000,
+			told: 32 * year, policies: `;q=9000000000000`, limit: `;r=9000000000000;t=1`,
+		},
 		"a quota":              {policy: client.Policy{Capacity: 100, Period: client.Period{Months: 1}}, level: 100, cost: 30, policies: `;q=100`, limit: `;r=70;t=2678400`},
 		"a shadow by its mark": {policy: client.Policy{Capacity: 10, Refill: 1, Every: time.Second, Shadow: client.Yes}, level: 0, cost: 1, notByPolicies: true},
 		"a shadow by Policies": {policy: client.Policy{Capacity: 10, Refill: 1, Every: time.Second, Shadow: client.Yes}, level: 10, cost: 1},
@@ -171,7 +169,9 @@ func TestFields(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			test.policy.Name = "p"
-			opts := []httplimit.Option{httplimit.Policies(test.policy)}
+			told := test.policy
+			told.Every = cmp.Or(test.told, told.Every)
+			opts := []httplimit.Option{httplimit.Policies(told)}
 			if test.notByPolicies {
 				opts = nil
 			}
@@ -193,20 +193,6 @@ func TestFields(t *testing.T) {
 			require.Equal(t, `"p"`+test.limit, response.Header.Get("RateLimit"))
 		})
 	}
-}
-
-// A bucket that answers with an earlier grant says what it held then, which is no promise about now.
-func TestFields_AReplayDoesNotSayWhatIsLeft(t *testing.T) {
-	t.Parallel()
-	l := newLimited(t, nil, httplimit.Closed(time.Second),
-		httplimit.IdempotencyKey(func(*http.Request) string { return "once" }))
-	require.Equal(t, `"api";r=99;t=1`, l.get().Header.Get("RateLimit"))
-	require.NoError(t, l.SetLevel("api", "k", 0))
-	again := l.get()
-	require.Equal(t, http.StatusOK, again.StatusCode)
-	require.True(t, l.event.Decision.Replayed)
-	require.Equal(t, `"api";q=100`, again.Header.Get("RateLimit-Policy"))
-	require.NotContains(t, again.Header, "Ratelimit")
 }
 
 func TestFields_AreAddedToThoseOfOtherMiddleware(t *testing.T) {
@@ -392,20 +378,6 @@ func TestFailure_WhoLeavesDoesNotPass(t *testing.T) {
 	require.Zero(t, l.ran)
 }
 
-func TestRefuseWith_WritesTheAnswer(t *testing.T) {
-	t.Parallel()
-	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k", Cost: client.Cost(70)}), httplimit.Closed(time.Second),
-		httplimit.RefuseWith(func(w http.ResponseWriter, _ *http.Request, e httplimit.Event) {
-			w.WriteHeader(e.Status)
-			fmt.Fprintln(w, "slow down:", e.Violated())
-		}))
-	l.get()
-	response := l.get()
-	require.Equal(t, "slow down: [api]\n", response.Body)
-	require.Equal(t, http.StatusTooManyRequests, response.StatusCode)
-	require.Equal(t, "4", response.Header.Get("Retry-After"))
-}
-
 func TestNew_InsistsOnWhatHasNoDefault(t *testing.T) {
 	t.Parallel()
 	fake, charges := clienttest.New(nil), httplimit.Per("api", httplimit.ByIP(0))
@@ -488,14 +460,4 @@ func TestFields_OfAQuotaThatIsUsedUp(t *testing.T) {
 	response = l.get()
 	require.Equal(t, []string{"1"}, response.Header["Retry-After"])
 	require.Equal(t, `"api";r=0;t=1, "month";r=5;t=1`, response.Header.Get("RateLimit"))
-}
-
-// A window of more seconds than a number holds is left out.
-func TestFields_AWindowBeyondANumberIsLeftOut(t *testing.T) {
-	t.Parallel()
-	const most = 9_000_000_000_000
-	told := client.Policy{Name: "p", Capacity: most, Refill: 1, Every: 32 * 365 * 24 * time.Hour} // the seconds would wrap to a number above 0
-	l := newLimited(t, charge(client.Charge{Policy: "p", Key: "k"}), httplimit.Closed(time.Second), httplimit.Policies(told))
-	l.define(client.Policy{Name: "p", Capacity: most, Refill: 1, Every: time.Millisecond})
-	require.Equal(t, `"p";q=9000000000000`, l.get().Header.Get("RateLimit-Policy"))
 }
