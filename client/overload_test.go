@@ -327,22 +327,6 @@ func TestCombiner_SlowCallsNowAndThenRefuseNobody(t *testing.T) {
 	}
 }
 
-// What a joint request costs is its charges: one that fills a call by itself is one call.
-func TestCombiner_LargeRequestsAreNotManyCalls(t *testing.T) {
-	paced(t, func(t *testing.T, _ *pacedPool, limiter *client.Combiner) {
-		warmUp(t, limiter)
-		underWay := ask(t.Context(), limiter, "k")
-		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
-		defer cancel()
-		charges := make([]client.Charge, 1000)
-		for i := range charges {
-			charges[i] = client.Charge{Policy: "p", Key: fmt.Sprint(i)}
-		}
-		require.NotErrorIs(t, errOf(limiter.AcquireAll(ctx, charges)), client.ErrOverloaded)
-		requireGranted(t, underWay)
-	}, client.CallsInFlight(1))
-}
-
 // Who is refused after a while in the queue is told how long a call takes.
 func TestCombiner_TellsWhoIsRefusedLateHowLongACallTakes(t *testing.T) {
 	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {

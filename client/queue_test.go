@@ -335,18 +335,7 @@ func (d *drivenQueue) under() map[bucket]*batch {
 	return under
 }
 
-// A bucket is a policy and a key: neither alone holds up requests of the other.
-func TestQueue_TellsBucketsApartByPolicyAndKey(t *testing.T) {
-	t.Parallel()
-	for _, other := range []request{{policy: "p", key: "l"}, {policy: "q", key: "k"}, {policy: "pk", key: ""}} {
-		q := newQueue(2, 10)
-		require.NotNil(t, q.claim(request{policy: "p", key: "k"}, time.Time{}))
-		require.Nil(t, q.claim(request{policy: "p", key: "k"}, time.Time{}))
-		require.NotNil(t, q.claim(other, time.Time{}))
-	}
-}
-
-// So is a list of them: no text looks like the end of another.
+// No text looks like the end of another.
 func TestQueue_TellsListsOfBucketsApart(t *testing.T) {
 	t.Parallel()
 	names := map[string][]Charge{}
@@ -414,6 +403,7 @@ func TestQueue_ExpectsTheNextCallAndThoseThatAreNeeded(t *testing.T) {
 		"a reserved slot":           {2, []time.Duration{10 * ms}, true, 0, func() *waiter { return plain("k") }, 100 * ms},
 		"its bucket's call":         {2, []time.Duration{10 * ms, 60 * ms}, false, 0, func() *waiter { return plain("0") }, 90*ms + 100*ms},
 		"one bucket, a call a time": {2, []time.Duration{10 * ms}, false, 600, func() *waiter { return plain("0") }, 90*ms + 3*100*ms},
+		"a request is never split":  {1, []time.Duration{10 * ms}, false, 0, func() *waiter { return joint(1000) }, 90*ms + 100*ms},
 		"large requests":            {1, []time.Duration{10 * ms}, false, 9, func() *waiter { return joint(20) }, 90*ms + 100*ms},
 	} {
 		q := newQueue(test.limit, 10_000)

@@ -24,7 +24,8 @@ type distant struct {
 	calls       map[string]int // by function
 	silent      atomic.Bool    // each call waits until its context ends
 	slow        atomic.Value   // a function that takes 100 ms
-	took        atomic.Value   // when the last call began that took tokens for a lease
+	before      func(function string, args []any)
+	took        atomic.Value // when the last call began that took tokens for a lease
 }
 
 func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
@@ -32,6 +33,9 @@ func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 	p.mu.Lock()
 	p.calls[function]++
 	p.mu.Unlock()
+	if p.before != nil {
+		p.before(function, args)
+	}
 	if p.slow.Load() == function {
 		takes = 100 * time.Millisecond
 	}
@@ -231,27 +235,35 @@ func TestLeaser_FollowsTheRate(t *testing.T) {
 	})
 }
 
-// The server's denial, with its promise: it holds to the microsecond.
+// The server's denial, with its promise: it holds to the microsecond. With a cache, the lease still comes first.
 func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
-		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 10, Every: time.Second}))
-		denials, total, begin := 0, int64(0), time.Now()
-		for time.Since(begin) < 10*time.Second {
-			d := noError(l.Acquire(t.Context(), "p", "hot"))(t)
-			if d.Allowed {
-				total++
-				continue
-			}
-			denials++
-			require.False(t, d.Estimated)
-			require.Positive(t, d.RetryAfter)
-			require.LessOrEqual(t, d.RetryAfter, 100*time.Millisecond)
-			time.Sleep(5 * time.Millisecond)
-		}
-		require.Greater(t, denials, 100)
-		require.LessOrEqual(t, total, int64(100+10*10))
-		require.Greater(t, total, int64(0.97*200)-10)
-	})
+	for name, opts := range map[string][]client.Option{"by default": nil, "with a cache": {client.DenialCache()}} {
+		t.Run(name, func(t *testing.T) {
+			withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+				require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 10, Every: time.Second}))
+				denials, total, leased, begin := 0, int64(0), 0, time.Now()
+				for time.Since(begin) < 10*time.Second {
+					d := noError(l.Acquire(t.Context(), "p", "hot"))(t)
+					if d.Estimated {
+						leased++
+					}
+					if d.Allowed {
+						total++
+						continue
+					}
+					denials++
+					require.False(t, d.Estimated)
+					require.Positive(t, d.RetryAfter)
+					require.LessOrEqual(t, d.RetryAfter, 100*time.Millisecond)
+					time.Sleep(5 * time.Millisecond)
+				}
+				require.Positive(t, leased)
+				require.Greater(t, denials, 100)
+				require.LessOrEqual(t, total, int64(100+10*10))
+				require.Greater(t, total, int64(0.97*200)-10)
+			}, opts...)
+		})
+	}
 }
 
 // While the database fails, a lease is used for a second after it was last given tokens. The second is exact. What is left of a lease
@@ -471,20 +483,6 @@ func TestLeaser_RefusesALeaseThatIsNone(t *testing.T) {
 	})
 }
 
-// With the cache, what the server has promised is denied here; the lease comes first.
-func TestLeaser_WithADenialCache(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
-		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 100, Every: time.Second}))
-		begin, total := time.Now(), 0
-		for time.Since(begin) < 5*time.Second {
-			granted, _ := l.ask("p", "hot", 1, 100*time.Microsecond)
-			total += granted
-		}
-		require.LessOrEqual(t, total, 600)
-		require.Greater(t, total, 97*600/100)
-	}, client.DenialCache())
-}
-
 // Close has its five seconds for all leases together, however many wait for a database that is silent.
 func TestLeaser_ClosesInTimeBesideASilentDatabase(t *testing.T) {
 	t.Parallel()
@@ -597,32 +595,17 @@ func TestLeaser_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
 	})
 }
 
-// An exact is a database whose bucket has as many tokens as a lease asks for, once.
-type exact struct {
-	*distant
-	fake  *Fake
-	asked atomic.Int64
-}
-
-func (p *exact) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	if p.asked.Load() == 0 && functionName.FindString(sql) == "ratelimit_acquire_up_to" {
-		p.asked.Store(args[2].(int64))
-		_ = p.fake.SetLevel("p", "hot", float64(p.asked.Load()))
-	}
-	return p.distant.QueryRow(ctx, sql, args...)
-}
-
 // A lease that took all that the bucket had, as many as it asked for, gives back what is not spent.
 func TestLeaser_GivesBackTheLastTokensOfABucket(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		l := newLeasing(t, client.Lease{Policy: "p"})
-		l.Close()
+	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
-		pool := &exact{distant: l.pool, fake: l.fake}
-		l.Leaser = client.NewLeaser(pool, client.Lease{Policy: "p"})
-		defer l.Close()
-		for pool.asked.Load() == 0 {
+		var asked atomic.Int64
+		l.pool.before = func(function string, args []any) {
+			if function == "ratelimit_acquire_up_to" && asked.CompareAndSwap(0, args[2].(int64)) {
+				_ = l.fake.SetLevel("p", "hot", float64(asked.Load()))
+			}
+		}
+		for asked.Load() == 0 {
 			l.ask("p", "hot", 1, time.Millisecond)
 		}
 		time.Sleep(5 * time.Millisecond) // until it is answered
@@ -630,7 +613,7 @@ func TestLeaser_GivesBackTheLastTokensOfABucket(t *testing.T) {
 		_, leased := l.ask("p", "hot", 10, 0)
 		require.Equal(t, 10, leased)
 		time.Sleep(2 * time.Second)
-		require.Equal(t, pool.asked.Load()-10, l.remaining("p", "hot"))
+		require.Equal(t, asked.Load()-10, l.remaining("p", "hot"))
 	})
 }
 
