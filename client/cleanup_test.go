@@ -15,15 +15,20 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-func TestRunCleanup_CallsAndPauses(t *testing.T) {
+func TestRunCleanup_CallsAndPausesAlsoAfterAnError(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		db := &fakePool{fakeDB{answers: []any{pgx.ErrNoRows}}}
+		broken := errors.New("connection refused")
+		db := &fakePool{fakeDB{answers: []any{broken, pgx.ErrNoRows}}}
 		ctx, cancel := context.WithCancel(t.Context())
-		go client.New(db, client.Schema("app")).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { t.Error(err) }))
+		reported := make(chan error, 10)
+		go client.New(db, client.Schema("app")).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { reported <- err }))
 
 		synctest.Wait()
 		call := query{`call "app".ratelimit_cleanup_all($1::text::interval)`, []any{"60000000 microseconds"}}
 		require.Equal(t, []query{call}, db.sent())
+		err := <-reported
+		require.ErrorIs(t, err, broken)
+		require.EqualError(t, err, "pgratelimit: clean up: connection refused")
 		time.Sleep(time.Minute - 1)
 		synctest.Wait()
 		require.Len(t, db.sent(), 1)
@@ -35,29 +40,7 @@ func TestRunCleanup_CallsAndPauses(t *testing.T) {
 		synctest.Wait()
 		time.Sleep(time.Hour)
 		require.Len(t, db.sent(), 2, "it ends with its context; synctest fails when the goroutine does not")
-	})
-}
-
-func TestRunCleanup_ReportsErrorsAndGoesOn(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		broken := errors.New("connection refused")
-		db := &fakeDB{answers: []any{broken, pgx.ErrNoRows}}
-		ctx, cancel := context.WithCancel(t.Context())
-		reported := make(chan error, 10)
-		go client.New(db).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { reported <- err }))
-
-		synctest.Wait()
-		require.Len(t, db.sent(), 1)
-		require.Len(t, reported, 1)
-		err := <-reported
-		require.ErrorIs(t, err, broken)
-		require.EqualError(t, err, "pgratelimit: clean up: connection refused")
-		time.Sleep(time.Minute)
-		synctest.Wait()
-		require.Len(t, db.sent(), 2)
 		require.Empty(t, reported)
-		cancel()
-		synctest.Wait()
 	})
 }
 

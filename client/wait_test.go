@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -180,34 +179,30 @@ func TestWait_DoesNotWaitForTheEndOfABlock(t *testing.T) {
 	})
 }
 
-// A call that gets no answer may have reserved, and so is settled.
+// A call that gets no answer may have reserved, and so is settled. Where there is nothing to give back, the error is that of the call
+// alone: nobody asked about a grant.
 func TestWait_GivesBackWhatACallWithoutAnAnswerMayHaveTaken(t *testing.T) {
 	t.Parallel()
-	ctx, cancel := context.WithCancel(t.Context())
-	db := &fakePool{fakeDB{answers: []any{errors.New("connection lost"), pgError("RL003")}}}
-	cancelling := &cancellingPool{db, cancel}
-	require.ErrorContains(t, errOf(client.New(cancelling).Wait(ctx, "line", "k")), "connection lost")
-	sent := db.sent()
-	require.Len(t, sent, 2)
-	require.Contains(t, sent[0].sql, "ratelimit_reserve")
-	require.Contains(t, sent[1].sql, "ratelimit_settle")
-	require.Equal(t, sent[0].args[4], sent[1].args[2], "under the same key")
-	require.EqualValues(t, 0, sent[1].args[3])
-	require.Equal(t, "31536000000000 microseconds", sent[0].args[2])
+	for _, lost := range []error{errors.New("connection lost"), context.Canceled} {
+		ctx, cancel := context.WithCancel(t.Context())
+		db := &fakePool{fakeDB{answers: []any{lost, pgError("RL003")}}}
+		err := errOf(client.New(&cancellingPool{db, cancel}).Wait(ctx, "line", "k"))
+		require.EqualError(t, err, "pgratelimit: reserve: "+lost.Error())
+		require.ErrorIs(t, err, lost)
+		require.NotErrorIs(t, err, client.ErrNoGrant)
+		sent := db.sent()
+		require.Len(t, sent, 2)
+		require.Contains(t, sent[0].sql, "ratelimit_reserve")
+		require.Contains(t, sent[1].sql, "ratelimit_settle")
+		require.Equal(t, sent[0].args[4], sent[1].args[2], "under the same key")
+		require.EqualValues(t, 0, sent[1].args[3])
+		require.Equal(t, "31536000000000 microseconds", sent[0].args[2])
+	}
 }
 
-// Where there is nothing to give back, the error is that of ctx alone: nobody asked about a grant.
-func TestWait_ReturnsTheErrorOfItsContextWhenNothingWasReserved(t *testing.T) {
-	t.Parallel()
-	ctx, cancel := context.WithCancel(t.Context())
-	db := &fakePool{fakeDB{answers: []any{context.Canceled, pgError("RL003")}}}
-	_, err := client.New(&cancellingPool{db, cancel}).Wait(ctx, "line", "k")
-	require.EqualError(t, err, "pgratelimit: reserve: context canceled")
-	require.ErrorIs(t, err, context.Canceled)
-	require.NotErrorIs(t, err, client.ErrNoGrant)
-	require.Len(t, db.sent(), 2, "it has looked")
-
-	synctest.Test(t, func(t *testing.T) { // nor when the policy has forgotten the grant while Wait slept
+// Nor is it when the policy has forgotten the grant while Wait slept.
+func TestWait_ReturnsTheErrorOfItsContextWhenItsGrantIsForgotten(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
 		fake := newLine(t)
 		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Remember: time.Millisecond}))
 		require.NoError(t, fake.SetLevel("line", "k", 0))
