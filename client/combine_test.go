@@ -193,36 +193,61 @@ func TestCombiner_StalledCallsHoldUpOthersForAMomentOnly(t *testing.T) {
 	}
 }
 
-// When a bucket is locked, each bucket of the call is asked for by itself: one of another policy is another,
-// whatever its key.
-func TestCombiner_ALockedCallIsSplitByPolicyAndKey(t *testing.T) {
-	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		requests := []struct{ policy, key string }{{"p", "k2"}, {"p", "k3"}, {"q", "k2"}, {"p", "k2"}}
-		var answers []<-chan answer
-		for _, r := range requests {
-			answers = append(answers, askOf(t.Context(), limiter, r.policy, r.key))
-		}
-		db.only(t).grant()
-		db.only(t).answer <- pgError("55P03")
-
-		var apart []string
-		for _, call := range db.underWay() {
-			apart = append(apart, fmt.Sprint(call.policies, call.keys))
-			if call.policies[0] == "p" && call.keys[0] == "k2" {
-				call.answer <- pgError("55P03")
-			} else {
-				call.grant()
-			}
-		}
-		require.ElementsMatch(t, []string{"[p p] [k2 k2]", "[p] [k3]", "[q] [k2]"}, apart)
-		for i, r := range requests {
-			if r.policy == "p" && r.key == "k2" {
-				require.ErrorIs(t, (<-answers[i]).err, client.ErrLocked)
-			} else {
-				requireGranted(t, answers[i])
-			}
-		}
-	})
+// When a bucket is locked, each bucket of the call is asked for by itself: one of another policy is another, whatever its key.
+// Requests of several charges stay together if they have all buckets in common.
+func TestCombiner_ALockedCallIsSplitByBucket(t *testing.T) {
+	t.Parallel()
+	type ask func(*testing.T, client.Acquirer) <-chan answer
+	one := func(policy, key string) ask {
+		return func(t *testing.T, l client.Acquirer) <-chan answer { return askOf(t.Context(), l, policy, key) }
+	}
+	all := func(keys ...string) ask {
+		return func(t *testing.T, l client.Acquirer) <-chan answer { return askAll(t.Context(), l, keys) }
+	}
+	for verb, test := range map[string]struct {
+		asks   []ask
+		locked []int    // the requests that fail
+		apart  []string // the calls, of which the first meets the lock
+	}{
+		"acquire": {
+			[]ask{one("p", "k2"), one("p", "k3"), one("q", "k2"), one("p", "k2")}, []int{0, 3},
+			[]string{"[p p] [k2 k2]", "[p] [k3]", "[q] [k2]"},
+		},
+		"acquire all": {
+			[]ask{all("k9", "k2"), all("k9", "k3"), all("k9", "k2")}, []int{0, 2},
+			[]string{"[p p p p] [k9 k2 k9 k2]", "[p p] [k9 k3]"},
+		},
+	} {
+		t.Run(verb, func(t *testing.T) {
+			behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+				var answers []<-chan answer
+				for _, ask := range test.asks {
+					answers = append(answers, ask(t, limiter))
+				}
+				db.next(t).answer <- pgError("55P03")
+				var apart []string
+				for _, call := range db.underWay() {
+					apart = append(apart, fmt.Sprint(call.policies, call.keys))
+					if apart[len(apart)-1] == test.apart[0] {
+						call.answer <- pgError("55P03")
+					} else {
+						call.grant()
+					}
+				}
+				require.ElementsMatch(t, test.apart, apart)
+				for i, got := range answers {
+					if !slices.Contains(test.locked, i) {
+						requireGranted(t, got)
+						continue
+					}
+					got := <-got
+					require.ErrorIs(t, got.err, client.ErrLocked)
+					require.ErrorContains(t, got.err, "pgratelimit: "+verb+": ")
+					require.Zero(t, got.JointDecision)
+				}
+			})
+		})
+	}
 }
 
 func TestCombiner_WhoLeavesASplitCallIsNotAskedFor(t *testing.T) {
@@ -460,7 +485,7 @@ func TestCombiner_CountsAnswers(t *testing.T) {
 // calls as those of Acquire do.
 func TestCombiner_CallersOfAcquireAllShareCalls(t *testing.T) {
 	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		var answers []<-chan jointAnswer
+		var answers []<-chan answer
 		for n := range 102 {
 			answers = append(answers, askAll(t.Context(), limiter, []string{"k9", fmt.Sprint("k", 1000+n)}))
 		}
@@ -484,7 +509,7 @@ func TestCombiner_CallersOfAcquireAllShareCalls(t *testing.T) {
 		left := func(n int64) client.Decision { return client.Decision{Allowed: true, Remaining: n, Capacity: 1000} }
 		for n, got := range answers {
 			own := left(int64(1000 + n))
-			require.Equal(t, jointAnswer{client.JointDecision{Decision: own, Binding: 1, Decisions: []client.Decision{left(9), own}}, nil}, <-got)
+			require.Equal(t, answer{client.JointDecision{Decision: own, Binding: 1, Decisions: []client.Decision{left(9), own}}, nil}, <-got)
 		}
 	}, client.Schema("s"), client.NoFlush())
 }
@@ -546,38 +571,6 @@ func TestCombiner_KeepsNoCharges(t *testing.T) {
 	})
 }
 
-func TestCombiner_ALockedAcquireAllIsSplit(t *testing.T) {
-	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		requests := [][]string{{"k9", "k2"}, {"k9", "k3"}, {"k9", "k2"}}
-		var answers []<-chan jointAnswer
-		for _, keys := range requests {
-			answers = append(answers, askAll(t.Context(), limiter, keys))
-		}
-		db.only(t).grant()
-		db.only(t).answer <- pgError("55P03")
-		var apart []string
-		for _, call := range db.underWay() {
-			apart = append(apart, fmt.Sprint(call.keys))
-			if call.keys[1] == "k2" {
-				call.answer <- pgError("55P03")
-			} else {
-				call.grant()
-			}
-		}
-		require.ElementsMatch(t, []string{"[k9 k2 k9 k2]", "[k9 k3]"}, apart)
-		for i, keys := range requests {
-			got := <-answers[i]
-			if keys[1] == "k3" {
-				require.NoError(t, got.err)
-				continue
-			}
-			require.ErrorIs(t, got.err, client.ErrLocked)
-			require.ErrorContains(t, got.err, "pgratelimit: acquire all: ")
-			require.Zero(t, got.JointDecision)
-		}
-	})
-}
-
 // What a request is told when others of its call are refused, replayed or shadowed.
 func TestCombiner_ReadsPackedAnswers(t *testing.T) {
 	t.Parallel()
@@ -614,7 +607,7 @@ func TestCombiner_ReadsPackedAnswers(t *testing.T) {
 	})
 	t.Run("acquire all", func(t *testing.T) {
 		behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-			var answers []<-chan jointAnswer
+			var answers []<-chan answer
 			for _, keys := range [][]string{{"k2", "k3"}, {"k4"}, {"k5"}} {
 				answers = append(answers, askAll(t.Context(), limiter, keys))
 			}
@@ -624,11 +617,11 @@ func TestCombiner_ReadsPackedAnswers(t *testing.T) {
 				joint.requestsAllowed, joint.requestsShadowed = []bool{true, false}, []bool{true, false}
 				refuse(joint, 2) // which has element 3
 			})
-			require.Equal(t, jointAnswer{client.JointDecision{Decision: second, Binding: 1, Decisions: []client.Decision{first, second}}, nil}, <-answers[0])
+			require.Equal(t, answer{client.JointDecision{Decision: second, Binding: 1, Decisions: []client.Decision{first, second}}, nil}, <-answers[0])
 			got := <-answers[1]
 			require.EqualError(t, got.err, fmt.Sprintf(refused, "acquire all"))
 			require.Zero(t, got.JointDecision)
-			require.Equal(t, jointAnswer{client.JointDecision{Decision: third, Decisions: []client.Decision{third}}, nil}, <-answers[2])
+			require.Equal(t, answer{client.JointDecision{Decision: third, Decisions: []client.Decision{third}}, nil}, <-answers[2])
 		})
 	})
 }
@@ -659,7 +652,7 @@ func TestCombiner_RefusesMisshapenAnswers(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-				answers := []<-chan jointAnswer{
+				answers := []<-chan answer{
 					askAll(t.Context(), limiter, []string{"k2", "k3"}), askAll(t.Context(), limiter, []string{"k4", "k5"}),
 				}
 				db.next(t).grantWith(spoil)
@@ -702,14 +695,25 @@ func TestCombiner_ARequestWithoutAnAnswerFails(t *testing.T) {
 	})
 }
 
-type jointAnswer struct {
+// An answer to a request of one bucket has only a Decision, and perhaps an error.
+type answer struct {
 	client.JointDecision
 	err error
 }
 
+// await makes a call beside the test, and returns when it waits in its turn.
+func await(call func() (client.JointDecision, error)) <-chan answer {
+	got := make(chan answer, 1)
+	go func() {
+		d, err := call()
+		got <- answer{d, err}
+	}()
+	synctest.Wait()
+	return got
+}
+
 // askAll charges the first bucket 1, the others 2.
-func askAll(ctx context.Context, limiter client.Acquirer, keys []string, opts ...client.CallOption) <-chan jointAnswer {
-	got := make(chan jointAnswer, 1)
+func askAll(ctx context.Context, limiter client.Acquirer, keys []string, opts ...client.CallOption) <-chan answer {
 	charges := make([]client.Charge, len(keys))
 	for i, key := range keys {
 		charges[i] = client.Charge{Policy: "p", Key: key}
@@ -717,12 +721,7 @@ func askAll(ctx context.Context, limiter client.Acquirer, keys []string, opts ..
 			charges[i].Cost = client.Cost(2)
 		}
 	}
-	go func() {
-		d, err := limiter.AcquireAll(ctx, charges, opts...)
-		got <- jointAnswer{d, err}
-	}()
-	synctest.Wait() // until it waits in its turn
-	return got
+	return await(func() (client.JointDecision, error) { return limiter.AcquireAll(ctx, charges, opts...) })
 }
 
 var once = []client.CallOption{client.IdempotencyKey("once")}
@@ -732,13 +731,10 @@ func ask(ctx context.Context, limiter client.Acquirer, key string, opts ...clien
 }
 
 func askOf(ctx context.Context, limiter client.Acquirer, policy, key string, opts ...client.CallOption) <-chan answer {
-	got := make(chan answer, 1)
-	go func() {
+	return await(func() (client.JointDecision, error) {
 		d, err := limiter.Acquire(ctx, policy, key, opts...)
-		got <- answer{d, err}
-	}()
-	synctest.Wait() // until it waits in its turn
-	return got
+		return client.JointDecision{Decision: d}, err
+	})
 }
 
 // askKeys acquires n keys in turn. Their numbers begin at from.

@@ -118,8 +118,3 @@ func TestRetry_EndsWithItsContext(t *testing.T) {
 		require.ErrorAs(t, err, &pgErr, "the reason for a retry is not lost")
 	})
 }
-
-type answer struct {
-	client.Decision
-	err error
-}
