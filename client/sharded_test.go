@@ -153,6 +153,47 @@ func TestNewSharded_TakesUnavailabilityForNoRefusal(t *testing.T) {
 	})
 }
 
+// A program starts beside a shard that is down. That shard is asked who it is before its first call.
+func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
+	t.Parallel()
+	ctx, key := t.Context(), keyOn(1, 2)
+	gone := errors.New("no route to host")
+	up, down := &numberedShard{}, &numberedShard{err: pgError("57P03")}
+	up.answers, down.answers = []any{granted(1)}, []any{granted(2)}
+	limiter := noError(openNumbered(t, up, down))(t)
+	err := errOf(limiter.Peek(ctx, "api", key))
+	shardIs(t, 1, 2, err)
+	require.ErrorIs(t, err, down.err)
+	require.NoError(t, errOf(limiter.Peek(ctx, "api", keyOn(0, 2))), "the others do not wait for it")
+	down.err, down.number = nil, 0
+	require.ErrorIs(t, errOf(limiter.Peek(ctx, "api", key)), client.ErrWrongShard, "it was another database")
+	down.number = 1
+	require.EqualValues(t, 2, noError(limiter.Peek(ctx, "api", key))(t).Remaining)
+
+	up.err, down.err = gone, gone
+	_, err = openNumbered(t, up, down)
+	shardIs(t, 0, 2, err)
+	require.ErrorIs(t, err, gone)
+}
+
+// A policy that is dropped again, since a shard was down, is unknown to the others. The error is that shard's.
+func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
+	t.Parallel()
+	gone, unknown := errors.New("no route to host"), pgError("RL001")
+	shards := []*numberedShard{{}, {}}
+	shards[0].answers = []any{row{1}, unknown}
+	shards[1].answers = []any{gone, gone, row{1}, unknown}
+	limiter := noError(openNumbered(t, shards...))(t)
+	for range 2 {
+		err := limiter.DropPolicy(t.Context(), "api")
+		shardIs(t, 1, 2, err)
+		require.ErrorIs(t, err, gone)
+		require.NotErrorIs(t, err, client.ErrUnknownPolicy)
+	}
+	require.NoError(t, limiter.DropPolicy(t.Context(), "api"))
+	require.ErrorIs(t, limiter.DropPolicy(t.Context(), "api"), client.ErrUnknownPolicy)
+}
+
 // The order is that of one database, in bytes: the policy is first, whichever shard has the key.
 func TestSharded_OverridesAreOrderedByPolicyAndThenByKey(t *testing.T) {
 	t.Parallel()

@@ -2,7 +2,6 @@ package client_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -12,7 +11,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -106,14 +104,23 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 		h, _, err := limiter.Hold(ctx, "jobs", key)
 		require.NoError(t, err)
 		require.Equal(t, h.Holder(), kit.NoError(here.Holders(ctx))(t)[0].Holder)
+		require.NoError(t, h.Release(ctx))
+		require.True(t, kit.NoError(limiter.HoldAs(ctx, "jobs", key, "h"))(t).Allowed)
+		require.Equal(t, time.Hour, kit.NoError(limiter.Renew(ctx, "jobs", key, "h"))(t))
+		require.True(t, kit.NoError(limiter.Release(ctx, "jobs", key, "h"))(t))
+		h, _, err = limiter.HoldWait(ctx, "jobs", key)
+		require.NoError(t, err)
+		require.Equal(t, h.Holder(), kit.NoError(here.Holders(ctx))(t)[0].Holder)
 		require.Len(t, kit.NoError(limiter.Holders(ctx, client.OfKey(key)))(t), 1)
 		defer func() { require.NoError(t, h.Release(ctx)) }()
 	}
-	require.Len(t, kit.NoError(limiter.Holders(ctx))(t), of)
+	holders := kit.NoError(limiter.Holders(ctx))(t)
+	require.Len(t, holders, of)
+	require.True(t, slices.IsSortedFunc(holders, func(a, b client.Holder) int { return strings.Compare(a.Key, b.Key) }))
 
 	all := kit.NoError(limiter.Overrides(ctx))(t)
 	require.Len(t, all, of)
-	require.True(t, slices.IsSortedFunc(all, func(a, b client.Override) int { return slices.Compare([]string{a.Key}, []string{b.Key}) }))
+	require.True(t, slices.IsSortedFunc(all, func(a, b client.Override) int { return strings.Compare(a.Key, b.Key) }))
 	require.Equal(t, all[:2], kit.NoError(limiter.Overrides(ctx, client.OfPolicy("api"), client.MaxRows(2)))(t))
 	require.True(t, kit.NoError(limiter.RemoveOverride(ctx, "api", keyOn(1, of)))(t))
 	require.Len(t, kit.NoError(limiter.Overrides(ctx))(t), of-1)
@@ -319,88 +326,6 @@ func TestCheckShard_RefusesConnections(t *testing.T) {
 		require.ErrorIs(t, err, client.ErrWrongShard)
 		shardIs(t, wrong[0], wrong[1], err)
 	}
-}
-
-// unreachable is a pool of a database that nobody can reach, until it can.
-type unreachable struct {
-	*pgxpool.Pool
-	mu  sync.Mutex
-	err error
-}
-
-func (u *unreachable) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if u.err != nil {
-		return failedRow{u.err}
-	}
-	return u.Pool.QueryRow(ctx, sql, args...)
-}
-
-type failedRow struct{ err error }
-
-func (r failedRow) Scan(...any) error { return r.err }
-
-func (u *unreachable) fail(err error) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.err = err
-}
-
-// A program starts beside a shard that is down. That shard is asked who it is before its first call.
-func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
-	pgtest.OncePerServer(t)
-	t.Parallel()
-	ctx := t.Context()
-	const of = 2
-	s := newShards(t, of)
-	down := &pgconn.PgError{Code: "57P03", Message: "the database system is starting up", Severity: "FATAL", SeverityUnlocalized: "FATAL"}
-	up, other := &unreachable{Pool: s.pools[0]}, &unreachable{Pool: s.pools[1], err: down}
-	limiter := kit.NoError(client.NewSharded(ctx, []client.Pool{up, other}))(t)
-	defer limiter.Close()
-
-	_, err := limiter.Acquire(ctx, "api", keyOn(1, of))
-	require.ErrorIs(t, err, down)
-	shardIs(t, 1, of, err)
-	err = limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour})
-	shardIs(t, 1, of, err)
-	require.NoError(t, kit.ErrorOf(limiter.Acquire(ctx, "api", keyOn(0, of))), "the others have it")
-
-	other.Pool = s.pools[0]
-	other.fail(nil)
-	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(ctx, "api", keyOn(1, of))), client.ErrWrongShard, "it was another database")
-	other.Pool = s.pools[1]
-	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
-	require.True(t, kit.NoError(limiter.Acquire(ctx, "api", keyOn(1, of)))(t).Allowed)
-
-	up.fail(errors.New("no route to host"))
-	other.fail(errors.New("no route to host"))
-	_, err = client.NewSharded(ctx, []client.Pool{up, other})
-	shardIs(t, 0, of, err)
-	require.ErrorContains(t, err, "no route to host")
-}
-
-// A policy that is dropped again, since a shard was down, is unknown to the others. The error is that shard's.
-func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
-	pgtest.OncePerServer(t)
-	t.Parallel()
-	ctx := t.Context()
-	const of = 2
-	s := newShards(t, of)
-	other := &unreachable{Pool: s.pools[1]}
-	limiter := kit.NoError(client.NewSharded(ctx, []client.Pool{s.pools[0], other}))(t)
-	defer limiter.Close()
-	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
-	other.fail(errors.New("no route to host"))
-	for range 2 {
-		err := limiter.DropPolicy(ctx, "api")
-		shardIs(t, 1, of, err)
-		require.ErrorContains(t, err, "no route to host")
-		require.NotErrorIs(t, err, client.ErrUnknownPolicy)
-	}
-	other.fail(nil)
-	require.NoError(t, limiter.DropPolicy(ctx, "api"))
-	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
 }
 
 // With a Lease each shard leases its own keys, and gives back what is left when it is closed.
