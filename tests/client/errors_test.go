@@ -81,14 +81,6 @@ func TestErrors_LockTimeout(t *testing.T) {
 	require.EqualValues(t, 8, kit.NoError(hasty.Acquire(ctx, "api", "k"))(t).Remaining, "only the two grants that stayed")
 }
 
-func TestErrors_EndOfContext(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	require.ErrorIs(t, kit.ErrorOf(client.New(db.Pool).Acquire(ctx, "api", "k")), context.Canceled)
-}
-
 func TestErrors_NotInstalled(t *testing.T) {
 	t.Parallel()
 	require.ErrorContains(t, kit.ErrorOf(client.New(pgtest.Empty(t).Pool).Acquire(t.Context(), "api", "k")), "Install pgratelimit")

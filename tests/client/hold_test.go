@@ -35,67 +35,6 @@ func holders(t *testing.T, db *pgtest.DB) []client.Holder {
 	return kit.NoError(client.New(db.Pool).Holders(t.Context()))(t)
 }
 
-// In every way pgx can send it, in sessions that write intervals oddly.
-func TestHold_ExecModes(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
-		t.Run(mode.String(), func(t *testing.T) {
-			pool := connect(t, db, map[string]string{"IntervalStyle": "sql_standard"}, func(config *pgx.ConnConfig) {
-				config.DefaultQueryExecMode = mode
-			})
-			for range 2 {
-				useSlots(t, client.New(pool), `o'clock \ $1 🔒`)
-			}
-		})
-	}
-}
-
-func useSlots(t *testing.T, limiter *client.Limiter, key string) {
-	ctx := t.Context()
-	policy := client.Policy{Name: "it's slots", Capacity: 3, Lease: time.Hour, Durable: client.No, Shadow: client.No}
-	require.NoError(t, limiter.DefinePolicy(ctx, policy))
-	require.Equal(t, []client.Policy{policy}, kit.NoError(limiter.Policies(ctx))(t))
-	require.NoError(t, limiter.DefinePolicy(ctx, policy), "what is listed can be passed back")
-
-	h, d, err := limiter.Hold(ctx, policy.Name, key, client.Cost(2))
-	require.NoError(t, err)
-	require.Equal(t, client.HoldDecision{Allowed: true, Remaining: 1, HeldFor: time.Hour, Capacity: 3}, d)
-	none, d, err := limiter.Hold(ctx, policy.Name, key, client.Cost(2))
-	require.NoError(t, err)
-	require.Nil(t, none)
-	require.InDelta(t, time.Hour, d.RetryAfter, float64(time.Minute))
-	d.RetryAfter = 0
-	require.Equal(t, client.HoldDecision{Remaining: 1, Capacity: 3}, d)
-	_, d, err = limiter.HoldWait(ctx, policy.Name, key, client.Cost(4))
-	require.ErrorIs(t, err, client.ErrTooLate)
-	require.True(t, d.Never())
-	peek := kit.NoError(limiter.Peek(ctx, policy.Name, key))(t)
-	require.True(t, peek.Allowed)
-	require.EqualValues(t, 1, peek.Remaining)
-	require.InDelta(t, time.Hour, peek.ResetAfter, float64(time.Minute))
-
-	list := kit.NoError(limiter.Holders(ctx, client.OfPolicy(policy.Name), client.OfKey(key), client.MaxRows(2)))(t)
-	require.Len(t, list, 1)
-	require.InDelta(t, time.Hour, list[0].HeldFor, float64(time.Minute))
-	list[0].HeldFor = 0
-	require.Equal(t, client.Holder{Policy: policy.Name, Key: key, Holder: h.Holder(), Cost: 2}, list[0])
-
-	plan := client.Override{Policy: policy.Name, Key: key, Capacity: client.Zero, Lease: time.Minute, ExpiresAt: time.Date(2100, 1, 1, 0, 0, 0, 0, time.UTC)}
-	require.NoError(t, limiter.Override(ctx, plan))
-	require.Equal(t, []client.Override{plan}, kit.NoError(limiter.Overrides(ctx))(t))
-	_, d, err = limiter.Hold(ctx, policy.Name, key)
-	require.NoError(t, err)
-	require.EqualValues(t, -2, d.Remaining)
-
-	require.NoError(t, h.Release(ctx))
-	require.Empty(t, kit.NoError(limiter.Holders(ctx))(t))
-	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(ctx, policy.Name, key)), client.ErrInvalidArgument)
-	require.NoError(t, limiter.DropPolicy(ctx, policy.Name))
-	_, _, err = limiter.Hold(ctx, policy.Name, key)
-	require.ErrorIs(t, err, client.ErrUnknownPolicy)
-}
-
 // The work may last longer than the lease, and whoever waits gets the slot when it is released.
 func TestHold_OutlastsItsLease(t *testing.T) {
 	t.Parallel()
@@ -122,9 +61,16 @@ func TestHold_OutlastsItsLease(t *testing.T) {
 	require.NoError(t, next.Release(t.Context()))
 }
 
-// A transaction that keeps the lock of the key holds up a hold, a renewal and a release. Each fails by statement_timeout, and nothing
+// stall returns a transaction that keeps the lock of a key of jobs.
+func stall(t *testing.T, db *pgtest.DB) pgx.Tx {
+	tx := begin(t, db.Pool)
+	kit.NoError(tx.Exec(t.Context(), "select ratelimit_hold('jobs', 'k', 'stalled')"))(t)
+	return tx
+}
+
+// A transaction that keeps the lock of the key holds up a hold, a renewal and a release. Each fails by statement_timeout, or by lock_timeout, and nothing
 // is taken; the renewal is tried again.
-func TestHold_StatementTimeout(t *testing.T) {
+func TestHold_StatementAndLockTimeout(t *testing.T) {
 	t.Parallel()
 	const lease = 4 * time.Second
 	db := newJobs(t, 2, lease)
@@ -140,11 +86,12 @@ func TestHold_StatementTimeout(t *testing.T) {
 	}}))
 	h, _, err := limiter.Hold(t.Context(), "jobs", "k")
 	require.NoError(t, err)
-	tx := begin(t, db.Pool)
-	require.NoError(t, kit.ErrorOf(tx.Exec(t.Context(), "select ratelimit_hold('jobs', 'k', 'stalled')")))
+	tx := stall(t, db)
 
 	_, _, err = limiter.Hold(t.Context(), "jobs", "k")
 	kit.RequireState(t, "57014", err)
+	_, _, err = client.New(connect(t, db, map[string]string{"lock_timeout": "100ms"})).Hold(t.Context(), "jobs", "k")
+	require.ErrorIs(t, err, client.ErrLocked)
 	_, _, err = limiter.Hold(t.Context(), "jobs", "other")
 	require.NoError(t, err, "another key waits for nothing")
 	require.Eventually(t, func() bool { return failures.Load() > 0 }, lease, time.Millisecond)
@@ -154,23 +101,11 @@ func TestHold_StatementTimeout(t *testing.T) {
 	require.NoError(t, h.Context().Err())
 	require.Len(t, holders(t, db), 2)
 
-	tx = begin(t, db.Pool)
-	require.NoError(t, kit.ErrorOf(tx.Exec(t.Context(), "select ratelimit_hold('jobs', 'k', 'stalled')")))
+	tx = stall(t, db)
 	kit.RequireState(t, "57014", h.Release(t.Context()))
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.NoError(t, h.Release(t.Context()), "once more")
 	require.Len(t, holders(t, db), 1)
-}
-
-func TestHold_LockTimeout(t *testing.T) {
-	t.Parallel()
-	db := newJobs(t, 2, time.Minute)
-	tx := begin(t, db.Pool)
-	require.NoError(t, kit.ErrorOf(tx.Exec(t.Context(), "select ratelimit_hold('jobs', 'k', 'stalled')")))
-	_, _, err := client.New(connect(t, db, map[string]string{"lock_timeout": "100ms"})).Hold(t.Context(), "jobs", "k")
-	require.ErrorIs(t, err, client.ErrLocked)
-	require.NoError(t, tx.Rollback(t.Context()))
-	require.Empty(t, holders(t, db))
 }
 
 // Many holders that come and go, whose contexts end at any moment: no goroutine, connection or slot is left, and there are never more
@@ -276,8 +211,8 @@ func beHolder() bool {
 	return true
 }
 
-// startHolder returns when the process holds.
-func startHolder(t *testing.T, db *pgtest.DB) *holderProcess {
+// startHolder returns when the process has held for longer than its lease.
+func startHolder(t *testing.T, db *pgtest.DB, lease time.Duration) *holderProcess {
 	p := &holderProcess{Cmd: exec.Command(os.Args[0]), lines: make(chan holderLine, 1)}
 	p.Env = append(os.Environ(), asHolder+"="+db.URL)
 	p.Stderr = os.Stderr
@@ -298,6 +233,8 @@ func startHolder(t *testing.T, db *pgtest.DB) *holderProcess {
 	}()
 	_, ok := <-p.lines
 	require.True(t, ok)
+	renewed := time.Now().Add(2 * lease)
+	p.drain(t, func(l holderLine) bool { return l.Ended || l.At.After(renewed) })
 	return p
 }
 
@@ -320,9 +257,7 @@ func TestHold_AFrozenProcess(t *testing.T) {
 	const lease = time.Second
 	db := newJobs(t, 1, lease)
 	for range 3 {
-		p := startHolder(t, db)
-		now := time.Now()
-		p.drain(t, func(l holderLine) bool { return l.Ended || l.At.After(now.Add(2*lease)) }) // it has renewed
+		p := startHolder(t, db, lease)
 		require.NoError(t, p.Process.Signal(syscall.SIGSTOP))
 		next, _, err := client.New(db.Pool).HoldWait(t.Context(), "jobs", "k")
 		require.NoError(t, err)
@@ -345,9 +280,7 @@ func TestHold_AKilledProcess(t *testing.T) {
 	t.Parallel()
 	const lease = time.Second
 	db := newJobs(t, 1, lease)
-	p := startHolder(t, db)
-	now := time.Now()
-	p.drain(t, func(l holderLine) bool { return l.Ended || l.At.After(now.Add(2*lease)) })
+	p := startHolder(t, db, lease)
 	require.NoError(t, p.Process.Kill())
 	killed := time.Now()
 	_ = p.Wait()

@@ -29,12 +29,12 @@ func TestExecModes(t *testing.T) {
 		}
 		for _, style := range styles {
 			t.Run(strings.ReplaceAll(mode.String(), " ", "_")+"/"+style, func(t *testing.T) {
-				conn := acquired(t, connect(t, db, map[string]string{"IntervalStyle": style}, func(config *pgx.ConnConfig) {
+				pool := connect(t, db, map[string]string{"IntervalStyle": style}, func(config *pgx.ConnConfig) {
 					config.DefaultQueryExecMode = mode
-				}))
+				})
 				for range 2 {
-					useEverything(t, client.New(conn))
-					cleanUpOnce(t, conn, "")
+					useEverything(t, client.New(pool))
+					cleanUpOnce(t, pool, "")
 				}
 			})
 		}
@@ -95,6 +95,8 @@ func useEverything(t *testing.T, limiter *client.Limiter) {
 
 	require.NoError(t, limiter.DropPolicy(ctx, policy.Name))
 	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(ctx, policy.Name, key)), client.ErrUnknownPolicy)
+
+	useSlots(t, limiter, key)
 }
 
 // useSpending expects the bucket of key to be full, and one token a day.
@@ -208,6 +210,51 @@ func useOverrides(t *testing.T, limiter *client.Limiter, policy client.Policy, k
 		require.ErrorIs(t, limiter.Override(ctx, unfit), client.ErrInvalidArgument, "%+v", unfit)
 	}
 	require.ErrorIs(t, limiter.Override(ctx, client.Override{Policy: "none", Key: key}), client.ErrUnknownPolicy)
+}
+
+func useSlots(t *testing.T, limiter *client.Limiter, key string) {
+	ctx := t.Context()
+	policy := client.Policy{Name: "it's slots", Capacity: 3, Lease: time.Hour, Durable: client.No, Shadow: client.No}
+	require.NoError(t, limiter.DefinePolicy(ctx, policy))
+	require.Equal(t, []client.Policy{policy}, kit.NoError(limiter.Policies(ctx))(t))
+	require.NoError(t, limiter.DefinePolicy(ctx, policy), "what is listed can be passed back")
+
+	h, d, err := limiter.Hold(ctx, policy.Name, key, client.Cost(2))
+	require.NoError(t, err)
+	require.Equal(t, client.HoldDecision{Allowed: true, Remaining: 1, HeldFor: time.Hour, Capacity: 3}, d)
+	none, d, err := limiter.Hold(ctx, policy.Name, key, client.Cost(2))
+	require.NoError(t, err)
+	require.Nil(t, none)
+	require.InDelta(t, time.Hour, d.RetryAfter, float64(time.Minute))
+	d.RetryAfter = 0
+	require.Equal(t, client.HoldDecision{Remaining: 1, Capacity: 3}, d)
+	_, d, err = limiter.HoldWait(ctx, policy.Name, key, client.Cost(4))
+	require.ErrorIs(t, err, client.ErrTooLate)
+	require.True(t, d.Never())
+	peek := kit.NoError(limiter.Peek(ctx, policy.Name, key))(t)
+	require.True(t, peek.Allowed)
+	require.EqualValues(t, 1, peek.Remaining)
+	require.InDelta(t, time.Hour, peek.ResetAfter, float64(time.Minute))
+
+	list := kit.NoError(limiter.Holders(ctx, client.OfPolicy(policy.Name), client.OfKey(key), client.MaxRows(2)))(t)
+	require.Len(t, list, 1)
+	require.InDelta(t, time.Hour, list[0].HeldFor, float64(time.Minute))
+	list[0].HeldFor = 0
+	require.Equal(t, client.Holder{Policy: policy.Name, Key: key, Holder: h.Holder(), Cost: 2}, list[0])
+
+	plan := client.Override{Policy: policy.Name, Key: key, Capacity: client.Zero, Lease: time.Minute, ExpiresAt: time.Date(2100, 1, 1, 0, 0, 0, 0, time.UTC)}
+	require.NoError(t, limiter.Override(ctx, plan))
+	require.Equal(t, []client.Override{plan}, kit.NoError(limiter.Overrides(ctx))(t))
+	_, d, err = limiter.Hold(ctx, policy.Name, key)
+	require.NoError(t, err)
+	require.EqualValues(t, -2, d.Remaining)
+
+	require.NoError(t, h.Release(ctx))
+	require.Empty(t, kit.NoError(limiter.Holders(ctx))(t))
+	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(ctx, policy.Name, key)), client.ErrInvalidArgument)
+	require.NoError(t, limiter.DropPolicy(ctx, policy.Name))
+	_, _, err = limiter.Hold(ctx, policy.Name, key)
+	require.ErrorIs(t, err, client.ErrUnknownPolicy)
 }
 
 // cleanUpOnce lets RunCleanup make one call.
