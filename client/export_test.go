@@ -2,7 +2,7 @@ package client
 
 var Backoff = backoff
 
-// Denials counts what the cache holds.
+// Forget empties the cache of denials.
 func Forget(l *Limiter) { l.denials.forgetAll() }
 
 // StopTimer makes a Hold find out by itself that its lease has ended.

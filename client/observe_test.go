@@ -2,10 +2,12 @@ package client_test
 
 import (
 	"context"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -129,4 +131,38 @@ func TestObserve_SeesWaits(t *testing.T) {
 		}
 		require.Equal(t, []string{"reserve allowed", "reserve allowed", "reserve denied", "reserve allowed", "settle allowed"}, operations)
 	})
+}
+
+// Each request that is sent is in one call.
+func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
+	var s seen
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+		askKeys(t.Context(), limiter, 1, 4)
+		_ = askAll(t.Context(), limiter, []string{"k5", "k6"})
+		_ = askAll(t.Context(), limiter, []string{"k7", "k8"})
+		_ = ask(t.Context(), limiter, strings.Repeat("k", 513))
+		db.grantAll()
+		require.ElementsMatch(t, []int{1, 1, 3, 2}, s.calls)
+		require.Len(t, s.answers, 7)
+	}, client.Observe(s.hooks()))
+}
+
+// A txOf is a transaction of a database.
+type txOf struct {
+	pgx.Tx
+	db *fakeDB
+}
+
+func (tx txOf) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return tx.db.QueryRow(ctx, sql, args...)
+}
+
+func TestObserve_InATransaction(t *testing.T) {
+	t.Parallel()
+	var s seen
+	db := &fakeDB{answers: []any{granted(1)}}
+	limiter := client.New(&fakePool{}, client.Observe(s.hooks())).WithTx(txOf{db: db})
+	noError(limiter.Acquire(t.Context(), "api", "k"))(t)
+	require.Len(t, s.answers, 1)
+	require.Equal(t, client.ResultAllowed, s.answers[0].Result())
 }

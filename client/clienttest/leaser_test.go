@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A distant is the fake's database for a Leaser. Each call takes a millisecond of synctest's time.
+// A distant is the fake's database for a Combiner or a Leaser. Each call takes a millisecond of synctest's time.
 type distant struct {
 	*database
 	client.Pool // for the methods that are not called

@@ -32,29 +32,22 @@ func TestCombiner_GrantsExactlyWhatIsThere(t *testing.T) {
 			limiter := newCombiner(t, db.Pool, opts...)
 
 			const callers, each, keys = 1_000, 10, 50
-			answers := make([][]client.Decision, callers)
-			var wg sync.WaitGroup
-			for caller := range callers {
-				wg.Go(func() {
-					for n := range each {
-						var opts []client.CallOption
-						if n%5 == 0 {
-							opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
-						}
-						d, err := limiter.Acquire(t.Context(), "api", fmt.Sprint((caller+n)%keys), opts...)
-						if err != nil {
-							t.Error(err)
-							return
-						}
-						answers[caller] = append(answers[caller], d)
+			answers := make([][each]client.Decision, callers)
+			kit.Crowd(t, callers, func(caller int) (err error) {
+				for n := range each {
+					var opts []client.CallOption
+					if n%5 == 0 {
+						opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
 					}
-				})
-			}
-			wg.Wait()
+					var failed error
+					answers[caller][n], failed = limiter.Acquire(t.Context(), "api", fmt.Sprint((caller+n)%keys), opts...)
+					err = errors.Join(err, failed)
+				}
+				return err
+			})
 
 			var left [keys][100]int
 			for caller, decisions := range answers {
-				require.Len(t, decisions, each)
 				for n, d := range decisions {
 					require.EqualValues(t, 100, d.Capacity)
 					require.Equal(t, d.Allowed, d.RetryAfter == 0)
@@ -326,31 +319,25 @@ func TestAcquireAll_GrantsExactlyWhatIsThere(t *testing.T) {
 
 	const callers, each, users = 200, 10, 20
 	grants := make([][users]int64, callers)
-	var wg sync.WaitGroup
-	for caller := range callers {
-		wg.Go(func() {
-			for n := range each {
-				user := (caller + n) % users
-				charges := []client.Charge{{Policy: "everybody", Key: "all"}, {Policy: "user", Key: fmt.Sprint(user), Cost: client.Cost(2)}}
-				if n%2 == 0 {
-					charges[0], charges[1] = charges[1], charges[0]
-				}
-				var opts []client.CallOption
-				if n%5 == 0 {
-					opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
-				}
-				d, err := limiters[caller%len(limiters)].AcquireAll(t.Context(), charges, opts...)
-				if err != nil {
-					t.Error(err)
-					return
-				}
-				if d.Allowed {
-					grants[caller][user]++
-				}
+	kit.Crowd(t, callers, func(caller int) (err error) {
+		for n := range each {
+			user := (caller + n) % users
+			charges := []client.Charge{{Policy: "everybody", Key: "all"}, {Policy: "user", Key: fmt.Sprint(user), Cost: client.Cost(2)}}
+			if n%2 == 0 {
+				charges[0], charges[1] = charges[1], charges[0]
 			}
-		})
-	}
-	wg.Wait()
+			var opts []client.CallOption
+			if n%5 == 0 {
+				opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
+			}
+			d, failed := limiters[caller%len(limiters)].AcquireAll(t.Context(), charges, opts...)
+			if d.Allowed {
+				grants[caller][user]++
+			}
+			err = errors.Join(err, failed)
+		}
+		return err
+	})
 	var all int64
 	for user := range users {
 		granted := int64(0)

@@ -7,19 +7,19 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/migrations"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 	t.Parallel()
-	db := quietDatabase(t)
+	quiet, _ := kit.NewPrivateDB(t, "autovacuum=off", "checkpoint_timeout=1h", "cron.launch_active_jobs=off",
+		"wal_writer_delay=10s", "wal_writer_flush_after=1GB") // nobody else writes, and the server itself rarely flushes
+	db := quiet.DB
 	ctx := t.Context()
 	config := kit.NoError(pgxpool.ParseConfig(db.URL))(t)
 	config.MaxConns = 1 // all in one session, where a setting that stays would be found
@@ -144,19 +144,6 @@ func TestWithTx_LeavesTheFlushToTheCommit(t *testing.T) {
 	kit.NoError(limiter.Refund(ctx, "api", "k", 1))(t)
 	require.NoError(t, limiter.Reset(ctx, "api", "k"))
 	require.Equal(t, "on", kit.One[string](t, tx, "show synchronous_commit"))
-}
-
-// quietDatabase is on a server where nobody else writes, and the server itself rarely flushes.
-func quietDatabase(t *testing.T) *pgtest.DB {
-	server := pgtest.Private(t, "autovacuum=off", "checkpoint_timeout=1h", "cron.launch_active_jobs=off",
-		"wal_writer_delay=10s", "wal_writer_flush_after=1GB")
-	ctx := context.Background()
-	conn := kit.NoError(pgx.Connect(ctx, server.URL("")))(t)
-	require.NoError(t, errors.Join(kit.ErrorOf(conn.Exec(ctx, "create database quiet")), conn.Close(ctx)))
-	pool := kit.NoError(pgxpool.New(ctx, server.URL("quiet")))(t)
-	t.Cleanup(pool.Close)
-	require.NoError(t, pool.AcquireFunc(ctx, func(conn *pgxpool.Conn) error { return migrations.Up(ctx, conn.Conn()) }))
-	return &pgtest.DB{Pool: pool, URL: server.URL("quiet")}
 }
 
 // positions tells up to where the log is written, and up to where it is flushed to disk.
