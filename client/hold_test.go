@@ -3,10 +3,8 @@ package client_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"regexp"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -480,40 +478,6 @@ func TestHoldWait(t *testing.T) {
 		require.Len(t, s.waits, 3)
 		require.Equal(t, wait{"jobs", 10 * time.Second, context.DeadlineExceeded}, s.waits[2])
 		require.NoError(t, second.Release(t.Context()))
-	})
-}
-
-// The bubble fails if a goroutine is left.
-func TestHold_LeavesNothingBehind(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		fake := newJobs(t)
-		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 3}))
-		var holding atomic.Int64
-		var callers sync.WaitGroup
-		for i := range 100 {
-			callers.Go(func() {
-				for j := range 100 {
-					ctx, cancel := context.WithTimeout(context.Background(), time.Duration((i*31+j*17)%40)*time.Second)
-					h, _, err := fake.HoldWait(ctx, "jobs", fmt.Sprint(j%7))
-					if err == nil {
-						if n := holding.Add(1); n > 21 {
-							t.Errorf("%d hold", n)
-						}
-						select {
-						case <-h.Context().Done():
-						case <-time.After(time.Duration(i+j) * 100 * time.Millisecond):
-						}
-						holding.Add(-1)
-						if err := h.Release(ctx); err != nil {
-							t.Error(err)
-						}
-					}
-					cancel()
-				}
-			})
-		}
-		callers.Wait()
-		require.Empty(t, noError(fake.Holders(t.Context()))(t))
 	})
 }
 
