@@ -47,8 +47,8 @@ func TestRunCleanup_CallsAndPausesAlsoAfterAnError(t *testing.T) {
 func TestRunCleanup_EndOfContextIsNoError(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
-	db := &fakePool{fakeDB{answers: []any{context.Canceled}}}
-	client.New(&cancellingPool{db, cancel}).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { t.Error(err) }))
+	db := &fakePool{fakeDB{answers: []any{context.Canceled}, after: cancel}}
+	client.New(db).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { t.Error(err) }))
 	require.Len(t, db.sent(), 1)
 }
 

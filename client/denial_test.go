@@ -9,7 +9,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -28,22 +27,11 @@ func cached(answers ...any) (*fakePool, *client.Limiter) {
 	return db, client.New(db, client.DenialCache())
 }
 
-// slow takes a second to ask, and a second to answer.
-type slow struct {
-	*fakePool
-}
-
-func (db slow) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	time.Sleep(time.Second)
-	row := db.fakePool.QueryRow(ctx, sql, args...)
-	time.Sleep(time.Second)
-	return row
-}
-
 func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		db := slow{&fakePool{fakeDB{answers: []any{denied(10 * time.Second), granted(4)}}}}
-		limiter := client.New(db, client.DenialCache())
+		db, limiter := cached(denied(10*time.Second), granted(4))
+		db.before = func() { time.Sleep(time.Second) }
+		db.after = db.before // a second to ask, and a second to answer
 		acquire := func() client.Decision {
 			return noError(limiter.Acquire(t.Context(), "p", "k", client.Cost(5)))(t)
 		}

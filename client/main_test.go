@@ -21,9 +21,10 @@ import (
 
 // fakeDB answers each query with the next of its answers, an error or a row; the last one stays.
 type fakeDB struct {
-	mu      sync.Mutex
-	answers []any
-	queries []query
+	mu            sync.Mutex
+	answers       []any
+	queries       []query
+	before, after func() // around each call, unless they are nil
 }
 
 type query struct {
@@ -34,6 +35,12 @@ type query struct {
 type row []any
 
 func (db *fakeDB) QueryRow(_ context.Context, sql string, args ...any) pgx.Row {
+	if db.before != nil {
+		db.before()
+	}
+	if db.after != nil {
+		defer db.after()
+	}
 	db.mu.Lock()
 	defer db.mu.Unlock()
 	answer := db.answers[0]

@@ -6,7 +6,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -185,8 +184,8 @@ func TestWait_GivesBackWhatACallWithoutAnAnswerMayHaveTaken(t *testing.T) {
 	t.Parallel()
 	for _, lost := range []error{errors.New("connection lost"), context.Canceled} {
 		ctx, cancel := context.WithCancel(t.Context())
-		db := &fakePool{fakeDB{answers: []any{lost, pgError("RL003")}}}
-		err := errOf(client.New(&cancellingPool{db, cancel}).Wait(ctx, "line", "k"))
+		db := &fakePool{fakeDB{answers: []any{lost, pgError("RL003")}, after: cancel}}
+		err := errOf(client.New(db).Wait(ctx, "line", "k"))
 		require.EqualError(t, err, "pgratelimit: reserve: "+lost.Error())
 		require.ErrorIs(t, err, lost)
 		require.NotErrorIs(t, err, client.ErrNoGrant)
@@ -212,15 +211,4 @@ func TestWait_ReturnsTheErrorOfItsContextWhenItsGrantIsForgotten(t *testing.T) {
 		require.EqualError(t, err, "pgratelimit: wait: context canceled")
 		require.NotErrorIs(t, err, client.ErrNoGrant)
 	})
-}
-
-// A cancellingPool ends the context of the first call.
-type cancellingPool struct {
-	*fakePool
-	cancel func()
-}
-
-func (p *cancellingPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	defer p.cancel()
-	return p.fakePool.QueryRow(ctx, sql, args...)
 }
