@@ -68,8 +68,8 @@ func stall(t *testing.T, db *pgtest.DB) pgx.Tx {
 	return tx
 }
 
-// A transaction that keeps the lock of the key holds up a hold, a renewal and a release. Each fails by statement_timeout, or by lock_timeout, and nothing
-// is taken; the renewal is tried again.
+// A transaction that keeps the lock of the key holds up a hold, a renewal and a release. Each fails by statement_timeout,
+// or by lock_timeout, and nothing is taken; the renewal is tried again.
 func TestHold_StatementAndLockTimeout(t *testing.T) {
 	t.Parallel()
 	const lease = 4 * time.Second

@@ -340,25 +340,20 @@ func TestSharded_Leases(t *testing.T) {
 	}
 	limiter := kit.NoError(client.NewSharded(t.Context(), pools, client.Lease{Policy: "busy"}))(t)
 	var granted, leased [2]atomic.Int64
-	var callers sync.WaitGroup
-	for n := range s.dbs {
-		for range 8 { // whose calls are combined: a bucket is hot at once, on a slow machine, too
-			callers.Go(func() {
-				for leased[n].Load() < 100 && granted[n].Load() < 100_000 {
-					d, err := limiter.Acquire(t.Context(), "busy", keyOn(n, 2))
-					if err != nil || !d.Allowed {
-						t.Errorf("%+v, %v", d, err)
-						return
-					}
-					granted[n].Add(1)
-					if d.Estimated {
-						leased[n].Add(1)
-					}
-				}
-			})
+	kit.Crowd(t, 16, func(caller int) error { // whose calls are combined: a bucket is hot at once, on a slow machine, too
+		n := caller % 2
+		for leased[n].Load() < 100 && granted[n].Load() < 100_000 {
+			d, err := limiter.Acquire(t.Context(), "busy", keyOn(n, 2))
+			if err != nil || !d.Allowed {
+				return fmt.Errorf("%+v, %w", d, err)
+			}
+			granted[n].Add(1)
+			if d.Estimated {
+				leased[n].Add(1)
+			}
 		}
-	}
-	callers.Wait()
+		return nil
+	})
 	limiter.Close()
 	limiter.Close() // again
 	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(t.Context(), "busy", "k")), client.ErrClosed)
