@@ -256,7 +256,7 @@ func (o *httpOutage) end() map[httpPhase]*httpAnswers {
 	return o.answers
 }
 
-// The key functions of the middleware, by more requests than the fuzzers beside them see: what a client writes before what the trusted
+// The key functions of the middleware: what a client writes before what the trusted
 // proxies add changes nothing, two users have two keys, no user has the key of an address, and each key is one that the database takes.
 func TestTorture_HTTPKeys(t *testing.T) {
 	pgtest.OncePerServer(t)

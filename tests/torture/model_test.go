@@ -147,6 +147,10 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 			update buckets as b set level = 0 where b.policy_id = v_id and ratelimit_define_policy.capacity > v_policy.capacity; if v_id is null then`}},
 		"a settlement gives back to the period after": {"ratelimit_settle", kit.Mutation{Pattern: `v_back := 0;`, Replacement: "null;"}},
 		"clean-up removes a quota's row too early":    {"ratelimit.unused", kit.Mutation{Pattern: `ratelimit\.turning_if_known\(calendar, now\)`, Replacement: "ratelimit.turning_if_known(calendar, now + interval '1 hour')"}},
+		"a charge that remembers what it did not take": {"ratelimit_charge", kit.Mutation{
+			Pattern: `(insert into idempotency_keys [^;]*?)nullif\(v_held - v_level, microtokens\(v_cost\)\)`, Replacement: "${1}null",
+		}},
+		"a partial grant of more than was taken": {"ratelimit.partial_of", kit.Mutation{Pattern: `then taken else 0`, Replacement: `then taken + 1 else 0`}},
 		"a wait is the difference of local times": {"ratelimit.wait_for_turn", kit.Mutation{
 			Pattern: `\(quota\.calendar\)\.turns_at - now`, Replacement: "((quota.calendar).turns_at at time zone (quota.calendar).time_zone) - (now at time zone (quota.calendar).time_zone)",
 		}},
@@ -164,6 +168,7 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 				if !met {                                               // what random calls seldom do
 					m.meetQuotas(t)
 					m.meetAnEnd(t)
+					m.meetTheFloor(t)
 					met = true
 				}
 				return m
@@ -589,6 +594,17 @@ func (m *modelRun) meetAnEnd(t *rapid.T) {
 	for cost := range int64(5) {
 		m.sendAlone(t, "acquire", kit.WholeRequest{Charges: []model.Charge{{BucketID: id, Cost: cost + 1}}})
 	}
+}
+
+// meetTheFloor settles a charge that took a part of its cost: the bucket was at its floor then.
+func (m *modelRun) meetTheFloor(t *rapid.T) {
+	m.defineAs(t, "floor", model.Definition{
+		Numbers: model.Numbers{Capacity: new(int64(10)), Refill: new(int64(1)), Every: new(model.Micros(1_000_000))},
+	})
+	s := kit.Spending{Function: "charge", BucketID: model.BucketID{Policy: "floor", Key: "x"}, Cost: kit.MaxTokens, IdempotencyKey: "i"}
+	m.sendSpending(t, s)
+	s.Function, s.Cost = "settle", 100
+	m.sendSpending(t, s)
 }
 
 func (m *modelRun) define(t *rapid.T, name string) {
