@@ -20,8 +20,7 @@ import (
 
 // A quota denies one microsecond before its turn, and is full at it. The settings of the session have no say.
 func TestQuota_TurnsToTheMicrosecond(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t)
+	db := kit.ParallelDB(t)
 	session := db.Session()
 	for i, c := range vectors.Turns {
 		session.Execute("reset all")
@@ -52,8 +51,7 @@ func periodOf(p vectors.Period) pgtype.Interval {
 // past: servers and machines have releases of the time zone data that foresee different things.
 func TestQuota_TurnsAgreeWithTheModel(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
-	db := kit.NewDB(t)
+	db := kit.ParallelDB(t)
 	random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
 	zones := kit.Column(t, db.DB, `
 		select name from pg_timezone_names where name = 'UTC' or name ~ '/' and name !~ '^(posix|right)/' order by 1`)

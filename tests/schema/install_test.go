@@ -21,7 +21,6 @@ import (
 )
 
 func TestInstall_EveryWayGivesTheSameSchema(t *testing.T) {
-	t.Parallel()
 	want := pgtest.New(t)
 	wantSchema := kit.FingerprintOf(t, want)
 	for _, part := range []string{
@@ -32,14 +31,11 @@ func TestInstall_EveryWayGivesTheSameSchema(t *testing.T) {
 		require.Contains(t, wantSchema, part, "the fingerprint has to see what it compares")
 	}
 
-	for name, install := range kit.Installers {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.Empty(t)
-			install(t, db.URL)
-			kit.SameSchema(t, want, db)
-		})
-	}
+	kit.InParallel(t, kit.Installers, func(t *testing.T, install func(t *testing.T, url string)) {
+		db := pgtest.Empty(t)
+		install(t, db.URL)
+		kit.SameSchema(t, want, db)
+	})
 }
 
 // The functions are in a schema of the role's own, unless it owns the database.
@@ -169,27 +165,23 @@ var uninstallers = map[string]func(t *testing.T, db *pgtest.DB) error{
 }
 
 func TestUninstall_LeavesNothing(t *testing.T) {
-	t.Parallel()
-	for name, uninstall := range uninstallers {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			caller := kit.NewRole(t)
-			db := pgtest.Empty(t)
-			db.Exec(t, "create schema app; create schema other; create function other.ratelimit_mine() returns integer language sql as 'select 1'")
-			before := stateOf(t, db)
+	kit.InParallel(t, uninstallers, func(t *testing.T, uninstall func(t *testing.T, db *pgtest.DB) error) {
+		caller := kit.NewRole(t)
+		db := pgtest.Empty(t)
+		db.Exec(t, "create schema app; create schema other; create function other.ratelimit_mine() returns integer language sql as 'select 1'")
+		before := stateOf(t, db)
 
-			for _, home := range []string{"public", "app"} {
-				kit.Installers["Up"](t, kit.WithSettings(t, db.URL, "search_path", home))
-				use(t, db, home)
-				db.Exec(t, "grant execute on function "+home+".ratelimit_acquire to "+caller)
-				require.NoError(t, uninstall(t, db))
-				require.Equal(t, before, stateOf(t, db))
-			}
-
+		for _, home := range []string{"public", "app"} {
+			kit.Installers["Up"](t, kit.WithSettings(t, db.URL, "search_path", home))
+			use(t, db, home)
+			db.Exec(t, "grant execute on function "+home+".ratelimit_acquire to "+caller)
 			require.NoError(t, uninstall(t, db))
-			require.Equal(t, before, stateOf(t, db), "uninstalling what is not there is harmless")
-		})
-	}
+			require.Equal(t, before, stateOf(t, db))
+		}
+
+		require.NoError(t, uninstall(t, db))
+		require.Equal(t, before, stateOf(t, db), "uninstalling what is not there is harmless")
+	})
 }
 
 func TestUninstall_StopsAtObjectsThatDependOnIt(t *testing.T) {
@@ -292,32 +284,28 @@ func TestInstall_IntoTheSchemaAtTheHeadOfSearchPath(t *testing.T) {
 }
 
 func TestInstall_AgainReplacesFunctionsAndKeepsGrants(t *testing.T) {
-	t.Parallel()
-	for name, reinstall := range map[string]func(t *testing.T, db *pgtest.DB){
+	kit.InParallel(t, map[string]func(t *testing.T, db *pgtest.DB){
 		"InstallCodePackage": func(t *testing.T, db *pgtest.DB) { kit.ReinstallCode(t, db.Connect(t)) },
 		"tern code install": func(t *testing.T, db *pgtest.DB) {
 			kit.Run(t, "../..", nil, kit.Tern(), "code", "install", "sql", "--config", "migrations/tern.conf", "--conn-string", db.URL)
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			caller, greedy := kit.NewRole(t), kit.NewRole(t)
-			db := pgtest.New(t)
-			db.Exec(t, "grant execute on function ratelimit_acquire, ratelimit_peek to "+caller+`;
+	}, func(t *testing.T, reinstall func(t *testing.T, db *pgtest.DB)) {
+		caller, greedy := kit.NewRole(t), kit.NewRole(t)
+		db := pgtest.New(t)
+		db.Exec(t, "grant execute on function ratelimit_acquire, ratelimit_peek to "+caller+`;
 				grant execute on procedure ratelimit_cleanup_all to `+caller+`;
 				grant execute on function ratelimit.cleanup_batch to `+caller)
-			want := stateOf(t, db)
+		want := stateOf(t, db)
 
-			// What the new version changes and what it adds.
-			db.Exec(t, "alter default privileges grant execute on functions to "+greedy+`;
+		// What the new version changes and what it adds.
+		db.Exec(t, "alter default privileges grant execute on functions to "+greedy+`;
 				drop function ratelimit_overrides;
 				create or replace function ratelimit.clock() returns timestamptz language sql as $$ select now() $$`)
-			require.NotEqual(t, want, stateOf(t, db))
-			reinstall(t, db)
-			db.Exec(t, "alter default privileges revoke execute on functions from "+greedy)
-			require.Equal(t, want, stateOf(t, db))
-		})
-	}
+		require.NotEqual(t, want, stateOf(t, db))
+		reinstall(t, db)
+		db.Exec(t, "alter default privileges revoke execute on functions from "+greedy)
+		require.Equal(t, want, stateOf(t, db))
+	})
 }
 
 func TestInstall_WithoutASchema(t *testing.T) {
@@ -340,9 +328,9 @@ func TestInstall_WithoutASchema(t *testing.T) {
 }
 
 func TestInstall_RefusesPlantedObjects(t *testing.T) {
-	t.Parallel()
 	const taken = "functions named ratelimit_* exist already"
-	for name, test := range map[string]struct{ plant, code, message string }{
+	type testCase struct{ plant, code, message string }
+	kit.InParallel(t, map[string]testCase{
 		"the same function": {`create function ratelimit_acquire(policy text, key text, cost bigint default 1, idempotency_key text default null)
 			returns boolean language sql as 'select true'`, "42723", taken},
 		"another signature":          {"create function ratelimit_acquire(policy text) returns boolean language sql as 'select true'", "42723", taken},
@@ -353,30 +341,27 @@ func TestInstall_RefusesPlantedObjects(t *testing.T) {
 		"a function in a schema of ours": {
 			"create function ratelimit.refuse(text) returns boolean language sql as 'select true'", "42P06", "schema ratelimit is not empty",
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			planter := kit.NewRole(t)
-			db := pgtest.Empty(t)
-			db.Exec(t, "grant create on schema public to "+planter)
-			db.Exec(t, "grant create on database "+db.Name+" to "+planter)
-			if strings.Contains(test.plant, "ratelimit.") {
-				db.Exec(t, "create schema ratelimit; grant all on schema ratelimit to "+planter)
-			}
-			kit.Execute(t, kit.ConnectAs(t, db, planter), test.plant)
-			before := kit.FingerprintOf(t, db)
+	}, func(t *testing.T, test testCase) {
+		planter := kit.NewRole(t)
+		db := pgtest.Empty(t)
+		db.Exec(t, "grant create on schema public to "+planter)
+		db.Exec(t, "grant create on database "+db.Name+" to "+planter)
+		if strings.Contains(test.plant, "ratelimit.") {
+			db.Exec(t, "create schema ratelimit; grant all on schema ratelimit to "+planter)
+		}
+		kit.Execute(t, kit.ConnectAs(t, db, planter), test.plant)
+		before := kit.FingerprintOf(t, db)
 
-			out, status := kit.PsqlStatus(t, db.URL, "--file", "../../migrations/psql/install.sql", "--set", "VERBOSITY=verbose")
-			require.Equal(t, 3, status)
-			require.Contains(t, out, test.code+": "+test.message)
-			require.Equal(t, before, kit.FingerprintOf(t, db))
+		out, status := kit.PsqlStatus(t, db.URL, "--file", "../../migrations/psql/install.sql", "--set", "VERBOSITY=verbose")
+		require.Equal(t, 3, status)
+		require.Contains(t, out, test.code+": "+test.message)
+		require.Equal(t, before, kit.FingerprintOf(t, db))
 
-			err := migrations.Up(context.Background(), db.Connect(t))
-			kit.RequireState(t, test.code, err)
-			require.ErrorContains(t, err, test.message)
-			require.Equal(t, beforeInstall(before), beforeInstall(kit.FingerprintOf(t, db)))
-		})
-	}
+		err := migrations.Up(context.Background(), db.Connect(t))
+		kit.RequireState(t, test.code, err)
+		require.ErrorContains(t, err, test.message)
+		require.Equal(t, beforeInstall(before), beforeInstall(kit.FingerprintOf(t, db)))
+	})
 }
 
 // A role that may create schemas can plant ours, with a version table that runs code when it is read or changed.

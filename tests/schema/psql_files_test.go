@@ -105,31 +105,28 @@ func TestPsql_SaysWhatIsInstalledAndWhere(t *testing.T) {
 }
 
 func TestPsql_FailureChangesNothing(t *testing.T) {
-	t.Parallel()
 	role := kit.NewRole(t)
-	for name, test := range map[string]struct {
+	type testCase struct {
 		prepare, message string
 		args             []string
-	}{
+	}
+	kit.InParallel(t, map[string]testCase{
 		"no schema to install into":     {"drop schema public", "no schema to install into", nil},
 		"functions of somebody else":    {"create function ratelimit_acquire() returns integer language sql as 'select 1'", "exist already", nil},
 		"no right to create schemas":    {"", "permission denied for database", []string{"--command", "set role " + role}},
 		"inside a transaction of psql":  {"", "inside a transaction", []string{"--single-transaction"}},
 		"inside a transaction of yours": {"", "inside a transaction", []string{"--command", "begin"}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.Empty(t)
-			if test.prepare != "" {
-				db.Exec(t, test.prepare)
-			}
-			before := stateOf(t, db)
-			out, status := kit.PsqlStatus(t, db.URL, append(test.args, "--file", "../../migrations/psql/install.sql")...)
-			require.Equal(t, 3, status, out)
-			require.Contains(t, out, test.message)
-			require.Equal(t, before, stateOf(t, db))
-		})
-	}
+	}, func(t *testing.T, test testCase) {
+		db := pgtest.Empty(t)
+		if test.prepare != "" {
+			db.Exec(t, test.prepare)
+		}
+		before := stateOf(t, db)
+		out, status := kit.PsqlStatus(t, db.URL, append(test.args, "--file", "../../migrations/psql/install.sql")...)
+		require.Equal(t, 3, status, out)
+		require.Contains(t, out, test.message)
+		require.Equal(t, before, stateOf(t, db))
+	})
 }
 
 func TestPsql_LeavesTheSessionAsItWas(t *testing.T) {

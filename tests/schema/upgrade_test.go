@@ -115,8 +115,7 @@ func TestUpgrade_PreparedStatements(t *testing.T) {
 
 // Version 2 replaces the functions themselves. A call that had found the old one waits for the migration, and goes on with it.
 func TestUpgrade_ACallThatFoundTheOldFunction(t *testing.T) {
-	t.Parallel()
-	for name, call := range map[string]func(s *kit.Session) error{
+	kit.InParallel(t, map[string]func(s *kit.Session) error{
 		"acquire":         oldCall("select allowed from ratelimit_acquire('p', 'k', 2)"),
 		"first use":       oldCall("select allowed from ratelimit_acquire('p', 'new', 2)"),
 		"denied":          oldCall("select not allowed from ratelimit_acquire('p', 'k', 99)"),
@@ -135,14 +134,11 @@ func TestUpgrade_ACallThatFoundTheOldFunction(t *testing.T) {
 		"define a policy": oldCall("select ratelimit_define_policy('r', 10, 1, '1 day') is not null"),
 		"change a policy": oldCall("select ratelimit_define_policy('p', 200) is not null"),
 		"drop a policy":   oldCall("select ratelimit_drop_policy('p') is not null"),
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			for began := time.Now(); !callDuringUpgrade(t, call); {
-				require.Less(t, time.Since(began), 3*kit.Patience, "the call waits for something else each time")
-			}
-		})
-	}
+	}, func(t *testing.T, call func(s *kit.Session) error) {
+		for began := time.Now(); !callDuringUpgrade(t, call); {
+			require.Less(t, time.Since(began), 3*kit.Patience, "the call waits for something else each time")
+		}
+	})
 }
 
 // callDuringUpgrade makes a call that has found the old function, and reports whether it had: PostgreSQL resets the caches of a
@@ -299,8 +295,7 @@ func TestUpgrade_AndBack(t *testing.T) {
 
 // A helper that the new version no longer calls has to stay for one version, or calls under way fail.
 func TestUpgrade_ADroppedHelperFailsCallsUnderWay(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t)
+	db := kit.ParallelDB(t)
 	kit.RequireState(t, "42883", db.Overtake(underWay["acquire"], func() { db.Execute("drop function ratelimit.grant_of") }))
 }
 

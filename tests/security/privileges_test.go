@@ -110,24 +110,20 @@ func TestPrivileges_TheApplicationOfTheImage(t *testing.T) {
 
 // Neither to PUBLIC nor to a role.
 func TestPrivileges_DefaultPrivilegesGiveNothingAway(t *testing.T) {
-	t.Parallel()
-	for name, scope := range map[string]string{"everywhere": "", "in the schema": "in schema public"} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			favourite, stranger := kit.NewRole(t), kit.NewRole(t)
-			db := pgtest.Empty(t)
-			for _, grantee := range []string{favourite, "public"} {
-				for _, objects := range []string{"functions", "tables", "sequences", "types", "schemas"} {
-					if objects != "schemas" || scope == "" {
-						db.Exec(t, fmt.Sprintf("alter default privileges %s grant all on %s to %s", scope, objects, grantee))
-					}
+	kit.InParallel(t, map[string]string{"everywhere": "", "in the schema": "in schema public"}, func(t *testing.T, scope string) {
+		favourite, stranger := kit.NewRole(t), kit.NewRole(t)
+		db := pgtest.Empty(t)
+		for _, grantee := range []string{favourite, "public"} {
+			for _, objects := range []string{"functions", "tables", "sequences", "types", "schemas"} {
+				if objects != "schemas" || scope == "" {
+					db.Exec(t, fmt.Sprintf("alter default privileges %s grant all on %s to %s", scope, objects, grantee))
 				}
 			}
-			require.NoError(t, migrations.Up(context.Background(), db.Connect(t)))
-			requireRefused(t, db, favourite)
-			requireRefused(t, db, stranger)
-		})
-	}
+		}
+		require.NoError(t, migrations.Up(context.Background(), db.Connect(t)))
+		requireRefused(t, db, favourite)
+		requireRefused(t, db, stranger)
+	})
 }
 
 func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {

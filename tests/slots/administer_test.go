@@ -34,8 +34,7 @@ func TestOverride_OfAKeyHasCapacityLeaseAndAnEnd(t *testing.T) {
 }
 
 func TestPolicies_ListsTheLease(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t).Lend("p", 5, lease, kit.Ephemeral).Policy("tokens", 1, 1, time.Second)
+	db := kit.ParallelDB(t).Lend("p", 5, lease, kit.Ephemeral).Policy("tokens", 1, 1, time.Second)
 	require.Equal(t, []string{"(p,5,,,,f,,f,,,,00:01:00)", "(tokens,1,1,00:00:01,f,t,24:00:00,f,,,,)"}, kit.Column(t, db.DB, "select p::text from ratelimit_policies() as p"))
 	db.Execute("select ratelimit_define_policy('p', lease => '2 days')")
 	db.Execute("select ratelimit_define_policy('p', 7)")
@@ -104,8 +103,7 @@ func TestStatus_ListsTheFullestKeys(t *testing.T) {
 }
 
 func TestHolders_OfAPolicyOrAKey(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t).At(kit.T0).Lend("p", 9, lease).Lend("o", 9, time.Hour, kit.Ephemeral)
+	db := kit.ParallelDB(t, kit.T0).Lend("p", 9, lease).Lend("o", 9, time.Hour, kit.Ephemeral)
 	for n, id := range []string{"p k b", "p k a", "p j c", "o k d"} {
 		f := strings.Fields(id)
 		db.SetClock(at(time.Duration(n) * kit.Second))
@@ -199,8 +197,7 @@ func TestDoctor_KnowsTheTablesOfSlots(t *testing.T) {
 
 // An application role holds, renews and releases; it lists nobody, and touches no table.
 func TestGrants_OfAnApplicationRole(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t).Lend("p", 2, time.Hour).Lend("e", 2, time.Hour, kit.Ephemeral)
+	db := kit.ParallelDB(t).Lend("p", 2, time.Hour).Lend("e", 2, time.Hour, kit.Ephemeral)
 	role := fmt.Sprint("slots_", strings.ToLower(db.Name))
 	db.Execute("create role " + role + " login")
 	t.Cleanup(func() {

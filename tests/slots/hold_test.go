@@ -211,8 +211,7 @@ func TestShadow_WatchesAndEndsNoJob(t *testing.T) {
 
 // A day of 23 hours is no shorter lease.
 func TestHold_ADayHas24Hours(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t)
+	db := kit.ParallelDB(t)
 	db.SetTimeZone("Europe/Berlin")
 	db.At(kit.T0).Execute("select ratelimit_define_policy('p', 1, lease => '1 day')")
 	require.Equal(t, kit.Held(0, 24*time.Hour, 1), db.Hold("a", 1))
@@ -227,8 +226,7 @@ func TestHold_ADayHas24Hours(t *testing.T) {
 }
 
 func TestSlots_BadInput(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t).Lend("p", 5, lease).Policy("tokens", 5, 1, time.Second)
+	db := kit.ParallelDB(t).Lend("p", 5, lease).Policy("tokens", 5, 1, time.Second)
 	db.Execute("select ratelimit_define_policy('month', 5, period => '1 month')")
 	long := strings.Repeat("x", 513)
 	db.Hold("a", 2)

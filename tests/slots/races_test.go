@@ -387,32 +387,28 @@ func stopBefore(db *kit.TestDB, passage, function string, call func(s *kit.Sessi
 }
 
 func TestRace(t *testing.T) {
-	t.Parallel()
-	for name, r := range races {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := kit.NewDB(t).At(kit.T0).Lend("p", 1, lease)
-			require.Equal(t, r.outcome, r.steps(t, db))
+	kit.InParallel(t, races, func(t *testing.T, r race) {
+		db := kit.NewDB(t).At(kit.T0).Lend("p", 1, lease)
+		require.Equal(t, r.outcome, r.steps(t, db))
 
-			if r.function == "" {
-				return
-			}
-			db.Execute("select ratelimit_drop_policy('p')")
-			db.At(kit.T0).Lend("p", 1, lease)
-			db.Mutate(r.without, r.function)
-			mutated := &mayFail{TB: t}
-			db.T = mutated
-			outcome := make(chan string, 1)
-			go func() {
-				defer func() { _ = recover(); close(outcome) }()
-				outcome <- r.steps(t, db)
-			}()
-			other := <-outcome
-			t.Logf("without it: %q", other)
-			require.NotEqual(t, r.outcome, other, "the race does not need %s", r.without.Pattern)
-			db.T = t
-		})
-	}
+		if r.function == "" {
+			return
+		}
+		db.Execute("select ratelimit_drop_policy('p')")
+		db.At(kit.T0).Lend("p", 1, lease)
+		db.Mutate(r.without, r.function)
+		mutated := &mayFail{TB: t}
+		db.T = mutated
+		outcome := make(chan string, 1)
+		go func() {
+			defer func() { _ = recover(); close(outcome) }()
+			outcome <- r.steps(t, db)
+		}()
+		other := <-outcome
+		t.Logf("without it: %q", other)
+		require.NotEqual(t, r.outcome, other, "the race does not need %s", r.without.Pattern)
+		db.T = t
+	})
 }
 
 // mayFail is the test of mutated code, which may also fail with an error.

@@ -327,10 +327,10 @@ func TestGuard_GivesBackWhatFails(t *testing.T) {
 // A guard runs with the rights of the package's owner, here a superuser, on tables and in sessions of a plain role. Each
 // attack has code of that role where the guard would read. All are refused before a row is read.
 func TestSecurity_GuardReadsNothingHostile(t *testing.T) {
-	t.Parallel()
 	const guard = "execute function ratelimit_guard('p', 'customer')"
 	const trigger = "create trigger limited after insert on orders referencing new table as inserted for each statement "
-	for name, attack := range map[string]struct{ prepare, insert, detail string }{
+	type testCase struct{ prepare, insert, detail string }
+	kit.InParallel(t, map[string]testCase{
 		"no transition table, and a temporary view of its name": {`
 			create temporary view inserted as select spy() as customer;
 			create trigger limited after insert on orders for each statement ` + guard,
@@ -392,22 +392,19 @@ func TestSecurity_GuardReadsNothingHostile(t *testing.T) {
 		"a dropped column": {"alter table orders add gone text; alter table orders drop gone; " + trigger + "execute function ratelimit_guard('p', '........pg.dropped.4........')",
 			"", "has no column"},
 		"a column of costs that is none": {trigger + "execute function ratelimit_guard('p', 'customer', '1 or spy()')", "", "has no column"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db, mallory := guardedByASuperuser(t)
-			kit.Execute(t, mallory, attack.prepare, pgx.QueryExecModeSimpleProtocol)
-			insert := attack.insert
-			if insert == "" {
-				insert = "insert into orders (customer, size) values ('a', 1)"
-			}
-			_, err := mallory.Exec(t.Context(), insert)
-			kit.RequireState(t, "22023", err)
-			require.Contains(t, kit.PgError(err).Detail, attack.detail)
-			require.Empty(t, kit.Column(t, db.DB, "select role from spied_on where role <> 'mallory'"))
-			require.EqualValues(t, 0, db.Number("select count(*) from ratelimit.buckets"))
-		})
-	}
+	}, func(t *testing.T, attack testCase) {
+		db, mallory := guardedByASuperuser(t)
+		kit.Execute(t, mallory, attack.prepare, pgx.QueryExecModeSimpleProtocol)
+		insert := attack.insert
+		if insert == "" {
+			insert = "insert into orders (customer, size) values ('a', 1)"
+		}
+		_, err := mallory.Exec(t.Context(), insert)
+		kit.RequireState(t, "22023", err)
+		require.Contains(t, kit.PgError(err).Detail, attack.detail)
+		require.Empty(t, kit.Column(t, db.DB, "select role from spied_on where role <> 'mallory'"))
+		require.EqualValues(t, 0, db.Number("select count(*) from ratelimit.buckets"))
+	})
 }
 
 // guardedByASuperuser is a database whose package belongs to a superuser, and a session of a plain role that may attach

@@ -110,48 +110,44 @@ func subjectKey(subject string) string { return fmt.Sprintf("sub:%x", sha256.Sum
 
 // A request that may write takes a token; one that may not is refused by an empty bucket only.
 func TestPostgREST_BranchesOnWhatTheTransactionMayDo(t *testing.T) {
-	t.Parallel()
 	user := kit.NewRole(t)
-	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db, conn := newAPI(t)
-			db.Execute("grant execute on function ratelimit_pre_request to " + user)
-			db.DefinePolicy("api", 2, 1, time.Minute, durability)
-			db.SetClock(kit.T0)
-			db.Execute("insert into ratelimit.pre_request (role, policy) values ($1, 'api')", user)
-			me := httpRequest{method: "POST", role: user, subject: "me"}
-			key := subjectKey("me")
-			for method, readOnly := range map[string]bool{"GET": true, "HEAD": true, "POST": true} {
-				require.NoError(t, httpRequest{method: method, role: user, subject: "me", readOnly: readOnly}.serve(conn, ""))
-			}
-			require.EqualValues(t, 2, db.Left("api", key), "reading takes nothing")
+	kit.InParallel(t, map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral}, func(t *testing.T, durability kit.PolicyOption) {
+		db, conn := newAPI(t)
+		db.Execute("grant execute on function ratelimit_pre_request to " + user)
+		db.DefinePolicy("api", 2, 1, time.Minute, durability)
+		db.SetClock(kit.T0)
+		db.Execute("insert into ratelimit.pre_request (role, policy) values ($1, 'api')", user)
+		me := httpRequest{method: "POST", role: user, subject: "me"}
+		key := subjectKey("me")
+		for method, readOnly := range map[string]bool{"GET": true, "HEAD": true, "POST": true} {
+			require.NoError(t, httpRequest{method: method, role: user, subject: "me", readOnly: readOnly}.serve(conn, ""))
+		}
+		require.EqualValues(t, 2, db.Left("api", key), "reading takes nothing")
+		require.NoError(t, me.serve(conn, ""))
+		require.NoError(t, httpRequest{method: "GET", role: user, subject: "me"}.serve(conn, ""), "of a function that may write")
+		require.EqualValues(t, 0, db.Left("api", key))
+		for _, readOnly := range []bool{false, true} {
+			err := httpRequest{method: "POST", role: user, subject: "me", readOnly: readOnly}.serve(conn, "")
+			a := postgrest(t, err)
+			require.Equal(t, "rate limit exceeded", *a.Message.Message)
+			require.Equal(t, "Try again in 60 seconds.", *a.Message.Hint)
+			require.JSONEq(t, `{"policy": "api", "cost": 1, "remaining": 0, "retry_after": 60, "capacity": 2}`, *a.Message.Details)
+			require.Equal(t, map[string]string{"Retry-After": "60", "RateLimit": `"api";r=0;t=60`, "RateLimit-Policy": `"api";q=2;w=120`}, a.Detail.Headers)
+			require.NotContains(t, err.Error()+kit.PgError(err).Detail+kit.PgError(err).Where, key)
+		}
+		require.NoError(t, httpRequest{method: "GET", role: user, subject: "you", readOnly: true}.serve(conn, ""))
+		// What was taken is given back when the request fails.
+		db.Reset("api", key)
+		require.Error(t, me.serve(conn, "select 1 / 0"))
+		require.EqualValues(t, 2, db.Left("api", key))
+		db.Execute("select ratelimit_define_policy('api', shadow => true)")
+		for range 3 {
 			require.NoError(t, me.serve(conn, ""))
-			require.NoError(t, httpRequest{method: "GET", role: user, subject: "me"}.serve(conn, ""), "of a function that may write")
-			require.EqualValues(t, 0, db.Left("api", key))
-			for _, readOnly := range []bool{false, true} {
-				err := httpRequest{method: "POST", role: user, subject: "me", readOnly: readOnly}.serve(conn, "")
-				a := postgrest(t, err)
-				require.Equal(t, "rate limit exceeded", *a.Message.Message)
-				require.Equal(t, "Try again in 60 seconds.", *a.Message.Hint)
-				require.JSONEq(t, `{"policy": "api", "cost": 1, "remaining": 0, "retry_after": 60, "capacity": 2}`, *a.Message.Details)
-				require.Equal(t, map[string]string{"Retry-After": "60", "RateLimit": `"api";r=0;t=60`, "RateLimit-Policy": `"api";q=2;w=120`}, a.Detail.Headers)
-				require.NotContains(t, err.Error()+kit.PgError(err).Detail+kit.PgError(err).Where, key)
-			}
-			require.NoError(t, httpRequest{method: "GET", role: user, subject: "you", readOnly: true}.serve(conn, ""))
-			// What was taken is given back when the request fails.
-			db.Reset("api", key)
-			require.Error(t, me.serve(conn, "select 1 / 0"))
-			require.EqualValues(t, 2, db.Left("api", key))
-			db.Execute("select ratelimit_define_policy('api', shadow => true)")
-			for range 3 {
-				require.NoError(t, me.serve(conn, ""))
-				require.NoError(t, httpRequest{method: "GET", role: user, subject: "me", readOnly: true}.serve(conn, ""))
-			}
-			db.DropPolicy("api")
-			require.Equal(t, "RL001", kit.SQLState(me.serve(conn, "")))
-		})
-	}
+			require.NoError(t, httpRequest{method: "GET", role: user, subject: "me", readOnly: true}.serve(conn, ""))
+		}
+		db.DropPolicy("api")
+		require.Equal(t, "RL001", kit.SQLState(me.serve(conn, "")))
+	})
 }
 
 func TestPostgREST_Keys(t *testing.T) {

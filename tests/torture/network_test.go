@@ -181,38 +181,35 @@ func patient(config *pgxpool.Config) { config.ConnConfig.ConnectTimeout = kit.Pa
 
 // The server has committed, and its reply is lost on the way.
 func TestNetwork_ALostReply(t *testing.T) {
-	t.Parallel()
-	for name, lost := range map[string]struct {
+	type testCase struct {
 		fault  kit.Fault
 		leaves bool // the caller, when the reply is lost
 		tries  int  // without an answer: with an idempotency key the client tries again for a caller who waits
-	}{
+	}
+	kit.InParallel(t, map[string]testCase{
 		"cut":       {kit.Cut, false, 1},
 		"reset":     {kit.Reset, false, 1},
 		"swallowed": {kit.Swallow, true, 2},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			onBoth(t, func(t *testing.T, db *kit.TestDB, proxy *kit.Proxy, by client.Acquirer) {
-				l := kit.NewLedger(db, "p", 10, time.Minute)
-				caller := &leaver{Acquirer: by}
-				for _, r := range []kit.Request{l.Request("k", 3, "i"), l.Request("k", 2, "")} {
-					require.NoError(t, l.Settle(by, l.Request("other", 1, "")), "connects")
-					proxy.Plan(nextReply(lost.fault, func() {
-						if lost.leaves {
-							caller.leave()
-						}
-					}))
-					require.NoError(t, l.Settle(caller, r))
-				}
-				require.Equal(t, 1, l.Replayed)
-				require.Equal(t, 1, l.Unknown)
-				require.Equal(t, lost.tries, l.Failed[""])
-				require.EqualValues(t, 5, db.Left("p", "k"))
-				require.NoError(t, l.Check(db))
-			})
+	}, func(t *testing.T, lost testCase) {
+		onBoth(t, func(t *testing.T, db *kit.TestDB, proxy *kit.Proxy, by client.Acquirer) {
+			l := kit.NewLedger(db, "p", 10, time.Minute)
+			caller := &leaver{Acquirer: by}
+			for _, r := range []kit.Request{l.Request("k", 3, "i"), l.Request("k", 2, "")} {
+				require.NoError(t, l.Settle(by, l.Request("other", 1, "")), "connects")
+				proxy.Plan(nextReply(lost.fault, func() {
+					if lost.leaves {
+						caller.leave()
+					}
+				}))
+				require.NoError(t, l.Settle(caller, r))
+			}
+			require.Equal(t, 1, l.Replayed)
+			require.Equal(t, 1, l.Unknown)
+			require.Equal(t, lost.tries, l.Failed[""])
+			require.EqualValues(t, 5, db.Left("p", "k"))
+			require.NoError(t, l.Check(db))
 		})
-	}
+	})
 }
 
 func TestNetwork_ACallerWhoRetriesWithoutAnIdempotencyKeyIsChargedTwice(t *testing.T) {

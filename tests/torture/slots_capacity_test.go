@@ -102,12 +102,12 @@ func (l *slotLoad) noneHeld(db *kit.TestDB, of slotSessions) {
 // Each of these bugs is found by the same load and the same ledger.
 func TestSlots_TheLedgerFindsPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
-	for name, bug := range map[string]struct {
+	type testCase struct {
 		function string
 		kit.Mutation
 		says string
-	}{
+	}
+	kit.InParallel(t, map[string]testCase{
 		"none": {},
 		"a sum from before the lock": {"ratelimit_hold", kit.Mutation{
 			Pattern: `and s\.key = v_key and s\.changes = v_changes`, Replacement: "and s.key = v_key"}, ""},
@@ -123,31 +123,28 @@ func TestSlots_TheLedgerFindsPlantedBugs(t *testing.T) {
 			Pattern: `and l\.holder = v_holder and l\.ends_at > v_now`, Replacement: "and l.holder = v_holder"}, "renewed a lease that was over"},
 		"a release of what is live still": {"ratelimit_hold", kit.Mutation{
 			Pattern: `and l\.ends_at <= v_now`, Replacement: "and l.ends_at <= v_now + interval '20 ms'"}, ""},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := kit.NewCrowdDB(t, 2)
-			lendNoted(db)
-			if bug.function != "" {
-				db.Mutate(bug.Mutation, bug.function)
-			}
-			for round := range 20 {
-				l := startSlotLoad(t, newSlotLedger(), db.URL, slotSessions{Name: fmt.Sprint(round), Policies: []string{"durable", "durable"}, Sessions: 16}, 0)
-				l.meets(t, 100, nil)
-				l.end()
-				_, err := l.audit()
-				if bug.function == "" {
-					require.NoError(t, err)
-					if round == 2 {
-						return
-					}
-				} else if err != nil {
-					require.ErrorContains(t, err, bug.says)
-					t.Logf("round %d: %.300v", round+1, err)
+	}, func(t *testing.T, bug testCase) {
+		db := kit.NewCrowdDB(t, 2)
+		lendNoted(db)
+		if bug.function != "" {
+			db.Mutate(bug.Mutation, bug.function)
+		}
+		for round := range 20 {
+			l := startSlotLoad(t, newSlotLedger(), db.URL, slotSessions{Name: fmt.Sprint(round), Policies: []string{"durable", "durable"}, Sessions: 16}, 0)
+			l.meets(t, 100, nil)
+			l.end()
+			_, err := l.audit()
+			if bug.function == "" {
+				require.NoError(t, err)
+				if round == 2 {
 					return
 				}
+			} else if err != nil {
+				require.ErrorContains(t, err, bug.says)
+				t.Logf("round %d: %.300v", round+1, err)
+				return
 			}
-			require.FailNow(t, "it is not found in 20 rounds")
-		})
-	}
+		}
+		require.FailNow(t, "it is not found in 20 rounds")
+	})
 }
