@@ -21,15 +21,6 @@ import (
 
 func TestMain(m *testing.M) { Main(m) }
 
-func TestNew_HasThePackageAndNobodyElsesData(t *testing.T) {
-	t.Parallel()
-	a, b := New(t), New(t)
-	a.Exec(t, "create table mine (i integer)")
-
-	require.True(t, query[bool](t, a.URL, "select to_regclass('ratelimit.policies') is not null"))
-	require.False(t, query[bool](t, b.URL, "select to_regclass('mine') is not null"))
-}
-
 func TestNew_IsDroppedWhenTheTestEnds(t *testing.T) {
 	t.Parallel()
 	var name string

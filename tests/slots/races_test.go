@@ -2,7 +2,6 @@ package slots
 
 import (
 	"fmt"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -441,19 +440,6 @@ func TestHold_SnapshotIsolation(t *testing.T) {
 	}
 }
 
-func TestHold_AMereLockWouldCountByAnOldSnapshot(t *testing.T) {
-	db := kit.ParallelDB(t, kit.T0).Lend("p", 1, lease)
-	db.Hold("x", 1)
-	db.Release("x")
-	db.Mutate(kit.Mutation{Pattern: `update slots as s set changes = v_changes \+ 1, [^;]*? (where s\.policy_id [^;]*);`,
-		Replacement: "perform s.changes from slots as s $1 for update;"}, "ratelimit_hold")
-	s := db.Session().Run("begin isolation level repeatable read").Run("select 1 from ratelimit_policies()")
-	require.True(t, db.Hold("a", 1).Allowed)
-	require.True(t, s.Hold("b", 1).Allowed)
-	s.Execute("commit")
-	require.Equal(t, []string{"a:1", "b:1"}, db.Holders("p"), "2 live of 1")
-}
-
 // A transaction that stalls holds up its own key, and there only who could be granted.
 func TestHold_AStalledTransactionHoldsUpItsKeyOnly(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
@@ -474,29 +460,4 @@ func TestHold_AStalledTransactionHoldsUpItsKeyOnly(t *testing.T) {
 		stalled.Execute("rollback")
 		require.Equal(t, kit.Held(0, lease, 2), hasty.Hold("c", 1))
 	})
-}
-
-// Of concurrent holds of one key, exactly those that fit are granted.
-func TestHold_Concurrency(t *testing.T) {
-	t.Parallel()
-	for name, kind := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
-		t.Run(name, func(t *testing.T) {
-			db := kit.NewCrowdDB(t, 30).Lend("p", 20, time.Hour, kind)
-			for round := range 5 {
-				var granted atomic.Int64
-				kit.Crowd(t, 60, func(caller int) error {
-					d, err := kit.Hold(db.Pool, "p", "k", fmt.Sprint(round, " ", caller), int64(1+caller%3))
-					if d.Allowed {
-						granted.Add(int64(1 + caller%3))
-					}
-					return err
-				})
-				require.EqualValues(t, 20, granted.Load())
-				kit.Crowd(t, 60, func(caller int) error {
-					return kit.ErrorOf(kit.Release(db.Pool, "p", "k", fmt.Sprint(round, " ", caller)))
-				})
-				require.Equal(t, kit.Allowed(20, 0, 20), db.Must(kit.Peek(db.Pool, "p", "k", 20)))
-			}
-		})
-	}
 }

@@ -120,9 +120,8 @@ func (n operationCounts) count(h history) {
 // A bug planted in SQL is found.
 func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
-	type bug map[string][]kit.Mutation // by the name of the function
-	for name, bug := range map[string]bug{
+	type planted map[string][]kit.Mutation // by the name of the function
+	kit.OnDBs(t, map[string]planted{
 		"a grant by an unlocked read": {"ratelimit_acquire": {{
 			Pattern:     `(update buckets as b set level = [^;]*? and )refilled\(b.level, b.refilled_at(, [^)]*\) >= v_wanted)`,
 			Replacement: `$1 (select refilled(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key)`,
@@ -165,31 +164,32 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 			Pattern: `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, Replacement: "$1",
 		}, pauseBefore(`update buckets as b set level = v_level`)}},
 		"clean-up ignores overrides": {"ratelimit.cleanup_batch": {{Pattern: `and \(o.key is null or wait_for[^;]*? = 0\)( end as removable from buckets )`, Replacement: "$1"}}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := kit.NewDB(t)
-			for function, mutations := range bug {
-				for _, m := range mutations {
-					db.Mutate(m, function)
-				}
+	}, func(t *testing.T, db *kit.TestDB, bug planted) {
+		for function, mutations := range bug {
+			for _, m := range mutations {
+				db.Mutate(m, function)
 			}
-			c := newChronicler(db, "continuous durable", "stepped durable")
-			for function := range bug {
-				c.mostly = mostly[function]
-			}
-			found, written := false, 0
-			c.write(func() bool { written++; return written <= 2000 }, func(_ uint64, histories []history, err error) bool {
-				found = err != nil || slices.ContainsFunc(histories, func(h history) bool {
-					violation, decided := h.check()
-					return decided && violation != ""
-				})
-				return !found
-			})
-			require.True(t, found, "%s is not found in 2,000 histories", name)
-			t.Logf("written when it was found: %d histories", written)
+		}
+		c := newChronicler(db, "continuous durable", "stepped durable")
+		for function := range bug {
+			c.mostly = mostly[function]
+		}
+		c.requireNoOrder(t)
+	})
+}
+
+// requireNoOrder writes up to 2,000 histories, until one has no order or a call fails.
+func (c *chronicler) requireNoOrder(t *testing.T) {
+	found, written := false, 0
+	c.write(func() bool { written++; return written <= 2000 }, func(_ uint64, histories []history, err error) bool {
+		found = err != nil || slices.ContainsFunc(histories, func(h history) bool {
+			violation, decided := h.check()
+			return decided && violation != ""
 		})
-	}
+		return !found
+	})
+	require.True(t, found, "the bug is not found in 2,000 histories")
+	t.Logf("written when it was found: %d histories", written)
 }
 
 // mostly are the calls among which the bugs of a function show soon.
