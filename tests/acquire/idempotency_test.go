@@ -2,9 +2,6 @@ package acquire
 
 import (
 	"cmp"
-	"context"
-	"fmt"
-	"slices"
 	"testing"
 	"time"
 
@@ -125,48 +122,6 @@ func TestIdempotency_DropRemovesKeys(t *testing.T) {
 	}
 }
 
-func TestIdempotency_TwentyCallersWithOneKeyAreChargedOnce(t *testing.T) {
-	t.Parallel()
-	for name, buckets := range map[string]int{"of one bucket": 1, "of several": 3} {
-		for _, rows := range []bool{false, true} {
-			t.Run(fmt.Sprint(name, ", with rows: ", rows), func(t *testing.T) {
-				t.Parallel()
-				db := kit.NewCrowdDB(t, 20)
-				db.SetClock(kit.T0)
-				for _, capacity := range []int64{10, 2} { // what five grants would take, or one
-					for _, kind := range []kit.PolicyOption{kit.Durable, kit.Ephemeral} {
-						db.DefinePolicy("p", capacity, 1, time.Second, kind)
-						for i := range 25 {
-							keys := []string{fmt.Sprint("k", i), fmt.Sprint("l", i), fmt.Sprint("m", i)}[:buckets]
-							for _, key := range keys {
-								if rows {
-									giveRow(db, key)
-								}
-							}
-							answers := db.Together(20, func(caller int, q kit.Querier) (kit.Decision, error) {
-								if buckets == 1 {
-									return kit.Acquire(q, "p", keys[0], 2, "X")
-								}
-								first := caller % buckets
-								w, err := twoOfEach("X", slices.Concat(keys[first:], keys[:first])...).AcquireAll(q)
-								return w.Decision, err
-							})
-							require.Equal(t, 19, count(answers, kit.IsReplayed))
-							for _, d := range answers {
-								require.Equal(t, kit.Replayed(kit.Allowed(capacity-2, 2*time.Second, capacity)), kit.Replayed(d))
-							}
-							for _, key := range keys {
-								require.Equal(t, capacity-2, db.Left("p", key))
-							}
-						}
-						db.DropPolicy("p")
-					}
-				}
-			})
-		}
-	}
-}
-
 // twoOfEach is a request of two tokens of each bucket.
 func twoOfEach(idempotencyKey string, keys ...string) kit.WholeRequest {
 	r := kit.WholeRequest{IdempotencyKey: idempotencyKey}
@@ -174,37 +129,6 @@ func twoOfEach(idempotencyKey string, keys ...string) kit.WholeRequest {
 		r.Charges = append(r.Charges, kit.ChargeOf("p", key, 2))
 	}
 	return r
-}
-
-func TestIdempotency_OneChargeWhileTheBucketFills(t *testing.T) {
-	kit.InParallel(t, map[string]func(db *kit.TestDB, key string) error{
-		"by a refund": func(db *kit.TestDB, key string) error { return kit.ErrorOf(kit.Refund(db.Pool, "p", key, 10)) },
-		"by the clock": func(db *kit.TestDB, _ string) error {
-			_, err := db.Pool.Exec(context.Background(), "update public.test_clock set now = $1", kit.T0.Add(10*time.Second))
-			return err
-		},
-	}, func(t *testing.T, fill func(db *kit.TestDB, key string) error) {
-		db := kit.NewCrowdDB(t, 21).Policy("p", 10, 1, time.Second)
-		for i := range 20 {
-			key := fmt.Sprint("k", i)
-			db.AcquireAt(kit.T0, "p", key, 10)
-			// Five requests come before the tokens, and are repeated among twenty that come meanwhile.
-			early := db.Together(5, func(_ int, q kit.Querier) (kit.Decision, error) { return kit.Acquire(q, "p", key, 7, "X") })
-			require.Zero(t, count(early, isAllowed))
-			filled := make(chan error)
-			go func() { filled <- fill(db, key) }()
-			meanwhile := db.Together(20, func(_ int, q kit.Querier) (kit.Decision, error) { return kit.Acquire(q, "p", key, 7, "X") })
-			require.NoError(t, <-filled)
-			late := db.Together(5, func(_ int, q kit.Querier) (kit.Decision, error) { return kit.Acquire(q, "p", key, 7, "X") })
-			require.Equal(t, 5, count(late, isAllowed))
-			granted := slices.DeleteFunc(append(meanwhile, late...), func(d kit.Decision) bool { return !d.Allowed })
-			for _, d := range granted {
-				require.Equal(t, kit.Replayed(kit.Allowed(3, 7*time.Second, 10)), kit.Replayed(d))
-			}
-			require.Equal(t, len(granted)-1, count(granted, kit.IsReplayed), "one is charged")
-			require.EqualValues(t, 3, db.Left("p", key))
-		}
-	})
 }
 
 // Every branch of the protocol in sql/acquire.sql, in the one order of events that needs it: locks and gates hold the calls where they have to
