@@ -148,6 +148,7 @@ func (m *modelRun) meetSlots(t *rapid.T) {
 	m.sendRenew(t, id, "b")
 	m.setOverride(t, id, numbers(1), m.now.Add(time.Second))
 	m.sendHold(t, id, "b", 1)
+	m.sendHold(t, id, "b", 2) // which does not fit when the override ends
 	m.checkHolders(t, nil, nil)
 	m.setClock(t, m.now.Add(time.Second))
 	m.sendRelease(t, id, "a")
