@@ -112,14 +112,16 @@ func (s sightings) see(w kit.Whole) {
 	s[size+kind]++
 }
 
+// A plantedBug is a mutation of a function of SQL.
+type plantedBug struct {
+	function string
+	kit.Mutation
+}
+
 // A bug planted in SQL makes the same sequences disagree.
 func TestModel_FindsPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
-	for name, bug := range map[string]struct {
-		function string
-		kit.Mutation
-	}{
+	kit.OnDBs(t, map[string]plantedBug{
 		"a refill that goes back with the clock":        {"ratelimit.refilled_until", kit.Mutation{Pattern: `greatest\(refilled_at, now\)`, Replacement: "now"}},
 		"a retry_after a microsecond short":             {"ratelimit.time_below", kit.Mutation{Pattern: ` \+ round_up`, Replacement: ""}},
 		"a bucket that is named twice is charged twice": {"ratelimit.decide", kit.Mutation{Pattern: `if same\[v_i\] = v_i then`, Replacement: "if true then"}},
@@ -154,27 +156,23 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 		"a wait is the difference of local times": {"ratelimit.wait_for_turn", kit.Mutation{
 			Pattern: `\(quota\.calendar\)\.turns_at - now`, Replacement: "((quota.calendar).turns_at at time zone (quota.calendar).time_zone) - (now at time zone (quota.calendar).time_zone)",
 		}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := kit.NewDB(t)
-			db.SetClock(kit.T0)
-			db.CatchDenials()
-			db.Mutate(bug.Mutation, bug.function)
-			session := db.Session()
-			met := false
-			require.True(t, disagrees(t, func(t *rapid.T) *modelRun {
-				m := beginModelRun(t, session, sightings{}, tokensOnly) // calls about slots find none of these
-				if !met {                                               // what random calls seldom do
-					m.meetQuotas(t)
-					m.meetAnEnd(t)
-					m.meetTheFloor(t)
-					met = true
-				}
-				return m
-			}), "%s is not found in 2,000 sequences", name)
-		})
-	}
+	}, func(t *testing.T, db *kit.TestDB, bug plantedBug) {
+		db.SetClock(kit.T0)
+		db.CatchDenials()
+		db.Mutate(bug.Mutation, bug.function)
+		session := db.Session()
+		met := false
+		require.True(t, disagrees(t, func(t *rapid.T) *modelRun {
+			m := beginModelRun(t, session, sightings{}, tokensOnly) // calls about slots find none of these
+			if !met {                                               // what random calls seldom do
+				m.meetQuotas(t)
+				m.meetAnEnd(t)
+				m.meetTheFloor(t)
+				met = true
+			}
+			return m
+		}), "it is not found in 2,000 sequences")
+	})
 }
 
 // disagrees reports whether SQL and the model differ in 2,000 sequences.

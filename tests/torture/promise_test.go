@@ -40,7 +40,6 @@ func TestTorture_WholesKeepTheirPromises(t *testing.T) {
 // Each of these bugs breaks a promise soon.
 func TestWholePromises_FindPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
 	promised := func(retryAfter string) func(*kit.TestDB) {
 		return func(db *kit.TestDB) {
 			db.Execute(`
@@ -49,7 +48,7 @@ func TestWholePromises_FindPlantedBugs(t *testing.T) {
 				as $$ select allowed, ` + retryAfter + ` from ratelimit_acquire_all(policies, keys, costs) $$`)
 		}
 	}
-	for name, plant := range map[string]func(*kit.TestDB){
+	kit.InParallel(t, map[string]func(*kit.TestDB){
 		"a microsecond short": promised("retry_after - interval '1 microsecond'"),
 		"a microsecond long":  promised("retry_after + interval '1 microsecond'"),
 		"the shortest wait":   promised("(select min(d.retry_after) from unnest(decisions) as d where not d.allowed)"),
@@ -57,27 +56,24 @@ func TestWholePromises_FindPlantedBugs(t *testing.T) {
 		"the first longest wait": func(db *kit.TestDB) {
 			db.Mutate(kit.Mutation{Pattern: "exit when not v_over", Replacement: "exit"}, "ratelimit.waits_of_all")
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
-			p := newWholePromises(t)
-			plant(p)
-			for n := range 100 {
-				cases := randomWholePromises(random, kit.MaxSpan)
-				if n == 0 {
-					cases[0] = anEndBeforeTheLongestWait
-				}
-				for _, verdict := range kit.Verdicts(p, cases) {
-					if !slices.Contains(goodVerdicts, verdict) {
-						t.Log(verdict)
-						return
-					}
+	}, func(t *testing.T, plant func(*kit.TestDB)) {
+		random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
+		p := newWholePromises(t)
+		plant(p)
+		for n := range 100 {
+			cases := randomWholePromises(random, kit.MaxSpan)
+			if n == 0 {
+				cases[0] = anEndBeforeTheLongestWait
+			}
+			for _, verdict := range kit.Verdicts(p, cases) {
+				if !slices.Contains(goodVerdicts, verdict) {
+					t.Log(verdict)
+					return
 				}
 			}
-			t.Errorf("%s is not found among 10,000 promises", name)
-		})
-	}
+		}
+		t.Error("it is not found among 10,000 promises")
+	})
 }
 
 // What a verdict may be: kept to the microsecond; denied for ever; or there was nothing to wait for.

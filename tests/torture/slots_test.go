@@ -58,27 +58,22 @@ func TestTorture_SlotsKeepTheirPromises(t *testing.T) {
 
 func TestSlotsPromises_FindPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
-	for name, bug := range map[string]kit.Mutation{
+	kit.OnDBs(t, map[string]kit.Mutation{
 		"a microsecond short":               {Pattern: `microseconds\(v_first - v_now\)`, Replacement: "greatest(microseconds(v_first - v_now) - 1, 1)"},
 		"a microsecond long":                {Pattern: `microseconds\(v_first - v_now\)`, Replacement: "microseconds(v_first - v_now) + 1"},
 		"when the last lease ends":          {Pattern: `select min\(u\.at\)`, Replacement: "select max(u.at)"},
 		"the capacity of the override only": {Pattern: `u\.at >= v_ends_at`, Replacement: "false"},
 		"an end to for ever":                {Pattern: `if v_first is not null then`, Replacement: "v_first := coalesce(v_first, v_now + interval '1 day'); if true then"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := kit.NewDB(t)
-			db.Mutate(bug, "ratelimit.look_at_slots", "ratelimit.look_at_ephemeral_slots")
-			random, session := rand.New(rand.NewPCG(kit.TestSeed(t), 0)), db.Session()
-			for range 5000 {
-				if !slices.Contains(goodVerdicts, promiseOfSlots(t, db, session, random)) {
-					return
-				}
+	}, func(t *testing.T, db *kit.TestDB, bug kit.Mutation) {
+		db.Mutate(bug, "ratelimit.look_at_slots")
+		random, session := rand.New(rand.NewPCG(kit.TestSeed(t), 0)), db.Session()
+		for range 5000 {
+			if !slices.Contains(goodVerdicts, promiseOfSlots(t, db, session, random)) {
+				return
 			}
-			t.Errorf("%s is not found among 5,000 promises", name)
-		})
-	}
+		}
+		t.Error("it is not found among 5,000 promises")
+	})
 }
 
 // promiseOfSlots has random holders, and returns a verdict on the answer to one more.
@@ -316,11 +311,7 @@ func (m *modelRun) compareLeases(t *rapid.T) {
 // A bug about slots planted in SQL makes the same sequences disagree.
 func TestModel_FindsPlantedBugsOfSlots(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
-	for name, bug := range map[string]struct {
-		function string
-		kit.Mutation
-	}{
+	kit.OnDBs(t, map[string]plantedBug{
 		"a lease counts at its end":                     {"ratelimit_hold", kit.Mutation{Pattern: `(sum\(l\.cost\) filter \(where l\.ends_at) >`, Replacement: "$1 >="}},
 		"a shorter lease ends behind the sum":           {"ratelimit_hold", kit.Mutation{Pattern: `least\(v_until, v_ends_at\)`, Replacement: "coalesce(v_until, v_ends_at)"}},
 		"a renewal that is shorter ends behind the sum": {"ratelimit_renew", kit.Mutation{Pattern: `least\(s\.counted_until, v_earlier\)`, Replacement: "s.counted_until"}},
@@ -335,15 +326,11 @@ func TestModel_FindsPlantedBugsOfSlots(t *testing.T) {
 		"a wait by the override that ends":              {"ratelimit.look_at_slots", kit.Mutation{Pattern: `u\.at >= v_ends_at`, Replacement: "u.at > v_ends_at"}},
 		"a wait a microsecond short":                    {"ratelimit.look_at_slots", kit.Mutation{Pattern: `microseconds\(v_first - v_now\)`, Replacement: "microseconds(v_first - v_now) - 1"}},
 		"a renewal is denied when capacity was lowered": {"ratelimit_hold", kit.Mutation{Pattern: `if not v_renewed and v_cost > v_policy\.capacity - v_held then`, Replacement: "if v_cost > v_policy.capacity - v_held + v_renewed::integer * v_cost then"}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := kit.NewDB(t)
-			db.SetClock(kit.T0)
-			db.CatchDenials()
-			db.Mutate(bug.Mutation, bug.function)
-			session := db.Session()
-			require.True(t, disagrees(t, func(t *rapid.T) *modelRun { return newSlotsRun(t, session, sightings{}) }), "%s is not found in 2,000 sequences", name)
-		})
-	}
+	}, func(t *testing.T, db *kit.TestDB, bug plantedBug) {
+		db.SetClock(kit.T0)
+		db.CatchDenials()
+		db.Mutate(bug.Mutation, bug.function)
+		session := db.Session()
+		require.True(t, disagrees(t, func(t *rapid.T) *modelRun { return newSlotsRun(t, session, sightings{}) }), "it is not found in 2,000 sequences")
+	})
 }

@@ -56,31 +56,27 @@ func TestTorture_Spending(t *testing.T) {
 // The books find what a bug does to them.
 func TestSpending_TheBooksFindPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
-	for name, bug := range map[string]struct {
+	type testCase struct {
 		function string
 		kit.Mutation
 		meet string // where the sessions have to meet
-	}{
+	}
+	kit.OnDBs(t, map[string]testCase{
 		"a settlement counts twice": {"ratelimit_settle", settleTwice, `update idempotency_keys as k set settled =`},
 		"a charge counts twice": {"ratelimit_charge", kit.Mutation{
 			Pattern: `(insert into idempotency_keys [^;]*?) where k.expires_at <= v_now; exit when found;`, Replacement: "$1; exit when found;",
 		}, `insert into idempotency_keys as k`},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := kit.NewDB(t)
-			db.Mutate(bug.Mutation, bug.function)
-			db.Mutate(pauseBefore(bug.meet), bug.function)
-			b := newBooks(t, db)
-			limiter, combiner := client.New(db.Pool), client.NewCombiner(db.Pool)
-			defer combiner.Close()
-			for n := 0; len(b.differences(db)) == 0; n++ {
-				require.Less(t, n, 500, "%s is not found in 2,000 jobs", name)
-				require.NoError(t, b.work(limiter, combiner))
-			}
-		})
-	}
+	}, func(t *testing.T, db *kit.TestDB, bug testCase) {
+		db.Mutate(bug.Mutation, bug.function)
+		db.Mutate(pauseBefore(bug.meet), bug.function)
+		b := newBooks(t, db)
+		limiter, combiner := client.New(db.Pool), client.NewCombiner(db.Pool)
+		defer combiner.Close()
+		for n := 0; len(b.differences(db)) == 0; n++ {
+			require.Less(t, n, 500, "it is not found in 2,000 jobs")
+			require.NoError(t, b.work(limiter, combiner))
+		}
+	})
 }
 
 // Books are what jobs have really cost. The buckets do not refill, and are never full: so nothing is cut.
