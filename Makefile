@@ -193,4 +193,4 @@ bench-page: ## Write the figures and plots of docs/performance.md anew, from tes
 	@go run ./tests/bench -results tests/bench/results -page docs/performance.md
 
 bench-quick: ## Measure the core of it in two minutes
-	@go run ./tests/bench -only 'acquire_to_bare_update,denied_to_bare_select,keyed_to_unkeyed,combined_*,joint_*,leases/leaser/hot/64'
+	@go run ./tests/bench -only 'acquire_to_bare_update,denied_to_bare_select,keyed_to_unkeyed,combined_*,joint-*,leases/leaser/hot/64'

@@ -134,17 +134,15 @@ func merge(tales []tale, window, server time.Duration) sample {
 	slices.SortFunc(steps, func(a, b step) int { return int(math.Copysign(1, a.latency-b.latency)) })
 	s := sample{
 		rate:      count / window.Seconds(),
+		p99:       0,
 		cpuServer: float64(server.Microseconds()) / max(1, count),
 		cpuClient: cpu / max(1, count),
 	}
-	for name, q := range map[string]float64{p50: 0.50, p99: 0.99} {
-		s[name] = 0
-		left := q * count
-		for _, step := range steps {
-			s[name] = step.latency
-			if left -= step.weight; left <= 0 {
-				break
-			}
+	left := 0.99 * count
+	for _, step := range steps {
+		s[p99] = step.latency
+		if left -= step.weight; left <= 0 {
+			break
 		}
 	}
 	return s

@@ -28,12 +28,10 @@ type sample map[string]float64
 
 // The metrics of a cell under load.
 const (
-	rate       = "rate" // decisions per second
-	p50        = "p50"  // microseconds
-	p99        = "p99"
-	cpuServer  = "cpu_server" // microseconds per decision
-	cpuClient  = "cpu_client"
-	cpuProgram = "cpu_program" // of a program between them
+	rate      = "rate"       // decisions per second
+	p99       = "p99"        // microseconds
+	cpuServer = "cpu_server" // microseconds per decision
+	cpuClient = "cpu_client"
 )
 
 // A round has the samples of one round by cell.

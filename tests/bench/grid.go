@@ -36,9 +36,9 @@ var contenders = []string{
 	"combined-noflush", "redis", "combined-flush", "redis-pipelined", "redis-aof", "redis-aof-pipelined", "plain-noflush", "plain-flush", "statements",
 }
 
-// fewContenders are compared with many callers and many keys only. Redis' limiters know no idempotency key.
+// fewContenders are compared with many callers and many keys only.
 var fewContenders = []string{
-	"joint-combined-noflush", "joint-redis", "joint-script", "joint-script-pipelined", "keyed-combined-noflush",
+	"joint-combined-noflush", "joint-redis", "joint-script", "joint-script-pipelined",
 }
 
 var deniedContenders = []string{"half-combined", "half-redis", "half-cached", "flood-combined", "flood-redis", "flood-cached"}
@@ -52,8 +52,11 @@ func cellName(opponent, keys string, callers int) string {
 func (g *grid) cells() (cells []string) {
 	for _, keys := range keyNames {
 		for _, callers := range callerCounts {
+			inTable := callers == 64 || keys == "uniform" && callers != 16
 			for _, opponent := range contenders {
-				cells = append(cells, cellName(opponent, keys, callers))
+				if inTable || isDrawn(opponent) {
+					cells = append(cells, cellName(opponent, keys, callers))
+				}
 			}
 		}
 	}
@@ -61,11 +64,11 @@ func (g *grid) cells() (cells []string) {
 		for _, opponent := range slices.Concat(fewContenders, deniedContenders) {
 			cells = append(cells, cellName(opponent, "uniform", callers))
 		}
-		for _, opponent := range deniedContenders {
-			cells = append(cells, cellName(opponent, "hot", callers))
-		}
 	}
-	return cells
+	for _, opponent := range deniedContenders {
+		cells = append(cells, cellName(opponent, "hot", 256))
+	}
+	return append(cells, cellName("keyed-combined-noflush", "uniform", 64)) // Redis' limiters know no idempotency key
 }
 
 func (g *grid) open(ctx context.Context, cells []string) error {

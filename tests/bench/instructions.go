@@ -14,7 +14,6 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
-	"time"
 
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
@@ -27,7 +26,6 @@ type instructions struct {
 	pg       *postgres
 	version  string // of the server
 	valgrind string
-	counted  map[string]writing // by cell
 }
 
 // A writing is what a decision executes and writes: instructions, transaction ids, and bytes of WAL without full pages.
@@ -43,8 +41,6 @@ type counted struct {
 	keys int // 0 is one, and no array
 	sql  string
 }
-
-func (c counted) cell() string { return "instructions/" + c.name }
 
 // countedStatements are in the order of the record.
 var countedStatements = slices.Concat([]counted{
@@ -159,21 +155,6 @@ func countedPolicies() (sql []string) {
 	}, inUse, []string{"vacuum analyze"})
 }
 
-func (*instructions) cells() (cells []string) {
-	for _, c := range countedStatements {
-		cells = append(cells, c.cell())
-	}
-	return cells
-}
-
-func (i *instructions) open(ctx context.Context, cells []string) (err error) {
-	if err := i.prepare(ctx); err != nil {
-		return err
-	}
-	i.counted, err = i.count(ctx, cells)
-	return err
-}
-
 // prepare fills a database, and leaves its server stopped.
 func (i *instructions) prepare(ctx context.Context) (err error) {
 	if i.valgrind, err = pgtest.Program(ctx, "valgrind"); err != nil {
@@ -190,10 +171,6 @@ func (i *instructions) prepare(ctx context.Context) (err error) {
 		return err
 	}
 	return i.pg.Stop(ctx, false)
-}
-
-func (i *instructions) run(_ context.Context, cell string) (sample, error) {
-	return sample{"instructions": i.counted[cell].instructions}, nil
 }
 
 // tickingClock makes each transaction that writes a millisecond, for 1 % of a decision: how long ago a bucket was asked for is in some of the arithmetic.
@@ -217,15 +194,11 @@ var (
 	written = regexp.MustCompile(`mark = "(\d+) (\d+)"`)
 )
 
-// count returns what a decision executes and writes by cell, each from one session.
-func (i *instructions) count(ctx context.Context, cells []string) (map[string]writing, error) {
-	var statements []counted
+// count returns what a decision executes and writes by the name of its statement: instructions from one session, the rest from another.
+func (i *instructions) count(ctx context.Context) (map[string]writing, error) {
 	session := markedLine + markedLine + markedLine
 	for n, c := range countedStatements {
-		if slices.Contains(cells, c.cell()) {
-			statements = append(statements, c)
-			session += cleaned + c.session(fmt.Sprint("call", n))
-		}
+		session += cleaned + c.session(fmt.Sprint("call", n))
 	}
 	// What is new to the database, such as the keys that are replayed, is known from here on.
 	printed, err := i.session(ctx, writtenMark+session)
@@ -247,18 +220,18 @@ func (i *instructions) count(ctx context.Context, cells []string) (map[string]wr
 		counts = append(counts, number(string(match[1])))
 	}
 	// One is of the start, two of nothing but a mark, two of each statement, and one of the end.
-	if len(counts) != 4+2*len(statements) {
-		return nil, fmt.Errorf("valgrind has %d counts of %d statements", len(counts), len(statements))
+	if len(counts) != 4+2*len(countedStatements) {
+		return nil, fmt.Errorf("valgrind has %d counts of %d statements", len(counts), len(countedStatements))
 	}
 	mark := counts[2] // the second mark in a row, for which all is warm
 	marks := written.FindAllStringSubmatch(printed, -1)
-	if len(marks) != 3+2*len(statements) {
-		return nil, fmt.Errorf("the session has printed %d marks of %d statements", len(marks), len(statements))
+	if len(marks) != 3+2*len(countedStatements) {
+		return nil, fmt.Errorf("the session has printed %d marks of %d statements", len(marks), len(countedStatements))
 	}
 	decisions := map[string]writing{}
-	for n, c := range statements {
+	for n, c := range countedStatements {
 		count, begin, end := float64(c.calls()*max(1, c.keys)), marks[3+2*n], marks[4+2*n]
-		decisions[c.cell()] = writing{(counts[4+2*n] - mark) / count, (number(end[1]) - number(begin[1])) / count, (number(end[2]) - number(begin[2])) / count}
+		decisions[c.name] = writing{(counts[4+2*n] - mark) / count, (number(end[1]) - number(begin[1])) / count, (number(end[2]) - number(begin[2])) / count}
 	}
 	return decisions, nil
 }
@@ -322,9 +295,6 @@ func (c counted) session(name string) string {
 	return fmt.Sprintf("prepare %s (%s) as %s;\n", name, kind, c.sql) + strings.Repeat(calls.String(), warm) +
 		markedLine + calls.String() + markedLine
 }
-
-// cost is what open takes, spread over the cells of five rounds.
-func (*instructions) cost() time.Duration { return 200 * time.Millisecond }
 
 func (i *instructions) close(context.Context) error {
 	if i.pg == nil {

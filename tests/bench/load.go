@@ -25,7 +25,6 @@ type load struct {
 	acquire acquirer
 	many    manyAcquirer // nil for none
 	servers []int        // the processes whose CPU time is counted with their children's
-	program int          // another one between callers and servers, or 0
 }
 
 // perCall is how many callers share a call of a manyAcquirer.
@@ -87,12 +86,12 @@ func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(c
 	}
 	_ = pause(ctx, warmUp) // an error of the callers is looked at below
 
-	begin, own, program, server := time.Now(), cpuOwn(), cpuOf(l.program), cpuOf(l.servers...)
+	begin, own, server := time.Now(), cpuOwn(), cpuOf(l.servers...)
 	counting.Store(true)
 	err := beside(ctx)
 	counting.Store(false)
 	elapsed := time.Since(begin)
-	own, program, server = cpuOwn()-own, cpuOf(l.program)-program, cpuOf(l.servers...)-server
+	own, server = cpuOwn()-own, cpuOf(l.servers...)-server
 	ended.Store(true)
 	callers.Wait()
 	if cause := context.Cause(ctx); cause != nil {
@@ -105,17 +104,12 @@ func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(c
 	all := slices.Concat(latencies...)
 	slices.Sort(all)
 	decisions := float64(max(1, inCall*len(all)))
-	s := sample{
+	return sample{
 		rate:      float64(inCall*len(all)) / elapsed.Seconds(),
-		p50:       quantile(all, 0.50),
 		p99:       quantile(all, 0.99),
 		cpuServer: float64(server.Microseconds()) / decisions,
 		cpuClient: float64(own.Microseconds()) / decisions,
-	}
-	if l.program != 0 {
-		s[cpuProgram] = float64(program.Microseconds()) / decisions
-	}
-	return s, all, nil
+	}, all, nil
 }
 
 // quantile returns microseconds.

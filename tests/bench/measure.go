@@ -10,18 +10,17 @@ import (
 // What is measured: each cell of the experiments by all metrics of its samples, and these ratios. A new measure is a new cell of an
 // experiment, or a line of ratios, and a row in page.go that shows it.
 func experiments(l *lab) []experiment {
-	// The first is the one that may lack its program.
 	on := func() stage { return stage{lab: l} }
 	return []experiment{
-		&instructions{}, &bare{on()}, &grid{stage: on()}, &served{stage: on()}, &leases{stage: on()}, &processes{stage: on()},
-		&npm{stage: on()}, &python{npm{stage: on()}}, &snapshot{stage: on()}, &cleanup{stage: on()}, &buckets{on()}, &shardsCost{stage: on()},
+		&bare{on()}, &grid{stage: on()}, &served{stage: on()}, &leases{stage: on()}, &processes{stage: on()}, &npm{stage: on()},
+		&python{npm{stage: on()}}, &snapshot{stage: on()}, &cleanup{stage: on()}, &buckets{on()}, &shardsCost{stage: on()},
 	}
 }
 
-// hasToBeAsked tells the cells that are measured only if -only names them: the record has the instructions, not every server has what
-// shards take, and not every machine has asyncpg.
+// hasToBeAsked tells the cells that are measured only if -only names them: not every server has what shards take, and not every machine
+// has asyncpg.
 func hasToBeAsked(cell string) bool {
-	return strings.HasPrefix(cell, "instructions/") || strings.HasPrefix(cell, "shards/") || strings.HasPrefix(cell, "python/")
+	return strings.HasPrefix(cell, "shards/") || strings.HasPrefix(cell, "python/")
 }
 
 // A ratio is of two metrics from the same round. A metric is named cell/name.
@@ -40,15 +39,7 @@ var ratios = []ratio{
 	{"combined_256_many_keys_flushed_to_redis", "combined-flush/uniform/256/rate", "redis/uniform/256/rate"},
 	{"combined_256_hot_key_to_redis", "combined-noflush/hot/256/rate", "redis/hot/256/rate"},
 	{"combined_256_hot_key_flushed_to_redis", "combined-flush/hot/256/rate", "redis/hot/256/rate"},
-	{"joint_64_to_redis", "joint-combined-noflush/uniform/64/rate", "joint-redis/uniform/64/rate"},
-	{"joint_256_to_redis", "joint-combined-noflush/uniform/256/rate", "joint-redis/uniform/256/rate"},
-	{"joint_64_to_script", "joint-combined-noflush/uniform/64/rate", "joint-script/uniform/64/rate"},
-	{"joint_256_to_script", "joint-combined-noflush/uniform/256/rate", "joint-script/uniform/256/rate"},
-	{"half_64_to_redis", "half-combined/uniform/64/rate", "half-redis/uniform/64/rate"},
-	{"half_256_to_redis", "half-combined/uniform/256/rate", "half-redis/uniform/256/rate"},
 	{"keyed_combined_64_to_unkeyed", "keyed-combined-noflush/uniform/64/rate", "combined-noflush/uniform/64/rate"},
-	{"served_many_256_to_acquire", "served/many/256/rate", "served/grpc/256/rate"},
-	{"served_stream_256_to_acquire", "served/stream/256/rate", "served/grpc/256/rate"},
 	{"buckets_10m_to_10k", "buckets/10m/rate", "buckets/10k/rate"},
 	{"acquire_beside_cleanup", "cleanup/with", "cleanup/without"},
 	{"hot_key_under_snapshot", "snapshot/after", "snapshot/before"},

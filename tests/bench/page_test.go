@@ -33,7 +33,7 @@ func TestPage_ShowsMeasuresThatThereAre(t *testing.T) {
 	require.NoError(t, err)
 	for _, cell := range cells {
 		r.Cells[cell] = sample{}
-		for _, metric := range []string{rate, p50, p99, cpuServer, cpuClient, "bytes", "to_formula"} {
+		for _, metric := range []string{rate, p99, cpuServer, cpuClient, "bytes", "to_formula"} {
 			r.Cells[cell][metric] = 12345
 		}
 	}
@@ -79,7 +79,6 @@ func TestChoose_TakesPatterns(t *testing.T) {
 	cells, _, err := choose("", experiments(nil))
 	require.NoError(t, err)
 	require.NotContains(t, cells, "shards/one/plain")
-	require.NotContains(t, cells, "instructions/acquire")
 }
 
 func TestPage_RefusesBlocksThatNobodyWrites(t *testing.T) {

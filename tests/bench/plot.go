@@ -31,6 +31,15 @@ var lines = []struct {
 	{"redis-aof", "redis_rate, appendfsync always", red, dashed},
 }
 
+func isDrawn(opponent string) bool {
+	for _, l := range lines {
+		if l.opponent == opponent {
+			return true
+		}
+	}
+	return false
+}
+
 var (
 	blue  = color.RGBA{0x1b, 0x6c, 0xa8, 0xff}
 	green = color.RGBA{0x2e, 0x9e, 0x5b, 0xff}

@@ -130,16 +130,6 @@ func countedNames() (names []string) {
 	return names
 }
 
-// countByName counts all statements.
-func (i *instructions) countByName(ctx context.Context) (map[string]writing, error) {
-	counted, err := i.count(ctx, i.cells())
-	counts := map[string]writing{}
-	for _, c := range countedStatements {
-		counts[c.name] = counted[c.cell()]
-	}
-	return counts, err
-}
-
 // renewRecord writes the file anew.
 func renewRecord(ctx context.Context, file, reason string) (err error) {
 	var r record
@@ -153,7 +143,7 @@ func renewRecord(ctx context.Context, file, reason string) (err error) {
 	if err := i.prepare(ctx); err != nil {
 		return err
 	}
-	counts, err := i.countByName(ctx)
+	counts, err := i.count(ctx)
 	if err != nil {
 		return err
 	}

@@ -54,7 +54,7 @@ func TestInstructions_NoCallTakesMoreThanIsRecorded(t *testing.T) {
 	if i.version != r.server {
 		skip("it is of %s, and this is %s", r.server, i.version)
 	}
-	counts, err := i.countByName(t.Context())
+	counts, err := i.count(t.Context())
 	require.NoError(t, err)
 	for name, count := range counts {
 		if c := r.find(name); c != nil {

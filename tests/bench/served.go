@@ -29,8 +29,6 @@ type served struct {
 	keys    *keyspace
 	acquire map[string]acquirer // by way
 	many    map[string]manyAcquirer
-	program *program
-	envoy   *envoyService
 }
 
 const servedDatabase = "served"
@@ -69,24 +67,26 @@ func (s *served) open(ctx context.Context, cells []string) error {
 		if err != nil {
 			return err
 		}
-		if s.envoy, err = startEnvoy(ctx, redis); err != nil {
+		envoy, err := startEnvoy(ctx, redis)
+		if err != nil {
 			return err
 		}
-		s.closers = append(s.closers, func() { _ = s.envoy.close() })
-		s.acquire["envoy"] = s.envoy.acquirer()
+		s.closers = append(s.closers, func() { _ = envoy.close() })
+		s.acquire["envoy"] = envoy.acquirer()
 		if err := s.keys.askForAll(ctx, s.acquire["envoy"]); err != nil {
 			return err
 		}
 	}
-	if s.program, err = startProgram(ctx, "DATABASE_URL="+pg.URL(servedDatabase), "NO_FLUSH=true"); err != nil {
+	program, err := startProgram(ctx, "DATABASE_URL="+pg.URL(servedDatabase), "NO_FLUSH=true")
+	if err != nil {
 		return err
 	}
-	s.closers = append(s.closers, func() { _ = s.program.close() })
-	if s.acquire["grpc"], err = s.overGRPC(s.program); err != nil {
+	s.closers = append(s.closers, func() { _ = program.close() })
+	if s.acquire["grpc"], err = s.overGRPC(program); err != nil {
 		return err
 	}
-	s.acquire["json"] = s.overJSON(s.program)
-	s.many, err = s.manyOverGRPC(ctx, s.program)
+	s.acquire["json"] = s.overJSON(program)
+	s.many, err = s.manyOverGRPC(ctx, program)
 	return err
 }
 
@@ -245,9 +245,9 @@ func (s *served) overJSON(p *program) acquirer {
 func (s *served) run(ctx context.Context, cell string) (sample, error) {
 	_, rest, _ := strings.Cut(cell, "/")
 	way, rest, _ := strings.Cut(rest, "/")
-	l := load{keys: s.keys, acquire: s.acquire[way], many: s.many[way], servers: []int{s.pg.pid}, program: s.program.pid}
+	l := load{keys: s.keys, acquire: s.acquire[way], many: s.many[way], servers: []int{s.pg.pid}}
 	if way == "envoy" {
-		l.servers, l.program = []int{s.redis[false].pid}, s.envoy.pid
+		l.servers = []int{s.redis[false].pid}
 	}
 	if _, err := fmt.Sscan(rest, &l.callers); err != nil {
 		return nil, err
