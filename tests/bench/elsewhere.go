@@ -7,10 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math"
 	"os"
 	"os/exec"
-	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -38,13 +36,9 @@ type task struct {
 
 // A tale is what a process tells about a run.
 type tale struct {
-	Count     float64
-	Latencies []float64 // in microseconds: a thousand at most, from the shortest to the longest in even steps
-	CPU       float64   // microseconds of the window
-	Error     string
+	Count float64 // of answers
+	Error string
 }
-
-const taleLatencies = 1000
 
 // start starts so many processes of a command, whose first line says that they are ready.
 func start(ctx context.Context, count int, env []string, command ...string) (e elsewhere, err error) {
@@ -75,11 +69,10 @@ func start(ctx context.Context, count int, env []string, command ...string) (e e
 	return e, ctx.Err()
 }
 
-// run shares callers among the processes, as many as there are callers at most. The server is the process whose CPU time is counted.
-func (e elsewhere) run(ctx context.Context, callers int, keys string, window time.Duration, server int) (sample, error) {
+// run shares callers among the processes, as many as there are callers at most.
+func (e elsewhere) run(ctx context.Context, callers int, keys string, window time.Duration) (sample, error) {
 	processes := e[:min(len(e), callers)]
 	tales := make([]tale, len(processes))
-	warm := time.Duration(warmUp * float64(window))
 	var running errgroup.Group
 	for i, p := range processes {
 		share := callers / len(processes)
@@ -87,19 +80,18 @@ func (e elsewhere) run(ctx context.Context, callers int, keys string, window tim
 			share++
 		}
 		running.Go(func() (err error) {
-			tales[i], err = p.run(task{share, keys, warm.Seconds(), window.Seconds()})
+			tales[i], err = p.run(task{share, keys, warmUp * window.Seconds(), window.Seconds()})
 			return err
 		})
 	}
-	var used time.Duration
-	_ = pause(ctx, warm)
-	used -= cpuOf(server)
-	_ = pause(ctx, window)
-	used += cpuOf(server)
 	if err := errors.Join(running.Wait(), context.Cause(ctx)); err != nil {
 		return nil, err
 	}
-	return merge(tales, window, used), nil
+	var count float64
+	for _, t := range tales {
+		count += t.Count
+	}
+	return sample{rate: count / window.Seconds()}, nil
 }
 
 func (p *process) run(o task) (t tale, err error) {
@@ -116,36 +108,6 @@ func (p *process) run(o task) (t tale, err error) {
 		return t, errors.New(t.Error)
 	}
 	return t, nil
-}
-
-// merge makes one sample of what several processes tell. Each of a process's latencies stands for as many of its answers as the others.
-func merge(tales []tale, window, server time.Duration) sample {
-	type step struct{ latency, weight float64 }
-	var (
-		steps      []step
-		count, cpu float64
-	)
-	for _, t := range tales {
-		count, cpu = count+t.Count, cpu+t.CPU
-		for _, l := range t.Latencies {
-			steps = append(steps, step{l, t.Count / float64(len(t.Latencies))})
-		}
-	}
-	slices.SortFunc(steps, func(a, b step) int { return int(math.Copysign(1, a.latency-b.latency)) })
-	s := sample{
-		rate:      count / window.Seconds(),
-		p99:       0,
-		cpuServer: float64(server.Microseconds()) / max(1, count),
-		cpuClient: cpu / max(1, count),
-	}
-	left := 0.99 * count
-	for _, step := range steps {
-		s[p99] = step.latency
-		if left -= step.weight; left <= 0 {
-			break
-		}
-	}
-	return s
 }
 
 func (e elsewhere) close() (err error) {
@@ -170,17 +132,10 @@ func obey(ctx context.Context, acquire acquirer) error {
 		window := time.Duration(o.Window * float64(time.Second))
 		l := load{callers: o.Callers, keys: keys[o.Keys], acquire: acquire}
 		warm := time.Duration(o.Warm * float64(time.Second))
-		s, latencies, err := l.latencies(ctx, warm, func(ctx context.Context) error { return pause(ctx, window) })
-		t := tale{}
+		s, err := l.during(ctx, warm, func(ctx context.Context) error { return pause(ctx, window) })
+		t := tale{Count: s[rate] * window.Seconds()}
 		if err != nil {
 			t.Error = err.Error()
-		} else {
-			t.Count = float64(len(latencies))
-			t.CPU = s[cpuClient] * t.Count
-			told := min(len(latencies), taleLatencies)
-			for i := range told {
-				t.Latencies = append(t.Latencies, quantile(latencies, (float64(i)+0.5)/float64(told)))
-			}
 		}
 		if err := json.NewEncoder(os.Stdout).Encode(t); err != nil {
 			return err

@@ -42,12 +42,6 @@ func (l load) run(ctx context.Context, window time.Duration) (sample, error) {
 
 // during measures for as long as what goes on beside the load takes.
 func (l load) during(ctx context.Context, warmUp time.Duration, beside func(context.Context) error) (sample, error) {
-	s, _, err := l.latencies(ctx, warmUp, beside)
-	return s, err
-}
-
-// latencies returns what each call that counts took, too, in order.
-func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(context.Context) error) (sample, []time.Duration, error) {
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
 	inCall := 1
@@ -95,10 +89,10 @@ func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(c
 	ended.Store(true)
 	callers.Wait()
 	if cause := context.Cause(ctx); cause != nil {
-		return nil, nil, cause
+		return nil, cause
 	}
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 
 	all := slices.Concat(latencies...)
@@ -109,7 +103,7 @@ func (l load) latencies(ctx context.Context, warmUp time.Duration, beside func(c
 		p99:       quantile(all, 0.99),
 		cpuServer: float64(server.Microseconds()) / decisions,
 		cpuClient: float64(own.Microseconds()) / decisions,
-	}, all, nil
+	}, nil
 }
 
 // quantile returns microseconds.

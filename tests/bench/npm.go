@@ -102,7 +102,7 @@ func (n *npm) begin(ctx context.Context, database string, limiters, cells, env [
 // warm lets each limiter run for a moment that does not count.
 func (n *npm) warm(ctx context.Context) error {
 	for _, way := range n.ways {
-		if _, err := way.run(ctx, fewCallers[0], "uniform", n.window, n.pg.pid); err != nil {
+		if _, err := way.run(ctx, fewCallers[0], "uniform", n.window); err != nil {
 			return err
 		}
 	}
@@ -141,5 +141,5 @@ func (n *npm) run(ctx context.Context, cell string) (sample, error) {
 	if err != nil {
 		return nil, err
 	}
-	return n.ways[part[0]+"/"+part[1]].run(ctx, callers, part[2], n.window, n.pg.pid)
+	return n.ways[part[0]+"/"+part[1]].run(ctx, callers, part[2], n.window)
 }

@@ -91,9 +91,5 @@ func help(ctx context.Context, what string) error {
 }
 
 func (p *processes) run(ctx context.Context, cell string) (sample, error) {
-	server := p.pg.pid
-	if cell == "processes/redis" {
-		server = p.redis[false].pid
-	}
-	return p.ways[cell].run(ctx, processesCallers, "hot", p.window, server)
+	return p.ways[cell].run(ctx, processesCallers, "hot", p.window)
 }
