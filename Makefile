@@ -3,7 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-stop serve-demo modules test build/report quick test-server test-versions test-envoy test-shards test-citus \
   instructions instructions-renew torture install uninstall shards install-citus uninstall-citus lint proto release-schema psql \
-  reference packages release install-extension show clean build bench bench-page bench-quick
+  reference packages release install-extension show clean build bench bench-page bench-slots bench-quick
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
@@ -191,6 +191,9 @@ bench: ## Measure everything, beside Redis and others, in half an hour, and rene
 
 bench-page: ## Write the figures and plots of docs/performance.md anew, from tests/bench/results
 	@go run ./tests/bench -results tests/bench/results -page docs/performance.md
+
+bench-slots: ## Measure holds and releases, beside Redis and beside a snapshot that is held for a minute, in half an hour
+	@go run ./tests/bench -only 'held_*'
 
 bench-quick: ## Measure the core of it in two minutes
 	@go run ./tests/bench -only 'acquire_to_bare_update,denied_to_bare_select,keyed_to_unkeyed,combined_*,joint-*,leases/leaser/hot/64'

@@ -3,6 +3,8 @@ package main
 import (
 	"context"
 	"fmt"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -67,22 +69,23 @@ func (c *cleanup) run(ctx context.Context, _ string) (sample, error) {
 
 func (c *cleanup) cost() time.Duration { return 40 * time.Second }
 
-// snapshot measures combined acquires of 64 callers on one key, before and after another session has
-// held a snapshot for a while: no dead version of the row can be removed meanwhile.
+// snapshot measures what a session that holds a snapshot costs: no dead version of a row can be removed meanwhile. Cell snapshot is combined
+// acquires of 64 callers on one key, before, and after it was held for a while. The others are cycles of slots, for as long without it and
+// beside it: by 64 callers in Go, or by pgbench.
 type snapshot struct {
 	stage
-	load load
+	combined, held acquirer
+	keys           map[string]*keyspace
 }
 
-const (
-	snapshotDatabase = "snapshot"
-	snapshotHeld     = time.Minute
-)
+const snapshotDatabase = "snapshot"
 
-func (*snapshot) cells() []string { return []string{"snapshot"} }
+func (*snapshot) cells() []string {
+	return []string{"snapshot", "snapshot/held", "snapshot/held-hot", "snapshot/pgbench", "snapshot/pgbench-hot"}
+}
 
 func (s *snapshot) open(ctx context.Context, _ []string) (err error) {
-	pg, err := s.database(ctx, snapshotDatabase, definePolicies()...)
+	pg, err := s.database(ctx, snapshotDatabase, slices.Concat(definePolicies(), defineSlots(), []string{"vacuum analyze"})...)
 	if err != nil {
 		return err
 	}
@@ -90,21 +93,44 @@ func (s *snapshot) open(ctx context.Context, _ []string) (err error) {
 	if err != nil {
 		return err
 	}
-	s.load = load{callers: 64, keys: keyspaces()["hot"], acquire: pgratelimit(s.combiner(pool)), servers: []int{pg.pid}}
+	s.combined, s.held, s.keys = pgratelimit(s.combiner(pool)), held(client.New(pool)), keyspaces()
 	return nil
 }
 
-func (s *snapshot) run(ctx context.Context, _ string) (sample, error) {
-	pg := s.pg
-	if err := pg.exec(ctx, snapshotDatabase, "vacuum ratelimit.buckets"); err != nil {
+func (s *snapshot) run(ctx context.Context, cell string) (sample, error) {
+	hot := load{callers: 64, keys: s.keys["hot"], acquire: s.combined}
+	cycles := load{callers: 64, keys: s.keys["uniform"], acquire: s.held}
+	if strings.HasSuffix(cell, "-hot") {
+		cycles.keys = s.keys["hot"]
+	}
+	whole := func() (sample, error) {
+		return cycles.during(ctx, s.window, func(ctx context.Context) error { return pause(ctx, s.snapshotHeld) })
+	}
+	if script, ok := strings.CutPrefix(cell, "snapshot/pgbench"); ok {
+		whole = func() (sample, error) {
+			return s.pg.pgbench(ctx, snapshotDatabase, bareScripts["bare/held"+script], s.snapshotHeld/2)
+		}
+	}
+	without, beside := whole, whole
+	if cell == "snapshot" {
+		without = func() (sample, error) { return hot.run(ctx, 2*s.window) }
+		beside = func() (sample, error) {
+			return hot.during(ctx, s.snapshotHeld, func(ctx context.Context) error { return pause(ctx, 2*s.window) })
+		}
+	}
+
+	vacuum := "vacuum ratelimit.buckets, ratelimit.slots, ratelimit.leases"
+	if err := s.pg.exec(ctx, snapshotDatabase, vacuum); err != nil {
 		return nil, err
 	}
-	before, err := s.load.run(ctx, 2*s.window)
+	before, err := without()
 	if err != nil {
 		return nil, err
 	}
-
-	holder, err := pgx.Connect(ctx, pg.URL(snapshotDatabase))
+	if err := s.pg.exec(ctx, snapshotDatabase, vacuum); err != nil {
+		return nil, err
+	}
+	holder, err := pgx.Connect(ctx, s.pg.URL(snapshotDatabase))
 	if err != nil {
 		return nil, err
 	}
@@ -112,11 +138,8 @@ func (s *snapshot) run(ctx context.Context, _ string) (sample, error) {
 	if _, err := holder.Exec(ctx, "begin isolation level repeatable read; select 1 from ratelimit.policies"); err != nil {
 		return nil, err
 	}
-	after, err := s.load.during(ctx, snapshotHeld, func(ctx context.Context) error { return pause(ctx, 2*s.window) })
-	if err != nil {
-		return nil, err
-	}
-	return sample{"before": before[rate], "after": after[rate]}, nil
+	after, err := beside()
+	return sample{"before": before[rate], "after": after[rate]}, err
 }
 
-func (s *snapshot) cost() time.Duration { return snapshotHeld + 5*s.window }
+func (s *snapshot) cost() time.Duration { return 2*s.snapshotHeld + 5*s.window }

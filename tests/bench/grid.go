@@ -43,6 +43,9 @@ var fewContenders = []string{
 
 var deniedContenders = []string{"half-combined", "half-redis", "half-cached", "flood-combined", "flood-redis", "flood-cached"}
 
+// heldContenders lend slots instead of taking tokens, to fewer callers than there are slots.
+var heldContenders = []string{"held", "held-redis"}
+
 var fewCallers = []int{64, 256}
 
 func cellName(opponent, keys string, callers int) string {
@@ -67,6 +70,11 @@ func (g *grid) cells() (cells []string) {
 	}
 	for _, opponent := range deniedContenders {
 		cells = append(cells, cellName(opponent, "hot", 256))
+	}
+	for _, keys := range keyNames {
+		for _, opponent := range heldContenders {
+			cells = append(cells, cellName(opponent, keys, 64))
+		}
 	}
 	return append(cells, cellName("keyed-combined-noflush", "uniform", 64)) // Redis' limiters know no idempotency key
 }
@@ -97,6 +105,13 @@ func (g *grid) open(ctx context.Context, cells []string) error {
 		if err := g.openJointRedis(ctx); err != nil {
 			return err
 		}
+	}
+	if g.needed("held-redis") {
+		server, err := g.redisServer(ctx, false)
+		if err != nil {
+			return err
+		}
+		g.opponents["held-redis"] = &opponent{heldRedis(server), server.pid}
 	}
 	if err := g.openPostgres(ctx); err != nil {
 		return err
@@ -162,7 +177,7 @@ func (g *grid) openJointRedis(ctx context.Context) error {
 }
 
 func (g *grid) openPostgres(ctx context.Context) error {
-	setUp := slices.Concat(definePolicies(), defineJointPolicies(), defineDry(manyKeys),
+	setUp := slices.Concat(definePolicies(), defineJointPolicies(), defineSlots(), defineDry(manyKeys),
 		[]string{fmt.Sprintf("select ratelimit_acquire('dry', '%s')", hotKey), limiterTable, fillLimiter(), "vacuum analyze"})
 	pg, err := g.database(ctx, "grid", setUp...)
 	if err != nil {
@@ -183,6 +198,7 @@ func (g *grid) openPostgres(ctx context.Context) error {
 		if !flush {
 			g.opponents["joint-combined-noflush"] = &opponent{g.members.pgratelimit(combiner), pg.pid}
 			g.opponents["keyed-combined-noflush"] = &opponent{keyed(combiner, "durable"), pg.pid}
+			g.opponents["held"] = &opponent{held(client.New(pool)), pg.pid}
 			g.addDenied(pool, pg.pid)
 			g.opponents["statements"] = &opponent{statements(pool), pg.pid}
 		}

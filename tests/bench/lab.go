@@ -13,9 +13,10 @@ import (
 
 // A lab has the servers, each started when it is first needed.
 type lab struct {
-	window time.Duration
-	pg     *postgres
-	redis  map[bool]*redisServer // by whether each command is flushed
+	window       time.Duration
+	snapshotHeld time.Duration // by experiment snapshot
+	pg           *postgres
+	redis        map[bool]*redisServer // by whether each command is flushed
 }
 
 func (l *lab) postgres(ctx context.Context) (_ *postgres, err error) {

@@ -2,7 +2,7 @@
 // PostgreSQL and Redis on unix sockets and measures in rounds in which all take turns.
 //
 //	go run ./tests/bench                       everything, about half an hour
-//	go run ./tests/bench -only 'combined_*'    some cells and ratios; -list names them
+//	go run ./tests/bench -only 'combined_*'    some cells and ratios, and the tables that they fill; -list names them
 //
 // make bench publishes: it measures everything and writes the figures of docs/performance.md. What does not belong to this module
 // is got when it is needed: rate-limiter-flexible from npm, valgrind and Redis by apt-get, Envoy's service by go.
@@ -25,6 +25,7 @@ type options struct {
 	list    bool
 	rounds  int
 	window  time.Duration
+	held    time.Duration
 	results string
 	name    string
 	page    string
@@ -45,6 +46,7 @@ func main() {
 	flag.BoolVar(&o.list, "list", false, "list the cells and the ratios, and exit")
 	flag.IntVar(&o.rounds, "rounds", 3, "rounds")
 	flag.DurationVar(&o.window, "window", 500*time.Millisecond, "how long each cell runs in a round")
+	flag.DurationVar(&o.held, "snapshot", time.Minute, "how long a snapshot is held in the cells snapshot*")
 	flag.StringVar(&o.results, "results", "build", "directory of the figures")
 	flag.StringVar(&o.name, "name", "bench", "what the files are called: bench and, for another processor, bench-…")
 	flag.StringVar(&o.page, "page", "", "write the figures and plots of this page anew, from all that -results has, and exit")
@@ -73,7 +75,7 @@ func run(o options) (err error) {
 	if o.page != "" {
 		return rewritePage(o.page, o.results)
 	}
-	lab := &lab{window: o.window}
+	lab := &lab{window: o.window, snapshotHeld: o.held}
 	defer func() { err = errors.Join(err, lab.close()) }()
 	experiments := experiments(lab)
 	cells, chosen, err := choose(o.only, experiments)

@@ -17,10 +17,10 @@ func experiments(l *lab) []experiment {
 	}
 }
 
-// hasToBeAsked tells the cells that are measured only if -only names them: not every server has what shards take, and not every machine
-// has asyncpg.
+// hasToBeAsked tells the cells that are measured only if -only names them: not every server has what shards take, not every machine has
+// asyncpg, and slots beside a snapshot take minutes.
 func hasToBeAsked(cell string) bool {
-	return strings.HasPrefix(cell, "shards/") || strings.HasPrefix(cell, "python/")
+	return strings.HasPrefix(cell, "shards/") || strings.HasPrefix(cell, "python/") || strings.HasPrefix(cell, "snapshot/")
 }
 
 // A ratio is of two metrics from the same round. A metric is named cell/name.
@@ -43,6 +43,14 @@ var ratios = []ratio{
 	{"buckets_10m_to_10k", "buckets/10m/rate", "buckets/10k/rate"},
 	{"acquire_beside_cleanup", "cleanup/with", "cleanup/without"},
 	{"hot_key_under_snapshot", "snapshot/after", "snapshot/before"},
+	{"held_to_keyed", "bare/held/rate", "bare/keyed/rate"},
+	{"held_to_keyed-hot", "bare/held-hot/rate", "bare/keyed-hot/rate"},
+	{"held_to_redis", "held/uniform/64/rate", "held-redis/uniform/64/rate"},
+	{"held_to_redis-hot", "held/hot/64/rate", "held-redis/hot/64/rate"},
+	{"held_under_snapshot", "snapshot/held/after", "snapshot/held/before"},
+	{"held_under_snapshot-hot", "snapshot/held-hot/after", "snapshot/held-hot/before"},
+	{"held_pgbench_under_snapshot", "snapshot/pgbench/after", "snapshot/pgbench/before"},
+	{"held_pgbench_under_snapshot-hot", "snapshot/pgbench-hot/after", "snapshot/pgbench-hot/before"},
 	{"shards_client_plain_to_one", "shards/client/plain/cpu_server", "shards/one/plain/cpu_server"},
 	{"shards_client_combined_to_one", "shards/client/combined/cpu_server", "shards/one/combined/cpu_server"},
 	{"shards_citus_plain_to_one", "shards/citus/plain/cpu_server", "shards/one/plain/cpu_server"},

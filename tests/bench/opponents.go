@@ -42,15 +42,21 @@ func pgratelimit(limiter client.Acquirer) acquirer {
 
 // keyed gives each request an idempotency key that nobody has used.
 func keyed(limiter client.Acquirer, policy string) acquirer {
-	var count atomic.Uint64
-	process := crypto.Text()
+	name := newNames()
 	return func(ctx context.Context, key string) error {
-		d, err := limiter.Acquire(ctx, policy, key, client.IdempotencyKey(process+strconv.FormatUint(count.Add(1), 36)))
+		d, err := limiter.Acquire(ctx, policy, key, client.IdempotencyKey(name()))
 		if err == nil && (!d.Allowed || d.Replayed) {
 			err = errDenied
 		}
 		return err
 	}
+}
+
+// newNames returns a function that gives no name twice, in any process.
+func newNames() func() string {
+	var count atomic.Uint64
+	process := crypto.Text()
+	return func() string { return process + strconv.FormatUint(count.Add(1), 36) }
 }
 
 // redisRate asks redis_rate; rdb may be a client or one that puts commands sent at the same time into

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -187,6 +188,17 @@ var pageBlocks = map[string]func(processor) string{
 		{"acquire beside clean-up, to without", "acquire_beside_cleanup"},
 		{"combined on one key after 60 s of an old snapshot, to before", "hot_key_under_snapshot"},
 	}),
+	"slots": table("hold and release, cycles per second", []pageColumn{{"many keys", "uniform"}, {"one key", "hot"}}, []pageRow{
+		{"`client.Limiter`, 64 callers", "held/*/64/rate"},
+		{"Redis, 64 callers", "held-redis/*/64/rate"},
+	}),
+	"slotsratios": table("hold and release", []pageColumn{{"many keys", ""}, {"one key", "-hot"}}, []pageRow{
+		{"64 callers, to Redis", "held_to_redis*"},
+		{"the same beside a snapshot, to without", "held_under_snapshot*"},
+		{"16 clients of pgbench, cycles per second", "bare/held*/rate"},
+		{"the same, to acquires with an idempotency key", "held_to_keyed*"},
+		{"the same beside a snapshot, to without", "held_pgbench_under_snapshot*"},
+	}),
 	"cpu": table("CPU microseconds of a decision", []pageColumn{{"server", "cpu_server"}, {"client", "cpu_client"}}, []pageRow{
 		{"plain", "plain-noflush/uniform/256/*"},
 		{"combined", "combined-noflush/uniform/256/*"},
@@ -241,6 +253,16 @@ func table(title string, columns []pageColumn, rows []pageRow) func(processor) s
 		}
 		return b.String()
 	}
+}
+
+// tables are those of the page that have all their figures.
+func (p processor) tables() (whole []string) {
+	for _, name := range slices.Sorted(maps.Keys(pageBlocks)) {
+		if text := pageBlocks[name](p); strings.HasPrefix(text, "|") && !strings.Contains(text, "–") {
+			whole = append(whole, text)
+		}
+	}
+	return whole
 }
 
 // machine has what was measured on, and when.

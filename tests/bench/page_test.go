@@ -2,6 +2,7 @@ package main
 
 import (
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -50,7 +51,10 @@ func TestPage_ShowsMeasuresThatThereAre(t *testing.T) {
 		if name != "summary" && name != "distance" {
 			require.NotContains(t, block, "–", name)
 		}
+		whole := strings.HasPrefix(block, "|") && !strings.Contains(block, "–")
+		require.Equal(t, whole, slices.Contains(processor{&r, "bench"}.tables(), block), name)
 	}
+	require.Empty(t, processor{&report{}, "bench"}.tables(), "no table without figures")
 }
 
 func TestRatios_AreOfCellsThatThereAre(t *testing.T) {
@@ -69,6 +73,9 @@ func TestChoose_TakesPatterns(t *testing.T) {
 		"shards/one/*, shards/client/plain": {"shards/one/plain", "shards/one/combined", "shards/client/plain"},
 		"combined_64_*":                     {"combined-noflush/uniform/64", "redis/uniform/64"},
 		"npm/pl*64":                         {"npm/plain/uniform/64", "npm/plain/hot/64"},
+		"held_to_*": { // and so on, of make bench-slots
+			"bare/keyed", "bare/held", "bare/keyed-hot", "bare/held-hot", "held/uniform/64", "held-redis/uniform/64", "held/hot/64", "held-redis/hot/64",
+		},
 	} {
 		cells, _, err := choose(only, experiments(nil))
 		require.NoError(t, err)

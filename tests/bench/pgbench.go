@@ -24,13 +24,17 @@ const bareDatabase = "bare"
 const (
 	manyKeysSQL = `'user:' || :k`
 	drawKey     = `\set k random(1, 100000)` + "\n"
+	oneKey      = `\set k 50000` + "\n"
 	drawRequest = `\set r random(1, 9000000000000000000)` + "\n"
 )
 
 var bareScripts = map[string]string{
-	"bare/update":  drawKey + takeSQL(manyKeysSQL) + ` returning level;`, // the least that a limiter can do
-	"bare/acquire": drawKey + acquireSQL("full", manyKeysSQL),
-	"bare/keyed":   drawKey + drawRequest + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`),
+	"bare/update":    drawKey + takeSQL(manyKeysSQL) + ` returning level;`, // the least that a limiter can do
+	"bare/acquire":   drawKey + acquireSQL("full", manyKeysSQL),
+	"bare/keyed":     drawKey + drawRequest + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`),
+	"bare/keyed-hot": oneKey + drawRequest + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`),
+	"bare/held":      drawKey + drawRequest + cycleSQL(manyKeysSQL),
+	"bare/held-hot":  oneKey + drawRequest + cycleSQL(manyKeysSQL),
 	"bare/settled": drawKey + drawRequest + acquireSQL("full", manyKeysSQL, "1", `'request:' || :r`) + "\n" +
 		`select * from ratelimit_settle('full', ` + manyKeysSQL + `, 'request:' || :r, 2);`,
 	"bare/select":  drawKey + `select level, refilled_at from bare where policy_id = 1 and key = ` + manyKeysSQL + `;`,
@@ -49,11 +53,14 @@ func acquireSQL(policy string, arguments ...string) string {
 }
 
 func (*bare) cells() []string {
-	return []string{"bare/update", "bare/acquire", "bare/keyed", "bare/settled", "bare/insert", "bare/guarded", "bare/select", "bare/denied"}
+	return []string{
+		"bare/update", "bare/acquire", "bare/keyed", "bare/held", "bare/keyed-hot", "bare/held-hot", "bare/settled", "bare/insert", "bare/guarded",
+		"bare/select", "bare/denied",
+	}
 }
 
 func (b *bare) open(ctx context.Context, _ []string) error {
-	_, err := b.database(ctx, bareDatabase, slices.Concat(bareTables(manyKeys), guardedTable(), []string{fill{policy: "full", count: manyKeys}.inUse(), "create table free (like guarded)"})...)
+	_, err := b.database(ctx, bareDatabase, slices.Concat(bareTables(manyKeys), defineSlots(), guardedTable(), []string{fill{policy: "full", count: manyKeys}.inUse(), "create table free (like guarded)"})...)
 	return err
 }
 
