@@ -14,34 +14,21 @@ type latency time.Duration
 
 // dial connects to a server through a proxy in this process.
 func (l latency) dial(ctx context.Context, network, address string) (net.Conn, error) {
-	client, near := net.Pipe()
-	if err := l.join(ctx, near, network, address); err != nil {
-		return nil, err
-	}
-	return client, nil
-}
-
-// join connects what comes by a connection to a server, and closes it if it cannot.
-func (l latency) join(ctx context.Context, near net.Conn, network, address string) (err error) {
-	defer func() {
-		if err != nil {
-			near.Close()
-		}
-	}()
 	there, err := newSleeper()
 	if err != nil {
-		return err
+		return nil, err
 	}
 	back, err := newSleeper()
 	if err != nil {
-		return errors.Join(err, there.Close())
+		return nil, errors.Join(err, there.Close())
 	}
 	server, err := new(net.Dialer).DialContext(ctx, network, address)
 	if err != nil {
-		return errors.Join(err, there.Close(), back.Close())
+		return nil, errors.Join(err, there.Close(), back.Close())
 	}
+	client, near := net.Pipe()
 	l.between(near, server, there, back)
-	return nil
+	return client, nil
 }
 
 // between carries what two connections send. Closing either closes both.

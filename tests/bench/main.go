@@ -95,9 +95,5 @@ func run(o options) (err error) {
 	if err != nil {
 		return cmp.Or(context.Cause(ctx), err)
 	}
-	report, err := newReport(ctx, lab, o, rounds, chosen)
-	if err != nil {
-		return err
-	}
-	return report.publish(o)
+	return newReport(lab, o, rounds, chosen).publish(o)
 }

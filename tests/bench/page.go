@@ -267,7 +267,7 @@ func (p processor) tables() (whole []string) {
 
 // machine has what was measured on, and when.
 func machine(p processor) string {
-	return fmt.Sprintf("- **%s**, %s: PostgreSQL %s, Redis %s, %s; medians of %d rounds of %s. [All figures and settings](../tests/bench/results/%s.json).\n",
+	return fmt.Sprintf("- **%s**, %s: PostgreSQL %s, Redis %s, %s; medians of %d rounds of %s. [All figures](../tests/bench/results/%s.json), [settings](../tests/bench/postgres.go).\n",
 		p.Machine["machine"], p.When.Format("2 January 2006"), firstOf(p.Machine["PostgreSQL"]), firstOf(p.Machine["Redis"]),
 		firstOf(p.Machine["Go"]), p.Rounds, p.Window, p.file)
 }

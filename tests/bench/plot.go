@@ -19,11 +19,7 @@ import (
 
 // The opponents that are drawn, each with its colour in all plots; dashed is flushed to disk. The tables of the page
 // have all opponents: more lines than these cannot be told apart.
-var lines = []struct {
-	opponent, label string
-	colour          color.Color
-	dashes          []vg.Length
-}{
+var lines = []drawnLine{
 	{"combined-noflush", "combined", blue, nil},
 	{"combined-flush", "combined, flushed", blue, dashed},
 	{"plain-noflush", "plain calls", green, nil},
@@ -31,13 +27,14 @@ var lines = []struct {
 	{"redis-aof", "redis_rate, appendfsync always", red, dashed},
 }
 
+type drawnLine struct {
+	opponent, label string
+	colour          color.Color
+	dashes          []vg.Length
+}
+
 func isDrawn(opponent string) bool {
-	for _, l := range lines {
-		if l.opponent == opponent {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(lines, func(l drawnLine) bool { return l.opponent == opponent })
 }
 
 var (

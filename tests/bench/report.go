@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -16,26 +15,21 @@ import (
 
 // A report is what a run found out, and where. Figures are medians of the rounds, rounded to five digits.
 type report struct {
-	When     time.Time
-	Rounds   int
-	Window   string
-	Machine  map[string]string
-	Settings map[string]string
-	Ratios   map[string]span   // by name
-	Cells    map[string]sample // by name
+	When    time.Time
+	Rounds  int
+	Window  string
+	Machine map[string]string
+	Ratios  map[string]span   // by name
+	Cells   map[string]sample // by name
 }
 
 // A span is a median of the rounds, the least and the most.
 type span struct{ Median, From, To float64 }
 
-func newReport(ctx context.Context, l *lab, o options, rounds []round, chosen []ratio) (*report, error) {
+func newReport(l *lab, o options, rounds []round, chosen []ratio) *report {
 	r := &report{
 		When: time.Now().UTC().Truncate(time.Second), Rounds: o.rounds, Window: o.window.String(),
-		Ratios: map[string]span{}, Cells: map[string]sample{},
-	}
-	var err error
-	if r.Machine, r.Settings, err = l.describe(ctx); err != nil {
-		return nil, err
+		Machine: l.describe(), Ratios: map[string]span{}, Cells: map[string]sample{},
 	}
 	for _, c := range chosen {
 		r.Ratios[c.name] = spanOf(rounds, func(r round) float64 { return r.value(c.over) / r.value(c.under) })
@@ -46,7 +40,7 @@ func newReport(ctx context.Context, l *lab, o options, rounds []round, chosen []
 			r.Cells[cell][name] = spanOf(rounds, func(r round) float64 { return r[cell][name] }).Median
 		}
 	}
-	return r, nil
+	return r
 }
 
 func spanOf(rounds []round, of func(round) float64) span {
