@@ -197,7 +197,7 @@ func (g *grid) openPostgres(ctx context.Context) error {
 		g.opponents["combined-"+mode] = &opponent{pgratelimit(combiner), pg.pid}
 		if !flush {
 			g.opponents["joint-combined-noflush"] = &opponent{g.members.pgratelimit(combiner), pg.pid}
-			g.opponents["keyed-combined-noflush"] = &opponent{keyed(combiner, "durable"), pg.pid}
+			g.opponents["keyed-combined-noflush"] = &opponent{keyed(combiner), pg.pid}
 			g.opponents["held"] = &opponent{held(client.New(pool)), pg.pid}
 			g.addDenied(pool, pg.pid)
 			g.opponents["statements"] = &opponent{statements(pool), pg.pid}

@@ -41,10 +41,10 @@ func pgratelimit(limiter client.Acquirer) acquirer {
 }
 
 // keyed gives each request an idempotency key that nobody has used.
-func keyed(limiter client.Acquirer, policy string) acquirer {
+func keyed(limiter client.Acquirer) acquirer {
 	name := newNames()
 	return func(ctx context.Context, key string) error {
-		d, err := limiter.Acquire(ctx, policy, key, client.IdempotencyKey(name()))
+		d, err := limiter.Acquire(ctx, "durable", key, client.IdempotencyKey(name()))
 		if err == nil && (!d.Allowed || d.Replayed) {
 			err = errDenied
 		}

@@ -82,20 +82,17 @@ func (s *served) open(ctx context.Context, cells []string) error {
 		return err
 	}
 	s.closers = append(s.closers, func() { _ = program.close() })
-	if s.acquire["grpc"], err = s.overGRPC(program); err != nil {
+	conns, err := s.connect(program)
+	if err != nil {
 		return err
 	}
-	s.acquire["json"] = s.overJSON(program)
-	s.many, err = s.manyOverGRPC(ctx, program)
+	s.acquire["grpc"], s.acquire["json"] = overGRPC(conns), s.overJSON(program)
+	s.many, err = manyOverGRPC(ctx, conns)
 	return err
 }
 
 // overGRPC has callers share connections, as those of a process do.
-func (s *served) overGRPC(p *program) (acquirer, error) {
-	conns, err := s.connect(p)
-	if err != nil {
-		return nil, err
-	}
+func overGRPC(conns [servedConnections]*grpc.ClientConn) acquirer {
 	return func(ctx context.Context, key string) error {
 		conn := conns[int(key[len(key)-1])%servedConnections]
 		d, err := pb.NewRateLimiterClient(conn).Acquire(ctx, &pb.AcquireRequest{Policy: "durable", LogicalKey: key})
@@ -103,7 +100,7 @@ func (s *served) overGRPC(p *program) (acquirer, error) {
 			err = errDenied
 		}
 		return err
-	}, nil
+	}
 }
 
 func (s *served) connect(p *program) (conns [servedConnections]*grpc.ClientConn, err error) {
@@ -117,11 +114,7 @@ func (s *served) connect(p *program) (conns [servedConnections]*grpc.ClientConn,
 }
 
 // manyOverGRPC has the requests of many callers in one message: as calls of AcquireMany, or on one stream for each connection.
-func (s *served) manyOverGRPC(ctx context.Context, p *program) (map[string]manyAcquirer, error) {
-	conns, err := s.connect(p)
-	if err != nil {
-		return nil, err
-	}
+func manyOverGRPC(ctx context.Context, conns [servedConnections]*grpc.ClientConn) (map[string]manyAcquirer, error) {
 	streams := make([]*answered, len(conns))
 	for i, conn := range conns {
 		stream, err := pb.NewRateLimiterClient(conn).AcquireStream(ctx)
