@@ -12,6 +12,28 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
+	t.Parallel()
+	db := kit.NewCrowdDB(t, 20)
+	for _, kind := range []kit.PolicyOption{kit.Durable, kit.Ephemeral} {
+		db.DefinePolicy("p", 10, 1, kit.ADay, kind)
+		for i := range 100 {
+			key := fmt.Sprint("k", i)
+			answers := db.Together(20, func(_ int, q kit.Querier) (kit.Decision, error) { return kit.Acquire(q, "p", key, 1) })
+			require.Equal(t, 10, count(answers, isAllowed))
+			remaining := map[int64]bool{}
+			for _, d := range answers {
+				if d.Allowed {
+					remaining[d.Remaining] = true
+				}
+			}
+			require.Len(t, remaining, 10, "each grant saw the one before it")
+			require.Zero(t, db.Left("p", key))
+		}
+		db.DropPolicy("p")
+	}
+}
+
 // Requests for random sets of 2 to 5 of 12 buckets. Each grant took from all its buckets, and a denial from none.
 func TestConcurrency_AThousandOverlappingSets(t *testing.T) {
 	t.Parallel()

@@ -88,7 +88,8 @@ func greet(t *testing.T, conn net.Conn, isGRPC bool) {
 	t.Helper()
 	if !isGRPC {
 		require.NoError(t, kit.ErrorOf(io.WriteString(conn, "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")))
-		response := kit.NoError(http.ReadResponse(bufio.NewReader(conn), nil))(t)
+		response, err := http.ReadResponse(bufio.NewReader(conn), nil)
+		require.NoError(t, err)
 		require.NoError(t, kit.ErrorOf(io.Copy(io.Discard, response.Body)))
 		require.NoError(t, response.Body.Close())
 		return

@@ -284,7 +284,8 @@ func (p *process) ask(t *testing.T, path, body string) (status int, text string)
 		method = http.MethodGet
 	}
 	r := kit.NoError(http.NewRequestWithContext(t.Context(), method, "http://"+p.http+path, strings.NewReader(body)))(t)
-	response := kit.NoError(http.DefaultClient.Do(r))(t)
+	response, err := http.DefaultClient.Do(r)
+	require.NoError(t, err)
 	defer response.Body.Close()
 	answer := kit.NoError(io.ReadAll(response.Body))(t)
 	return response.StatusCode, string(answer)
