@@ -7,6 +7,7 @@ SHELL := bash
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
+CYCLONEDX := github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod@v1.10.0
 RACE  :=# -race, which takes a C compiler and three times as long
 TESTS := work# all packages of all modules
 SERVER_TESTS := $(addprefix ./tests/,acquire client demo docs operate pgtest schema security slots spend torture)# whose outcome may depend on the PostgreSQL
@@ -161,10 +162,12 @@ packages: ## Make all packages in build/packages: the extension, pg_tle, migrati
 	@for python in python3 /usr/bin/python3; do ! $$python -c 'import setuptools, wheel, pip' 2>/dev/null || \
 	  { $$python -m pip wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir build/packages/python ./build/python; break; }; done
 
-release: ## Make what a release has for download in build/release, with checksums
+release: build ## Make what a release has for download in build/release, with checksums, and bills of materials of the client and the program
 	@rm -rf build/release
 	@go run ./migrations/cmd release build/release
-	@cd build/release && sha256sum --check SHA256SUMS
+	@GOWORK=off go run $(CYCLONEDX) mod -json -noserial -output build/release/client.cdx.json
+	@go run $(CYCLONEDX) bin -json -noserial -output build/release/program.cdx.json build/pgratelimit
+	@cd build/release && sha256sum *.cdx.json >>SHA256SUMS && sha256sum --check SHA256SUMS
 
 PG_CONFIG := pg_config
 
