@@ -66,7 +66,11 @@ export class Combiner extends Limiter {
   #look(hurry = false) {
     clearImmediate(this.#turn)
     this.#turn = undefined
-    for (let batch; (batch = this.#queue.take(hurry)); hurry = false) this.#track(this.#serving, this.#serve(batch))
+    for (let batch; (batch = this.#queue.take(hurry)); hurry = false) {
+      clearTimeout(this.#linger)
+      this.#linger = undefined
+      this.#track(this.#serving, this.#serve(batch))
+    }
     if (!this.#queue.isHeld) return
     this.#linger ??= setTimeout(() => {
       this.#linger = undefined

@@ -37,16 +37,16 @@ export class Database {
   async row({ columns, decode = (row) => row, call, values, once = false }, { unended = [], patience = Infinity } = {}) {
     const timeout = Math.min((this.#timeout ?? Infinity) * 1000, patience)
     const text = `select ${columns} from ${this.#schema}${call}`
-    let rows
-    for (let tries = 1; !rows; tries++) {
+    let result
+    for (let tries = 1; result === undefined; tries++) {
       try {
-        ({ rows } = await (timeout === Infinity ? this.#db.query(text, values) : this.#sendInTime(text, values, timeout, unended)))
+        result = await (timeout === Infinity ? this.#db.query(text, values) : this.#sendInTime(text, values, timeout, unended)) ?? null
       } catch (error) {
         if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error)))) throw translate(error)
         await sleep(Math.random() * MAX_BACKOFF * tries) // so that calls that collided do not meet again
       }
     }
-    return decode(rows[0])
+    return decode(result.rows[0])
   }
 
   #sendInTime(text, values, timeout, unended) {

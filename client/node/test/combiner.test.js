@@ -295,6 +295,15 @@ test('a handle without query(), and numbers that cannot be, are refused at once'
   }
 })
 
+test('an answer without rows is an error, and is not asked for again', async () => {
+  for (const answer of [[], undefined, {}]) {
+    let sent = 0
+    const limiter = new Limiter({ query: async () => { sent++; return answer } }, { retry: true })
+    await assert.rejects(limiter.acquire('api', 'k'), TypeError)
+    assert.equal(sent, 1)
+  }
+})
+
 test('one connection of a pool is left for others', async (t) => {
   for (const [max, calls] of [[1, 1], [2, 1], [3, 2], [10, 2]]) {
     const gate = new Gate()
