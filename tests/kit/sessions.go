@@ -72,18 +72,19 @@ type Pending struct {
 
 // AwaitBlockedBy returns when the call waits for a lock that the holder has.
 func (p *Pending) AwaitBlockedBy(holder *Session) {
-	var blocked, over bool
-	require.Eventually(p.Session.Db.T, func() bool {
+	for began, over := time.Now(), false; ; time.Sleep(Ms) {
+		if p.Session.Db.Number("select count(*) from pg_stat_activity where pid = $1 and wait_event_type = 'Lock' and $2 = any (pg_blocking_pids(pid))",
+			p.Session.PgConn().PID(), holder.PgConn().PID()) > 0 {
+			return
+		}
+		require.False(p.Session.Db.T, over, "the call ended, and did not wait for the holder")
+		require.Less(p.Session.Db.T, time.Since(began), Patience, "the call does not wait for the holder")
 		select {
 		case <-p.Done:
 			over = true
 		default:
 		}
-		blocked = p.Session.Db.Number("select count(*) from pg_stat_activity where pid = $1 and wait_event_type = 'Lock' and $2 = any (pg_blocking_pids(pid))",
-			p.Session.PgConn().PID(), holder.PgConn().PID()) > 0
-		return blocked || over
-	}, Patience, Ms)
-	require.True(p.Session.Db.T, blocked, "the call ended, and did not wait for the holder")
+	}
 }
 
 func (p *Pending) Result() (Decision, error) {
