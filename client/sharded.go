@@ -293,13 +293,19 @@ func (s *Sharded) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 
 // Hold is [Limiter.Hold] on the shard of key.
 func (s *Sharded) Hold(ctx context.Context, policy, key string, opts ...CallOption) (h *Hold, d HoldDecision, err error) {
-	err = s.tell(ctx, key, func(on *shard) (err error) { h, d, err = on.Hold(ctx, policy, key, opts...); return err })
+	err = s.tell(ctx, key, func(on *shard) (err error) {
+		h, d, err = on.Hold(ctx, policy, key, opts...)
+		return err
+	})
 	return h, d, err
 }
 
 // HoldWait is [Limiter.HoldWait] on the shard of key.
 func (s *Sharded) HoldWait(ctx context.Context, policy, key string, opts ...CallOption) (h *Hold, d HoldDecision, err error) {
-	err = s.tell(ctx, key, func(on *shard) (err error) { h, d, err = on.HoldWait(ctx, policy, key, opts...); return err })
+	err = s.tell(ctx, key, func(on *shard) (err error) {
+		h, d, err = on.HoldWait(ctx, policy, key, opts...)
+		return err
+	})
 	return h, d, err
 }
 
@@ -330,12 +336,14 @@ func (s *Sharded) RemoveOverride(ctx context.Context, policy, key string) (remov
 
 // Overrides lists the overrides of all shards as [Limiter.Overrides] lists the overrides of one database. With [OfKey], it asks one
 // shard. A copy of a database has overrides of keys that belong to another shard: these are left out.
+// If a shard fails, nothing is listed.
 func (s *Sharded) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {
 	return listKeys(ctx, s, opts, newList("Overrides", opts), (*shard).Overrides, func(o Override) (policy, key string) { return o.Policy, o.Key })
 }
 
 // Holders lists the holders of all shards as [Limiter.Holders] lists the holders of one database. With [OfKey], it asks one
 // shard. A copy of a database has holders of keys that belong to another shard: these are left out.
+// If a shard fails, nothing is listed.
 func (s *Sharded) Holders(ctx context.Context, opts ...CallOption) ([]Holder, error) {
 	return listKeys(ctx, s, opts, newList("Holders", opts), (*shard).Holders, func(h Holder) (policy, key string) { return h.Policy, h.Key })
 }

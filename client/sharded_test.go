@@ -167,6 +167,11 @@ func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
 	require.NoError(t, errOf(limiter.Peek(ctx, "api", keyOn(0, 2))), "the others do not wait for it")
 	down.err, down.number = nil, 0
 	require.ErrorIs(t, errOf(limiter.Peek(ctx, "api", key)), client.ErrWrongShard, "it was another database")
+	for _, hold := range []func(context.Context, string, string, ...client.CallOption) (*client.Hold, client.HoldDecision, error){limiter.Hold, limiter.HoldWait} {
+		_, _, err := hold(ctx, "api", key)
+		shardIs(t, 1, 2, err)
+		require.ErrorIs(t, err, client.ErrWrongShard)
+	}
 	down.number = 1
 	require.EqualValues(t, 2, noError(limiter.Peek(ctx, "api", key))(t).Remaining)
 

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/big"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
@@ -166,9 +167,13 @@ func appendName(field []byte, policy string) []byte {
 // public is the name of a policy as clients see it. It is printable ASCII: any other byte, and the
 // percent sign, is written as in a URL.
 func public(policy string) string {
+	isPlain := func(c byte) bool { return ' ' <= c && c <= '~' && c != '%' }
+	if !slices.ContainsFunc([]byte(policy), func(c byte) bool { return !isPlain(c) }) {
+		return policy
+	}
 	name := make([]byte, 0, 64) // enough for most
 	for _, c := range []byte(policy) {
-		if ' ' <= c && c <= '~' && c != '%' {
+		if isPlain(c) {
 			name = append(name, c)
 		} else {
 			name = fmt.Appendf(name, "%%%02X", c)

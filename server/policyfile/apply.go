@@ -64,8 +64,10 @@ func (c *Change) failed(err error) error {
 func (p Policy) define(ctx context.Context, tx pgx.Tx) error {
 	refills := !p.isSlots() && !p.isQuota()
 	_, err := tx.Exec(ctx, `
-		select ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, $5::boolean, $6::boolean, $7::text::interval,
-		                               $8::boolean, $9::text::interval, $10::text, $11::text::timestamp, $12::text::interval)`,
+		select ratelimit_define_policy($1::text, capacity => $2::bigint, refill => $3::bigint, every => $4::text::interval,
+		                               stepped => $5::boolean, durable => $6::boolean, remember => $7::text::interval, shadow => $8::boolean,
+		                               period => $9::text::interval, time_zone => $10::text, anchor => $11::text::timestamp,
+		                               lease => $12::text::interval)`,
 		p.Name, p.Capacity, onlyIf(refills, p.Refill), onlyIf(refills, p.Every.interval()), onlyIf(refills, p.Stepped),
 		p.Durable, onlyIf(!p.isSlots(), p.Remember.interval()), p.Shadow,
 		onlyIf(p.isQuota(), p.Period), onlyIf(p.isQuota(), p.TimeZone), onlyIf(p.isQuota(), p.Anchor), onlyIf(p.isSlots(), p.Lease.interval()))
@@ -94,8 +96,9 @@ func (o Override) remove(ctx context.Context, tx pgx.Tx) error {
 func (o Override) set(ctx context.Context, tx pgx.Tx) error {
 	refills := !o.isOfSlots() && !o.isOfQuota()
 	_, err := tx.Exec(ctx, `
-		select ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz,
-		                          $7::text, $8::text::timestamp, $9::text::interval)`,
+		select ratelimit_override($1::text, $2::text, capacity => $3::bigint, refill => $4::bigint, every => $5::text::interval,
+		                          expires_at => $6::text::timestamptz, time_zone => $7::text, anchor => $8::text::timestamp,
+		                          lease => $9::text::interval)`,
 		o.Policy, o.Key, o.Capacity, onlyIf(refills, o.Refill), onlyIf(refills, o.Every.interval()),
 		onlyIf(!o.ExpiresAt.IsZero(), o.ExpiresAt.Format(time.RFC3339Nano)),
 		onlyIf(o.isOfQuota(), o.TimeZone), onlyIf(o.isOfQuota(), o.Anchor), onlyIf(o.isOfSlots(), o.Lease.interval()))

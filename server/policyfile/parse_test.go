@@ -338,7 +338,7 @@ func checkRules(t *testing.T, rules *policyfile.Rules) {
 	for _, p := range rules.Policies {
 		known[p.Name] = true
 		isSlots := p.Lease != 0
-		if !isName(p.Name) || !areNumbers(p.Capacity, p.Refill, p.Every, isSlots || p.Period != "") || (p.TimeZone != "") != (p.Period != "") || (p.Anchor != "") != (p.Period != "") ||
+		if !isName(p.Name) || !areNumbers(p.Capacity, p.Refill, p.Every, isSlots || p.Period != "") || !isCalendar(p.Period, p.TimeZone, p.Anchor) ||
 			isSlots && !(isLease(p.Capacity, p.Lease) && p.Capacity > 0 && p.Period == "" && p.Remember == 0) || !isSlots && !isSpan(p.Remember) {
 			t.Errorf("%+v", p)
 		}
@@ -359,6 +359,17 @@ func checkRules(t *testing.T, rules *policyfile.Rules) {
 	for _, domain := range rules.Envoy {
 		checkDomain(t, domain)
 	}
+}
+
+// isCalendar reports whether a policy has all or nothing of a calendar.
+func isCalendar(period, timeZone, anchor string) bool {
+	isQuota := period != ""
+	for _, field := range []string{timeZone, anchor} {
+		if (field != "") != isQuota {
+			return false
+		}
+	}
+	return true
 }
 
 func isLease(capacity int64, lease policyfile.Span) bool {

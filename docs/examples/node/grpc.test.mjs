@@ -87,6 +87,7 @@ const stories = {
     ['AcquireAll', both, { verdict: 'ALLOWED', binding: 1, decisions: (decisions) => decisions.map((d) => d.remaining).join() === '9,100' }],
     ['AcquireAll', both, { verdict: 'DENIED', binding: 1, retry_after: null }],
     ['Peek', api('all'), { remaining: 9 }],
+    ['Peek', budget('all'), { remaining: 100 }],
   ],
   'Charge takes what is not there, and Refund gives back, never above the capacity': [
     ['Charge', budget('charge', { cost: 1200 }), { remaining: -200 }],

@@ -255,6 +255,9 @@ func (s *testServer) take(ctx context.Context, caller int, policy, key string) (
 		return d.GetVerdict() == pb.Verdict_ALLOWED, d.GetEstimated(), err
 	}
 	a, err := s.post(ctx, "/v1/acquire", fmt.Sprintf(`{"policy":%q,"key":%q}`, policy, key))
+	if _, decided := a.body["allowed"]; err == nil && !decided {
+		err = fmt.Errorf("%d: %s", a.status, a.text)
+	}
 	return a.body["allowed"] == true, a.body["estimated"] == true, err
 }
 
