@@ -162,12 +162,13 @@ packages: ## Make all packages in build/packages: the extension, pg_tle, migrati
 	@for python in python3 /usr/bin/python3; do ! $$python -c 'import setuptools, wheel, pip' 2>/dev/null || \
 	  { $$python -m pip wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir build/packages/python ./build/python; break; }; done
 
-release: build ## Make what a release has for download in build/release, with checksums, and bills of materials of the client and the program
+release: build packages ## Make what a release has for download in build/release: packages, bills of materials of the Go client and the program, checksums
 	@rm -rf build/release
 	@go run ./migrations/cmd release build/release
 	@GOWORK=off go run $(CYCLONEDX) mod -json -noserial -output build/release/client.cdx.json
 	@go run $(CYCLONEDX) bin -json -noserial -output build/release/program.cdx.json build/pgratelimit
-	@cd build/release && sha256sum *.cdx.json >>SHA256SUMS && sha256sum --check SHA256SUMS
+	@cp build/packages/npm/*.tgz build/packages/python/*.whl build/release
+	@cd build/release && sha256sum *.cdx.json *.tgz *.whl >>SHA256SUMS && sha256sum --check SHA256SUMS
 
 PG_CONFIG := pg_config
 
