@@ -6266,11 +6266,14 @@ begin
 
     loop
       -- 1. The row of the key, and the holder's lease.
-      select s.changes, s.held, s.counted_until, l.cost, l.ends_at
-        into v_changes, v_held, v_until, v_own_cost, v_own_end
+      select s.changes, s.held, s.counted_until
+        into v_changes, v_held, v_until
         from slots as s
-        left join leases as l on l.policy_id = s.policy_id and l.key = s.key and l.holder = v_holder
        where s.policy_id = v_policy.id and s.key = v_key;
+      select l.cost, l.ends_at
+        into v_own_cost, v_own_end
+        from leases as l
+       where l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder;
       v_ended := false;
       if v_changes is null then
         v_held := 0;
@@ -6421,11 +6424,14 @@ as $$
 
     loop
       -- 1. The row of the key, and the holder's lease.
-      select s.changes, s.held, s.counted_until, l.cost, l.ends_at
-        into v_changes, v_held, v_until, v_own_cost, v_own_end
+      select s.changes, s.held, s.counted_until
+        into v_changes, v_held, v_until
         from ephemeral_slots as s
-        left join ephemeral_leases as l on l.policy_id = s.policy_id and l.key = s.key and l.holder = v_holder
        where s.policy_id = v_policy.id and s.key = v_key;
+      select l.cost, l.ends_at
+        into v_own_cost, v_own_end
+        from ephemeral_leases as l
+       where l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder;
       v_ended := false;
       if v_changes is null then
         v_held := 0;
