@@ -6191,9 +6191,10 @@ comment on function ratelimit.reset_ephemeral_slots(bigint, text) is
 -- Lends cost slots of a key to a holder until its lease ends, if they are free.
 --
 -- The steps:
---   1. The row of the key is read: how often its leases were changed, and what is held. From counted_until on, and in each further round,
---      the leases are added up instead. A key without a row has no leases.
---   2. If the cost does not fit, the answer is a denial: nothing was locked.
+--   1. The row of the key is read: how often its leases were changed, and what is held. From counted_until on the leases are added up
+--      instead. A key without a row has no leases.
+--   2. If the cost does not fit, the leases are looked at. If it does not fit then, the answer is a denial: nothing was locked. If it
+--      does, step 1 follows again, and adds them up.
 --   3. One conditional update writes the row of the key, if nobody has changed the leases since step 1. It may wait for a session that
 --      holds, renews or releases under the same key. A row that is missing is created.
 --   4. If another session has changed them, the row is locked, and steps 1 to 3 follow with the leases as they are under the lock.
@@ -6277,7 +6278,7 @@ begin
       v_ended := false;
       if v_changes is null then
         v_held := 0;
-      elsif v_until <= v_now or v_rounds > 0 then
+      elsif v_until <= v_now or v_retry_us = 0 then
         select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0),
                min(l.ends_at) filter (where l.ends_at > v_now),
                count(*) filter (where l.ends_at <= v_now) > 0
@@ -6435,7 +6436,7 @@ as $$
       v_ended := false;
       if v_changes is null then
         v_held := 0;
-      elsif v_until <= v_now or v_rounds > 0 then
+      elsif v_until <= v_now or v_retry_us = 0 then
         select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0),
                min(l.ends_at) filter (where l.ends_at > v_now),
                count(*) filter (where l.ends_at <= v_now) > 0
