@@ -70,7 +70,9 @@ func renewPage(page string, all []processor) (_ string, err error) {
 		}
 		var texts []string
 		for _, p := range all {
-			texts = append(texts, write(p))
+			if text := write(p); text != "" {
+				texts = append(texts, text)
+			}
 		}
 		return part[1] + strings.Join(texts, "\n") + part[4]
 	})
@@ -235,7 +237,7 @@ func (p processor) text(measure string) string {
 	}
 }
 
-// table writes one, with a dash for what was not measured.
+// table writes one, with a dash for each figure that was not measured, or nothing if none was.
 func table(title string, columns []pageColumn, rows []pageRow) func(processor) string {
 	return func(p processor) string {
 		var b strings.Builder
@@ -244,12 +246,18 @@ func table(title string, columns []pageColumn, rows []pageRow) func(processor) s
 			fmt.Fprintf(&b, " %s |", c.title)
 		}
 		b.WriteString("\n|---|" + strings.Repeat("---:|", len(columns)) + "\n")
+		measured := false
 		for _, row := range rows {
 			fmt.Fprintf(&b, "| %s |", row.title)
 			for _, c := range columns {
-				fmt.Fprintf(&b, " %s |", p.text(strings.ReplaceAll(row.measure, "*", c.part)))
+				text := p.text(strings.ReplaceAll(row.measure, "*", c.part))
+				measured = measured || text != "–"
+				fmt.Fprintf(&b, " %s |", text)
 			}
 			b.WriteByte('\n')
+		}
+		if !measured {
+			return ""
 		}
 		return b.String()
 	}
