@@ -91,19 +91,6 @@ func (s *Session) StartAll(r WholeRequest) *Pending {
 	})
 }
 
-// AwaitLockOrEnd returns when the call waits for a lock or is over.
-func (p *Pending) AwaitLockOrEnd() (over bool) {
-	require.Eventually(p.Session.Db.T, func() bool {
-		select {
-		case <-p.Done:
-			over = true
-		default:
-		}
-		return over || p.Session.Db.Number("select count(*) from pg_locks where pid = $1 and not granted", p.Session.PgConn().PID()) > 0
-	}, Patience, Ms)
-	return over
-}
-
 func Connect(t *testing.T, server *pgtest.Server) *pgx.Conn {
 	conn := NoError(pgx.Connect(t.Context(), server.URL("")))(t)
 	t.Cleanup(func() { conn.Close(context.Background()) })

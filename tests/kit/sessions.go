@@ -72,13 +72,25 @@ type Pending struct {
 
 // AwaitBlockedBy returns when the call waits for a lock that the holder has.
 func (p *Pending) AwaitBlockedBy(holder *Session) {
+	require.True(p.Session.Db.T, p.waits("select count(*) from pg_stat_activity where pid = $1 and wait_event_type = 'Lock' and $2 = any (pg_blocking_pids(pid))",
+		p.Session.PgConn().PID(), holder.PgConn().PID()), "the call ended, and did not wait for the holder")
+}
+
+// AwaitLockOrEnd returns when the call waits for a lock or is over.
+func (p *Pending) AwaitLockOrEnd() (over bool) {
+	return !p.waits("select count(*) from pg_locks where pid = $1 and not granted", p.Session.PgConn().PID())
+}
+
+// waits returns true when a query counts something, and false when the call is over and it still counts nothing.
+func (p *Pending) waits(sql string, args ...any) bool {
 	for began, over := time.Now(), false; ; time.Sleep(Ms) {
-		if p.Session.Db.Number("select count(*) from pg_stat_activity where pid = $1 and wait_event_type = 'Lock' and $2 = any (pg_blocking_pids(pid))",
-			p.Session.PgConn().PID(), holder.PgConn().PID()) > 0 {
-			return
+		if p.Session.Db.Number(sql, args...) > 0 {
+			return true
 		}
-		require.False(p.Session.Db.T, over, "the call ended, and did not wait for the holder")
-		require.Less(p.Session.Db.T, time.Since(began), Patience, "the call does not wait for the holder")
+		if over {
+			return false
+		}
+		require.Less(p.Session.Db.T, time.Since(began), Patience, "the call neither waits nor ends")
 		select {
 		case <-p.Done:
 			over = true

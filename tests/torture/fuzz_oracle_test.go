@@ -149,13 +149,13 @@ func (r *round) check(function string, args []argument) error {
 	case "ratelimit_reset":
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), r.unknown(value(0)))
 	case "ratelimit_hold":
-		return r.checkHold(value(0), value(1), value(2), badSlots(value(3)))
+		return r.checkHold(value(0), value(1), value(2), badCount("invalid cost", value(3)))
 	case "ratelimit_renew", "ratelimit_release":
 		return r.checkHold(value(0), value(1), value(2), nil)
 	case "ratelimit_holders":
 		return r.checkList(value(0), value(1), value(2))
 	case "ratelimit_cleanup":
-		return badRows("invalid max_rows", value(0))
+		return badCount("invalid max_rows", value(0))
 	case "ratelimit_cleanup_all":
 		if budget, ok := value(0).(span); !ok || budget.inMonthsOf30Days().Sign() <= 0 {
 			return refusal("invalid budget")
@@ -176,7 +176,7 @@ func (r *round) checkSpending(policy, key, idempotencyKey any, cost error, other
 
 // checkList checks a list of the buckets of a policy and a key, where null is any.
 func (r *round) checkList(policy, key, rows any) error {
-	return unsaid(cmp.Or(given(policy, badName("", policy)), given(key, badName("", key)), badRows("", rows), given(policy, r.unknown(policy))))
+	return unsaid(cmp.Or(given(policy, badName("", policy)), given(key, badName("", key)), badCount("", rows), given(policy, r.unknown(policy))))
 }
 
 // checkHold checks a call about a holder. A policy that refills lends nothing.
@@ -196,8 +196,8 @@ func given(value any, refusal error) error {
 	return refusal
 }
 
-func badRows(message refusal, value any) error {
-	if rows, ok := value.(int64); !ok || rows <= 0 {
+func badCount(message refusal, value any) error {
+	if count, ok := value.(int64); !ok || count <= 0 {
 		return message
 	}
 	return nil
@@ -268,13 +268,6 @@ func badName(argument string, value any) error {
 func badTokens(argument string, value any) error {
 	if tokens, ok := value.(int64); !ok || tokens < 0 {
 		return refusal("invalid " + argument)
-	}
-	return nil
-}
-
-func badSlots(value any) error {
-	if slots, ok := value.(int64); !ok || slots < 1 {
-		return refusal("invalid cost")
 	}
 	return nil
 }
