@@ -145,7 +145,8 @@ release-schema: ## Freeze the newest migration, and sql/ as its snapshot: they n
 	if [ -L "$$snapshot" ]; then rm "$$snapshot"; cp -r ../sql "$$snapshot"; rm "$$snapshot"/*.go; fi; \
 	{ echo "$$newest"; find "$$snapshot" -type f 2>/dev/null | LC_ALL=C sort; } | xargs sha256sum >> released.sha256
 
-psql: ## Write migrations/psql anew, from the migrations and sql/
+psql: ## Write sql/copies.sql and migrations/psql anew, from the migrations and sql/
+	go run ./migrations/cmd copies sql
 	go run ./migrations/cmd psql migrations/psql
 
 reference: ## Write docs/reference.md anew, from the comments of the functions in sql/

@@ -8,7 +8,7 @@ sql() { psql --no-psqlrc --quiet --set ON_ERROR_STOP=1 "$@"; }
 as_owner() { PGOPTIONS='-c role=pgratelimit' sql "$@"; }
 
 sql --file update.sql
-as_owner --file install.sql
+as_owner --file migrations/psql/install.sql
 as_owner --command '
   grant execute on function
     ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,

@@ -60,7 +60,6 @@ begin
     return acquire_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
 
-  {{ block "acquire_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") -}}
   declare
     v_key             text collate "C" := key;
     v_cost            alias for cost;
@@ -81,7 +80,7 @@ begin
         if (v_policy.calendar).lease is not null then
           perform refuse_slots(v_policy.name);  -- raises 22023
         end if;
-        return decision_of(take_quota_of_{{ .buckets }}(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
+        return decision_of(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
@@ -94,7 +93,7 @@ begin
     --    choose the index of expires_at.
     if v_idempotency_key is not null then
       select k.* into v_first
-        from {{ .idempotency_keys }} as k
+        from idempotency_keys as k
        where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       if v_first.expires_at > v_now then
         return answer_again(v_first, v_cost, v_now, v_policy.shadow);
@@ -104,7 +103,7 @@ begin
     loop
       -- 2. The update.
       if v_wanted > 0 then
-        update {{ .buckets }} as b
+        update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                room        = null  -- what a new row has more, so that its page has room for this version
@@ -128,7 +127,7 @@ begin
              end,
              wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
         into v_level, v_retry_us, v_reset_us
-        from {{ .buckets }} as b
+        from buckets as b
        where b.policy_id = v_policy.id
          and b.key       = v_key;
       v_has_row := found;
@@ -148,7 +147,7 @@ begin
         end if;
         if v_idempotency_key is not null then
           select k.* into v_first
-            from {{ .idempotency_keys }} as k
+            from idempotency_keys as k
            where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
           if v_first.expires_at > v_now then
             return answer_again(v_first, v_cost, v_now, v_policy.shadow);
@@ -165,9 +164,9 @@ begin
         v_level       := v_level - v_wanted;
         v_refilled_at := v_now;
         v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
-        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
-        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        on conflict on constraint buckets_pkey do nothing;
         exit when found;
       end if;
 
@@ -185,25 +184,34 @@ begin
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
-      insert into {{ .idempotency_keys }} as k
+      insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
               tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
-      {{ template "include/unless_live.sql" . }};
+      on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled,
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
+         where k.expires_at <= v_now;
       if not found then
-        update {{ .buckets }} as b
+        update buckets as b
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
         select k.* into v_first
-          from {{ .idempotency_keys }} as k
+          from idempotency_keys as k
          where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         return answer_again(v_first, v_cost, v_now, v_policy.shadow);
       end if;
     end if;
     return grant_of(v_level, v_reset_us, v_policy.capacity);
   end;
-  {{- end }}
 end;
 $$;
 comment on function ratelimit_acquire(text, text, bigint, text) is
@@ -224,13 +232,3 @@ Locks: a grant locks the bucket row and the row of the idempotency key until the
 Writes: a grant writes the bucket and the idempotency key. A denial writes nothing. A replay writes nothing, or the
   bucket if it ran beside the first request.
 Role: application.';
-
-create or replace function ratelimit.acquire_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
-as $$
-  {{ template "acquire_steps" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
-$$;
-comment on function ratelimit.acquire_ephemeral(ratelimit.policies, text, bigint, text) is
-  'The steps of ratelimit_acquire for an ephemeral policy.';

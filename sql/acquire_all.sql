@@ -62,7 +62,6 @@ begin
     perform check_length('policies', v_count, v_count);
     perform refuse('policies', v_count || ' elements long', 'Pass 1 to 1000 elements.');
   end if;
-  {{ block "simple_request" . -}}
   if current_setting('transaction_read_only') = 'off' then
     v_now := clock();
     select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
@@ -209,7 +208,6 @@ begin
       v_simple := v_try = 1 and sqlstate = 'RL00T';
     end;
   end loop;
-  {{- end }}
 
   if not v_simple then
     v_whole   := acquire_all_in_batch(policies, keys, costs, idempotency_key);

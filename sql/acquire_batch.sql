@@ -37,7 +37,7 @@ create or replace function ratelimit.acquire_batch(
   set enable_hashjoin = off   -- nested loops alone keep the order of key, in which buckets are locked
   set enable_mergejoin = off  -- likewise
   set enable_tidscan = on     -- likewise: found by row id, the bucket is on the inner side
-  set enable_indexscan = on   -- include/newest.sql reads the index from its end
+  set enable_indexscan = on   -- the bucket is found from the end of the index: take.sql
   set enable_bitmapscan = off  -- likewise; a bitmap would read every version
   set jit = off               -- the statements take less time than compiling them
 as $$

@@ -32,7 +32,6 @@ begin
     return acquire_up_to_ephemeral(v_policy, key, at_most, at_least, idempotency_key);  -- what follows, on the twin tables
   end if;
 
-  {{ block "acquire_up_to_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") -}}
   declare
     v_key             text collate "C" := key;
     v_idempotency_key text collate "C" := idempotency_key;
@@ -56,7 +55,7 @@ begin
         if (v_policy.calendar).lease is not null then
           perform refuse_slots(v_policy.name);  -- raises 22023
         end if;
-        return take_quota_of_{{ .buckets }}(v_policy, v_key, at_most, at_least, v_idempotency_key);
+        return take_quota_of_buckets(v_policy, v_key, at_most, at_least, v_idempotency_key);
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
@@ -68,7 +67,7 @@ begin
     -- 1. The idempotency key.
     if v_idempotency_key is not null then
       select k.* into v_first
-        from {{ .idempotency_keys }} as k
+        from idempotency_keys as k
        where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       if v_first.expires_at > v_now then
         return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
@@ -78,7 +77,7 @@ begin
     loop
       -- 2. The update, for all of at_most. It is worth one try.
       if v_wanted > 0 and v_rounds is null then
-        update {{ .buckets }} as b
+        update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                room        = null
@@ -99,7 +98,7 @@ begin
              wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy),
              b.level, b.refilled_at
         into v_level, v_retry_us, v_reset_us, v_seen_level, v_seen_at
-        from {{ .buckets }} as b
+        from buckets as b
        where b.policy_id = v_policy.id
          and b.key       = v_key;
       v_has_row := found;
@@ -118,7 +117,7 @@ begin
         end if;
         if v_idempotency_key is not null then
           select k.* into v_first
-            from {{ .idempotency_keys }} as k
+            from idempotency_keys as k
            where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
           if v_first.expires_at > v_now then
             return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
@@ -139,15 +138,15 @@ begin
       if not v_has_row then
         v_refilled_at := v_now;
         v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
-        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
-        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        on conflict on constraint buckets_pkey do nothing;
         exit when found;
 
       -- 3c. From the bucket as it was read.
       else
         v_refilled_at := refilled_until(v_seen_at, v_now, v_policy.tick);
-        update {{ .buckets }} as b
+        update buckets as b
            set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
@@ -170,18 +169,28 @@ begin
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
     if v_idempotency_key is not null then
-      insert into {{ .idempotency_keys }} as k
+      insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
       values (v_policy.id, v_key, v_idempotency_key, v_taken,
               tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
-      {{ template "include/unless_live.sql" . }};
+      on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled,
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
+         where k.expires_at <= v_now;
       if not found then
-        update {{ .buckets }} as b
+        update buckets as b
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
         select k.* into v_first
-          from {{ .idempotency_keys }} as k
+          from idempotency_keys as k
          where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
       end if;
@@ -189,7 +198,6 @@ begin
     v_answer := grant_of(v_level, v_reset_us, v_policy.capacity);
     return partial_of(v_answer, case when v_policy.shadow then at_most else v_taken end);
   end;
-  {{- end }}
 end;
 $$;
 comment on function ratelimit_acquire_up_to(text, text, bigint, bigint, text) is
@@ -206,13 +214,3 @@ Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live 
 Locks: as ratelimit_acquire.
 Writes: as ratelimit_acquire.
 Role: application.';
-
-create or replace function ratelimit.acquire_up_to_ephemeral(v_policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
-  returns ratelimit.partial_decision
-  language plpgsql
-  volatile
-as $$
-  {{ template "acquire_up_to_steps" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
-$$;
-comment on function ratelimit.acquire_up_to_ephemeral(ratelimit.policies, text, bigint, bigint, text) is
-  'The steps of ratelimit_acquire_up_to for an ephemeral policy.';

@@ -33,7 +33,6 @@ begin
     return charge_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
 
-  {{ block "charge_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") -}}
   declare
     v_key             text collate "C" := key;
     v_cost            alias for cost;
@@ -66,7 +65,7 @@ begin
       -- 1. The idempotency key.
       if v_idempotency_key is not null then
         select k.* into v_first
-          from {{ .idempotency_keys }} as k
+          from idempotency_keys as k
          where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           if v_first.cost <> v_cost then
@@ -79,7 +78,7 @@ begin
       -- 2. The bucket.
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
-          from {{ .buckets }} as b
+          from buckets as b
          where b.policy_id = v_policy.id
            and b.key       = v_key
            for update;
@@ -94,9 +93,9 @@ begin
         exit when v_has_row;
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
-        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, stored_level(v_level, v_policy), v_refilled_at, v_now)  -- due at once: clean-up will postpone it
-        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        on conflict on constraint buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
       end loop;
@@ -114,23 +113,32 @@ begin
         v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
-      insert into {{ .idempotency_keys }} as k
+      insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at, granted_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us),
               case when (v_policy.calendar).period is not null then v_now end)
-      {{ template "include/unless_live.sql" . }};
+      on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled,
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
+         where k.expires_at <= v_now;
       exit when found;
     end loop;
 
     -- 4. The level.
-    update {{ .buckets }} as b
+    update buckets as b
        set level = coalesce(v_stored, v_level), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
   end;
-  {{- end }}
 end;
 $$;
 comment on function ratelimit_charge(text, text, bigint, text) is
@@ -149,13 +157,3 @@ Locks: the bucket row, and then the row of the idempotency key, until the transa
   A replay locks nothing, unless it ran beside the first request.
 Writes: the bucket and the idempotency key. A replay and a cost of 0 take nothing and write no level.
 Role: application.';
-
-create or replace function ratelimit.charge_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
-as $$
-  {{ template "charge_steps" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
-$$;
-comment on function ratelimit.charge_ephemeral(ratelimit.policies, text, bigint, text) is
-  'The steps of ratelimit_charge for an ephemeral policy.';

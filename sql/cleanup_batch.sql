@@ -40,7 +40,6 @@ create or replace function ratelimit.cleanup_batch(
 as $$
 declare
   v_now     timestamptz := clock() - interval '5 minutes';  -- rows are judged as of this instant
-  v_most_us constant bigint := 86400000000;  -- by which a bucket is postponed: 24 hours
   v_read    bigint;
   v_deleted bigint;
   v_rows    bigint;  -- rows deleted or postponed
@@ -57,18 +56,16 @@ begin
   v_rows                   := 0;
 
   begin
-    {{ template "include/due_buckets.sql" (dict "table" "buckets") }} into v_read, v_deleted;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_buckets('buckets', 'policies', 'overrides', max_rows, v_now, due_before) as c;
     v_rows          := v_rows + v_read;
     buckets_deleted := buckets_deleted + v_deleted;
-    {{ template "include/due_buckets.sql" (dict "table" "ephemeral_buckets") }} into v_read, v_deleted;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_buckets('ephemeral_buckets', 'policies', 'overrides', max_rows, v_now, due_before) as c;
     v_rows          := v_rows + v_read;
     buckets_deleted := buckets_deleted + v_deleted;
-    {{ template "include/expired_keys.sql" (dict "table" "idempotency_keys") }};
-    get diagnostics v_deleted = row_count;
+    v_deleted                := cleanup_idempotency_keys('idempotency_keys', max_rows, due_before);
     v_rows                   := v_rows + v_deleted;
     idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-    {{ template "include/expired_keys.sql" (dict "table" "ephemeral_idempotency_keys") }};
-    get diagnostics v_deleted = row_count;
+    v_deleted                := cleanup_idempotency_keys('ephemeral_idempotency_keys', max_rows, due_before);
     v_rows                   := v_rows + v_deleted;
     idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
     select c.read, c.deleted into v_read, v_deleted from cleanup_slots('slots', 'leases', max_rows, v_now, due_before) as c;
@@ -108,31 +105,11 @@ create or replace function ratelimit.remove_orphans(in max_rows integer, out buc
   language plpgsql
   volatile
 as $$
-declare
-  v_deleted bigint;
 begin
-  {{ template "include/orphans.sql" (dict "table" "buckets") }};
-  get diagnostics buckets_deleted = row_count;
-  {{ template "include/orphans.sql" (dict "table" "ephemeral_buckets") }};
-  get diagnostics v_deleted = row_count;
-  buckets_deleted := buckets_deleted + v_deleted;
-  {{ template "include/orphans.sql" (dict "table" "slots") }};
-  get diagnostics v_deleted = row_count;
-  buckets_deleted := buckets_deleted + v_deleted;
-  {{ template "include/orphans.sql" (dict "table" "ephemeral_slots") }};
-  get diagnostics v_deleted = row_count;
-  buckets_deleted := buckets_deleted + v_deleted;
-  {{ template "include/orphans.sql" (dict "table" "leases") }};
-  get diagnostics v_deleted = row_count;
-  buckets_deleted := buckets_deleted + v_deleted;
-  {{ template "include/orphans.sql" (dict "table" "ephemeral_leases") }};
-  get diagnostics v_deleted = row_count;
-  buckets_deleted := buckets_deleted + v_deleted;
-  {{ template "include/orphans.sql" (dict "table" "idempotency_keys") }};
-  get diagnostics idempotency_keys_deleted = row_count;
-  {{ template "include/orphans.sql" (dict "table" "ephemeral_idempotency_keys") }};
-  get diagnostics v_deleted = row_count;
-  idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+  buckets_deleted          := cleanup_orphans('buckets', 'policies', max_rows) + cleanup_orphans('ephemeral_buckets', 'policies', max_rows)
+                              + cleanup_orphans('slots', 'policies', max_rows) + cleanup_orphans('ephemeral_slots', 'policies', max_rows)
+                              + cleanup_orphans('leases', 'policies', max_rows) + cleanup_orphans('ephemeral_leases', 'policies', max_rows);
+  idempotency_keys_deleted := cleanup_orphans('idempotency_keys', 'policies', max_rows) + cleanup_orphans('ephemeral_idempotency_keys', 'policies', max_rows);
 end;
 $$;
 comment on function ratelimit.remove_orphans(integer) is

@@ -70,7 +70,7 @@ begin
 
   -- Taken here, and not by the reads of a round: a round that is rolled back would give it back, and the next one would lock
   -- buckets before policies. A migration locks policies first.
-  {{ block "lock_policies" . }}lock table policies in access share mode;{{ end }}
+  lock table policies in access share mode;
 
   <<rounds>>
   loop

@@ -1,11 +1,11 @@
--- The denials of a batch that take nothing to tell: of single requests without an idempotency key, about {{ .buckets }} of one policy.
+-- The denials of a batch that take nothing to tell: of single requests without an idempotency key, about the buckets of one policy.
 -- A bucket that does not cover the least of what is asked of it denies all of it, and is read once for that. A bucket that covers
 -- something is left to decide_in_order, and so is one without a row, and one with an element that is not about 1 to 2147483647 tokens.
 --
 -- places are the elements to look at, of all policies. The answer has the elements that are denied.
 --
 -- Locks and writes nothing.
-create or replace function ratelimit.denied_in_{{ .buckets }}(
+create or replace function ratelimit.denied_in_buckets(
     policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
   returns ratelimit.packed
   language plpgsql
@@ -26,7 +26,7 @@ declare
 begin
   if policy.overridden
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
-    return denied_in_any_{{ .buckets }}(v_policy, policies, keys, costs, places, v_now);
+    return denied_in_any_buckets(v_policy, policies, keys, costs, places, v_now);
   end if;
   v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
 
@@ -50,8 +50,12 @@ begin
                                  refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
                             from sought(v_policy.name, policies, keys, costs, places) as u
                            cross join lateral (select b.level, b.refilled_at
-                                                 from {{ .buckets }} as b
-                                                {{ template "include/newest.sql" }}) as b
+                                                 from buckets as b
+                                                where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b
                           offset 0) as b
                    where b.smallest > 0
                      and b.level > -v_full_level
@@ -61,11 +65,11 @@ begin
   return v_denied;
 end;
 $$;
-comment on function ratelimit.denied_in_{{ .buckets }}(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
+comment on function ratelimit.denied_in_buckets(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
   'The single requests of a batch that the buckets of one policy plainly deny.';
 
--- As denied_in_{{ .buckets }}, whatever the numbers of the policy and its overrides are; it costs more for a bucket.
-create or replace function ratelimit.denied_in_any_{{ .buckets }}(
+-- As denied_in_buckets, whatever the numbers of the policy and its overrides are; it costs more for a bucket.
+create or replace function ratelimit.denied_in_any_buckets(
     policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
   returns ratelimit.packed
   language plpgsql
@@ -94,8 +98,12 @@ begin
                             from sought(v_policy.name, policies, keys, costs, places) as u
                           offset 0) as u
                    cross join lateral (select b.level, b.refilled_at
-                                         from {{ .buckets }} as b
-                                        {{ template "include/newest.sql" }}) as b
+                                         from buckets as b
+                                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b
                   offset 0) as b
            where b.smallest > 0
              and b.level_now < microtokens(b.smallest)
@@ -103,5 +111,5 @@ begin
   return v_denied;
 end;
 $$;
-comment on function ratelimit.denied_in_any_{{ .buckets }}(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
-  'Does what denied_in_{{ .buckets }} does, for a policy with overrides or large numbers.';
+comment on function ratelimit.denied_in_any_buckets(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
+  'Does what denied_in_buckets does, for a policy with overrides or large numbers.';

@@ -1,13 +1,3 @@
-{{- /* Deletes the rows that no other session has locked. The arguments are the name of the table, and the columns of its primary
-       key after policy_id. */ -}}
-{{ define "delete_rows_of_policy" -}}
-delete from {{ .table }} as t
- where t.ctid = any (array(select u.ctid
-                             from {{ .table }} as u
-                            where u.policy_id = v_id
-                            order by {{ .order }}
-                              for update skip locked));
-{{- end -}}
 -- A bucket or an idempotency key that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
 -- because a policy defined anew under the same name has another id. SKIP LOCKED can still block if the row
 -- changes hands while it is examined, as cleanup_batch.sql says. Here only the caller's lock_timeout ends that wait. So the rows
@@ -35,15 +25,15 @@ begin
   end if;
   delete from overrides as o where o.policy_id = v_id;
   if v_durable then
-    {{ template "delete_rows_of_policy" (dict "table" "buckets" "order" "u.key") }}
-    {{ template "delete_rows_of_policy" (dict "table" "idempotency_keys" "order" "u.key, u.idempotency_key") }}
-    {{ template "delete_rows_of_policy" (dict "table" "slots" "order" "u.key") }}
-    {{ template "delete_rows_of_policy" (dict "table" "leases" "order" "u.key, u.holder") }}
+    perform delete_rows_of_policy('buckets', 'u.key', v_id);
+    perform delete_rows_of_policy('idempotency_keys', 'u.key, u.idempotency_key', v_id);
+    perform delete_rows_of_policy('slots', 'u.key', v_id);
+    perform delete_rows_of_policy('leases', 'u.key, u.holder', v_id);
   else
-    {{ template "delete_rows_of_policy" (dict "table" "ephemeral_buckets" "order" "u.key") }}
-    {{ template "delete_rows_of_policy" (dict "table" "ephemeral_idempotency_keys" "order" "u.key, u.idempotency_key") }}
-    {{ template "delete_rows_of_policy" (dict "table" "ephemeral_slots" "order" "u.key") }}
-    {{ template "delete_rows_of_policy" (dict "table" "ephemeral_leases" "order" "u.key, u.holder") }}
+    perform delete_rows_of_policy('ephemeral_buckets', 'u.key', v_id);
+    perform delete_rows_of_policy('ephemeral_idempotency_keys', 'u.key, u.idempotency_key', v_id);
+    perform delete_rows_of_policy('ephemeral_slots', 'u.key', v_id);
+    perform delete_rows_of_policy('ephemeral_leases', 'u.key, u.holder', v_id);
   end if;
 end;
 $$;
@@ -54,3 +44,17 @@ Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-o
 Locks: the row of the policy and the rows that it deletes until the transaction ends.
 Writes: deletes these rows.
 Role: administrator.';
+
+create or replace function ratelimit.delete_rows_of_policy(rows regclass, in_order_of text, policy_id bigint)
+  returns void
+  language plpgsql
+  volatile
+as $$
+begin
+  execute format('delete from %1$s as t'
+                 ' where t.ctid = any (array(select u.ctid from %1$s as u where u.policy_id = $1 order by %2$s for update skip locked))', rows, in_order_of)
+    using policy_id;
+end;
+$$;
+comment on function ratelimit.delete_rows_of_policy(regclass, text, bigint) is
+  'Deletes the rows of a policy that no other session has locked; in_order_of are the columns of their primary key after policy_id.';

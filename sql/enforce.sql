@@ -1,20 +1,3 @@
--- The steps of ratelimit_acquire for functions of this package, which know the policy, and do not depend on the schema of the public
--- functions.
-create or replace function ratelimit.acquire(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
-as $$
-begin
-  if not v_policy.durable then
-    return acquire_ephemeral(v_policy, key, cost, idempotency_key);
-  end if;
-  {{ template "acquire_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") }}
-end;
-$$;
-comment on function ratelimit.acquire(ratelimit.policies, text, bigint, text) is
-  'The steps of ratelimit_acquire, for the guards.';
-
 create or replace function ratelimit_enforce(
     policy          text,
     key             text,

@@ -46,7 +46,6 @@ begin
     return hold_ephemeral(v_policy, key, holder, cost);  -- what follows, on the twin tables
   end if;
 
-  {{ block "hold_steps" (dict "slots" "slots" "leases" "leases") -}}
   declare
     v_key          text collate "C" := key;
     v_holder       text collate "C" := holder;
@@ -80,11 +79,11 @@ begin
       -- 1. The row of the key, and the holder's lease.
       select s.changes, s.held, s.counted_until
         into v_changes, v_held, v_until
-        from {{ .slots }} as s
+        from slots as s
        where s.policy_id = v_policy.id and s.key = v_key;
       select l.cost, l.ends_at
         into v_own_cost, v_own_end
-        from {{ .leases }} as l
+        from leases as l
        where l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder;
       v_ended := false;
       if v_changes is null then
@@ -94,7 +93,7 @@ begin
                min(l.ends_at) filter (where l.ends_at > v_now),
                count(*) filter (where l.ends_at <= v_now) > 0
           into v_held, v_until, v_ended
-          from {{ .leases }} as l
+          from leases as l
          where l.policy_id = v_policy.id and l.key = v_key;
       end if;
       v_renewed  := (v_own_end > v_now) is true;
@@ -105,7 +104,7 @@ begin
 
       -- 2. A denial. By the time of this look there may be more, or the holder may hold.
       if not v_renewed and v_cost > v_policy.capacity - v_held then
-        select l.* into v_look from look_at_{{ .slots }}(v_policy, v_key, v_now, v_cost, v_holder) as l;
+        select l.* into v_look from look_at_slots(v_policy, v_key, v_now, v_cost, v_holder) as l;
         v_retry_us := case when v_look.holds then 0 else v_look.retry_us end;
         if v_retry_us is distinct from 0 and v_look.shadow then
           return (true, v_look.capacity - v_look.held, interval '0', duration(microseconds(v_look.lease)::bigint), v_look.capacity,
@@ -122,11 +121,11 @@ begin
         end if;
         if v_changes is null then
           v_next_changes := microseconds(v_now - timestamptz 'epoch')::bigint;
-          insert into {{ .slots }} (policy_id, key, changes, held, counted_until, due_at)
+          insert into slots (policy_id, key, changes, held, counted_until, due_at)
           values (v_policy.id, v_key, v_next_changes, v_held, v_ends_at, v_now)  -- due at once: clean-up will postpone it
-          on conflict on constraint {{ .slots }}_pkey do nothing;
+          on conflict on constraint slots_pkey do nothing;
         else
-          update {{ .slots }} as s
+          update slots as s
              set changes       = v_changes + 1,
                  held          = v_held,
                  counted_until = least(v_until, v_ends_at),
@@ -142,12 +141,12 @@ begin
 
         -- 4. The lock. A row that was written counts a lease that this call may not grant any more.
         if v_written then
-          update {{ .slots }} as s
+          update slots as s
              set counted_until = '-infinity'
            where s.policy_id = v_policy.id
              and s.key       = v_key;
         else
-          perform s.changes from {{ .slots }} as s
+          perform s.changes from slots as s
             where s.policy_id = v_policy.id
               and s.key       = v_key
               for update;
@@ -164,24 +163,23 @@ begin
     -- 5. The lease.
     v_ends_at := v_now + duration(v_lease_us);
     if v_ended then
-      delete from {{ .leases }} as l
+      delete from leases as l
        where l.policy_id = v_policy.id
          and l.key       = v_key
          and l.ends_at  <= v_now;
     end if;
     if v_renewed then
-      update {{ .leases }} as l
+      update leases as l
          set ends_at = v_ends_at
        where l.policy_id = v_policy.id
          and l.key       = v_key
          and l.holder    = v_holder;
     else
-      insert into {{ .leases }} (policy_id, key, holder, cost, ends_at)
+      insert into leases (policy_id, key, holder, cost, ends_at)
       values (v_policy.id, v_key, v_holder, v_cost, v_ends_at);
     end if;
     return (true, v_policy.capacity - v_held, interval '0', duration(v_lease_us), v_policy.capacity, v_renewed, false)::ratelimit.hold;
   end;
-  {{- end }}
 end;
 $$;
 comment on function ratelimit_hold(text, text, text, bigint) is
@@ -200,16 +198,6 @@ Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an 
 Locks: a grant locks the row of the key until the transaction ends. A denial keeps a lock on it only if the call waited for it.
 Writes: a grant writes the row of the key and the lease, and deletes the leases of the key that have ended. A denial writes nothing.
 Role: application.';
-
-create or replace function ratelimit.hold_ephemeral(v_policy ratelimit.policies, key text, holder text, cost bigint)
-  returns ratelimit.hold
-  language plpgsql
-  volatile
-as $$
-  {{ template "hold_steps" (dict "slots" "ephemeral_slots" "leases" "ephemeral_leases") }}
-$$;
-comment on function ratelimit.hold_ephemeral(ratelimit.policies, text, text, bigint) is
-  'The steps of ratelimit_hold for an ephemeral policy.';
 
 create or replace function ratelimit.peek_slots(policy ratelimit.policies, key text, cost bigint, now timestamptz)
   returns ratelimit.decision

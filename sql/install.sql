@@ -16,7 +16,7 @@
 --
 -- An ephemeral policy writes no WAL: a crash makes its buckets full. Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
 -- idempotency_keys and ephemeral_idempotency_keys, slots and leases likewise), because a statement cannot choose its table at run time.
--- Longer code that touches them is written once, as a template over the two names; short statements are written twice. The
+-- Longer code that touches them is written for the durable ones; copies.sql has it for the others. Short statements are written twice. The
 -- tables and types are made by migrations/002_several_limits.sql.
 --
 -- This file is the table of contents.
@@ -38,16 +38,14 @@
 {{ template "override.sql" . }}
 
 -- Buckets.
-{{ template "quota.sql" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") }}
-{{ template "quota.sql" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
+{{ template "quota.sql" . }}
 {{ template "acquire.sql" . }}
 {{ template "peek.sql" . }}
 {{ template "refund.sql" . }}
 {{ template "reset.sql" . }}
 
 -- Slots: so many at a time.
-{{ template "slots.sql" (dict "slots" "slots" "leases" "leases") }}
-{{ template "slots.sql" (dict "slots" "ephemeral_slots" "leases" "ephemeral_leases") }}
+{{ template "slots.sql" . }}
 {{ template "hold.sql" . }}
 {{ template "renew.sql" . }}
 {{ template "release.sql" . }}
@@ -62,14 +60,10 @@
 -- Many requests, or many buckets, in one call.
 {{ template "batch_form.sql" . }}
 {{ template "asked_of.sql" . }}
-{{ template "take.sql" (dict "buckets" "buckets") }}
-{{ template "take.sql" (dict "buckets" "ephemeral_buckets") }}
-{{ template "deny.sql" (dict "buckets" "buckets") }}
-{{ template "deny.sql" (dict "buckets" "ephemeral_buckets") }}
-{{ template "remember.sql" (dict "idempotency_keys" "idempotency_keys") }}
-{{ template "remember.sql" (dict "idempotency_keys" "ephemeral_idempotency_keys") }}
-{{ template "rows.sql" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") }}
-{{ template "rows.sql" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
+{{ template "take.sql" . }}
+{{ template "deny.sql" . }}
+{{ template "remember.sql" . }}
+{{ template "rows.sql" . }}
 {{ template "numbered.sql" . }}
 {{ template "look_at_buckets.sql" . }}
 {{ template "decide.sql" . }}
@@ -87,6 +81,7 @@
 {{ template "pre_request.sql" . }}
 
 -- Upkeep.
+{{ template "cleanup_rows.sql" . }}
 {{ template "cleanup_slots.sql" . }}
 {{ template "cleanup_batch.sql" . }}
 {{ template "cleanup.sql" . }}
@@ -97,11 +92,7 @@
 -- Which part of the keys is in this database, where more than one has them.
 {{ template "shard.sql" . }}
 
-{{ template "epilogue.sql" . }}
+-- The same text for other tables, and for the guards.
+{{ template "copies.sql" . }}
 
-{{- /* Included, not functions: the fragments that the functions above share.
-       include/newest.sql        finds a bucket by its newest row version: for statements about many buckets
-       include/unless_live.sql   the end of storing an idempotency key
-       include/due_buckets.sql   the statements of clean-up, for one table each: the buckets that are due,
-       include/expired_keys.sql  the idempotency keys that have expired,
-       include/orphans.sql       the rows of policies that were dropped */ -}}
+{{ template "epilogue.sql" . }}

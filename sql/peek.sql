@@ -7,7 +7,6 @@ create or replace function ratelimit_peek(policy text, key text, cost bigint def
   set search_path = ratelimit, pg_temp
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
-{{ block "peek" . -}}
 declare
   v_policy   ratelimit.policies;
   v_override ratelimit.overrides;
@@ -67,7 +66,6 @@ begin
   end if;
   return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
-{{- end }}
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
 'Returns the tokens that one bucket holds, and whether ratelimit_acquire would grant the cost now.

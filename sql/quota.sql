@@ -1,7 +1,7 @@
--- Takes from the bucket of a quota, in {{ .buckets }}, for ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to: as many whole tokens as there
+-- Takes from the bucket of a quota, for ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to: as many whole tokens as there
 -- are, at_most, or none if there are fewer than at_least. The steps, locks and writes are those of the last. A period that has not begun
 -- lends nothing, so to reserve is to acquire. calendar.sql says what the level of a row is.
-create or replace function ratelimit.take_quota_of_{{ .buckets }}(
+create or replace function ratelimit.take_quota_of_buckets(
     policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
   returns ratelimit.partial_decision
   language plpgsql
@@ -41,7 +41,7 @@ begin
   -- 1. The idempotency key.
   if v_idempotency_key is not null then
     select k.* into v_first
-      from {{ .idempotency_keys }} as k
+      from idempotency_keys as k
      where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
     if v_first.expires_at > v_now then
       return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
@@ -52,7 +52,7 @@ begin
     -- 2. The update.
     if v_taken between 1 and v_capacity then
       v_wanted := microtokens(v_taken);
-      update {{ .buckets }} as b
+      update buckets as b
          set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
@@ -71,7 +71,7 @@ begin
     v_capacity := v_quota.capacity;
     v_calendar := v_quota.calendar;
     select b.level, b.refilled_at into v_level, v_refilled_at
-      from {{ .buckets }} as b
+      from buckets as b
      where b.policy_id = policy.id
        and b.key       = v_key;
     v_has_row := found;
@@ -85,7 +85,7 @@ begin
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
       if v_idempotency_key is not null then
         select k.* into v_first
-          from {{ .idempotency_keys }} as k
+          from idempotency_keys as k
          where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
@@ -104,9 +104,9 @@ begin
       v_wanted      := microtokens(v_taken);
       v_level       := -v_wanted;
       v_refilled_at := v_now;
-      insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+      insert into buckets (policy_id, key, level, refilled_at, due_at)
       values (policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
-      on conflict on constraint {{ .buckets }}_pkey do nothing;
+      on conflict on constraint buckets_pkey do nothing;
       exit when found;
     end if;
 
@@ -129,18 +129,28 @@ begin
 
   -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
   if v_idempotency_key is not null then
-    insert into {{ .idempotency_keys }} as k
+    insert into idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     values (policy.id, v_key, v_idempotency_key, v_taken,
             tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(policy.remember_us), v_now)
-    {{ template "include/unless_live.sql" . }};
+    on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled,
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
+         where k.expires_at <= v_now;
     if not found then
-      update {{ .buckets }} as b
+      update buckets as b
          set level = b.level + v_wanted
        where b.policy_id = policy.id
          and b.key       = v_key;
       select k.* into v_first
-        from {{ .idempotency_keys }} as k
+        from idempotency_keys as k
        where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
     end if;
@@ -149,11 +159,11 @@ begin
           case when policy.shadow then at_most else v_taken end)::partial_decision;  -- as grant_of and partial_of
 end;
 $$;
-comment on function ratelimit.take_quota_of_{{ .buckets }}(ratelimit.policies, text, bigint, bigint, text) is
+comment on function ratelimit.take_quota_of_buckets(ratelimit.policies, text, bigint, bigint, text) is
   'The steps of ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to for a quota.';
 
--- Does what take_from_{{ .buckets }} does, for a quota.
-create or replace function ratelimit.take_quotas_from_{{ .buckets }}(
+-- Does what take_from_buckets does, for a quota.
+create or replace function ratelimit.take_quotas_from_buckets(
     in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
   language plpgsql
@@ -166,7 +176,7 @@ declare
 begin
   v_quota.calendar := turning(policy.calendar, v_now);
   with taken as (
-      update {{ .buckets }} as b
+      update buckets as b
          set level       = used_level(b.level, b.refilled_at, ((u.p).calendar).turned_at) - u.wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
@@ -175,8 +185,12 @@ begin
                where (select p = v_policy from policies as p where p.id = v_policy.id)
               offset 0) as u
        where b.ctid = coalesce(u.row_id, (select b.ctid
-                         from {{ .buckets }} as b
-                        {{ template "include/newest.sql" }}))
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1))
          and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
          and used_level(b.level, b.refilled_at, ((u.p).calendar).turned_at) >= u.wanted - microtokens((u.p).capacity)
       returning u.*, b.level, b.refilled_at
@@ -191,10 +205,10 @@ begin
              cross join lateral unnest(t.places) as e (place)) as u;
 end;
 $$;
-comment on function ratelimit.take_quotas_from_{{ .buckets }}(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+comment on function ratelimit.take_quotas_from_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
   'Charges the buckets of one quota that cover all that is asked of them, and answers their elements.';
 
-create or replace function ratelimit.refund_quota_of_{{ .buckets }}(policy ratelimit.policies, key text, amount bigint)
+create or replace function ratelimit.refund_quota_of_buckets(policy ratelimit.policies, key text, amount bigint)
   returns ratelimit.decision
   language plpgsql
   volatile
@@ -209,7 +223,7 @@ declare
   v_reset_us    bigint;
 begin
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  update {{ .buckets }} as b
+  update buckets as b
      set level       = least(used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at), -v_given) + v_given,
          refilled_at = greatest(b.refilled_at, v_now),
          room        = null,
@@ -221,5 +235,5 @@ begin
   return answer_of(microtokens(v_quota.capacity) + coalesce(v_level, 0), 0, v_reset_us, v_quota.capacity);
 end;
 $$;
-comment on function ratelimit.refund_quota_of_{{ .buckets }}(ratelimit.policies, text, bigint) is
+comment on function ratelimit.refund_quota_of_buckets(ratelimit.policies, text, bigint) is
   'The steps of ratelimit_refund for a quota.';

@@ -25,7 +25,6 @@ begin
     return release_ephemeral(v_policy, key, holder);  -- what follows, on the twin tables
   end if;
 
-  {{ block "release_steps" (dict "slots" "slots" "leases" "leases") -}}
   declare
     v_key      text collate "C" := key;
     v_holder   text collate "C" := holder;
@@ -36,7 +35,7 @@ begin
     -- 1. Has it a lease? One that has ended may have been renewed by a session that has not committed yet.
     select l.cost
       into v_cost
-      from {{ .leases }} as l
+      from leases as l
      where l.policy_id = v_policy.id
        and l.key       = v_key
        and l.holder    = v_holder;
@@ -46,7 +45,7 @@ begin
     if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
 
     -- 2. The row of the key.
-    update {{ .slots }} as s
+    update slots as s
        set changes = s.changes + 1,
            held    = s.held - v_cost,
            due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
@@ -58,21 +57,20 @@ begin
 
     -- 3. The lease, by the clock of now.
     v_now := clock();
-    delete from {{ .leases }} as l
+    delete from leases as l
      where l.policy_id = v_policy.id
        and l.key       = v_key
        and l.holder    = v_holder
        and l.ends_at   > v_now
     returning l.cost into v_released;
     if v_released is distinct from v_cost then  -- the lease has ended, or was another one by then
-      update {{ .slots }} as s
+      update slots as s
          set counted_until = '-infinity'
        where s.policy_id = v_policy.id
          and s.key       = v_key;
     end if;
     return v_released is not null;
   end;
-  {{- end }}
 end;
 $$;
 comment on function ratelimit_release(text, text, text) is
@@ -82,13 +80,3 @@ Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an 
 Locks: the row of the key until the transaction ends. If the holder has no lease, the call locks nothing.
 Writes: the row of the key; deletes the lease. If the holder has no lease, the call writes nothing.
 Role: application.';
-
-create or replace function ratelimit.release_ephemeral(v_policy ratelimit.policies, key text, holder text)
-  returns boolean
-  language plpgsql
-  volatile
-as $$
-  {{ template "release_steps" (dict "slots" "ephemeral_slots" "leases" "ephemeral_leases") }}
-$$;
-comment on function ratelimit.release_ephemeral(ratelimit.policies, text, text) is
-  'The steps of ratelimit_release for an ephemeral policy.';

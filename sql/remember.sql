@@ -9,7 +9,7 @@
 --
 -- Locks:  the rows that it writes, and those of live keys.
 -- Writes: the idempotency keys, an expired one over the old row.
-create or replace function ratelimit.remember_{{ .idempotency_keys }}(
+create or replace function ratelimit.remember_idempotency_keys(
     policy ratelimit.policies, keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
     places bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
   returns boolean
@@ -23,26 +23,36 @@ declare
   v_stored bigint;
 begin
   if new then
-    insert into {{ .idempotency_keys }} as k
+    insert into idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
            g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
            case when (v_policy.calendar).period is not null then v_now end
-      from unnest(places, remember_{{ .idempotency_keys }}.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
+      from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place]);
   else
-    insert into {{ .idempotency_keys }} as k
+    insert into idempotency_keys as k
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
            g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
            case when (v_policy.calendar).period is not null then v_now end
-      from unnest(places, remember_{{ .idempotency_keys }}.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
+      from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place])
-    {{ template "include/unless_live.sql" . }};
+    on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled,
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
+         where k.expires_at <= v_now;
   end if;
   get diagnostics v_stored = row_count;
   return v_stored = (select count(v_all[u.place]) from unnest(places) as u (place));
 end;
 $$;
-comment on function ratelimit.remember_{{ .idempotency_keys }}(ratelimit.policies, text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[]) is
+comment on function ratelimit.remember_idempotency_keys(ratelimit.policies, text[], text[], bigint[], timestamptz, boolean, bigint[], bigint[], bigint[], bigint[]) is
   'Stores the idempotency keys of granted elements; false if one of them is live already, or is no valid key.';

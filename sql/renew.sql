@@ -32,7 +32,6 @@ begin
     return renew_ephemeral(v_policy, key, holder);  -- what follows, on the twin tables
   end if;
 
-  {{ block "renew_steps" (dict "slots" "slots" "leases" "leases") -}}
   declare
     v_key      text collate "C" := key;
     v_holder   text collate "C" := holder;
@@ -52,7 +51,7 @@ begin
     v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
 
     -- 1. Has it a lease?
-    perform l.cost from {{ .leases }} as l
+    perform l.cost from leases as l
       where l.policy_id = v_policy.id
         and l.key       = v_key
         and l.holder    = v_holder;
@@ -61,7 +60,7 @@ begin
 
       -- 2. The row of the key.
       v_earlier := v_now + duration(v_lease_us);
-      update {{ .slots }} as s
+      update slots as s
          set changes       = s.changes + 1,
              counted_until = least(s.counted_until, v_earlier),
              due_at        = least(s.due_at, v_earlier)
@@ -77,12 +76,12 @@ begin
       end if;
       v_ends_at := v_now + duration(v_lease_us);
       if v_ends_at < v_earlier then  -- the clock went back, or an override with a longer lease has ended
-        update {{ .slots }} as s
+        update slots as s
            set counted_until = '-infinity'
          where s.policy_id = v_policy.id
            and s.key       = v_key;
       end if;
-      update {{ .leases }} as l
+      update leases as l
          set ends_at = v_ends_at
        where v_locked
          and l.policy_id = v_policy.id
@@ -92,7 +91,6 @@ begin
     end if;
     return case when found or v_policy.shadow then duration(v_lease_us) end;
   end;
-  {{- end }}
 end;
 $$;
 comment on function ratelimit_renew(text, text, text) is
@@ -104,13 +102,3 @@ Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an 
 Locks: the row of the key until the transaction ends. If the holder has no lease, the call locks nothing.
 Writes: the row of the key and the lease. If the holder has no lease, the call writes nothing.
 Role: application.';
-
-create or replace function ratelimit.renew_ephemeral(v_policy ratelimit.policies, key text, holder text)
-  returns interval
-  language plpgsql
-  volatile
-as $$
-  {{ template "renew_steps" (dict "slots" "ephemeral_slots" "leases" "ephemeral_leases") }}
-$$;
-comment on function ratelimit.renew_ephemeral(ratelimit.policies, text, text) is
-  'The steps of ratelimit_renew for an ephemeral policy.';

@@ -46,7 +46,6 @@ begin
     return reserve_ephemeral(v_policy, key, max_wait, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
 
-  {{ block "reserve_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") -}}
   declare
     v_key             text collate "C" := key;
     v_cost            alias for cost;
@@ -72,7 +71,7 @@ begin
         if (v_policy.calendar).lease is not null then
           perform refuse_slots(v_policy.name);  -- raises 22023
         end if;
-        return reservation_by(take_quota_of_{{ .buckets }}(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
+        return reservation_by(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
@@ -85,7 +84,7 @@ begin
     -- 1. The idempotency key.
     if v_idempotency_key is not null then
       select k.* into v_first
-        from {{ .idempotency_keys }} as k
+        from idempotency_keys as k
        where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       if v_first.expires_at > v_now then
         return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
@@ -99,7 +98,7 @@ begin
       --    Where an override ends within max_wait, step 3c decides.
       v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
       if v_wanted > 0 and ((v_policy.calendar).ends_at <= v_until) is not true then
-        update {{ .buckets }} as b
+        update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                room        = null
@@ -121,7 +120,7 @@ begin
              wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy),
              b.level, b.refilled_at
         into v_level, v_reset_us, v_seen_level, v_seen_at
-        from {{ .buckets }} as b
+        from buckets as b
        where b.policy_id = v_policy.id
          and b.key       = v_key;
       v_has_row := found;
@@ -152,7 +151,7 @@ begin
              and (v_wait_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
         if v_idempotency_key is not null then
           select k.* into v_first
-            from {{ .idempotency_keys }} as k
+            from idempotency_keys as k
            where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
           if v_first.expires_at > v_now then
             return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
@@ -166,14 +165,14 @@ begin
       if not v_has_row then
         v_refilled_at := v_now;
         v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
-        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
-        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        on conflict on constraint buckets_pkey do nothing;
         exit when found;
 
       -- 3c. From the bucket as it was read.
       else
-        update {{ .buckets }} as b
+        update buckets as b
            set level = v_level, refilled_at = v_refilled_at, room = null
          where b.policy_id   = v_policy.id
            and b.key         = v_key
@@ -202,19 +201,29 @@ begin
       if v_level < 0 then
         v_ready_at := coalesce(v_ready_at, v_refilled_at + duration(short_wait(0, v_level, 0, v_policy)));
       end if;
-      insert into {{ .idempotency_keys }} as k
+      insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, ready_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost,
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity,
               coalesce(v_ready_at, v_now) + duration(v_policy.remember_us), v_ready_at)
-      {{ template "include/unless_live.sql" . }};
+      on conflict on constraint idempotency_keys_pkey do update
+           set cost        = excluded.cost,
+               remaining   = excluded.remaining,
+               reset_after = excluded.reset_after,
+               capacity    = excluded.capacity,
+               expires_at  = excluded.expires_at,
+               ready_at    = excluded.ready_at,
+               settled     = excluded.settled,
+               taken       = excluded.taken,
+               granted_at  = excluded.granted_at
+         where k.expires_at <= v_now;
       if not found then
-        update {{ .buckets }} as b
+        update buckets as b
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
         select k.* into v_first
-          from {{ .idempotency_keys }} as k
+          from idempotency_keys as k
          where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
       end if;
@@ -231,7 +240,6 @@ begin
     end if;
     return reserved_of(v_level, v_reset_us, v_policy.capacity);
   end;
-  {{- end }}
 end;
 $$;
 comment on function ratelimit_reserve(text, text, interval, bigint, text) is
@@ -253,13 +261,3 @@ Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live 
 Locks: as ratelimit_acquire.
 Writes: as ratelimit_acquire.
 Role: application.';
-
-create or replace function ratelimit.reserve_ephemeral(v_policy ratelimit.policies, key text, max_wait interval, cost bigint, idempotency_key text)
-  returns ratelimit.reservation
-  language plpgsql
-  volatile
-as $$
-  {{ template "reserve_steps" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
-$$;
-comment on function ratelimit.reserve_ephemeral(ratelimit.policies, text, interval, bigint, text) is
-  'The steps of ratelimit_reserve for an ephemeral policy.';

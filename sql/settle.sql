@@ -34,7 +34,6 @@ begin
     return settle_ephemeral(v_policy, key, idempotency_key, cost);  -- what follows, on the twin tables
   end if;
 
-  {{ block "settle_steps" (dict "buckets" "buckets" "idempotency_keys" "idempotency_keys") -}}
   declare
     v_key             text collate "C" := key;
     v_idempotency_key text collate "C" := idempotency_key;
@@ -62,7 +61,7 @@ begin
       -- 1. The grant. A shadow policy looks for it again after the bucket was read: a grant that was committed meanwhile is in the
       --    level that was read, and so must be found.
       select k.* into v_first
-        from {{ .idempotency_keys }} as k
+        from idempotency_keys as k
        where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       if (v_first.expires_at > v_now) is not true then
         if not v_policy.shadow then
@@ -70,7 +69,7 @@ begin
         end if;
         select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
         select k.* into v_first
-          from {{ .idempotency_keys }} as k
+          from idempotency_keys as k
          where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if (v_first.expires_at > v_now) is not true then
           return shadow_of(v_level, v_reset_us, v_policy.capacity);
@@ -90,7 +89,7 @@ begin
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
-          from {{ .buckets }} as b
+          from buckets as b
          where b.policy_id = v_policy.id
            and b.key       = v_key
            for update;
@@ -108,15 +107,15 @@ begin
         exit when v_has_row;
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
-        insert into {{ .buckets }} (policy_id, key, level, refilled_at, due_at)
+        insert into buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, stored_level(v_level, v_policy), v_refilled_at, v_now)  -- due at once: clean-up will postpone it
-        on conflict on constraint {{ .buckets }}_pkey do nothing;
+        on conflict on constraint buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;
       end loop;
 
       -- 3. The mark, if the grant is still as it was read.
-      update {{ .idempotency_keys }} as k
+      update idempotency_keys as k
          set settled = v_cost
        where k.policy_id       = v_policy.id
          and k.key             = v_key
@@ -140,13 +139,12 @@ begin
       end if;
       v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
     end if;
-    update {{ .buckets }} as b
+    update buckets as b
        set level = coalesce(v_stored, v_level), refilled_at = v_refilled_at, room = null
      where b.policy_id = v_policy.id
        and b.key       = v_key;
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
   end;
-  {{- end }}
 end;
 $$;
 comment on function ratelimit_settle(text, text, text, bigint) is
@@ -166,13 +164,3 @@ Locks: the bucket row, which is created if the bucket has none, and then the row
   transaction ends. A replay locks nothing, unless it ran beside the first settlement.
 Writes: the bucket and the idempotency key. A replay changes nothing.
 Role: application.';
-
-create or replace function ratelimit.settle_ephemeral(v_policy ratelimit.policies, key text, idempotency_key text, cost bigint)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
-as $$
-  {{ template "settle_steps" (dict "buckets" "ephemeral_buckets" "idempotency_keys" "ephemeral_idempotency_keys") }}
-$$;
-comment on function ratelimit.settle_ephemeral(ratelimit.policies, text, text, bigint) is
-  'The steps of ratelimit_settle for an ephemeral policy.';

@@ -1,9 +1,9 @@
--- Slots: a limit on what is in flight. A policy with a lease lends its capacity to holders, and each lease is a row of {{ .leases }}.
+-- Slots: a limit on what is in flight. A policy with a lease lends its capacity to holders, and each lease is a row of leases.
 --
 -- What is held of a key is the sum of the leases that have not ended: at the microsecond ends_at a lease counts for nobody any more,
 -- and nothing has to run for that. A grant removes those of its key that have ended, so that a clock that steps back revives none.
 --
--- The row of {{ .slots }} is the lock of a key's leases. A grant, a renewal and a release write it first, under one condition
+-- The row of slots is the lock of a key's leases. A grant, a renewal and a release write it first, under one condition
 -- or other; a mere lock would let a transaction of a stricter isolation level count by its old snapshot. It is there
 -- before a lease is, and as long as there is one.
 --
@@ -14,7 +14,7 @@
 -- What is held of a key, the wait for the cost, the wait until nobody holds, and whether a holder holds, by the numbers that apply to
 -- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the
 -- end of a lease, or the end of an override; then the policy's own capacity counts.
-create or replace function ratelimit.look_at_{{ .slots }}(
+create or replace function ratelimit.look_at_slots(
     in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint, in holder text,
     out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint, out holds boolean, out shadow boolean)
   language plpgsql
@@ -40,7 +40,7 @@ begin
   end if;
   select coalesce(sum(l.cost), 0), max(l.ends_at), coalesce(bool_or(l.holder = v_holder), false)
     into held, v_last, holds
-    from {{ .leases }} as l
+    from leases as l
    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
   reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
   if v_cost = 0 or v_cost <= capacity - held then
@@ -51,22 +51,22 @@ begin
     into v_first
     from (select e.at, coalesce(sum(e.cost) over (order by e.at desc groups between unbounded preceding and 1 preceding), 0) as held
             from (select l.ends_at, l.cost
-                    from {{ .leases }} as l
+                    from leases as l
                    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now
                   union all
                   select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
-   where v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_{{ .slots }}.capacity end - u.held;
+   where v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_slots.capacity end - u.held;
   if v_first is not null then
     retry_us := least(microseconds(v_first - v_now), 3155760000000000000)::bigint;  -- saturates as wait_for does
   end if;
 end;
 $$;
-comment on function ratelimit.look_at_{{ .slots }}(ratelimit.policies, text, timestamptz, bigint, text) is
+comment on function ratelimit.look_at_slots(ratelimit.policies, text, timestamptz, bigint, text) is
   'The capacity and the lease that apply to a key of slots, what is held of it and whether by a holder, and the waits for a cost and until nobody holds.';
 
 -- Frees all slots of a key.
 -- Locks and writes: the row of the key; deletes its leases.
-create or replace function ratelimit.reset_{{ .slots }}(policy_id bigint, key text)
+create or replace function ratelimit.reset_slots(policy_id bigint, key text)
   returns void
   language plpgsql
   volatile
@@ -76,7 +76,7 @@ declare
   v_key       text collate "C" := key;
   v_now       timestamptz := clock();
 begin
-  update {{ .slots }} as s
+  update slots as s
      set changes       = s.changes + 1,
          counted_until = '-infinity',
          due_at        = least(s.due_at, v_now)
@@ -85,8 +85,8 @@ begin
   if not found then
     return;  -- nobody held by then, and a later lease is none that this call has locked
   end if;
-  delete from {{ .leases }} as l where l.policy_id = v_policy_id and l.key = v_key;
+  delete from leases as l where l.policy_id = v_policy_id and l.key = v_key;
 end;
 $$;
-comment on function ratelimit.reset_{{ .slots }}(bigint, text) is
+comment on function ratelimit.reset_slots(bigint, text) is
   'The steps of ratelimit_reset for slots.';

@@ -5,5 +5,5 @@ import "embed"
 
 // Files are those that install.sql lists, and install.sql.
 //
-//go:embed *.sql include
+//go:embed *.sql
 var Files embed.FS

@@ -1,10 +1,14 @@
--- The fast path of requests about many buckets of one policy, in {{ .buckets }}. It charges them in one lean statement, and
+-- The fast path of requests about many buckets of one policy. It charges them in one lean statement, and
 -- does not look first. Elements that it does not charge are left to decide_left.
 --
 -- Elements for the same bucket are summed: it charges a bucket that covers the sum, and so grants all its elements. It leaves
 -- alone a bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
 -- another session changed while the statement waited for it. (Some minor releases of PostgreSQL charge the changed row, if
 -- it still covers the sum.)
+--
+-- While an old snapshot is held, the index keeps an entry for each page that has versions of a bucket's row. These entries are in the
+-- order of the pages, and the newest version is nearly always on the last page. So the index is read backwards, up to the first
+-- version that is visible. With key = ... the planner would drop the order by.
 --
 -- asked has the sums. If it is null, all elements of the batch are about this policy, and the update sums them, which costs less
 -- than to pass sums. row_ids is parallel to asked, and has the row ids of the buckets if the caller knows them. A bucket that was
@@ -16,7 +20,7 @@
 -- acquire_batch the order does not depend on a choice of the
 --         planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
 -- Writes: these rows.
-create or replace function ratelimit.take_from_{{ .buckets }}(
+create or replace function ratelimit.take_from_buckets(
     in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
   language plpgsql
@@ -46,9 +50,9 @@ begin
       asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);
     end if;
     if (policy.calendar).period is not null then
-      select t.* into places, remaining, reset_us, capacities from take_quotas_from_{{ .buckets }}(policy, costs, asked, row_ids, v_now) as t;
+      select t.* into places, remaining, reset_us, capacities from take_quotas_from_buckets(policy, costs, asked, row_ids, v_now) as t;
     else
-      select t.* into places, remaining, reset_us, capacities from take_any_from_{{ .buckets }}(policy, costs, asked, row_ids, v_now) as t;
+      select t.* into places, remaining, reset_us, capacities from take_any_from_buckets(policy, costs, asked, row_ids, v_now) as t;
     end if;
     return;
   end if;
@@ -57,14 +61,18 @@ begin
   -- 2. Charge. Most buckets cover by their stored level, which is cheaper to tell.
   if asked is null then
     with taken as (
-      update {{ .buckets }} as b
+      update buckets as b
          set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
              room        = null
         from asked_of(keys, costs) as u
        where b.ctid = (select b.ctid
-                         from {{ .buckets }} as b
-                        {{ template "include/newest.sql" }})
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1)
          and (least(b.level, v_full_level) >= u.wanted
            or b.level > -v_full_level
               and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
@@ -78,14 +86,18 @@ begin
       from taken as t;
   else
     with taken as (
-      update {{ .buckets }} as b
+      update buckets as b
          set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
              room        = null
         from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
        where b.ctid = coalesce(u.row_id, (select b.ctid
-                         from {{ .buckets }} as b
-                        {{ template "include/newest.sql" }}))
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1))
          and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
          and (least(b.level, v_full_level) >= u.wanted
            or b.level > -v_full_level
@@ -115,12 +127,12 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.take_from_{{ .buckets }}(ratelimit.policies, text[], bigint[], ratelimit.asked[], tid[], timestamptz) is
+comment on function ratelimit.take_from_buckets(ratelimit.policies, text[], bigint[], ratelimit.asked[], tid[], timestamptz) is
   'Charges the buckets of one policy that cover all that is asked of them, and answers their elements.';
 
--- As take_from_{{ .buckets }}, whatever the numbers of the policy and its overrides are; it costs more for a bucket. Nothing is
+-- As take_from_buckets, whatever the numbers of the policy and its overrides are; it costs more for a bucket. Nothing is
 -- charged if the policy has changed since it was read: it and its overrides, which this reads, are as of one instant.
-create or replace function ratelimit.take_any_from_{{ .buckets }}(
+create or replace function ratelimit.take_any_from_buckets(
     in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
   language plpgsql
@@ -131,7 +143,7 @@ declare
   v_now    alias for now;
 begin
   with taken as (
-      update {{ .buckets }} as b
+      update buckets as b
          set level       = refilled(b.level, b.refilled_at, v_now, u.p) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick),
              room        = null
@@ -141,8 +153,12 @@ begin
                where (select p = v_policy from policies as p where p.id = v_policy.id)
               offset 0) as u
        where b.ctid = coalesce(u.row_id, (select b.ctid
-                         from {{ .buckets }} as b
-                        {{ template "include/newest.sql" }}))
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1))
          and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
          and (least(b.level, (u.p).capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, u.p) >= u.wanted)
       returning u.*, b.level, b.refilled_at
@@ -160,13 +176,13 @@ begin
              cross join lateral unnest(t.places) as e (place)) as u;
 end;
 $$;
-comment on function ratelimit.take_any_from_{{ .buckets }}(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
-  'Does what take_from_{{ .buckets }} does, for a policy with overrides or large numbers.';
+comment on function ratelimit.take_any_from_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+  'Does what take_from_buckets does, for a policy with overrides or large numbers.';
 
 -- For requests of several elements, which are granted only if every bucket covers what is charged to it. row_ids is null if a
 -- bucket does not cover what is asked of it. contended is a guess that another session changes or locks a bucket: xmax is
 -- set, and is not the lock of the transaction that wrote this row. A lock that was rolled back leaves it set, too.
-create or replace function ratelimit.covered_in_{{ .buckets }}(
+create or replace function ratelimit.covered_in_buckets(
     in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
     out row_ids tid[], out contended boolean)
   language plpgsql
@@ -185,26 +201,34 @@ begin
             offset 0) as u
       left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended,
                                 least(b.level, (u.p).capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, u.p) >= u.wanted as covers
-                           from {{ .buckets }} as b
-                          {{ template "include/newest.sql" }}) as b on true;
+                           from buckets as b
+                          where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b on true;
   else
     select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
       into row_ids, contended
       from unnest(asked) as u (key, wanted, places, size)
       left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended,
                                 least(b.level, v_policy.capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, v_policy) >= u.wanted as covers
-                           from {{ .buckets }} as b
-                          {{ template "include/newest.sql" }}) as b on true;
+                           from buckets as b
+                          where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1) as b on true;
   end if;
 end;
 $$;
-comment on function ratelimit.covered_in_{{ .buckets }}(ratelimit.policies, ratelimit.asked[], timestamptz) is
+comment on function ratelimit.covered_in_buckets(ratelimit.policies, ratelimit.asked[], timestamptz) is
   'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
 
 -- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a bucket that
 -- it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is
 -- created later would be locked after higher keys.
-create or replace function ratelimit.lock_asked_of_{{ .buckets }}(policy ratelimit.policies, asked ratelimit.asked[])
+create or replace function ratelimit.lock_asked_of_buckets(policy ratelimit.policies, asked ratelimit.asked[])
   returns tid[]
   language plpgsql
   volatile
@@ -217,11 +241,15 @@ begin
     into v_row_ids
     from unnest(asked) as u (key, wanted, places, size)
     left join lateral (select b.ctid
-                         from {{ .buckets }} as b
-                        {{ template "include/newest.sql" }}
+                         from buckets as b
+                        where b.policy_id = v_policy.id
+                           and b.key      >= u.key collate "C"
+                           and b.key      <= u.key collate "C"
+                         order by b.key desc
+                         limit 1
                            for update) as b on true;
   return v_row_ids;
 end;
 $$;
-comment on function ratelimit.lock_asked_of_{{ .buckets }}(ratelimit.policies, ratelimit.asked[]) is
+comment on function ratelimit.lock_asked_of_buckets(ratelimit.policies, ratelimit.asked[]) is
   'Locks the buckets of one policy, in order, and answers with their row ids.';

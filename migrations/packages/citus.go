@@ -12,10 +12,23 @@ import (
 	"github.com/jackc/tern/v2/migrate"
 )
 
-// What the functions have on Citus in place of passages of sql/, by the names of these.
+// The files of sql/ that are others on Citus.
 //
-//go:embed citus/*.sql
+//go:embed citus
 var citusSQL embed.FS
+
+// The files of sql/ of which Citus needs nothing: acquire_batch does without them.
+var withoutCitus = []string{"take.sql", "asked_of.sql", "deny.sql", "decide_left.sql"}
+
+// The passages of sql/ that are others on Citus, by the names of their files.
+var onlyCitus = map[string]struct {
+	passage *regexp.Regexp
+	instead string
+}{
+	"acquire_all.sql":     {regexp.MustCompile(`(?s)  if current_setting\('transaction_read_only'\) = 'off' then.*?(\n\n  if not v_simple)`), "  -- Citus: acquire_batch decides.$1"},
+	"decide_in_order.sql": {regexp.MustCompile(`lock table policies in access share mode;`), "-- Citus: a reference table is not locked here."},
+	"drop_policy.sql":     {regexp.MustCompile(`(?s)  execute format\('delete.*?using policy_id;`), "  null;  -- Citus: the rows are left to clean-up"},
+}
 
 // citus makes files for psql that distribute an installed pgratelimit over the nodes of a Citus cluster, and that remove it.
 func citus(s *source) (Files, error) {
@@ -33,27 +46,42 @@ func citus(s *source) (Files, error) {
 
 // onCitus renders the functions of the newest snapshot for Citus, and lists the functions that are distributed.
 func (s *source) onCitus() (functions string, twins []string, err error) {
-	merged := fstest.MapFS{}
 	snapshots, err := fs.Glob(s.files, "snapshots/*")
 	if err != nil || len(snapshots) == 0 {
 		return "", nil, fmt.Errorf("citus: no snapshot: %w", err)
 	}
+	merged := fstest.MapFS{}
 	for _, dir := range []struct {
-		files    fs.FS
-		from, to string
-	}{{s.files, snapshots[len(snapshots)-1], "."}, {citusSQL, "citus", "~citus"}} { // the last in order, so that it is read last
-		err := fs.WalkDir(dir.files, dir.from, func(name string, entry fs.DirEntry, err error) error {
-			if err != nil || entry.IsDir() {
-				return err
-			}
-			text, err := fs.ReadFile(dir.files, name)
-			merged[path.Join(dir.to, strings.TrimPrefix(name, dir.from+"/"))] = &fstest.MapFile{Data: text}
-			return err
-		})
+		files fs.FS
+		name  string
+	}{{s.files, snapshots[len(snapshots)-1]}, {citusSQL, "citus"}} {
+		names, err := fs.Glob(dir.files, dir.name+"/*.sql")
 		if err != nil {
 			return "", nil, err
 		}
+		for _, name := range names {
+			text, err := fs.ReadFile(dir.files, name)
+			if err != nil {
+				return "", nil, err
+			}
+			merged[path.Base(name)] = &fstest.MapFile{Data: text}
+		}
 	}
+	for _, name := range withoutCitus {
+		merged[name] = &fstest.MapFile{Data: []byte("-- Citus: nothing of " + name + ".\n")}
+	}
+	for name, other := range onlyCitus {
+		text := merged[name].Data
+		if len(other.passage.FindAll(text, -1)) != 1 {
+			return "", nil, fmt.Errorf("citus: no passage %s in %s", other.passage, name)
+		}
+		merged[name].Data = other.passage.ReplaceAll(text, []byte(other.instead))
+	}
+	copies, err := Copies(merged)
+	if err != nil {
+		return "", nil, err
+	}
+	merged["copies.sql"] = &fstest.MapFile{Data: copies["copies.sql"]}
 	code, err := migrate.LoadCodePackage(merged)
 	if err != nil {
 		return "", nil, err

@@ -90,15 +90,6 @@ func (f format) of(s *source) (Files, error) {
 	return files, nil
 }
 
-// Psql makes the files of migrations/psql, from the directory of migrations.
-func Psql(files fs.FS) (Files, error) {
-	s, err := load(files, nil)
-	if err != nil {
-		return nil, err
-	}
-	return psql(s)
-}
-
 // A source is what packages are made of. Templates get it, or one of its releases or steps.
 type source struct {
 	Known    []*migrate.Migration // from the oldest to the newest
@@ -135,15 +126,11 @@ func open(repository fs.FS) (*source, error) {
 
 func load(files fs.FS, data map[string]any) (*source, error) {
 	s := &source{files: files}
-	migrator, err := migrate.NewMigrator(context.Background(), nil, migrations.VersionTable)
-	if err == nil {
-		migrator.Data = data
-		err = migrator.LoadMigrations(files) // for which it needs no connection
-	}
+	known, err := read(files, data)
 	if err != nil {
-		return nil, fmt.Errorf("load migrations: %w", err)
+		return nil, err
 	}
-	s.Known = migrator.Migrations
+	s.Known = known
 	s.templates, err = template.New("").Funcs(template.FuncMap{"quote": quote}).ParseFS(templates, "*.tmpl")
 	if err == nil {
 		s.templates, err = s.templates.ParseFS(files, "prepare.tmpl")
@@ -152,6 +139,19 @@ func load(files fs.FS, data map[string]any) (*source, error) {
 		return nil, err
 	}
 	return s, s.findReleases()
+}
+
+// read renders the migrations of a directory.
+func read(files fs.FS, data map[string]any) ([]*migrate.Migration, error) {
+	migrator, err := migrate.NewMigrator(context.Background(), nil, migrations.VersionTable)
+	if err == nil {
+		migrator.Data = data
+		err = migrator.LoadMigrations(files) // for which it needs no connection
+	}
+	if err != nil {
+		return nil, fmt.Errorf("load migrations: %w", err)
+	}
+	return migrator.Migrations, nil
 }
 
 var versionOf = regexp.MustCompile(`function ratelimit_version\(\)[^$]*\$\$\s*select '([^']+)'`)

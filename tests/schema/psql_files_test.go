@@ -18,6 +18,15 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+func TestPsql_CopiesAreMadeOfTheOtherFiles(t *testing.T) {
+	t.Parallel()
+	files := kit.NoError(packages.Copies(os.DirFS("../../sql")))(t)
+	committed := kit.NoError(os.ReadFile("../../sql/copies.sql"))(t)
+	if string(files["copies.sql"]) != string(committed) {
+		t.Error("sql/copies.sql is not made of the other files: make psql")
+	}
+}
+
 func TestPsql_FilesAreMadeOfTheMigrations(t *testing.T) {
 	t.Parallel()
 	files := kit.NoError(packages.Psql(os.DirFS("../../migrations")))(t)
@@ -42,7 +51,9 @@ func TestPsql_Upgrade(t *testing.T) {
 	next, failing := kit.NextVersion(t, up, down, changed...), kit.NextVersion(t, up+"select 1 / 0;", down, changed...)
 	run := func(files fs.FS, name string, db *pgtest.DB) (string, int) {
 		made := kit.NoError(packages.Psql(files))(t)
-		path := filepath.Join(t.TempDir(), name)
+		dir := t.TempDir()
+		require.NoError(t, os.CopyFS(dir, files)) // of which it includes some
+		path := filepath.Join(dir, "psql", name)
 		require.NoError(t, os.WriteFile(path, made[name], 0o600))
 		return kit.PsqlStatus(t, db.URL, "--file", path)
 	}

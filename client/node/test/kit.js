@@ -13,8 +13,10 @@ export function connect(options) {
 }
 
 /** The script for psql, for a database that has no pgratelimit, without psql's own commands. */
-export const installation = () =>
-  readFileSync(new URL('../../../migrations/psql/install.sql', import.meta.url), 'utf8').replace(/^\\gset$/gm, ';').replace(/^\\.*$/gm, '')
+export const installation = () => {
+  const read = (file) => readFileSync(new URL(file, new URL('../../../migrations/psql/', import.meta.url)), 'utf8')
+  return read('install.sql').replace(/^\\ir (.*)$/gm, (_, file) => read(file)).replace(/^\\gset$/gm, ';').replace(/^\\.*$/gm, '')
+}
 
 let policies = 0
 

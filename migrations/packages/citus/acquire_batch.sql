@@ -1,10 +1,5 @@
-{{- /* Citus: take.sql finds rows by their row ids, which a distributed table has not. acquire_batch does without it. */ -}}
-{{ define "take.sql" }}-- Citus: nothing of take.sql.{{ end -}}
-{{ define "asked_of.sql" }}-- Citus: nor of asked_of.sql.{{ end -}}
-{{ define "deny.sql" }}-- Citus: nor of deny.sql.{{ end -}}
-{{ define "decide_left.sql" }}-- Citus: nor of decide_left.sql.{{ end -}}
+-- Citus: take.sql finds rows by their row ids, which a distributed table has not. This does without it.
 
-{{ define "acquire_batch.sql" -}}
 -- Decides the requests of a batch about one key, one after another, on the node that has its shard. The arguments are those of
 -- decide_in_order, of which all elements have this key; joint asks for the answers of whole requests.
 --
@@ -169,4 +164,3 @@ end;
 $$;
 comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[], text[]) is
   'Decides many requests, as if each were asked on its own, one after another.';
-{{- end -}}
