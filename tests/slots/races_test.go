@@ -11,72 +11,70 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A race has its steps in the order in which they happen. outcome is what came of it. Without the passage that the mutation changes,
-// in ratelimit_hold or another function, something else comes of it.
+// A race is steps of several sessions in a fixed order. They have the outcome only because of one passage of a function: in the
+// mutation without it the steps have another outcome, or fail. Most often first is a transaction, and second a call that waits for it.
 type race struct {
-	steps    func(t *testing.T, db *kit.TestDB) (outcome string)
+	steps    func(db *kit.TestDB) (outcome string) // on policy p, of capacity 1 and a lease of a minute, at T0
 	outcome  string
+	function string // empty if no passage is needed
 	without  kit.Mutation
-	function string
 }
 
-// On policy p, of capacity 1 and a lease of a minute, at T0.
 var races = map[string]race{
 	"a hold that waits for another is denied": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
-			require.True(t, db.Release("a")) // the key has a row
+			require.True(db.T, db.Release("a")) // the key has a row
 			first := db.Begin()
 			first.Hold("a", 1)
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
-		fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
-		kit.Mutation{Pattern: `and s\.key = v_key and s\.changes = v_changes`, Replacement: "and s.key = v_key"}, "ratelimit_hold",
+		outcome:  fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `and s\.key = v_key and s\.changes = v_changes`, Replacement: "and s.key = v_key"},
 	},
 	"a hold that waits for the first of a key is denied": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			first := db.Begin()
 			first.Hold("a", 1)
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
-		fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
-		kit.Mutation{Pattern: `v_written := found;`, Replacement: "v_written := true;"}, "ratelimit_hold",
+		outcome:  fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `v_written := found;`, Replacement: "v_written := true;"},
 	},
 	"a hold that waits for one that rolls back is granted, from then on": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
-			require.True(t, db.Release("a"))
+			require.True(db.T, db.Release("a"))
 			first := db.Begin()
 			first.Hold("a", 1)
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
 			db.SetClock(at(30 * time.Second))
 			first.Execute("rollback")
-			require.True(t, second.Over().Allowed)
-			return fmt.Sprint(kit.Column(t, db.DB, "select held_for::text from ratelimit_holders()"))
+			require.True(db.T, second.Over().Allowed)
+			return fmt.Sprint(kit.Column(db.T, db.DB, "select held_for::text from ratelimit_holders()"))
 		},
-		"[00:01:00]",
-		kit.Mutation{Pattern: `v_seen_at := v_now; v_now := clock\(\);`, Replacement: "v_seen_at := v_now;"}, "ratelimit_hold",
+		outcome:  "[00:01:00]",
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `v_seen_at := v_now; v_now := clock\(\);`, Replacement: "v_seen_at := v_now;"},
 	},
 	"a release that is committed lets the next hold": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
 			first := db.Begin()
 			first.Hold("b", 1)
-			require.True(t, kit.NoError(kit.Release(first, "p", "k", "a"))(t))
+			require.True(db.T, kit.NoError(kit.Release(first, "p", "k", "a"))(db.T))
 			second := db.Session().StartHold("c", 1).BlockedBy(first)
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
-		fmt.Sprint(kit.Held(0, lease, 2)) + " [b:1 c:1]",
-		kit.Mutation{}, "", // it waits, and may not be denied by what it saw before
+		outcome: fmt.Sprint(kit.Held(0, lease, 2)) + " [b:1 c:1]", // after the wait, and not denied by the leases seen before
 	},
 	"a hold that waits counts by the capacity of after the wait": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			first := db.Begin()
 			first.Hold("a", 1)
@@ -85,11 +83,11 @@ var races = map[string]race{
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
-		fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
-		kit.Mutation{Pattern: `v_policy := numbers_again\(v_policy, v_key, v_now\);`, Replacement: ""}, "ratelimit_hold",
+		outcome:  fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `v_policy := numbers_again\(v_policy, v_key, v_now\);`, Replacement: ""},
 	},
 	"an override that ends while a hold waits does not apply any more": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_override('p', 'k', 2, expires_at => $1)", at(30*time.Second))
 			db.Hold("a", 1)
 			first := db.Begin()
@@ -99,11 +97,11 @@ var races = map[string]race{
 			first.Execute("rollback")
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
-		fmt.Sprint(kit.NotHeld(0, lease-30*time.Second, 1)) + " [a:1]",
-		kit.Mutation{Pattern: `and \(v_policy\.calendar\)\.ends_at > v_now\)`, Replacement: ")"}, "ratelimit_hold",
+		outcome:  fmt.Sprint(kit.NotHeld(0, lease-30*time.Second, 1)) + " [a:1]",
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `and \(v_policy\.calendar\)\.ends_at > v_now\)`, Replacement: ")"},
 	},
 	"a lease that ends while its holder waits to hold again is no renewal": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
 			first := db.Begin()
@@ -113,65 +111,65 @@ var races = map[string]race{
 			first.Execute("rollback")
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
-		fmt.Sprint(kit.Held(1, lease, 2)) + " [a:1]",
-		kit.Mutation{Pattern: `\(v_until > v_now and`, Replacement: "(true and"}, "ratelimit_hold",
+		outcome:  fmt.Sprint(kit.Held(1, lease, 2)) + " [a:1]",
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `\(v_until > v_now and`, Replacement: "(true and"},
 	},
 	"a renewal that waits for a release takes nothing": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			first := db.Begin()
-			require.True(t, kit.NoError(kit.Release(first, "p", "k", "a"))(t))
+			require.True(db.T, kit.NoError(kit.Release(first, "p", "k", "a"))(db.T))
 			second := db.Session().StartRenew("a").BlockedBy(first)
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().HeldFor == model.Never, db.Holders("p"))
 		},
-		"true []",
-		kit.Mutation{Pattern: `update leases as l set ends_at = v_ends_at where [^;]*;`, Replacement: `
+		outcome:  "true []",
+		function: "ratelimit_renew", without: kit.Mutation{Pattern: `update leases as l set ends_at = v_ends_at where [^;]*;`, Replacement: `
 			insert into leases values (v_policy.id, v_ends_at, 1, v_key, v_holder)
-			on conflict on constraint leases_pkey do update set ends_at = excluded.ends_at;`}, "ratelimit_renew",
+			on conflict on constraint leases_pkey do update set ends_at = excluded.ends_at;`},
 	},
 	"a release that waits for a renewal frees the slots": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			first := db.Begin()
-			kit.NoError(kit.Renew(first, "p", "k", "a"))(t)
+			kit.NoError(kit.Renew(first, "p", "k", "a"))(db.T)
 			second := db.Session().StartRelease("a").BlockedBy(first)
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().Released, db.Holders("p"))
 		},
-		"true []",
-		kit.Mutation{Pattern: `delete from leases as l [^;]*;`, Replacement: "perform 1;"}, "ratelimit_release",
+		outcome:  "true []",
+		function: "ratelimit_release", without: kit.Mutation{Pattern: `delete from leases as l [^;]*;`, Replacement: "perform 1;"},
 	},
 	"a release after the end of a lease waits for a renewal from before it": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			db.SetClock(at(lease / 2))
 			first := db.Begin()
-			kit.NoError(kit.Renew(first, "p", "k", "a"))(t)
+			kit.NoError(kit.Renew(first, "p", "k", "a"))(db.T)
 			db.SetClock(at(lease))
 			second := db.Session().StartRelease("a").BlockedBy(first)
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().Released, db.Holders("p"))
 		},
-		"true []",
-		kit.Mutation{Pattern: `and l\.holder = v_holder; if not found`, Replacement: "and l.holder = v_holder and l.ends_at > v_now; if not found"}, "ratelimit_release",
+		outcome:  "true []",
+		function: "ratelimit_release", without: kit.Mutation{Pattern: `and l\.holder = v_holder; if not found`, Replacement: "and l.holder = v_holder and l.ends_at > v_now; if not found"},
 	},
 	"a renewal after the end of a lease waits for one from before it": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			db.SetClock(at(lease / 2))
 			first := db.Begin()
-			kit.NoError(kit.Renew(first, "p", "k", "a"))(t)
+			kit.NoError(kit.Renew(first, "p", "k", "a"))(db.T)
 			db.SetClock(at(lease))
 			second := db.Session().StartRenew("a").BlockedBy(first)
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().HeldFor == model.Never, db.Holders("p"))
 		},
-		"false [a:1]",
-		kit.Mutation{Pattern: `and l\.holder = v_holder; if found`, Replacement: "and l.holder = v_holder and l.ends_at > v_now; if found"}, "ratelimit_renew",
+		outcome:  "false [a:1]",
+		function: "ratelimit_renew", without: kit.Mutation{Pattern: `and l\.holder = v_holder; if found`, Replacement: "and l.holder = v_holder and l.ends_at > v_now; if found"},
 	},
 	"a lease that had ended counts again when the clock goes back during a wait": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			db.SetClock(at(lease))
 			first := db.Begin()
@@ -181,11 +179,11 @@ var races = map[string]race{
 			first.Execute("rollback")
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
-		fmt.Sprint(kit.NotHeld(0, lease/2, 1)) + " [a:1]",
-		kit.Mutation{Pattern: `and v_now >= v_seen_at`, Replacement: ""}, "ratelimit_hold",
+		outcome:  fmt.Sprint(kit.NotHeld(0, lease/2, 1)) + " [a:1]",
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `and v_now >= v_seen_at`, Replacement: ""},
 	},
 	"a lease that ends while its renewal waits is not renewed": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
 			first := db.Begin()
@@ -195,11 +193,11 @@ var races = map[string]race{
 			first.Execute("rollback")
 			return fmt.Sprint(second.Over().HeldFor == model.Never, db.Holders("p"))
 		},
-		"true []",
-		kit.Mutation{Pattern: `and l\.holder = v_holder and l\.ends_at > v_now; end if;`, Replacement: "and l.holder = v_holder; end if;"}, "ratelimit_renew",
+		outcome:  "true []",
+		function: "ratelimit_renew", without: kit.Mutation{Pattern: `and l\.holder = v_holder and l\.ends_at > v_now; end if;`, Replacement: "and l.holder = v_holder; end if;"},
 	},
 	"a lease that ends while its release waits was not held until then": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
 			first := db.Begin()
@@ -209,26 +207,26 @@ var races = map[string]race{
 			first.Execute("rollback")
 			return fmt.Sprint(second.Over().Released)
 		},
-		"false",
-		kit.Mutation{Pattern: `v_now := clock\(\); delete`, Replacement: "delete"}, "ratelimit_release",
+		outcome:  "false",
+		function: "ratelimit_release", without: kit.Mutation{Pattern: `v_now := clock\(\); delete`, Replacement: "delete"},
 	},
 	"a hold that waits for clean-up creates the row of the key anew": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			db.SetClock(at(time.Hour))
 			first := db.Begin()
-			require.Equal(t, kit.Deleted{Buckets: 1}, db.Swept(first, 100))
+			require.Equal(db.T, kit.Deleted{Buckets: 1}, db.Swept(first, 100))
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().HoldDecision, db.Hold("c", 1).Allowed, db.Number("select count(*) from ratelimit.slots"))
 		},
-		fmt.Sprint(kit.Held(0, lease, 1), false, 1),
-		kit.Mutation{Pattern: `exit when v_written and`, Replacement: "exit when true or"}, "ratelimit_hold",
+		outcome:  fmt.Sprint(kit.Held(0, lease, 1), false, 1),
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `exit when v_written and`, Replacement: "exit when true or"},
 	},
 	"clean-up that waits for nothing looks at the leases under its lock": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
-			require.True(t, db.Release("a"))
+			require.True(db.T, db.Release("a"))
 			db.SetClock(at(time.Hour))
 			defer db.Mutate(kit.Mutation{Pattern: "lock_timeout TO .100ms.", Replacement: "lock_timeout TO 0"}, "ratelimit.cleanup_batch")()
 			defer db.Mutate(kit.Mutation{Pattern: `where s\.due_at <= \$1`, Replacement: "$0 and pg_advisory_xact_lock_shared(1)::text = ''''"}, "ratelimit.cleanup_slots")()
@@ -239,38 +237,38 @@ var races = map[string]race{
 			batch.Answer()
 			return fmt.Sprint(db.Holders("p"), db.Number("select count(*) from ratelimit.slots"))
 		},
-		"[b:1] 1",
-		kit.Mutation{Pattern: `where not exists \(select from %2\$s as l where [^)]*\)`, Replacement: ""}, "ratelimit.cleanup_slots",
+		outcome:  "[b:1] 1",
+		function: "ratelimit.cleanup_slots", without: kit.Mutation{Pattern: `where not exists \(select from %2\$s as l where [^)]*\)`, Replacement: ""},
 	},
 	"a denial is none of a holder that holds by then": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("x", 1)
 			keeper, second := stopBefore(db, `select l\.\* into v_look`, "ratelimit_hold", func(s *kit.Session) *kit.Lent { return s.StartHold("a", 1) })
-			require.True(t, db.Release("x"))
+			require.True(db.T, db.Release("x"))
 			db.Hold("a", 1)
 			keeper.Execute("select pg_advisory_unlock(1)")
 			return fmt.Sprint(second.Over().HoldDecision)
 		},
-		fmt.Sprint(kit.Renewed(kit.Held(0, lease, 1))),
-		kit.Mutation{Pattern: `case when v_look\.holds then 0 else v_look\.retry_us end`, Replacement: "v_look.retry_us"}, "ratelimit_hold",
+		outcome:  fmt.Sprint(kit.Renewed(kit.Held(0, lease, 1))),
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `case when v_look\.holds then 0 else v_look\.retry_us end`, Replacement: "v_look.retry_us"},
 	},
 	"a denial is by the policy whose numbers it tells": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("x", 1)
 			keeper, second := stopBefore(db, `select l\.\* into v_look`, "ratelimit_hold", func(s *kit.Session) *kit.Lent { return s.StartHold("a", 1) })
 			db.Execute("select ratelimit_define_policy('p', shadow => true)")
 			keeper.Execute("select pg_advisory_unlock(1)")
 			return fmt.Sprint(second.Over().Shadowed)
 		},
-		"true",
-		kit.Mutation{Pattern: `and v_look\.shadow then`, Replacement: "and v_policy.shadow then"}, "ratelimit_hold",
+		outcome:  "true",
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `and v_look\.shadow then`, Replacement: "and v_policy.shadow then"},
 	},
 	"a renewal whose row clean-up has removed renews no later lease": {
-		func(t *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			db.SetClock(at(time.Hour))
 			first := db.Begin()
-			require.Equal(t, kit.Deleted{Buckets: 1}, db.Swept(first, 100))
+			require.Equal(db.T, kit.Deleted{Buckets: 1}, db.Swept(first, 100))
 			defer db.Mutate(kit.Mutation{Pattern: `v_locked := found;`, Replacement: "$0 perform pg_advisory_xact_lock_shared(1);"}, "ratelimit_renew")()
 			keeper := db.Session().Run("select pg_advisory_lock(1)")
 			second := db.Session().StartRenew("a").BlockedBy(first)
@@ -280,11 +278,11 @@ var races = map[string]race{
 			keeper.Execute("select pg_advisory_unlock(1)")
 			return fmt.Sprint(second.Over().HeldFor == model.Never)
 		},
-		"true",
-		kit.Mutation{Pattern: `where v_locked and`, Replacement: "where"}, "ratelimit_renew",
+		outcome:  "true",
+		function: "ratelimit_renew", without: kit.Mutation{Pattern: `where v_locked and`, Replacement: "where"},
 	},
 	"a reset of a key without a row deletes no lease of later": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			first := db.Begin()
 			first.Hold("a", 1)
 			defer db.Mutate(kit.Mutation{Pattern: `delete from leases as l`, Replacement: "perform pg_advisory_xact_lock_shared(1); $0"}, "ratelimit.reset_slots")()
@@ -296,11 +294,11 @@ var races = map[string]race{
 			reset.Answer()
 			return fmt.Sprint(db.Holders("p"))
 		},
-		"[a:1]",
-		kit.Mutation{Pattern: `if not found then return;`, Replacement: "if false then return;"}, "ratelimit.reset_slots",
+		outcome:  "[a:1]",
+		function: "ratelimit.reset_slots", without: kit.Mutation{Pattern: `if not found then return;`, Replacement: "if false then return;"},
 	},
 	"a hold that waits for clean-up counts again, by a clock that went back": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
 			db.SetClock(at(lease / 2))
@@ -313,11 +311,11 @@ var races = map[string]race{
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
-		fmt.Sprint(kit.Held(0, lease, 2)) + " [a:1 b:1]",
-		kit.Mutation{Pattern: `set changes = changes \+ 1,`, Replacement: "set"}, "ratelimit.cleanup_slots",
+		outcome:  fmt.Sprint(kit.Held(0, lease, 2)) + " [a:1 b:1]",
+		function: "ratelimit.cleanup_slots", without: kit.Mutation{Pattern: `set changes = changes \+ 1,`, Replacement: "set"},
 	},
 	"a lease that ends while its release waits is in the sum when the clock went back": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			first := db.Begin()
 			first.Run("select ratelimit_renew('p', 'k', 'a')")
@@ -328,11 +326,11 @@ var races = map[string]race{
 			db.SetClock(at(lease / 2))
 			return fmt.Sprint(released, db.Hold("b", 1).Allowed)
 		},
-		"false false",
-		kit.Mutation{Pattern: `if v_released is distinct from v_cost then`, Replacement: "if false then"}, "ratelimit_release",
+		outcome:  "false false",
+		function: "ratelimit_release", without: kit.Mutation{Pattern: `if v_released is distinct from v_cost then`, Replacement: "if false then"},
 	},
 	"a release of a lease that has another cost by then takes that cost from the sum": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 3)")
 			db.Hold("a", 1)
 			first := db.Begin()
@@ -342,11 +340,11 @@ var races = map[string]race{
 			first.Execute("commit")
 			return fmt.Sprint(second.Over().Released, db.Hold("b", 1).Remaining)
 		},
-		"true 2",
-		kit.Mutation{Pattern: `if v_released is distinct from v_cost then`, Replacement: "if false then"}, "ratelimit_release",
+		outcome:  "true 2",
+		function: "ratelimit_release", without: kit.Mutation{Pattern: `if v_released is distinct from v_cost then`, Replacement: "if false then"},
 	},
 	"a renewal ends before the sum when the clock went back while it waited": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.SetClock(at(lease / 2))
 			db.Hold("a", 1)
@@ -359,11 +357,11 @@ var races = map[string]race{
 			db.SetClock(at(lease))
 			return fmt.Sprint(db.Hold("b", 1).Remaining)
 		},
-		"1",
-		kit.Mutation{Pattern: `if v_ends_at < v_earlier then`, Replacement: "if false then"}, "ratelimit_renew",
+		outcome:  "1",
+		function: "ratelimit_renew", without: kit.Mutation{Pattern: `if v_ends_at < v_earlier then`, Replacement: "if false then"},
 	},
 	"a grant that does not follow leaves no sum behind": {
-		func(_ *testing.T, db *kit.TestDB) string {
+		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 4)")
 			db.Hold("a", 2)
 			db.SetClock(at(lease))
@@ -374,12 +372,12 @@ var races = map[string]race{
 			first.Execute("rollback")
 			return fmt.Sprint(second.Over().Allowed, db.Hold("d", 1).Remaining)
 		},
-		"false 1",
-		kit.Mutation{Pattern: `set counted_until = '-infinity'`, Replacement: "set counted_until = s.counted_until"}, "ratelimit_hold",
+		outcome:  "false 1",
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `set counted_until = '-infinity'`, Replacement: "set counted_until = s.counted_until"},
 	},
 }
 
-// stopBefore makes a call that waits at a passage of a function until the keeper unlocks it.
+// stopBefore makes a call that waits before a passage of a function until the keeper lets go of its lock.
 func stopBefore(db *kit.TestDB, passage, function string, call func(s *kit.Session) *kit.Lent) (keeper *kit.Session, waits *kit.Lent) {
 	defer db.Mutate(kit.Mutation{Pattern: passage, Replacement: "perform pg_advisory_xact_lock_shared(1); $0"}, function)()
 	keeper = db.Session().Run("select pg_advisory_lock(1)")
@@ -389,7 +387,7 @@ func stopBefore(db *kit.TestDB, passage, function string, call func(s *kit.Sessi
 func TestRace(t *testing.T) {
 	kit.InParallel(t, races, func(t *testing.T, r race) {
 		db := kit.NewDB(t).At(kit.T0).Lend("p", 1, lease)
-		require.Equal(t, r.outcome, r.steps(t, db))
+		require.Equal(t, r.outcome, r.steps(db))
 
 		if r.function == "" {
 			return
@@ -397,21 +395,20 @@ func TestRace(t *testing.T) {
 		db.Execute("select ratelimit_drop_policy('p')")
 		db.At(kit.T0).Lend("p", 1, lease)
 		db.Mutate(r.without, r.function)
-		mutated := &mayFail{TB: t}
-		db.T = mutated
-		outcome := make(chan string, 1)
-		go func() {
-			defer func() { _ = recover(); close(outcome) }()
-			outcome <- r.steps(t, db)
-		}()
-		other := <-outcome
+		other := r.stepsThatMayFail(db)
 		t.Logf("without it: %q", other)
 		require.NotEqual(t, r.outcome, other, "the race does not need %s", r.without.Pattern)
-		db.T = t
 	})
 }
 
-// mayFail is the test of mutated code, which may also fail with an error.
+// stepsThatMayFail returns no outcome if a step fails, which does not fail the test.
+func (r race) stepsThatMayFail(db *kit.TestDB) string {
+	defer func(t testing.TB) { db.T = t; _ = recover() }(db.T)
+	db.T = &mayFail{db.T}
+	return r.steps(db)
+}
+
+// mayFail is a test that stops at the first failure and does not fail.
 type mayFail struct{ testing.TB }
 
 func (f *mayFail) Errorf(string, ...any) {}
@@ -428,10 +425,10 @@ func TestHold_SnapshotIsolation(t *testing.T) {
 			t.Run(change+" "+level, func(t *testing.T) {
 				db := kit.ParallelDB(t).At(kit.T0).Lend("p", 2, lease)
 				db.Hold("a", 1)
-				for _, of := range []string{"hold('p', 'k', 'c')", "renew('p', 'k', 'a')", "release('p', 'k', 'a')"} {
+				for _, stale := range []string{"hold('p', 'k', 'c')", "renew('p', 'k', 'a')", "release('p', 'k', 'a')"} {
 					s := db.Session().Run("begin isolation level " + level).Run("select 1 from ratelimit_policies()")
 					db.Execute("select " + call)
-					kit.RequireState(t, "40001", kit.ErrorOf(s.Exec(t.Context(), "select ratelimit_"+of)))
+					kit.RequireState(t, "40001", kit.ErrorOf(s.Exec(t.Context(), "select ratelimit_"+stale)))
 					s.Execute("rollback")
 					db.Reset("p", "k")
 					db.Hold("a", 1)
@@ -441,7 +438,7 @@ func TestHold_SnapshotIsolation(t *testing.T) {
 	}
 }
 
-// A transaction that stalls holds up its own key, and there only who could be granted.
+// A transaction that stalls holds up its own key, and there only calls that would write.
 func TestHold_AStalledTransactionHoldsUpItsKeyOnly(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
 		db.At(kit.T0).Lend("p", 2, lease, kind)
