@@ -163,7 +163,7 @@ func (c *Combiner) enqueue(ctx context.Context, r request, now time.Time) (*wait
 	w.request = r
 	w.deadline, _ = ctx.Deadline()
 	if refusal := c.queue.refusal(w, now); refusal != nil && ctx.Err() == nil {
-		c.release(w)
+		c.recycle(w)
 		return nil, failed(r.verb(), refusal)
 	}
 	c.do(c.queue.add(w))
@@ -173,7 +173,7 @@ func (c *Combiner) enqueue(ctx context.Context, r request, now time.Time) (*wait
 // await returns the answer to a request in the queue, or the error of ctx as soon as it ends.
 func (c *Combiner) await(ctx context.Context, w *waiter) (JointDecision, error) {
 	select {
-	case <-w.done: // as for most of many, and cheaper than the select of two
+	case <-w.done: // with many callers the answer is often here already, and this select costs less than the next
 	default:
 		select {
 		case <-w.done:
@@ -184,17 +184,17 @@ func (c *Combiner) await(ctx context.Context, w *waiter) (JointDecision, error) 
 		}
 	}
 	d, err := w.answer, w.err
-	c.release(w)
+	c.recycle(w)
 	return d, err
 }
 
-// release keeps a waiter for another request.
-func (c *Combiner) release(w *waiter) {
+// recycle keeps a waiter for another request.
+func (c *Combiner) recycle(w *waiter) {
 	*w = waiter{done: w.done}
 	c.waiters.Put(w)
 }
 
-// isSendable reports whether r may share a call. Text that the server cannot read fails the whole call,
+// isSendable reports whether r may share a call. Text that the server cannot read would fail the whole call,
 // and text that is too long for any bucket would burden it.
 func isSendable(r request) bool {
 	isFit := func(s string) bool {
@@ -211,7 +211,7 @@ func isSendable(r request) bool {
 	return isFit(r.policy) && isFit(r.key)
 }
 
-// do takes the next step for the queue.
+// do takes the next step for the queue. It needs the mutex.
 func (c *Combiner) do(next step) {
 	switch {
 	case next == serve:
@@ -247,7 +247,7 @@ func (c *Combiner) serve() {
 	}
 }
 
-// gather lets other goroutines run until no more requests arrive. Callers that were just answered often ask
+// gather lets other goroutines run until no more requests arrive: callers that were just answered often ask
 // again at once.
 func (c *Combiner) gather() {
 	for n := -1; ; {
@@ -262,7 +262,7 @@ func (c *Combiner) gather() {
 	}
 }
 
-// take prepares a call, and returns nil if there is no request for it.
+// take fills the batch and returns the context of its call, or nil if no request is left. It refuses the requests that are too late.
 func (c *Combiner) take(b *batch) context.Context {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -320,26 +320,24 @@ func (c *Combiner) leave(w *waiter) bool {
 
 // send answers the waiters of a batch.
 func (c *Combiner) send(ctx context.Context, b *batch) {
-	if len(b.waiters) > 1 {
-		err := c.askMany(ctx, b)
-		if errors.Is(err, ErrLocked) {
-			if parts := b.parts(); len(parts) > 1 { // nothing was taken; only requests for the locked bucket are to fail
-				c.sendApart(ctx, parts)
-				return
-			}
-		}
-		if !isText(err) {
-			for _, w := range b.waiters {
-				if err != nil {
-					w.answer, w.err = JointDecision{}, err
-				}
-				w.done <- struct{}{}
-			}
+	var err error
+	isShared := len(b.waiters) > 1
+	if isShared {
+		err = c.askMany(ctx, b)
+	}
+	if errors.Is(err, ErrLocked) {
+		if parts := b.parts(); len(parts) > 1 { // nothing was taken; only requests for the locked bucket are to fail
+			c.sendApart(ctx, parts)
 			return
 		}
 	}
 	for _, w := range b.waiters {
-		w.answer, w.err = c.askAlone(ctx, w.request)
+		switch {
+		case !isShared, isText(err): // text of one request fails the call, and not the other requests
+			w.answer, w.err = c.askAlone(ctx, w.request)
+		case err != nil:
+			w.answer, w.err = JointDecision{}, err
+		}
 		w.done <- struct{}{}
 	}
 }
@@ -354,7 +352,7 @@ func (c *Combiner) askAlone(ctx context.Context, r request) (JointDecision, erro
 	return JointDecision{Decision: d}, err
 }
 
-// parts are batches of one bucket each.
+// parts returns the requests of the batch in batches of one bucket each.
 func (b *batch) parts() (parts []*batch) {
 	byBucket := make(map[bucket]*batch)
 	for _, w := range b.waiters {
