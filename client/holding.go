@@ -9,9 +9,9 @@ import (
 // granted, when to take more tokens, and when to refund some. It is a state machine without SQL, goroutines, clock or lock: its
 // owner serialises the methods, makes the calls, and passes the time.
 //
-//	resting ──grant, visit──> refilling ──take──> (call) ──took──> resting
-//	resting ──visit─────────> shrinking ──giveBack─> (call) ──rest──> resting
-//	resting ──visit, begin──> ending ────giveBack─> (call) ──end───> ended
+//	resting ──grant, visit──> refilling ──take────> (call) ──took──> resting
+//	resting ──visit─────────> shrinking ──refund──> (call) ──rest──> resting
+//	resting ──visit, begin──> ending ─────refund──> (call) ──end───> ended
 //
 // grant, visit and begin return true if the holding has left the state resting. The owner then does the work of the new state, at
 // once or later, or skips it and calls rest. Grants continue in every state except ended.
@@ -160,8 +160,8 @@ func (h *holding) took(d PartialDecision, err error, doubt bool, sent, now time.
 	}
 }
 
-// giveBack removes from left the tokens that the holding does not keep, and returns how many to refund: none in doubt.
-func (h *holding) giveBack(now time.Duration) int64 {
+// refund removes from left the tokens that the holding does not keep, and returns how many to refund: none in doubt.
+func (h *holding) refund(now time.Duration) int64 {
 	keep := int64(0)
 	if h.state == shrinking {
 		keep = min(h.left, h.look(now).full)

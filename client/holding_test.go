@@ -14,7 +14,7 @@ import (
 )
 
 // Whatever is asked for, answered and missed in whatever order, the invariants of a holding hold after each step, and in the end all
-// of it was granted, given back or lost. What should hold is worked out from the calls of its methods alone.
+// of it was granted, refunded or lost. What should hold is worked out from the calls of its methods alone.
 func TestHolding_KeepsItsInvariants(t *testing.T) {
 	t.Parallel()
 	saw := map[string]int{}
@@ -56,7 +56,7 @@ func TestHolding_KeepsItsInvariants(t *testing.T) {
 		}
 		require.Zero(t, d.holding.left, "nothing is forgotten")
 	})
-	for _, what := range []string{"granted", "refused", "over", "taken", "partly", "denied", "silent", "dropped", "doubt", "not given back", "given back", "shrunk",
+	for _, what := range []string{"granted", "refused", "over", "taken", "partly", "denied", "silent", "dropped", "doubt", "not refunded", "refunded", "shrunk",
 		"taken beside a doubt"} {
 		require.NotZero(t, saw[what], "%s: %v", what, saw)
 	}
@@ -153,7 +153,7 @@ func (d *drivenHolding) work() {
 	case d.state == refilling:
 		d.take()
 	case !d.calling:
-		d.giveBack()
+		d.refund()
 	case d.state == shrinking:
 		d.holding.rest()
 		d.state, d.calling = resting, false
@@ -230,12 +230,12 @@ func (d *drivenHolding) answer() {
 	}
 }
 
-func (d *drivenHolding) giveBack() {
+func (d *drivenHolding) refund() {
 	keep := int64(0)
 	if d.state == shrinking {
 		d.looks()
 	}
-	n := d.holding.giveBack(d.now)
+	n := d.holding.refund(d.now)
 	d.calling = true
 	if d.state == shrinking {
 		keep = d.holding.left
@@ -244,14 +244,14 @@ func (d *drivenHolding) giveBack() {
 	}
 	if d.doubt && d.left > 0 {
 		require.Zero(d, n, "it may not have been charged")
-		d.saw["not given back"]++
+		d.saw["not refunded"]++
 	} else {
 		require.Equal(d, d.left-keep, n)
 	}
 	require.LessOrEqual(d, n, d.charged)
 	d.left = keep
 	if n > 0 {
-		d.saw["given back"]++
+		d.saw["refunded"]++
 	}
 }
 

@@ -15,7 +15,7 @@ import (
 )
 
 const (
-	// leaseTick is how often leases are looked at.
+	// leaseTick is the time between two looks at all leases.
 	leaseTick = 50 * time.Millisecond
 
 	// hotRequests within a window make a bucket hot.
@@ -25,10 +25,13 @@ const (
 	// maxLeases of one policy.
 	maxLeases = 10_000
 
-	leaseShards  = 256
-	leaseCounts  = 1 << 16
-	leaseCalls   = 2 // that refill or give back at a time
-	closingCalls = 8
+	// jointOnly requests of several charges, and none of one charge, make a Leaser log that it leases nothing.
+	jointOnly = 1000
+
+	leaseShards  = 256     // maps of leases in a policy, each with a mutex
+	leaseCounts  = 1 << 16 // counts of requests in a policy
+	leaseCalls   = 2       // refills and refunds at a time
+	closingCalls = 8       // refunds at a time while leases must end
 )
 
 // A Lease lets a [Leaser] hold tokens of the hot buckets of one policy. A Leaser has one for a policy at most.
@@ -41,7 +44,7 @@ type Lease struct {
 	// MaxShare is the part of a bucket's capacity that is held at most. Zero is 0.1.
 	MaxShare float64
 
-	// Idle is how long a lease gets no requests before its tokens are given back. Zero is 250 ms.
+	// Idle is how long a lease gets no requests before its tokens are refunded. Zero is 250 ms.
 	Idle time.Duration
 }
 
@@ -51,7 +54,7 @@ func (l Lease) option() option {
 
 func (l Lease) withDefaults() Lease {
 	if l.MaxTokens == 0 {
-		l.MaxTokens = 9_000_000_000_000
+		l.MaxTokens = 9_000_000_000_000 // the largest capacity
 	}
 	if l.MaxShare == 0 {
 		l.MaxShare = 0.1
@@ -76,47 +79,44 @@ type combiner = Combiner // so that only this package names the field of a Lease
 // saw, the bucket keeps at least as many tokens for other processes. With a quarter left, the Leaser refills in the background.
 //
 // It uses 2 more connections than [CallsInFlight], and up to 8 besides while Close, Reset, Override, RemoveOverride,
-// DefinePolicy or DropPolicy gives leases back.
+// DefinePolicy or DropPolicy refunds leases.
 //
 // Guarantees:
 //
 //   - A grant is charged before it is given. So all processes together never grant more than the server has charged.
 //   - Every denial comes from the server. When the lease has fewer tokens than a request costs, the Combiner asks.
-//   - Unspent tokens are given back after Lease.Idle without a request, when the rate falls, and by Close. Tokens that are
-//     given back to a full bucket are lost, as they would have been without the lease.
+//   - Unspent tokens are refunded after Lease.Idle without a request, when the rate falls, and by Close. Tokens that are
+//     refunded to a full bucket are lost, as they would have been without the lease.
 //   - A process that is killed loses the tokens of its leases: at most MaxShare of the capacity of each hot bucket, and no more
 //     than MaxTokens. So does a process whose call to the server got no answer.
 //   - A lease is used for at most a second after the server has last given tokens to it. So a policy that is changed or dropped,
 //     an override and a block take effect for it within a second, and when the database is away, grants go on for so long.
-//     Reset, Override, RemoveOverride, DefinePolicy and DropPolicy through this Leaser give leases back first. The Leaser takes
-//     no tokens for the policy until they are done. After a reset by another program, leased tokens can be spent, or given back,
+//     Reset, Override, RemoveOverride, DefinePolicy and DropPolicy through this Leaser refund leases first. The Leaser takes
+//     no tokens for the policy until they are done. After a reset by another program, leased tokens can be spent, or refunded,
 //     besides the full bucket.
 //
 // In a [Decision] from a lease, Remaining and ResetAfter are estimates, and it is marked [Decision.Estimated]. A bucket is not
-// leased if it refills nothing, or if a policy that only watches would have denied.
+// leased if it refills nothing, or if a shadow policy would have denied.
 //
 // Close it when it is no longer used: else its leases are lost.
 type Leaser struct {
 	*combiner
 	own      limiter // for refills and refunds: no caller made them, so hooks are not called
 	policies map[string]*leasedPolicy
-	start    time.Time
-	calls    chan struct{}
+	start    time.Time       // of the Leaser's clock
+	calls    chan struct{}   // has an element for each refill or refund under way
 	closed   context.Context // ends when Close begins
 	close    context.CancelFunc
 	working  context.Context // ends when Close has no more time
 	stop     context.CancelFunc
 
-	background sync.WaitGroup // goroutines that refill and give back
+	background sync.WaitGroup // goroutines that refill and refund
 	closing    sync.Mutex
 	isClosed   bool
 
 	joint     atomic.Int64 // requests of several charges, of a leased policy
 	hasSingle atomic.Bool  // a request that a lease might answer
 }
-
-// jointOnly is how many requests of several charges, without any of one charge, make a Leaser log that it leases nothing.
-const jointOnly = 1000
 
 // NewLeaser returns a Leaser. The role needs the rights that [NewCombiner] names, and EXECUTE on ratelimit_acquire_up_to and on
 // ratelimit_refund. Options are the options of NewCombiner and one [Lease] for each policy whose tokens may be held. Panics if two
@@ -185,7 +185,7 @@ func (s *leaseShard) change(change func(map[string]*lease)) {
 	s.leases.Store(&leases)
 }
 
-// A lease is a holding and the mutex that serialises its methods.
+// A lease is an entry of a leaseShard: a holding, and the mutex that serialises its methods.
 type lease struct {
 	policy *leasedPolicy
 	key    string
@@ -315,7 +315,7 @@ func (l *Leaser) begin(e *lease) {
 		case l.calls <- struct{}{}:
 			defer func() { <-l.calls }()
 			l.work(e)
-		case <-l.closed.Done(): // then Close gives the tokens back
+		case <-l.closed.Done(): // then Close refunds the tokens
 			e.do((*holding).rest)
 		}
 	})
@@ -329,7 +329,7 @@ func (l *Leaser) work(e *lease) {
 	case refilling:
 		l.refill(e)
 	case shrinking:
-		l.giveBack(l.working, e)
+		l.refundRest(l.working, e)
 		e.do((*holding).rest)
 	default:
 		l.end(l.working, e)
@@ -347,17 +347,17 @@ func (l *Leaser) refill(e *lease) {
 	ctx, cancel := context.WithTimeout(l.working, leaseLife)
 	defer cancel()
 	d, err := l.own.AcquireUpTo(ctx, e.policy.Policy, e.key, n)
-	doubt := err == nil && d.Taken == n && d.Remaining <= 0 && l.mayWatch(ctx, e)
+	doubt := err == nil && d.Taken == n && d.Remaining <= 0 && l.mayBeShadow(ctx, e)
 	e.do(func(h *holding) { h.took(d, err, doubt, sent, l.now()) })
 }
 
-// mayWatch reports whether the policy grants more than any bucket has: then it only watches.
-func (l *Leaser) mayWatch(ctx context.Context, e *lease) bool {
+// mayBeShadow reports whether the policy grants more than any bucket has. Only a shadow policy does. After an error it may be one.
+func (l *Leaser) mayBeShadow(ctx context.Context, e *lease) bool {
 	d, err := l.own.AcquireUpTo(ctx, e.policy.Policy, e.key, math.MaxInt64, AtLeast(math.MaxInt64))
 	return err != nil || d.Allowed
 }
 
-// watch looks at all leases now and then.
+// watch looks at all leases every leaseTick, and forgets the counts of requests every hotTicks.
 func (l *Leaser) watch(ctx context.Context) {
 	ticker := time.NewTicker(leaseTick)
 	defer ticker.Stop()
@@ -397,9 +397,9 @@ func (p *leasedPolicy) each(visit func(*lease)) {
 	}
 }
 
-// end gives back all tokens that are left. Only then the bucket may have another lease: the bounds are for both.
+// end refunds all tokens that are left. Only then the bucket may have another lease: the bounds are for both.
 func (l *Leaser) end(ctx context.Context, e *lease) {
-	l.giveBack(ctx, e)
+	l.refundRest(ctx, e)
 	e.policy.shards[e.hash%leaseShards].change(func(leases map[string]*lease) {
 		if leases[e.key] == e {
 			delete(leases, e.key)
@@ -409,18 +409,18 @@ func (l *Leaser) end(ctx context.Context, e *lease) {
 	e.do((*holding).end)
 }
 
-// giveBack gives back the tokens that the holding does not keep. It does not retry: a retry might refund tokens twice that were
+// refundRest refunds the tokens that the holding does not keep. It does not retry: a retry might refund tokens twice that were
 // charged once.
-func (l *Leaser) giveBack(ctx context.Context, e *lease) {
+func (l *Leaser) refundRest(ctx context.Context, e *lease) {
 	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
 	defer cancel()
 	var n int64
-	if e.do(func(h *holding) { n = h.giveBack(l.now()) }); n > 0 {
+	if e.do(func(h *holding) { n = h.refund(l.now()) }); n > 0 {
 		_, _ = l.own.Refund(ctx, e.policy.Policy, e.key, n)
 	}
 }
 
-// Close gives back the tokens that leases have left, for up to 5 seconds, and then closes as [Combiner.Close] does.
+// Close refunds the tokens that leases have left, for up to 5 seconds, and then closes as [Combiner.Close] does.
 func (l *Leaser) Close() {
 	l.closing.Lock()
 	l.isClosed = true
@@ -429,7 +429,7 @@ func (l *Leaser) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
 	defer cancel()
 	context.AfterFunc(ctx, l.stop)
-	l.giveUp(ctx, slices.Collect(maps.Values(l.policies)), "")
+	l.endAll(ctx, slices.Collect(maps.Values(l.policies)), "")
 	l.background.Wait()
 	for _, p := range l.policies {
 		p.each(func(e *lease) { e.do((*holding).lose) }) // leases for which the time was too short grant no more
@@ -437,11 +437,11 @@ func (l *Leaser) Close() {
 	l.combiner.Close()
 }
 
-// giveUp ends the leases of policies, of one key or of all keys. When ctx ends, it leaves the remaining leases.
-func (l *Leaser) giveUp(ctx context.Context, policies []*leasedPolicy, key string) {
+// endAll ends the leases of policies, of one key or of all keys. When ctx ends, it leaves the remaining leases.
+func (l *Leaser) endAll(ctx context.Context, policies []*leasedPolicy, key string) {
 	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
 	defer cancel()
-	var giving sync.WaitGroup
+	var ends sync.WaitGroup
 	free := make(chan struct{}, closingCalls)
 	for _, p := range policies {
 		p.each(func(e *lease) {
@@ -449,7 +449,7 @@ func (l *Leaser) giveUp(ctx context.Context, policies []*leasedPolicy, key strin
 				return
 			}
 			free <- struct{}{}
-			giving.Go(func() {
+			ends.Go(func() {
 				defer func() { <-free }()
 				if l.seize(ctx, e) {
 					l.end(ctx, e)
@@ -457,7 +457,7 @@ func (l *Leaser) giveUp(ctx context.Context, policies []*leasedPolicy, key strin
 			})
 		})
 	}
-	giving.Wait()
+	ends.Wait()
 }
 
 // seize waits until the holding rests and has it end, or reports false if it has ended, or ctx has.
@@ -475,28 +475,28 @@ func (l *Leaser) seize(ctx context.Context, e *lease) (seized bool) {
 	}
 }
 
-// withoutLeases makes a change to a policy when its leases, of one key or of all keys, are given back. Meanwhile it takes no tokens
+// withoutLeases makes a change to a policy when its leases, of one key or of all keys, are refunded. Meanwhile it takes no tokens
 // for the policy.
 func (l *Leaser) withoutLeases(ctx context.Context, policy, key string, change func() error) error {
 	if p := l.policies[policy]; p != nil {
 		p.changing.Add(1) // before the leases are listed: a refill that takes tokens since has seen it
 		defer p.changing.Add(-1)
-		l.giveUp(ctx, []*leasedPolicy{p}, key)
+		l.endAll(ctx, []*leasedPolicy{p}, key)
 	}
 	return change()
 }
 
-// Reset is [Limiter.Reset]. Leased tokens are given back before.
+// Reset is [Limiter.Reset]. Leased tokens are refunded before.
 func (l *Leaser) Reset(ctx context.Context, policy, key string) error {
 	return l.withoutLeases(ctx, policy, key, func() error { return l.combiner.Reset(ctx, policy, key) })
 }
 
-// Override is [Limiter.Override]. Leased tokens are given back before.
+// Override is [Limiter.Override]. Leased tokens are refunded before.
 func (l *Leaser) Override(ctx context.Context, o Override) error {
 	return l.withoutLeases(ctx, o.Policy, o.Key, func() error { return l.combiner.Override(ctx, o) })
 }
 
-// RemoveOverride is [Limiter.RemoveOverride]. Leased tokens are given back before.
+// RemoveOverride is [Limiter.RemoveOverride]. Leased tokens are refunded before.
 func (l *Leaser) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
 	err = l.withoutLeases(ctx, policy, key, func() error {
 		removed, err = l.combiner.RemoveOverride(ctx, policy, key)
@@ -505,12 +505,12 @@ func (l *Leaser) RemoveOverride(ctx context.Context, policy, key string) (remove
 	return removed, err
 }
 
-// DefinePolicy is [Limiter.DefinePolicy]. Leased tokens are given back before.
+// DefinePolicy is [Limiter.DefinePolicy]. Leased tokens are refunded before.
 func (l *Leaser) DefinePolicy(ctx context.Context, p Policy) error {
 	return l.withoutLeases(ctx, p.Name, "", func() error { return l.combiner.DefinePolicy(ctx, p) })
 }
 
-// DropPolicy is [Limiter.DropPolicy]. Leased tokens are given back before.
+// DropPolicy is [Limiter.DropPolicy]. Leased tokens are refunded before.
 func (l *Leaser) DropPolicy(ctx context.Context, name string) error {
 	return l.withoutLeases(ctx, name, "", func() error { return l.combiner.DropPolicy(ctx, name) })
 }

@@ -59,7 +59,7 @@ func (s sight) with(left int64) Decision {
 }
 
 // isLeasable reports whether tokens of the bucket may be held. Tokens of a bucket that refills nothing would be lost for good with
-// a process. A policy that only watches must see each request that it would deny.
+// a process. A shadow policy must see each request that it would deny.
 func (s sight) isLeasable() bool { return !s.NeverFull() && !s.Shadowed }
 
 // A leaseSize is how many tokens a lease should hold.
@@ -83,7 +83,7 @@ func (s leaseSize) refill(left, level int64) int64 {
 	return max(0, min(s.full-left, (level-left)/2))
 }
 
-// excess is how many tokens to give back: the tokens above the full size, if they are so many that they are worth a call.
+// excess is how many tokens to refund: the tokens above the full size, if they are so many that they are worth a call.
 func (s leaseSize) excess(left int64) int64 {
 	if left <= 2*s.full {
 		return 0
