@@ -243,10 +243,12 @@ var races = map[string]race{
 	"a denial is none of a holder that holds by then": {
 		steps: func(db *kit.TestDB) string {
 			db.Hold("x", 1)
-			keeper, second := stopBefore(db, `select l\.\* into v_look`, "ratelimit_hold", func(s *kit.Session) *kit.Lent { return s.StartHold("a", 1) })
+			gate := db.GateBefore(`select l\.\* into v_look`, "ratelimit_hold")
+			defer gate.Remove()
+			second := gate.Session().StartHold("a", 1).BlockedBy(gate.Keeper)
 			require.True(db.T, db.Release("x"))
 			db.Hold("a", 1)
-			keeper.Execute("select pg_advisory_unlock(1)")
+			gate.Open()
 			return fmt.Sprint(second.Over().HoldDecision)
 		},
 		outcome:  fmt.Sprint(kit.Renewed(kit.Held(0, lease, 1))),
@@ -255,9 +257,11 @@ var races = map[string]race{
 	"a denial is by the policy whose numbers it tells": {
 		steps: func(db *kit.TestDB) string {
 			db.Hold("x", 1)
-			keeper, second := stopBefore(db, `select l\.\* into v_look`, "ratelimit_hold", func(s *kit.Session) *kit.Lent { return s.StartHold("a", 1) })
+			gate := db.GateBefore(`select l\.\* into v_look`, "ratelimit_hold")
+			defer gate.Remove()
+			second := gate.Session().StartHold("a", 1).BlockedBy(gate.Keeper)
 			db.Execute("select ratelimit_define_policy('p', shadow => true)")
-			keeper.Execute("select pg_advisory_unlock(1)")
+			gate.Open()
 			return fmt.Sprint(second.Over().Shadowed)
 		},
 		outcome:  "true",
@@ -269,13 +273,13 @@ var races = map[string]race{
 			db.SetClock(at(time.Hour))
 			first := db.Begin()
 			require.Equal(db.T, kit.Deleted{Buckets: 1}, db.Swept(first, 100))
-			defer db.Mutate(kit.Mutation{Pattern: `v_locked := found;`, Replacement: "$0 perform pg_advisory_xact_lock_shared(1);"}, "ratelimit_renew")()
-			keeper := db.Session().Run("select pg_advisory_lock(1)")
-			second := db.Session().StartRenew("a").BlockedBy(first)
+			gate := db.GateBefore(`v_now := clock\(\); if \(v_policy\.calendar\)\.ends_at`, "ratelimit_renew")
+			defer gate.Remove()
+			second := gate.Session().StartRenew("a").BlockedBy(first)
 			first.Execute("commit")
-			second.BlockedBy(keeper)
+			second.BlockedBy(gate.Keeper)
 			db.Hold("a", 1)
-			keeper.Execute("select pg_advisory_unlock(1)")
+			gate.Open()
 			return fmt.Sprint(second.Over().HeldFor == model.Never)
 		},
 		outcome:  "true",
@@ -285,12 +289,12 @@ var races = map[string]race{
 		steps: func(db *kit.TestDB) string {
 			first := db.Begin()
 			first.Hold("a", 1)
-			defer db.Mutate(kit.Mutation{Pattern: `delete from leases as l`, Replacement: "perform pg_advisory_xact_lock_shared(1); $0"}, "ratelimit.reset_slots")()
-			keeper := db.Session().Run("select pg_advisory_lock(1)")
-			reset := db.Session().StartExec("select ratelimit_reset('p', 'k')")
+			gate := db.GateBefore(`delete from leases as l`, "ratelimit.reset_slots")
+			defer gate.Remove()
+			reset := gate.Session().StartExec("select ratelimit_reset('p', 'k')")
 			reset.AwaitLockOrEnd()
 			first.Execute("commit")
-			keeper.Execute("select pg_advisory_unlock(1)")
+			gate.Open()
 			reset.Answer()
 			return fmt.Sprint(db.Holders("p"))
 		},
@@ -375,13 +379,6 @@ var races = map[string]race{
 		outcome:  "false 1",
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `set counted_until = '-infinity'`, Replacement: "set counted_until = s.counted_until"},
 	},
-}
-
-// stopBefore makes a call that waits before a passage of a function until the keeper lets go of its lock.
-func stopBefore(db *kit.TestDB, passage, function string, call func(s *kit.Session) *kit.Lent) (keeper *kit.Session, waits *kit.Lent) {
-	defer db.Mutate(kit.Mutation{Pattern: passage, Replacement: "perform pg_advisory_xact_lock_shared(1); $0"}, function)()
-	keeper = db.Session().Run("select pg_advisory_lock(1)")
-	return keeper, call(db.Session()).BlockedBy(keeper)
 }
 
 func TestRace(t *testing.T) {
