@@ -163,7 +163,7 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		"a reservation by a stale row": {"ratelimit_reserve": {{
 			Pattern: `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, Replacement: "$1",
 		}, pauseBefore(`update buckets as b set level = v_level`)}},
-		"clean-up ignores overrides": {"ratelimit.cleanup_batch": {{Pattern: `and \(o.key is null or wait_for[^;]*? = 0\)( end as removable from buckets )`, Replacement: "$1"}}},
+		"clean-up ignores overrides": {"ratelimit.cleanup_buckets": {{Pattern: `and \(o.key is null or wait_for[^;]*? = 0\)( end as removable from %1)`, Replacement: "$1"}}},
 	}, func(t *testing.T, db *kit.TestDB, bug planted) {
 		for function, mutations := range bug {
 			for _, m := range mutations {
