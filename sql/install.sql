@@ -74,6 +74,8 @@
 {{ template "acquire_many.sql" . }}
 {{ template "acquire_all_many.sql" . }}
 {{ template "acquire_packed.sql" . }}
+{{ template "peeked.sql" . }}
+{{ template "peek_many.sql" . }}
 
 -- Guards, which raise where the functions above answer with a denial.
 {{ template "enforce.sql" . }}

@@ -9,7 +9,7 @@ import (
 
 var (
 	// Files of which each function is about a table of durable policies and has its name at the end.
-	aboutTables = []string{"quota.sql", "slots.sql", "take.sql", "deny.sql", "remember.sql", "rows.sql"}
+	aboutTables = []string{"quota.sql", "slots.sql", "take.sql", "deny.sql", "remember.sql", "rows.sql", "peeked.sql"}
 	// Functions that end with a block for durable policies.
 	withSteps = []string{"acquire", "charge", "settle", "reserve", "acquire_up_to", "hold", "renew", "release"}
 

@@ -2414,6 +2414,10 @@ $private$;
 
 \ir ../snapshots/002/acquire_packed.sql
 
+\ir ../snapshots/002/peeked.sql
+
+\ir ../snapshots/002/peek_many.sql
+
 
 -- Guards, which raise where the functions above answer with a denial.
 \ir ../snapshots/002/enforce.sql

@@ -61,6 +61,8 @@ var countedStatements = slices.Concat([]counted{
 	{"quota-denied", 0, "select from ratelimit_acquire('quota', $1, 20000000)"},
 	{"zoned", 0, "select from ratelimit_acquire('zoned', $1)"},
 	{"peek", 0, "select from ratelimit_peek('full', $1)"},
+	{"peek-32", 32, "select from ratelimit_peek_many(array_fill(text 'full', array[32]), $1)"},
+	{"peek-overrides-32", 32, "select from ratelimit_peek_many(array_fill(text 'overrides', array[32]), $1)"},
 	{"refunded", 0, "select from ratelimit_refund('full', $1, 1)"},
 	{"reserved", 0, "select from ratelimit_reserve('full', $1, '1 hour')"},
 	{"waiting", 0, "select from ratelimit_reserve('line', $1, '365 days')"},

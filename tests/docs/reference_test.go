@@ -44,6 +44,7 @@ var referenceCosts = map[string]string{
 	"guard":         "an insert of one row {guarded}, each row of an insert of 32 keys {guarded-32}",
 	"hold":          "a grant beside 5 holders {held}, beside 1,000 {held-of-1000}, a denial {held-denied}",
 	"peek":          "a call {peek}",
+	"peek_many":     "each of 32 requests {peek-32}",
 	"refund":        "a call {refunded}",
 	"release":       "a grant and its release {held-released}",
 	"renew":         "a renewal {renewed}",
