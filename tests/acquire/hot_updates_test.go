@@ -62,7 +62,7 @@ func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
 	}
 }
 
-// Of batches: plain calls and ratelimit_acquire_all read them all, as docs/design.md says why. An old snapshot keeps every version of a row, and
+// Of batches: plain calls and ratelimit_acquire_all read them all, as CONTRIBUTING.md says why. An old snapshot keeps every version of a row, and
 // no index entry may go. What a call on a hot key has to read must not grow with them.
 func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 	kit.InParallel(t, map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral}, func(t *testing.T, kind kit.PolicyOption) {
