@@ -21,7 +21,7 @@ import (
 const referenceBegins = "<!-- make reference writes what follows, from the comments of the functions in sql/ -->\n"
 
 var referenceGroups = []struct{ title, prefix, names string }{
-	{"Decide", "ratelimit_", "acquire acquire_all acquire_all_many acquire_many acquire_packed enforce guard peek"},
+	{"Decide", "ratelimit_", "acquire acquire_all acquire_all_many acquire_many acquire_packed enforce guard peek peek_many"},
 	{"Spend", "ratelimit_", "acquire_up_to charge refund reserve settle"},
 	{"Hold", "ratelimit_", "hold release renew"},
 	{"Administer", "ratelimit_", "cleanup cleanup_all define_policy define_shard drop_policy override remove_override reset reset_all"},
