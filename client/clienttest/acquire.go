@@ -2,6 +2,7 @@ package clienttest
 
 import (
 	"cmp"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -23,6 +24,26 @@ func charges(args []any) []model.Charge {
 		charges[i] = model.Charge{BucketID: model.BucketID{Policy: policies[i], Key: keys[i]}, Cost: costs[i]}
 	}
 	return charges
+}
+
+// peekMany answers as the rows of Limiter.PeekMany in JSON.
+func (db *database) peekMany(now time.Time, charges []model.Charge) string {
+	rows := make([]map[string]any, len(charges))
+	for i, c := range charges {
+		err := cmp.Or(checkBucket(c.BucketID), checkTokens("cost", c.Cost), db.checkPolicy(c.Policy))
+		var pgErr *pgconn.PgError
+		if errors.As(err, &pgErr) {
+			rows[i] = map[string]any{"code": pgErr.Code, "message": pgErr.Message, "detail": pgErr.Detail}
+			continue
+		}
+		d, _ := db.model.Peek(now, c.BucketID, c.Cost)
+		rows[i] = map[string]any{
+			"allowed": d.Allowed, "remaining": d.Remaining, "capacity": d.Capacity,
+			"retry_after": waitInt8(d.RetryAfter), "reset_after": waitInt8(d.ResetAfter),
+		}
+	}
+	text, _ := json.Marshal(rows)
+	return string(text)
 }
 
 // acquire answers one request. An idempotency key that is nil is none.

@@ -258,6 +258,7 @@ select * from ratelimit_acquire_many(array['none','p'], array['{key} i2','{key} 
 select * from ratelimit_acquire_many(array['p','p'], array['{key} i']) ;; select * from ratelimit_acquire_many(null, array['{key} i'])
 select * from ratelimit_acquire_many('{}', '{}') ;; select * from ratelimit_acquire_packed(array['p'], array['{key} pk'], array[1])
 select * from ratelimit_acquire_packed(array['p','q'], array['{key} pk','{key} pk'], array[1,9], array[2])
+select * from ratelimit_peek_many(array['p','q','none','p',null,'q','s'], array['{key} 1','{key} 2','{key} 1',null,'{key} x','','{key} s'], array[1,11,2,1,9,1,1])
 select * from ratelimit_acquire_all(array['p','q'], array['{key} a','{key} a'], array[1,2])
 select * from ratelimit_acquire_all(array['p','q'], array['{key} a','{key} a'], array[1,4])
 select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a','{key} a'], array[1,2,3], 'k')

@@ -269,9 +269,22 @@ func AcquireMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
 	if !keyed {
 		idempotencyKeys = nil
 	}
+	return decideMany(q, "ratelimit_acquire_many($1, $2, $3, $4)", policies, keys, costs, idempotencyKeys)
+}
+
+// PeekMany sends requests without idempotency keys in one ratelimit_peek_many.
+func PeekMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
+	policies, keys, costs := []*string{}, []*string{}, []*int64{}
+	for _, r := range requests {
+		policies, keys, costs = append(policies, r.Policy), append(keys, r.Key), append(costs, r.Cost)
+	}
+	return decideMany(q, "ratelimit_peek_many($1, $2, $3)", policies, keys, costs)
+}
+
+func decideMany(q RowsQuerier, call string, args ...any) ([]Answer, error) {
 	rows, err := q.Query(context.Background(), "select "+decisionColumns+`,
 		       concat_ws(': ', d.error_code, d.error_message, d.error_detail, d.error_hint)
-		  from ratelimit_acquire_many($1, $2, $3, $4) as d`, policies, keys, costs, idempotencyKeys)
+		  from `+call+` as d`, args...)
 	if err != nil {
 		return nil, err
 	}

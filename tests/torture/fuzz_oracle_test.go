@@ -70,7 +70,7 @@ func (r *round) check(function string, args []argument) error {
 		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)))
 	case "ratelimit_acquire", "ratelimit_enforce":
 		return r.checkRequest(value(0), value(1), value(2), value(3))
-	case "ratelimit_acquire_many":
+	case "ratelimit_acquire_many", "ratelimit_peek_many":
 		n := length(value(0))
 		switch {
 		case value(0) == nil:
@@ -79,7 +79,7 @@ func (r *round) check(function string, args []argument) error {
 			return refusal("invalid keys")
 		case value(2) != nil && length(value(2)) != n:
 			return refusal("invalid costs")
-		case value(3) != nil && length(value(3)) != n:
+		case len(args) > 3 && value(3) != nil && length(value(3)) != n:
 			return refusal("invalid idempotency_keys")
 		}
 	case "ratelimit_acquire_all":
@@ -352,7 +352,9 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	case "ratelimit_status":
 		return r.status(value(0), value(2), value(1).(int64)), nil
 	case "ratelimit_acquire_many":
-		return r.answerMany(args), nil
+		return r.answerMany("ratelimit_acquire", args), nil
+	case "ratelimit_peek_many":
+		return r.answerMany("ratelimit_peek", append(args, argument{})), nil // without idempotency keys
 	case "ratelimit_acquire_all":
 		w, err := r.acquireAll(fuzzedWhole{chargesOf(args), value(3)})
 		if err != nil {
@@ -446,7 +448,7 @@ func lengthOf(value any) *model.Micros {
 	return new(s.length())
 }
 
-func (r *round) answerMany(args []argument) (rows []string) {
+func (r *round) answerMany(of string, args []argument) (rows []string) {
 	policies, keys := args[0].value.([]*string), args[1].value.([]*string)
 	costs, haveCosts := args[2].value.([]*int64)
 	idempotencyKeys, haveKeys := args[3].value.([]*string)
@@ -458,10 +460,10 @@ func (r *round) answerMany(args []argument) (rows []string) {
 		if haveKeys {
 			request[3] = ofPointer(idempotencyKeys[i])
 		}
-		err := r.check("ratelimit_acquire", request)
+		err := r.check(of, request)
 		var answer []string
 		if err == nil {
-			answer, err = r.answer("ratelimit_acquire", request)
+			answer, err = r.answer(of, request)
 		}
 		if err != nil {
 			code, message := refused(err)

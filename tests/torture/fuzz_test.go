@@ -189,11 +189,13 @@ var fuzzStatements = map[string]string{
 		"ratelimit_acquire_all_many($1, $2, $3, $4, $5)",
 	"ratelimit_acquire_packed": fuzzPacked,
 	"ratelimit_peek":           fuzzDecision + "ratelimit_peek($1, $2, $3)",
-	"ratelimit_refund":         fuzzDecision + "ratelimit_refund($1, $2, $3)",
-	"ratelimit_charge":         fuzzDecision + "ratelimit_charge($1, $2, $3, $4)",
-	"ratelimit_settle":         fuzzDecision + "ratelimit_settle($1, $2, $3, $4)",
-	"ratelimit_reserve":        strings.Replace(fuzzDecision, "retry_after", "wait", 1) + "ratelimit_reserve($1, $2, $3, $4, $5)",
-	"ratelimit_acquire_up_to":  strings.Replace(fuzzDecision, "shadowed", "shadowed, taken", 1) + "ratelimit_acquire_up_to($1, $2, $3, $4, $5)",
+	"ratelimit_peek_many": strings.Replace(fuzzDecision, "allowed", "request, error_code, error_message, allowed", 1) +
+		"ratelimit_peek_many($1, $2, $3)",
+	"ratelimit_refund":        fuzzDecision + "ratelimit_refund($1, $2, $3)",
+	"ratelimit_charge":        fuzzDecision + "ratelimit_charge($1, $2, $3, $4)",
+	"ratelimit_settle":        fuzzDecision + "ratelimit_settle($1, $2, $3, $4)",
+	"ratelimit_reserve":       strings.Replace(fuzzDecision, "retry_after", "wait", 1) + "ratelimit_reserve($1, $2, $3, $4, $5)",
+	"ratelimit_acquire_up_to": strings.Replace(fuzzDecision, "shadowed", "shadowed, taken", 1) + "ratelimit_acquire_up_to($1, $2, $3, $4, $5)",
 	"ratelimit_hold": "select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from held_for) * 1000000)::bigint, " +
 		"capacity, renewed, shadowed from ratelimit_hold($1, $2, $3, $4)",
 	"ratelimit_renew":       "select (extract(epoch from ratelimit_renew($1, $2, $3)) * 1000000)::bigint",
@@ -453,7 +455,7 @@ func (r *round) literal(a argument) string {
 var (
 	refusing = []string{
 		"ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire", "ratelimit_enforce", "ratelimit_status", "ratelimit_acquire_many", "ratelimit_acquire_many",
-		"ratelimit_peek", "ratelimit_peek", "ratelimit_refund", "ratelimit_refund", "ratelimit_reset", "ratelimit_reset_all",
+		"ratelimit_peek", "ratelimit_peek", "ratelimit_peek_many", "ratelimit_peek_many", "ratelimit_refund", "ratelimit_refund", "ratelimit_reset", "ratelimit_reset_all",
 		"ratelimit_acquire_all", "ratelimit_acquire_all", "ratelimit_acquire_all_many", "ratelimit_acquire_packed", "ratelimit_acquire_packed",
 		"ratelimit_override", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
 		"ratelimit_charge", "ratelimit_charge", "ratelimit_settle", "ratelimit_settle", "ratelimit_reserve", "ratelimit_reserve",
@@ -539,6 +541,12 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		return []argument{policy(), key(), choose(capacity, r.anyBigint), idempotencyKey()}
 	case "ratelimit_status":
 		return []argument{orNull(policy)(), rows(), orNull(key)()}
+	case "ratelimit_peek_many":
+		n := r.IntN(1 << r.IntN(8))
+		return []argument{
+			r.array(good, false, n, pgtype.TextOID, policy), r.array(good, false, n, pgtype.TextOID, key),
+			r.array(good, true, n, pgtype.Int8OID, cost),
+		}
 	case "ratelimit_acquire_many":
 		n := r.IntN(1 << r.IntN(10))
 		return []argument{

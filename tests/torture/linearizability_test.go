@@ -1222,6 +1222,13 @@ func (a *actor) decide(kind string) error {
 	op := a.operation(kind, a.bucket())
 	op.Cost = a.random.Int64N(5)
 	return a.transact(func() error {
+		if kind == peeks && a.random.IntN(2) == 0 {
+			answers, err := kit.PeekMany(a, []kit.NullableRequest{kit.RequestOf(op.Policy, op.Key, op.Cost)})
+			if err == nil {
+				op.answer = &answers[0]
+			}
+			return err
+		}
 		return op.answered(kit.Decide(a, "ratelimit_"+kind+"($1, $2, $3)", op.Policy, op.Key, op.Cost))
 	}, op)
 }

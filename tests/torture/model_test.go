@@ -153,6 +153,13 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 			Pattern: `(insert into idempotency_keys [^;]*?)nullif\(v_held - v_level, microtokens\(v_cost\)\)`, Replacement: "${1}null",
 		}},
 		"a partial grant of more than was taken": {"ratelimit.partial_of", kit.Mutation{Pattern: `then taken else 0`, Replacement: `then taken + 1 else 0`}},
+		"many peeks forget the time since a bucket was written": {"ratelimit.peeked_in_buckets", kit.Mutation{
+			Pattern: `wait_below_small\(microtokens\(e\.cost\), e\.level, e\.elapsed_us,`, Replacement: "wait_below_small(microtokens(e.cost), e.level, 0,",
+		}},
+		"many peeks overflow in deep debt": {"ratelimit.peeked_in_buckets", kit.Mutation{
+			Pattern: `when e\.level <= -v_full_level then wait_until\(v_policy\.full_level`, Replacement: "when false then wait_until(v_policy.full_level",
+		}},
+		"many peeks see no override": {"ratelimit.peeked_in_buckets", kit.Mutation{Pattern: `and o\.expires_at > v_now`, Replacement: "and false"}},
 		"a wait is the difference of local times": {"ratelimit.wait_for_turn", kit.Mutation{
 			Pattern: `\(quota\.calendar\)\.turns_at - now`, Replacement: "((quota.calendar).turns_at at time zone (quota.calendar).time_zone) - (now at time zone (quota.calendar).time_zone)",
 		}},
@@ -281,7 +288,7 @@ func (m *modelRun) Begin(t *rapid.T, calls modelCalls) {
 func (m *modelRun) actions() map[string]func(*rapid.T) {
 	if m.only == slotsOnly {
 		return map[string]func(*rapid.T){
-			"hold": m.hold, "hold now": m.hold, "hold again": m.hold, "renew": m.renew, "release": m.release, "holders": m.listHolders, "peek": m.peek,
+			"hold": m.hold, "hold now": m.hold, "hold again": m.hold, "renew": m.renew, "release": m.release, "holders": m.listHolders, "peek": m.peek, "peek many": m.peekMany,
 			"override": m.override, "wait": m.wait, "wait on": m.wait, "step": m.step, "clean up": m.cleanUp, "rarely": m.changeOrRemove,
 			"meet the end of a lease": m.meetTheEnd, "save": m.save, "roll back": m.rollBackOrNot,
 		}
@@ -291,6 +298,7 @@ func (m *modelRun) actions() map[string]func(*rapid.T) {
 		"again":     m.acquireAgain,
 		"many":      m.acquireMany,
 		"peek":      m.peek,
+		"peek many": m.peekMany,
 		"refund":    m.refund,
 		"spend":     m.spend,
 		"spend now": m.spend,
@@ -966,6 +974,28 @@ func (m *modelRun) peek(t *rapid.T) {
 	want, wantErr := m.model.Peek(m.now, id, cost)
 	got, err := kit.Peek(m.session, id.Policy, id.Key, cost)
 	m.same(t, want, got, wantErr, err)
+}
+
+// peekMany is one request of each of several buckets, or of one twice.
+func (m *modelRun) peekMany(t *rapid.T) {
+	var requests []kit.NullableRequest
+	for range rapid.IntRange(0, 5).Draw(t, "requests") {
+		id := m.buckets.Draw(t, "bucket")
+		requests = append(requests, kit.RequestOf(id.Policy, id.Key, m.amount(t, id.Policy)))
+	}
+	got, err := kit.PeekMany(m.session, requests)
+	require.NoError(t, err)
+	require.Len(t, got, len(requests))
+	for i, r := range requests {
+		want, err := m.model.Peek(m.now, model.BucketID{Policy: *r.Policy, Key: *r.Key}, *r.Cost)
+		if err != nil {
+			code, _, _ := strings.Cut(got[i].Error, ":")
+			require.Equal(t, err.Error(), code)
+			continue
+		}
+		require.Equal(t, kit.Answer{Decision: &want}, got[i])
+		m.saw("peeks of many")
+	}
 }
 
 func (m *modelRun) refund(t *rapid.T) {

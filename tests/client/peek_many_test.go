@@ -1,0 +1,79 @@
+package client
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/stretchr/testify/require"
+)
+
+// Each answer of many is that of a peek of its own: of the server, in a transaction, of the fake, and of shards.
+func TestPeekMany_IsAPeekOfEach(t *testing.T) {
+	t.Parallel()
+	db := kit.NewDB(t)
+	db.SetClock(kit.T0)
+	fake := clienttest.New(func() time.Time { return kit.T0 })
+	var charges []client.Charge
+	for _, policy := range []string{"plain", "stepped", "ephemeral", "never", "shadow", "quota", "slots", "none", ""} {
+		for _, key := range []string{"used", "debt", "raised", "blocked for a day", "new", "", "a\x00b"} {
+			for _, cost := range []int64{0, 1, 7, 11, -1} {
+				charges = append(charges, client.Charge{Policy: policy, Key: key, Cost: client.Cost(cost)})
+			}
+		}
+	}
+	for name, limiter := range map[string]*client.Limiter{"server": client.New(db.Pool), "fake": fake.Limiter} {
+		for _, p := range []client.Policy{
+			{Name: "plain", Capacity: 10, Refill: 3, Every: time.Second}, {Name: "stepped", Capacity: 10, Refill: 3, Every: time.Second, Stepped: client.Yes},
+			{Name: "ephemeral", Capacity: 10, Refill: 3, Every: time.Second, Durable: client.No}, {Name: "never", Capacity: 10, Refill: client.Zero, Every: time.Second},
+			{Name: "shadow", Capacity: 10, Refill: 3, Every: time.Second, Shadow: client.Yes}, {Name: "quota", Capacity: 10, Period: client.Period{Months: 1}},
+			{Name: "slots", Capacity: 10, Lease: time.Minute},
+		} {
+			require.NoError(t, limiter.DefinePolicy(t.Context(), p), name)
+			if p.Name != "slots" {
+				require.NoError(t, kit.ErrorOf(limiter.Acquire(t.Context(), p.Name, "used", client.Cost(4))), name)
+				require.NoError(t, kit.ErrorOf(limiter.Charge(t.Context(), p.Name, "debt", 33)), name)
+			}
+		}
+		require.NoError(t, limiter.Override(t.Context(), client.Override{Policy: "plain", Key: "raised", Capacity: 20, Refill: 1, Every: time.Hour}))
+		require.NoError(t, limiter.Override(t.Context(), client.Override{
+			Policy: "plain", Key: "blocked for a day", Capacity: client.Zero, Refill: 1, Every: time.Hour, ExpiresAt: kit.T0.Add(24 * time.Hour),
+		}))
+		requirePeeksOfEach(t, name, limiter, charges)
+		require.Empty(t, limiter.PeekMany(t.Context(), nil))
+	}
+	tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
+	requirePeeksOfEach(t, "transaction", client.New(db.Pool).WithTx(tx), charges)
+	require.NoError(t, tx.Rollback(t.Context()))
+}
+
+// A peeker is a Limiter or a Sharded.
+type peeker interface {
+	Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error)
+	PeekMany(ctx context.Context, charges []client.Charge) []client.Answer
+}
+
+func requirePeeksOfEach(t *testing.T, name string, by peeker, charges []client.Charge) {
+	answers := by.PeekMany(t.Context(), charges)
+	require.Len(t, answers, len(charges))
+	refused := 0
+	for i, c := range charges {
+		if name == "transaction" && (c.Policy == "none" || c.Policy == "" || c.Key == "" || strings.Contains(c.Key, "\x00") || c.Cost == client.Cost(-1)) {
+			continue // the error of a peek of its own ends the transaction
+		}
+		want, err := by.Peek(t.Context(), c.Policy, c.Key, c.Cost)
+		require.Equal(t, want, answers[i].Decision, "%s: %+v", name, c)
+		if err != nil {
+			refused++
+			require.EqualError(t, answers[i].Err, err.Error(), "%s: %+v", name, c)
+		} else {
+			require.NoError(t, answers[i].Err, "%s: %+v", name, c)
+		}
+		require.Equal(t, c.Policy, answers[i].Policy)
+	}
+	require.Less(t, refused, len(charges)*2/3)
+}
