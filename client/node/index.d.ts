@@ -149,6 +149,12 @@ export class Limiter {
   /** The decision that acquire would return. Takes nothing. */
   peek(policy: string, key: string, options?: CostOptions): Promise<Decision>
 
+  /**
+   * For each request, in one call, what peek would return, or the error with which it would reject. Each is asked alone: two about one
+   * bucket get the same answer.
+   */
+  peekMany(requests: Charge[], options?: CallOptions): Promise<(Decision | Error)[]>
+
   /** Takes tokens even if the bucket holds fewer, as debt. It is for usage that is known only when it is over. */
   charge(policy: string, key: string, cost: number | bigint, options?: KeyedOptions): Promise<Decision>
 

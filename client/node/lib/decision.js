@@ -1,5 +1,7 @@
 // Rows of the server, as the answers that callers get. Drivers return a bigint as a string, a number or a BigInt.
 
+import { refusal } from './errors.js'
+
 export const microseconds = (column) => `(extract(epoch from ${column}) * 1000000.0)::bigint`
 
 /**
@@ -54,6 +56,18 @@ export const JOINT = {
       decision({ allowed: allowed === 1, remaining, retry_after, reset_after, capacity, replayed: replayed === 1, shadowed: shadowed === 1 }))
     return { ...decision(row), binding: Number(row.binding) - 1, decisions }
   },
+}
+
+/** The answers to many requests, decisions and errors, in one row. */
+export const MANY = {
+  columns: `pg_catalog.json_agg(pg_catalog.json_build_array(
+    error_code, error_message, error_detail, error_hint,
+    allowed, remaining, ${microseconds('retry_after')}, ${microseconds('reset_after')}, capacity, replayed, shadowed)
+    order by request)::text as answers`,
+  decode: (row) => JSON.parse(row.answers).map(
+    ([code, message, detail, hint, allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed]) => code === null
+      ? decision({ allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed })
+      : refusal(code, message, detail, hint)),
 }
 
 export const HOLD = {

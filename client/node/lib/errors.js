@@ -67,6 +67,10 @@ export function translate(error) {
   return error
 }
 
+/** The error of one of many requests, which the server tells beside the answers to the others. */
+export const refusal = (code, message, detail, hint) =>
+  translate(Object.assign(new Error(message), { code, detail, hint, severity: 'ERROR' }))
+
 /** Whether the cause is text that this database cannot hold. */
 export const isText = (error) => error.code === '22021' || error.code === '22P05'
 

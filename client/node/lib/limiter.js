@@ -1,8 +1,8 @@
 import { randomUUID } from 'node:crypto'
 import { setTimeout } from 'node:timers/promises'
 import { Database, unless } from './database.js'
-import { DECISION, JOINT, PARTIAL, RESERVATION, seconds } from './decision.js'
-import { InvalidArgument, TooLate } from './errors.js'
+import { DECISION, JOINT, MANY, PARTIAL, RESERVATION, seconds } from './decision.js'
+import { InvalidArgument, TooLate, isText } from './errors.js'
 import { hold, release, renew } from './hold.js'
 
 const MAX_LENGTH = 512 // bytes, of policies, keys and idempotency keys
@@ -35,6 +35,29 @@ export class Limiter {
     const { cost, signal } = known(options, 'cost', 'signal')
     const values = [...bucket(policy, key), tokens('cost', cost ?? 1)]
     return this.#call(DECISION, 'ratelimit_peek($1::text, $2::text, $3::bigint)', values, { signal })
+  }
+
+  async peekMany(requests, options) {
+    const { signal } = known(options, 'signal')
+    signal?.throwIfAborted()
+    if (!areCharges(requests)) throw invalid('requests', 'is no array of requests.', 'Pass such as [{ policy, key, cost: 1 }].')
+    const asked = requests.map(peekable)
+    const found = (await unless(signal, this.#peekEach(asked.filter(Array.isArray)))).values()
+    return asked.map((values) => Array.isArray(values) ? found.next().value : values)
+  }
+
+  async #peekEach(requests) {
+    if (requests.length === 0) return []
+    const values = [0, 1, 2].map((i) => requests.map((request) => request[i]))
+    try {
+      return await this.#call(MANY, 'ratelimit_peek_many($1::text[], $2::text[], $3::bigint[])', values, {})
+    } catch (error) {
+      if (!isText(error) || !this._database.isPool) throw error
+      if (requests.length === 1) return [error]
+    }
+    const answers = []
+    for (const request of requests) answers.push(...await this.#peekEach([request])) // only the request with that text is to fail
+    return answers
   }
 
   async charge(policy, key, cost, options) {
@@ -186,6 +209,15 @@ function text(name, value) {
 }
 
 const bucket = (policy, key) => [text('policy', policy), text('key', key)]
+
+/** The values of one of many peeks, or its error, which is not to fail the others. */
+function peekable({ policy, key, cost }) {
+  try {
+    return [...bucket(policy, key), tokens('cost', cost ?? 1)]
+  } catch (error) {
+    return error
+  }
+}
 
 const optional = (name, value) => value == null ? null : text(name, value)
 

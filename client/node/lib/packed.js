@@ -1,7 +1,7 @@
 // One call for the requests of a batch, and its answer: ratelimit_acquire_packed. Its arrays are explained at the type ratelimit.packed.
 
 import { decision } from './decision.js'
-import { translate } from './errors.js'
+import { refusal } from './errors.js'
 
 /** The arrays: of the decisions, of the errors, and of what joint requests have in common. */
 export const PARTS = [
@@ -51,9 +51,7 @@ function unpack(batch, decided, refused, wholes) {
       answers[number - 1] = { ...of[binding - 1], allowed, replayed, shadowed, binding: binding - 1, decisions: of }
     }
   }
-  for (const [number, code, message, detail, hint] of refused) {
-    answers[number - 1] = translate(Object.assign(new Error(message), { code, detail, hint, severity: 'ERROR' }))
-  }
+  for (const [number, ...error] of refused) answers[number - 1] = refusal(...error)
   if (answers.length !== batch.length || answers.includes(undefined)) throw misfit()
   return answers
 }

@@ -12,6 +12,8 @@ export async function use(signal: AbortSignal) {
   retryAfter.toFixed()
   const joint: JointDecision = await limiter.acquireAll([{ policy: 'api', key: 'k' }])
   joint.decisions[joint.binding]?.remaining
+  const [peeked] = await limiter.peekMany([{ policy: 'api', key: 'k', cost: 2n }, { policy: 'api', key: 'k' }], { signal })
+  if (peeked && !(peeked instanceof Error)) peeked.remaining.toFixed()
   // @ts-expect-error no option of that name
   await limiter.acquire('api', 'k', { idempotencykey: 'x' })
   // @ts-expect-error a key is text

@@ -3,7 +3,7 @@ import assert from 'node:assert/strict'
 import { readFileSync } from 'node:fs'
 import test, { after, before } from 'node:test'
 import * as pgratelimit from '../index.js'
-import { definePolicy, pool } from './kit.js'
+import { definePolicy, defineQuota, defineSlots, pool } from './kit.js'
 
 const read = (name) => JSON.parse(readFileSync(new URL(`../../../tests/vectors/${name}.json`, import.meta.url)))
 const T0 = Date.parse('2024-03-30T12:00:00Z')
@@ -100,3 +100,35 @@ for (const [name, limiter] of Object.entries(limiters)) {
     }
   })
 }
+
+test('peekMany answers each request as peek does', async () => {
+  await setClock(0)
+  const policy = await definePolicy(10), quota = await defineQuota(20, '1 hour'), slots = await defineSlots(3), limiter = new Limiter(pool)
+  for (const taken of [policy, quota]) await limiter.acquire(taken, 'k', { cost: 4 })
+  const { InvalidArgument, UnknownPolicy } = pgratelimit
+  const table = [
+    [policy, 'k', undefined, true],
+    [policy, 'k', 7n, false],
+    [policy, 'k', 11, false],
+    [policy, 'an odd "{NULL}", \\ é🪣', 10, true],
+    [quota, 'k', 16, true],
+    [quota, 'k', 17, false],
+    [slots, 'k', 3, true],
+    [slots, 'k', 4, false],
+    ['none', 'k', 1, UnknownPolicy],
+    [policy, 'k', -1, InvalidArgument],
+    [policy, '', 1, InvalidArgument],
+    [policy, 'k', 1.5, InvalidArgument],
+    [policy, '\0', 1, InvalidArgument],
+    [policy, 'k', 6, true],
+  ]
+  const shown = (answer) => answer instanceof Error ? { ...answer, message: answer.message, kind: answer.constructor } : answer
+  const many = await limiter.peekMany(table.map(([policy, key, cost]) => ({ policy, key, cost })))
+  assert.equal(many.length, table.length)
+  for (const [i, [policy, key, cost, expected]] of table.entries()) {
+    assert.deepEqual(shown(many[i]), shown(await limiter.peek(policy, key, { cost }).catch((error) => error)))
+    assert.equal(many[i].allowed ?? many[i].constructor, expected, `${policy} ${key} ${cost}`)
+  }
+  assert.deepEqual(await new Limiter({ query: () => assert.fail('a call') }).peekMany([]), [])
+  await assert.rejects(limiter.peekMany({ policy, key: 'k' }), InvalidArgument)
+})

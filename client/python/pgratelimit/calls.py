@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from . import answers
 from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation
-from .errors import Error, InvalidArgument
+from .errors import Error, InvalidArgument, of_server
 
 T = TypeVar("T")
 
