@@ -48,9 +48,10 @@ export class Limiter {
 
   async #peekEach(requests) {
     if (requests.length === 0) return []
+    const call = 'ratelimit_peek_many($1::text[], $2::text[], $3::bigint[])'
     const values = [0, 1, 2].map((i) => requests.map((request) => request[i]))
     try {
-      return await this.#call(MANY, 'ratelimit_peek_many($1::text[], $2::text[], $3::bigint[])', values, {})
+      return await this._database.row({ ...MANY, call, values })
     } catch (error) {
       if (!isText(error) || !this._database.isPool) throw error
       if (requests.length === 1) return [error]

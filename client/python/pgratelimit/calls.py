@@ -71,6 +71,31 @@ def peek(policy: str, key: str, cost: int) -> Call[Decision]:
     return Call("peek", DECISION, function, (*bucket(policy, key), whole("cost", cost)), answers.decision, True)
 
 
+MANY = (
+    "pg_catalog.json_agg(pg_catalog.json_build_array(error_code, error_message, error_detail, error_hint, "
+    f"{DECISION}) order by request)::text"
+)
+
+
+def peek_many(requests: Iterable[Charge]) -> Call[list[Decision | Error]]:
+    """A request that cannot be sent has its error in its place."""
+    asked = [_charged_or_error(r) for r in requests]
+    sent = [r for r in asked if isinstance(r, Charge)]
+
+    def decode(row: Sequence[Any]) -> list[Decision | Error]:
+        found: list[Decision | Error] = [
+            answers.decision(columns) if code is None else of_server("peek", code, message, detail, hint)
+            for code, message, detail, hint, *columns in json.loads(row[0] or "[]")  # null: all errors were found before
+        ]
+        if len(found) != len(sent):
+            raise Error(f"pgratelimit: peek: {len(found)} answers to {len(sent)} requests")
+        rest = iter(found)
+        return [next(rest) if isinstance(r, Charge) else r for r in asked]
+
+    function = "ratelimit_peek_many($1::text::text[], $2::text::text[], $3::text::bigint[])"
+    return Call("peek", MANY, function, arrays(sent), decode, True)
+
+
 def refund(policy: str, key: str, amount: int) -> Call[Decision]:
     function = "ratelimit_refund($1::text, $2::text, $3::bigint)"
     return Call("refund", DECISION, function, (*bucket(policy, key), whole("amount", amount)), answers.decision)
@@ -184,6 +209,13 @@ def charged(charge: Sequence[Any]) -> Charge:
     except TypeError:
         raise invalid("a charge is not (policy, key) or (policy, key, cost)") from None
     return Charge(*bucket(c.policy, c.key), whole("cost", c.cost))
+
+
+def _charged_or_error(charge: Sequence[Any]) -> Charge | InvalidArgument:
+    try:
+        return charged(charge)
+    except InvalidArgument as error:
+        return error
 
 
 def arrays(charges: Iterable[Charge]) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from . import calls, drivers, errors, hold
 from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation, seconds
 from .calls import Call
-from .errors import InvalidArgument, TooLate
+from .errors import Error, InvalidArgument, TooLate
 from .hold import AsyncHeld, Held
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Limiter:
 
     A call is repeated after a serialization failure or a deadlock (40001, 40P01) where it is a transaction of its own: on a pool, and on
     a connection with autocommit that is in no transaction. After the loss of a pool's connection a call is repeated if that does no
-    harm: with an idempotency key, peek, settle, hold, renew and release. There are three tries at most.
+    harm: with an idempotency key, peek, peek_many, settle, hold, renew and release. There are three tries at most.
 
     policy, key and idempotency_key have 1 to 512 bytes of UTF-8. schema names the schema of the functions, where search_path does not
     lead there. Besides the errors named below, each method raises UnknownPolicy, InvalidArgument, Locked, and errors of the driver.
@@ -74,6 +74,21 @@ class Limiter:
     def peek(self, policy: str, key: str, cost: int = 1) -> Decision:
         """Return the decision that acquire would return now, and take nothing."""
         return self._run(calls.peek(policy, key, cost))
+
+    def peek_many(self, requests: Iterable[Charge]) -> list[Decision | Error]:
+        """Return for each request, in one call, what peek would return, or the error that it would raise. Each is asked alone: two
+        about one bucket get the same answer. An error is true, so look for errors before you look at decisions."""
+        asked = list(requests)
+        if not asked:
+            return []
+        try:
+            return self._run(calls.peek_many(asked))
+        except InvalidArgument as error:
+            if not (errors.is_text(error) and self._driver.is_alone()):
+                raise
+            if len(asked) == 1:
+                return [error]
+        return [answer for r in asked for answer in self.peek_many([r])]  # only the request with that text is to fail
 
     def charge(self, policy: str, key: str, cost: int, *, idempotency_key: str | None = None) -> Decision:
         """Take tokens even if the bucket holds fewer: missing tokens are debt, which refill pays first. Raises IdempotencyMismatch."""
@@ -199,6 +214,20 @@ class AsyncLimiter:
     async def peek(self, policy: str, key: str, cost: int = 1) -> Decision:
         """As Limiter.peek."""
         return await self._run(calls.peek(policy, key, cost))
+
+    async def peek_many(self, requests: Iterable[Charge]) -> list[Decision | Error]:
+        """As Limiter.peek_many."""
+        asked = list(requests)
+        if not asked:
+            return []
+        try:
+            return await self._run(calls.peek_many(asked))
+        except InvalidArgument as error:
+            if not (errors.is_text(error) and self._driver.is_alone()):
+                raise
+            if len(asked) == 1:
+                return [error]
+        return [answer for r in asked for answer in await self.peek_many([r])]  # only the request with that text is to fail
 
     async def charge(self, policy: str, key: str, cost: int, *, idempotency_key: str | None = None) -> Decision:
         """As Limiter.charge."""

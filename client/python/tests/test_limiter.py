@@ -8,6 +8,7 @@ import unittest
 from contextlib import redirect_stdout
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import patch
 
 import asyncpg
 import psycopg
@@ -38,6 +39,7 @@ from tests.kit import (
     define_slots,
     execute,
     fails_once,
+    gather,
     locked,
     psycopg_pool_of,
     stopped_clock,
@@ -104,6 +106,43 @@ class VectorsTest(unittest.TestCase):
             self.assertIn(raised.exception.hint or "", str(raised.exception))
 
 
+def many_peeks(policy):
+    """Requests of peek_many, each with whether it is allowed, or its error."""
+    define_quota(f"{policy} quota", 20, "1 hour")
+    define_slots(f"{policy} slots")
+    for name in (policy, f"{policy} quota"):
+        execute("select ratelimit_acquire(%s::text, 'k', 4)", name)
+    return {
+        (policy, "k"): True,
+        (policy, "k", 7): False,
+        (policy, "k", 11): False,
+        (policy, 'an odd "{NULL}", %s $1 \\ é', 10): True,
+        (f"{policy} quota", "k", 16): True,
+        (f"{policy} quota", "k", 17): False,
+        (f"{policy} slots", "k", 3): True,
+        (f"{policy} slots", "k", 4): False,
+        ("none", "k"): UnknownPolicy,
+        (policy, "k", -1): InvalidArgument,
+        (policy, ""): InvalidArgument,
+        (policy, "k", 1.5): InvalidArgument,
+        (policy, "\0"): InvalidArgument,
+        Charge(policy, "k", 6): True,
+    }
+
+
+def shown(answer):
+    return (type(answer), answer.args, answer.sqlstate, answer.detail, answer.hint) if isinstance(answer, pgratelimit.Error) else answer
+
+
+class Latin1:
+    """Fails like a database that cannot hold a text."""
+
+    def _run(self, call):
+        if "🪣" in call.args[1]:
+            raise InvalidArgument("not in LATIN1", "22P05")
+        return super()._run(call)
+
+
 class SyncTest(unittest.TestCase):
     def setUp(self):
         self.policy = self.id()
@@ -131,6 +170,29 @@ class SyncTest(unittest.TestCase):
             limiter.reserve(p, "k", float("nan"))
         with self.assertRaises(InvalidArgument):
             limiter.acquire_all([])
+
+    def test_peek_many_answers_each_request_as_peek_does(self):
+        limiter = Limiter(self.pool)
+        with stopped_clock() as set_clock:
+            set_clock(0)
+            table = many_peeks(self.policy)
+            many = limiter.peek_many(iter(table))
+            self.assertEqual(len(table), len(many))
+            for (request, expected), got in zip(table.items(), many):
+                with self.subTest(request):
+                    try:
+                        one = limiter.peek(*request)
+                    except pgratelimit.Error as error:
+                        one = error
+                    self.assertEqual(shown(one), shown(got))
+                    self.assertEqual(expected, type(got) if isinstance(got, pgratelimit.Error) else got.allowed)
+
+    def test_peek_many_of_nothing_and_of_text_that_the_database_cannot_hold(self):
+        limiter = type("", (Latin1, Limiter), {})(self.pool)
+        got = limiter.peek_many([(self.policy, key) for key in ("a", "🪣", "b")])
+        self.assertEqual([None, "22P05", None], [getattr(answer, "sqlstate", None) for answer in got])
+        with patch.object(limiter, "_run", self.fail):
+            self.assertEqual([], limiter.peek_many([]))
 
     def test_a_connection_without_autocommit_takes_nothing_until_it_commits(self):
         Limiter(self.conn).acquire(self.policy, "k")
@@ -322,6 +384,21 @@ class AsyncTest(AsyncCase):
             for key in "kab":
                 execute("select ratelimit_reset(%s::text, %s::text)", p, key)
             execute("delete from ratelimit.idempotency_keys")
+
+    async def test_peek_many_answers_each_request_as_peek_does(self):
+        with stopped_clock() as set_clock:
+            set_clock(0)
+            table = many_peeks(self.policy)
+            async for db in self.handles():
+                limiter = type("", (Latin1, AsyncLimiter), {})(db)
+                many = await limiter.peek_many(table)
+                for (request, expected), got in zip(table.items(), many, strict=True):
+                    (one,) = await gather(limiter.peek(*request))
+                    self.assertEqual(shown(one), shown(got), request)
+                    self.assertEqual(expected, type(got) if isinstance(got, pgratelimit.Error) else got.allowed)
+                got = await limiter.peek_many([(self.policy, key) for key in ("a", "🪣", "b")])
+                self.assertEqual([None, "22P05", None], [getattr(answer, "sqlstate", None) for answer in got])
+                self.assertEqual([], await limiter.peek_many([]))
 
     async def test_a_connection_is_in_the_callers_transaction(self):
         async with transaction() as conn:
