@@ -126,12 +126,13 @@ func (l *limiter) ask(ctx context.Context, r request) (Decision, error) {
 func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	var s settings
 	s.read("Peek", opts, "Cost")
-	return l.answer(ctx, policy, call{
-		verb:     verbPeek,
-		function: "ratelimit_peek($1::text, $2::text, $3::bigint)",
-		args:     []any{policy, key, s.cost.Tokens()},
-		err:      s.err,
-	})
+	c := peekCall(policy, key, s.cost.Tokens())
+	c.err = s.err
+	return l.answer(ctx, policy, c)
+}
+
+func peekCall(policy, key string, cost int64) call {
+	return call{verb: verbPeek, function: "ratelimit_peek($1::text, $2::text, $3::bigint)", args: []any{policy, key, cost}}
 }
 
 // Refund gives tokens back to the bucket of key, never above its capacity, and returns its new state.

@@ -36,8 +36,14 @@ func (l *limiter) PeekMany(ctx context.Context, charges []Charge) []Answer {
 		if err == nil && len(rows) != len(asked) {
 			err = failed(verbPeek, errMisshapen)
 		}
+		isOneText := isText(err) && isAutocommit(l.db) // only the request with that text is to fail
 		for n, i := range asked {
-			if answers[i].Err = err; err == nil {
+			switch {
+			case isOneText:
+				answers[i].Decision, answers[i].Err = l.decide(ctx, peekCall(policies[n], keys[n], costs[n]))
+			case err != nil:
+				answers[i].Err = err
+			default:
 				answers[i].Decision, answers[i].Err = rows[n].answer()
 			}
 		}

@@ -46,6 +46,9 @@ func TestPeekMany_IsAPeekOfEach(t *testing.T) {
 		requirePeeksOfEach(t, name, limiter, charges)
 		require.Empty(t, limiter.PeekMany(t.Context(), nil))
 	}
+	answers := client.New(db.Pool).PeekMany(t.Context(), []client.Charge{{Policy: "plain", Key: "used"}, {Policy: "plain", Key: "\xff"}})
+	require.NoError(t, answers[0].Err)
+	require.ErrorIs(t, answers[1].Err, client.ErrInvalidArgument, "text that the server cannot read")
 	tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
 	requirePeeksOfEach(t, "transaction", client.New(db.Pool).WithTx(tx), charges)
 	require.NoError(t, tx.Rollback(t.Context()))
