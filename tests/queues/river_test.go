@@ -4,6 +4,7 @@ package queues
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"slices"
@@ -28,17 +29,11 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 // The two recipes. The page has the same text: see TestRiver_ThePageShowsTheCodeThatIsTested.
 
-type partnerCall struct {
-	Customer string `json:"customer"`
-	Order    string `json:"order"`
-}
-
-func (partnerCall) Kind() string { return "partner_call" }
-
-// enqueue inserts a job that starts when its customer has a token. If the answer is not Allowed, it has inserted nothing.
-func enqueue(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, queue *river.Client[pgx.Tx], call partnerCall) (client.Reservation, error) {
-	r, err := limiter.WithTx(tx).Reserve(ctx, "partner", call.Customer, time.Hour, client.IdempotencyKey(call.Order))
-	if err != nil || !r.Allowed || r.Replayed { // a replay: an earlier transaction has committed the tokens and the job
+// enqueue inserts a job that starts when the customer has a token. If the answer is not Allowed, it has inserted nothing.
+func enqueue(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, queue *river.Client[pgx.Tx],
+	customer, order string, job river.JobArgs) (client.Reservation, error) {
+	r, err := limiter.WithTx(tx).Reserve(ctx, "partner", customer, time.Hour, client.IdempotencyKey(order))
+	if err != nil || !r.Allowed || r.Replayed { // of a replay, the job is there: it was committed with the tokens
 		return r, err
 	}
 	var opts river.InsertOpts
@@ -46,7 +41,7 @@ func enqueue(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, queue *riv
 		err = tx.QueryRow(ctx, "select clock_timestamp() + $1::interval", r.Wait).Scan(&opts.ScheduledAt)
 	}
 	if err == nil {
-		_, err = queue.InsertTx(ctx, tx, call, &opts)
+		_, err = queue.InsertTx(ctx, tx, job, &opts)
 	}
 	return r, err
 }
@@ -54,23 +49,20 @@ func enqueue(ctx context.Context, tx pgx.Tx, limiter *client.Limiter, queue *riv
 // A turn starts a job when its customer has a token, and snoozes it until then.
 type turn struct {
 	river.MiddlewareDefaults
-	limiter *client.Limiter
+	limiter  *client.Limiter
+	customer func(*rivertype.JobRow) string
 }
 
 func (t *turn) Work(ctx context.Context, job *rivertype.JobRow, work func(context.Context) error) error {
-	var call struct{ Customer string }
-	if err := json.Unmarshal(job.EncodedArgs, &call); err != nil {
-		return err
-	}
-	// The idempotency key names one run, so that a lost answer is asked for again and nothing is charged twice. The number
-	// of the attempt would not do: a job that snoozes itself runs again under the same number, and needs another token.
+	// The idempotency key names one run: a lost answer is asked for again, and nothing is charged twice. The number of the attempt
+	// would not do: a job that snoozes itself runs again under the same number, and needs another token.
 	run := fmt.Sprint(job.ID, " ", job.AttemptedAt.UnixMicro())
-	d, err := t.limiter.Acquire(ctx, "partner", call.Customer, client.IdempotencyKey(run))
+	d, err := t.limiter.Acquire(ctx, "partner", t.customer(job), client.IdempotencyKey(run))
 	switch {
 	case err != nil:
 		return err
 	case d.Never():
-		return river.JobCancel(fmt.Errorf("%s will never have a token", call.Customer))
+		return river.JobCancel(errors.New("the bucket will never have the token"))
 	case !d.Allowed:
 		return river.JobSnooze(d.RetryAfter)
 	}
@@ -92,7 +84,23 @@ func TestRiver_ThePageShowsTheCodeThatIsTested(t *testing.T) {
 	}
 }
 
-// Another job than partnerCall: River schedules it, and no limiter is asked.
+type partnerCall struct {
+	Customer string `json:"customer"`
+	Order    string `json:"order"`
+}
+
+func (partnerCall) Kind() string { return "partner_call" }
+
+// newTurn is the middleware for jobs of partnerCall.
+func newTurn(q *riverQueue) *turn {
+	return &turn{limiter: client.New(q.Pool), customer: func(job *rivertype.JobRow) string {
+		var call partnerCall
+		require.NoError(q.T, json.Unmarshal(job.EncodedArgs, &call))
+		return call.Customer
+	}}
+}
+
+// River schedules this job, and no limiter is asked.
 type plainCall struct {
 	Order string `json:"order"`
 }
@@ -104,8 +112,8 @@ const (
 	refill   = 200
 )
 
-// A job starts when its tokens are there or later. So at no instant have more jobs started than the bucket has had tokens. A window in
-// the middle may have more starts, because River starts the jobs together that were due since its last look.
+// A job starts when its token is there, or later. So at no instant have more jobs started than the bucket has had tokens. A window
+// that begins later may have more starts, because River starts together the jobs that were due since its last look.
 func TestRiver_AReservedJobIsNotEarly(t *testing.T) {
 	t.Parallel()
 	const jobs, enqueuers = 1_000, 4
@@ -125,7 +133,7 @@ func TestRiver_AReservedJobIsNotEarly(t *testing.T) {
 				err := q.Pool.QueryRow(t.Context(), "select scheduled_at from river_job where args ->> 'order' = $1 and state = 'scheduled'", order).Scan(&due)
 				if err == nil { // for the instant of a job that waits, a job without the limiter
 					_, err = queue.Insert(t.Context(), plainCall{order}, &river.InsertOpts{ScheduledAt: due})
-				} else if err == pgx.ErrNoRows {
+				} else if errors.Is(err, pgx.ErrNoRows) {
 					err = nil
 				}
 				if err != nil {
@@ -179,7 +187,7 @@ func TestRiver_AnEnqueueThatIsRolledBackGivesTheTokensBack(t *testing.T) {
 	q.Policy("partner", 5, 1, kit.ADay)
 	queue, limiter := q.client(nil), client.New(q.Pool)
 	tx := kit.NoError(q.Pool.Begin(t.Context()))(t)
-	r := kit.NoError(enqueue(t.Context(), tx, limiter, queue, partnerCall{"limited", "order"}))(t)
+	r := kit.NoError(enqueue(t.Context(), tx, limiter, queue, "limited", "order", partnerCall{"limited", "order"}))(t)
 	require.True(t, r.Allowed)
 	require.EqualValues(t, 1, kit.One[int64](t, tx, "select count(*) from river_job"))
 	require.NoError(t, tx.Rollback(t.Context()))
@@ -219,7 +227,7 @@ func TestRiver_TheMiddlewareHoldsUpOneKey(t *testing.T) {
 		}
 	}
 	q.snoozesItself = "order 7" // of each customer, after its first start
-	q.start(10, &turn{limiter: client.New(q.Pool)})
+	q.start(10, newTurn(q))
 	q.awaitCompleted()
 
 	require.EqualValues(t, len(customers)*jobs, q.jobs())
@@ -239,8 +247,8 @@ func TestRiver_TheMiddlewareHoldsUpOneKey(t *testing.T) {
 	t.Logf("%d snoozes of %d jobs", q.Number("select sum((metadata ->> 'snoozes')::bigint) from river_job where args ->> 'customer' = 'limited'"), jobs)
 }
 
-// What River passes to a middleware, without waiting for River: an attempt whose answer was lost, a retry after a crash, and a job whose cost
-// no bucket has.
+// What River passes to a middleware, without waiting for River: a run that asks again, a retry after a crash, and a job that never has
+// a token.
 func TestRiver_TheMiddlewareChargesEachRunOnce(t *testing.T) {
 	t.Parallel()
 	q := newQueue(t)
@@ -250,7 +258,7 @@ func TestRiver_TheMiddlewareChargesEachRunOnce(t *testing.T) {
 	run := func(customer string, attempt int) error {
 		at := kit.T0.Add(time.Duration(attempt) * time.Hour)
 		job := &rivertype.JobRow{ID: 1, Attempt: attempt, AttemptedAt: &at, EncodedArgs: fmt.Appendf(nil, `{"customer": %q}`, customer)}
-		return (&turn{limiter: client.New(q.Pool)}).Work(t.Context(), job, func(context.Context) error { runs++; return nil })
+		return newTurn(q).Work(t.Context(), job, func(context.Context) error { runs++; return nil })
 	}
 	require.NoError(t, run("limited", 1))
 	require.NoError(t, run("limited", 1))
@@ -325,7 +333,7 @@ func (q *riverQueue) enter(ctx context.Context, job *rivertype.JobRow) (starts i
 // enqueue is the recipe in a transaction of its own.
 func (q *riverQueue) enqueue(queue *river.Client[pgx.Tx], call partnerCall) (r client.Reservation, err error) {
 	err = pgx.BeginFunc(context.Background(), q.Pool, func(tx pgx.Tx) error {
-		r, err = enqueue(context.Background(), tx, client.New(q.Pool), queue, call)
+		r, err = enqueue(context.Background(), tx, client.New(q.Pool), queue, call.Customer, call.Order, call)
 		return err
 	})
 	return r, err
