@@ -160,7 +160,7 @@ func TestRiver_AReservedJobIsNotEarly(t *testing.T) {
 	}
 
 	const lateness = `
-		select coalesce(percentile_cont(0.5) within group (order by extract(epoch from s.at - g.at))::text, 'none')
+		select coalesce(round(percentile_cont(0.5) within group (order by extract(epoch from s.at - g.at))::numeric, 2)::text, 'none')
 		  from starts as s join granted as g on g.idempotency_key = s.call ->> 'order'
 		 where s.kind = $1
 		   and s.call ->> 'order' in (select p.call ->> 'order' from starts as p where p.kind = 'plain_call')`
@@ -245,6 +245,27 @@ func TestRiver_TheMiddlewareHoldsUpOneKey(t *testing.T) {
 	}
 	require.True(t, last[1].Before(last[0]) && last[2].Before(last[0]), "held up: %v", last)
 	t.Logf("%d snoozes of %d jobs", q.Number("select sum((metadata ->> 'snoozes')::bigint) from river_job where args ->> 'customer' = 'limited'"), jobs)
+}
+
+// A snooze takes a worker for a moment, and comes back soon: so a job waits behind the snoozing jobs that are due before it.
+func TestRiver_ABacklogThatSnoozesDelaysOthers(t *testing.T) {
+	t.Parallel()
+	const jobs = 500
+	q := newQueue(t)
+	q.Policy("partner", 5, 5, kit.Second, kit.Remember(time.Hour))
+	queue := q.client(nil)
+	backlog := make([]river.InsertManyParams, jobs)
+	for i := range backlog {
+		backlog[i].Args = partnerCall{"limited", fmt.Sprint("order ", i)}
+	}
+	kit.NoError(queue.InsertMany(t.Context(), backlog))(t)
+	q.start(10, newTurn(q))
+	q.Await(t, kit.Patience, "select not exists (select from river_job where attempted_at is null)")
+	kit.NoError(queue.Insert(t.Context(), partnerCall{"other", "order"}, nil))(t)
+	q.awaitJob("other")
+	t.Logf("the job of another customer waited for %d ms", q.Number(`
+		select (extract(epoch from s.at - j.created_at) * 1000)::bigint
+		  from starts as s, river_job as j where s.call ->> 'customer' = 'other' and j.args = s.call`))
 }
 
 // What River passes to a middleware, without waiting for River: a run that asks again, a retry after a crash, and a job that never has
@@ -343,6 +364,10 @@ func (q *riverQueue) jobs() int64 { return q.Number("select count(*) from river_
 
 func (q *riverQueue) awaitCompleted() {
 	q.Await(q.T, kit.Patience, "select not exists (select from river_job where state <> 'completed')")
+}
+
+func (q *riverQueue) awaitJob(customer string) {
+	q.Await(q.T, kit.Patience, "select exists (select from starts where call ->> 'customer' = $1)", customer)
 }
 
 // started are the instants at which jobs of a customer started, and granted those at which their tokens were there, by the server's
