@@ -138,11 +138,7 @@ func (s *Service) Settle(ctx context.Context, r Request) (client.Decision, error
 
 // Peek returns the decision that Acquire would, and takes nothing.
 func (s *Service) Peek(ctx context.Context, r Request) (client.Decision, error) {
-	return s.peek(ctx, Peek, r)
-}
-
-func (s *Service) peek(ctx context.Context, o Operation, r Request) (client.Decision, error) {
-	return s.one(ctx, o, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
+	return s.one(ctx, Peek, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
 		return s.limiter.Peek(ctx, policy, r.Key, Request{Cost: r.Cost}.options()...)
 	})
 }

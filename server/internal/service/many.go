@@ -21,7 +21,24 @@ type Answer struct {
 
 // AcquireMany answers each request as Acquire does, in their order. The requests of a shard are one call within its limits.
 func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	if err := s.checkCount(AcquireMany, requests); err != nil {
+	return s.many(ctx, AcquireMany, requests, s.limiter.AcquireMany)
+}
+
+// PeekMany answers each request as Peek does, in their order. The requests of a shard are one call.
+func (s *Service) PeekMany(ctx context.Context, requests []Request) ([]Answer, error) {
+	return s.many(ctx, PeekMany, requests, func(ctx context.Context, requests []client.Request) []client.Answer {
+		charges := make([]client.Charge, len(requests))
+		for i, r := range requests {
+			charges[i] = client.Charge{Policy: r.Policy, Key: r.Key, Cost: r.Cost}
+		}
+		return s.limiter.PeekMany(ctx, charges)
+	})
+}
+
+type askMany = func(context.Context, []client.Request) []client.Answer
+
+func (s *Service) many(ctx context.Context, o Operation, requests []Request, ask askMany) ([]Answer, error) {
+	if err := s.checkCount(o, requests); err != nil {
 		return nil, err
 	}
 	answers := make([]Answer, len(requests))
@@ -36,21 +53,21 @@ func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer
 	var asking sync.WaitGroup
 	for n, numbers := range of[1:] {
 		if len(numbers) > 0 {
-			asking.Go(func() { s.acquireSome(ctx, &s.shards[1+n], requests, numbers, answers) })
+			asking.Go(func() { s.some(ctx, o, &s.shards[1+n], requests, numbers, answers, ask) })
 		}
 	}
 	if len(of[0]) > 0 {
-		s.acquireSome(ctx, &s.shards[0], requests, of[0], answers)
+		s.some(ctx, o, &s.shards[0], requests, of[0], answers, ask)
 	}
 	asking.Wait()
 	return answers, nil
 }
 
-// acquireSome answers the requests of a shard.
-func (s *Service) acquireSome(ctx context.Context, shard *shard, requests []Request, numbers []int, answers []Answer) {
+// some answers the requests of a shard.
+func (s *Service) some(ctx context.Context, o Operation, shard *shard, requests []Request, numbers []int, answers []Answer, ask askMany) {
 	begin := time.Now()
 	some := make([]client.Request, len(numbers))
-	shares := true
+	shares := o == AcquireMany
 	for i, n := range numbers {
 		r := requests[n]
 		some[i] = client.Request{Policy: cmp.Or(r.Policy, DefaultPolicy), Key: r.Key, IdempotencyKey: r.IdempotencyKey}
@@ -60,7 +77,7 @@ func (s *Service) acquireSome(ctx context.Context, shard *shard, requests []Requ
 		shares = shares && r.canShare()
 	}
 	err := s.within(ctx, shard, shares, func(ctx context.Context) error {
-		for i, a := range s.limiter.AcquireMany(ctx, some) {
+		for i, a := range ask(ctx, some) {
 			answers[numbers[i]] = Answer{a.Decision, errorOf(ctx, a.Err).of(numbers[i])}
 		}
 		return nil
@@ -69,23 +86,8 @@ func (s *Service) acquireSome(ctx context.Context, shard *shard, requests []Requ
 		if err != nil {
 			answers[n].Err = err
 		}
-		s.finish(Call{Operation: AcquireMany, Policy: some[i].Policy, Err: answers[n].Err}, begin, answers[n].Decision)
+		s.finish(Call{Operation: o, Policy: some[i].Policy, Err: answers[n].Err}, begin, answers[n].Decision)
 	}
-}
-
-// PeekMany answers each request as Peek does, one after another.
-func (s *Service) PeekMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	if err := s.checkCount(PeekMany, requests); err != nil {
-		return nil, err
-	}
-	ctx, cancel := context.WithTimeout(ctx, s.limits.Time)
-	defer cancel()
-	answers := make([]Answer, len(requests))
-	for i, r := range requests {
-		d, err := s.peek(ctx, PeekMany, r)
-		answers[i] = Answer{d, errorOf(ctx, err).of(i)}
-	}
-	return answers, nil
 }
 
 func (s *Service) checkCount(o Operation, requests []Request) error {

@@ -18,6 +18,7 @@ type Limiter interface {
 	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.CallOption) (client.Decision, error)
 	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)
 	Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error)
+	PeekMany(ctx context.Context, charges []client.Charge) []client.Answer
 	Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error)
 	HoldAs(ctx context.Context, policy, key, holder string, opts ...client.CallOption) (client.HoldDecision, error)
 	Renew(ctx context.Context, policy, key, holder string) (heldFor time.Duration, err error)
