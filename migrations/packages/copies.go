@@ -26,8 +26,8 @@ const copiesHead = `-- The functions of which the text is that of another one. G
 
 // Copies makes sql/copies.sql of the other files of that directory.
 func Copies(sql fs.FS) (Files, error) {
-	var of, rest strings.Builder
-	renamed := []string{}
+	var ephemeral, forGuards strings.Builder
+	var renamed []string // names of functions, each followed by its name for ephemeral policies
 	for _, name := range aboutTables {
 		text, err := fs.ReadFile(sql, name)
 		if err != nil {
@@ -37,8 +37,8 @@ func Copies(sql fs.FS) (Files, error) {
 			renamed = append(renamed, function[1]+function[2], function[1]+"ephemeral_"+function[2])
 		}
 		if at := strings.Index("\n"+string(text), "\ncreate or replace function"); at >= 0 {
-			of.Write(text[at:])
-			of.WriteByte('\n')
+			ephemeral.Write(text[at:])
+			ephemeral.WriteByte('\n')
 		}
 	}
 	for _, name := range withSteps {
@@ -48,23 +48,23 @@ func Copies(sql fs.FS) (Files, error) {
 		}
 		steps := body[strings.Index(body, "\n  declare\n")+1 : len(body)-len("\nend;")]
 		arguments = strings.Replace(arguments, "policy text", "v_policy ratelimit.policies", 1)
-		writeFunction(&of, name+"_ephemeral", arguments, result, "volatile", steps, "The steps of ratelimit_"+name+" for an ephemeral policy.")
+		writeFunction(&ephemeral, name+"_ephemeral", arguments, result, "volatile", steps, "The steps of ratelimit_"+name+" for an ephemeral policy.")
 		if name == "acquire" {
 			body = "begin\n  if not v_policy.durable then\n    return acquire_ephemeral(v_policy, key, cost, idempotency_key);\n  end if;\n" + steps + "\nend;"
-			writeFunction(&rest, name, arguments, result, "volatile", body, "The steps of ratelimit_acquire, for the guards.")
+			writeFunction(&forGuards, name, arguments, result, "volatile", body, "The steps of ratelimit_acquire, for the guards.")
 		}
 	}
 	arguments, result, body, err := function(sql, "peek")
 	if err != nil {
 		return nil, err
 	}
-	writeFunction(&rest, "peek", arguments, result, "stable", body, "What ratelimit_peek does, for the guards.")
+	writeFunction(&forGuards, "peek", arguments, result, "stable", body, "What ratelimit_peek does, for the guards.")
 
-	text := tableName.ReplaceAllString(of.String(), "${1}ephemeral_$2")
+	text := tableName.ReplaceAllString(ephemeral.String(), "${1}ephemeral_$2")
 	for n := 0; n < len(renamed); n += 2 {
 		text = regexp.MustCompile(`\b`+renamed[n]+`\b`).ReplaceAllString(text, renamed[n+1])
 	}
-	return Files{"copies.sql": []byte(copiesHead + text + strings.TrimSuffix(rest.String(), "\n"))}, nil
+	return Files{"copies.sql": []byte(copiesHead + text + strings.TrimSuffix(forGuards.String(), "\n"))}, nil
 }
 
 var publicFunction = regexp.MustCompile(`(?s)create or replace function ratelimit_(\w+)\(([^)]*)\)\n  returns (\S+)\n.*?as \$\$\n(.*?)\n\$\$;`)
@@ -90,5 +90,5 @@ func writeFunction(b *strings.Builder, name, arguments, result, volatility, body
 	}
 	fmt.Fprintf(b, "create or replace function ratelimit.%s(%s)\n  returns %s\n  language plpgsql\n  %s\nas $$\n%s\n$$;\n"+
 		"comment on function ratelimit.%[1]s(%[6]s) is\n  '%[7]s';\n\n",
-		name, arguments, strings.Replace(result, "ratelimit.ratelimit.", "ratelimit.", 1), volatility, body, strings.Join(types, ", "), comment)
+		name, arguments, result, volatility, body, strings.Join(types, ", "), comment)
 }

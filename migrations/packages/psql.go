@@ -1,7 +1,6 @@
 package packages
 
 import (
-	"fmt"
 	"io/fs"
 	"path"
 	"strings"
@@ -24,24 +23,9 @@ func psql(s *source) (Files, error) {
 // Psql makes the files of migrations/psql, from the directory of migrations. They are those of psql, but that psql reads the
 // functions from the snapshots, of which the newest is sql/. A file of a snapshot that has a template stands in them.
 func Psql(files fs.FS) (Files, error) {
-	snapshots, err := fs.Glob(files, "snapshots/*")
-	if err != nil || len(snapshots) == 0 {
-		return nil, fmt.Errorf("psql: no snapshot: %w", err)
-	}
 	included := fstest.MapFS{}
-	err = fs.WalkDir(files, ".", func(name string, entry fs.DirEntry, err error) error {
-		if err != nil || !entry.Type().IsRegular() {
-			return err
-		}
-		text, err := fs.ReadFile(files, name)
-		included[name] = &fstest.MapFile{Data: text}
-		return err
-	})
-	if err != nil {
-		return nil, err
-	}
-	for _, snapshot := range snapshots {
-		names, err := fs.Glob(files, snapshot+"/*.sql")
+	for _, pattern := range []string{"*.sql", "snapshots/*/*.sql", "snapshots/*/include/*.sql"} {
+		names, err := fs.Glob(files, pattern)
 		if err != nil {
 			return nil, err
 		}
@@ -50,7 +34,7 @@ func Psql(files fs.FS) (Files, error) {
 			if err != nil {
 				return nil, err
 			}
-			if path.Base(name) != "install.sql" && !strings.Contains(string(text), "{{") {
+			if pattern == "snapshots/*/*.sql" && path.Base(name) != "install.sql" && !strings.Contains(string(text), "{{") {
 				text = []byte("\\ir ../" + name + "\n")
 			}
 			included[name] = &fstest.MapFile{Data: text}
