@@ -100,7 +100,7 @@ func TestNode_ReservedJobsAreNotEarly(t *testing.T) {
 // after its begin, and recorded before its end, were granted within.
 func TestNode_TheWorkerAsks(t *testing.T) {
 	onNodeQueues(t, func(t *testing.T, db *kit.TestDB, queue nodeQueue) {
-		const capacity, refill = 5, 20
+		const capacity, refill = 5, 10
 		db.DefinePolicy("calls", 1000, 1000, time.Second)
 		db.Execute("select ratelimit_override('calls', 'slow', capacity => $1, refill => $2, every => '1 second')", capacity, refill)
 		require.NoError(t, kit.ErrorOf(queue.drive(t, db, "work")))

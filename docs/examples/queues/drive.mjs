@@ -22,7 +22,7 @@ const queues = {
       add: (jobs) => boss.insert('calls', jobs.map(({ data, at }) => ({ data, startAfter: at }))),
       work: () => boss.work('calls', { pollingIntervalSeconds: pollMs / 1000, batchSize: 200, burstWhenBatchFull: true },
         (jobs) => Promise.all(jobs.map(record))),
-      limited: (work = record) => boss.work('calls', { pollingIntervalSeconds: pollMs / 1000, localConcurrency: 20 },
+      limited: (work = record) => boss.work('calls', { pollingIntervalSeconds: pollMs / 1000, localConcurrency: 60 },
         forBoss.limited(boss, pool, 'calls', 'calls', work)),
       dieWhileDenied() {
         boss.complete = die
