@@ -15,11 +15,10 @@ export const limited = (pool, policy, work) => async (payload, helpers) => {
   const { job } = helpers
   const { allowed, retryAfter } = await new Limiter(pool).acquire(policy, payload.key, { idempotencyKey: job.id })
   if (allowed) return work(payload, helpers)
-  if (retryAfter === null) throw new Error(`${policy} never lets ${payload.key} pass`)
+  if (retryAfter === null || job.key === null) throw new Error(`job ${job.id} has no job_key, or no wait helps`)
   // add_job under the key of the running job adds a copy, and lets the running one never start again: a crash leaves one of the two.
   // An error would count as a failure. A job that crashes after its grant is tried again under its id, so the grant is replayed, and
   // nothing is charged.
-  if (job.key === null) throw new Error(`job ${job.id} has no job_key`)
   await helpers.query(`
     select graphile_worker.add_job($1, $2, $3, now() + $4::float8 * interval '1 second', $5, job_key => $6, priority => $7)`,
   [job.task_identifier, payload, await helpers.getQueueName(), retryAfter, job.max_attempts, job.key, job.priority])
