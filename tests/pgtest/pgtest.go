@@ -26,6 +26,7 @@ package pgtest
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"os/signal"
@@ -42,15 +43,14 @@ import (
 // Main is the TestMain of a package that uses this one, and m a *testing.M. It removes the server, or what the tests
 // left on it, when they are done or interrupted.
 func Main(m interface{ Run() int }) {
-	interrupted := make(chan os.Signal, 1)
-	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
-	go func() {
-		<-interrupted
+	interrupted, _ := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(interrupted, func() {
 		shared.close()
 		os.Exit(130)
-	}()
+	})
 
 	isTest = true
+	_ = flag.Set("test.parallel", "8") // unless the command line says another: tests wait more than they compute
 	if os.Getenv("RATELIMIT_TEST_DIR") == "" {
 		tempDir = inMemory(tempDir)
 	}
