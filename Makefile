@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-stop serve-demo modules test build/report quick test-server test-versions test-envoy test-shards test-citus \
-  instructions instructions-renew torture install uninstall shards install-citus uninstall-citus lint proto release-schema psql \
+  instructions instructions-renew torture proof install uninstall shards install-citus uninstall-citus lint proto release-schema psql \
   reference packages release install-extension show clean build bench bench-page bench-slots bench-quick
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -114,6 +114,11 @@ MINUTES := 10
 
 torture: ## Run what tries to break it, MINUTES=10 each, and end with a table of figures; TORTURE=Crash picks one
 	@RATELIMIT_TORTURE_MINUTES=$(MINUTES) go test ./tests/torture -v -count=1 -timeout=0 -run '^TestTorture_.*$(TORTURE)'
+
+proof: ## Run torture, and keep its figures, its commit and the histories that it has checked in build/proof
+	@rm -rf build/proof && mkdir -p build/proof
+	@git describe --always --dirty >build/proof/commit
+	@RATELIMIT_PROOF=$(CURDIR)/build/proof $(MAKE) --no-print-directory torture | tee build/proof/report.txt
 
 install: need-DATABASE_URL ## Install into a database, or bring it up to date: make install DATABASE_URL=postgres://…
 	@go run ./server/cmd/pgratelimit install

@@ -211,7 +211,7 @@ func needNode(t *testing.T) string {
 }
 
 var findNode = sync.OnceValues(func() (string, error) {
-	make := func(target string) error {
+	run := func(target string) error {
 		if out, err := kit.Command("../..", nil, "make", "--no-print-directory", target).CombinedOutput(); err != nil {
 			return fmt.Errorf("%w\n%s", err, out)
 		}
@@ -222,7 +222,7 @@ var findNode = sync.OnceValues(func() (string, error) {
 			return "", err
 		}
 	}
-	if err := make("docs/examples/queues/node_modules"); err != nil {
+	if err := run("docs/examples/queues/node_modules"); err != nil {
 		return "", err
 	}
 	installed, err := filepath.Abs("../../build/node-22/bin/node")
@@ -240,5 +240,5 @@ var findNode = sync.OnceValues(func() (string, error) {
 	if os.Getenv("RATELIMIT_TEST_EXAMPLES") != "all" {
 		return "", fmt.Errorf("no Node.js 22.18 or later")
 	}
-	return installed, make("build/node-22")
+	return installed, run("build/node-22")
 })

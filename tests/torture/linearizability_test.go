@@ -7,6 +7,8 @@ import (
 	"maps"
 	"math"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -58,13 +60,31 @@ func (n operationCounts) judge(t *testing.T, seed uint64, histories []history, e
 	for _, h := range histories {
 		n["histories of a bucket"]++
 		n.count(h)
+		verdict := "in order"
 		switch violation, decided := h.check(); {
 		case !decided:
 			n[undecided]++
+			verdict = "undecided"
 		case violation != "":
 			t.Errorf("%s\n%s", violation, kit.Repeats(t, seed))
+			verdict = "without an order"
+		}
+		if dir := os.Getenv("RATELIMIT_PROOF"); dir != "" {
+			h.write(t, filepath.Join(dir, "histories.txt"), seed, verdict)
 		}
 	}
+}
+
+// write appends a history to a file, for make proof.
+func (h history) write(t *testing.T, name string, seed uint64, verdict string) {
+	var text strings.Builder
+	fmt.Fprintf(&text, "%s, seed %d, %v: %s\n", t.Name(), seed, h[0].BucketID, verdict)
+	for _, op := range h {
+		fmt.Fprintf(&text, "%v\n", op)
+	}
+	file := kit.NoError(os.OpenFile(name, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644))(t)
+	require.NoError(t, kit.ErrorOf(file.WriteString(text.String()+"\n")))
+	require.NoError(t, file.Close())
 }
 
 const undecided = "histories of a bucket with too many orders to try"
