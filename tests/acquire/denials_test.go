@@ -35,7 +35,7 @@ func denyTimes(n int, policy, call string) (string, pgx.NamedArgs) {
 
 func TestDenial_WritesNothing(t *testing.T) {
 	t.Parallel()
-	const n = 5_000
+	const n = 500
 	for policy, kind := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
 		for _, d := range denials {
 			t.Run(policy+" "+d.name, func(t *testing.T) {
