@@ -127,9 +127,15 @@ func (l *Leaser) AcquireMany(ctx context.Context, requests []Request) []Answer {
 //
 // Errors: as [Sharded.Acquire].
 func (s *Sharded) AcquireMany(ctx context.Context, requests []Request) []Answer {
+	bucketOf := func(r Request) bucket { return bucket{r.Policy, r.Key} }
+	return askShards(ctx, s, verbAcquire, requests, bucketOf, func(on *shard, own []Request) []Answer { return on.AcquireMany(ctx, own) })
+}
+
+// askShards asks each shard, once it is known to be this shard, for the requests of its keys. The shards are asked at the same time.
+func askShards[R any](ctx context.Context, s *Sharded, verb string, requests []R, bucketOf func(R) bucket, ask func(*shard, []R) []Answer) []Answer {
 	of := make([][]int, len(s.shards))
 	for i, r := range requests {
-		n := ShardOf(r.Key, len(s.shards))
+		n := ShardOf(bucketOf(r).key, len(s.shards))
 		of[n] = append(of[n], i)
 	}
 	answers := make([]Answer, len(requests))
@@ -137,7 +143,20 @@ func (s *Sharded) AcquireMany(ctx context.Context, requests []Request) []Answer 
 	for n, shard := range s.shards {
 		if len(of[n]) > 0 {
 			asking.Go(func() {
-				answerSome(answers, requests, of[n], func(own []Request) []Answer { return shard.acquireMany(ctx, own) })
+				answerSome(answers, requests, of[n], func(own []R) []Answer {
+					some := make([]Answer, len(own))
+					if err := shard.check(ctx); err == nil {
+						some = ask(shard, own)
+					} else {
+						for i, r := range own {
+							some[i] = Answer{Operation: verb, Policy: bucketOf(r).policy, Err: err}
+						}
+					}
+					for i := range some {
+						some[i].Err = shard.failed(some[i].Err)
+					}
+					return some
+				})
 			})
 		}
 	}
@@ -145,25 +164,9 @@ func (s *Sharded) AcquireMany(ctx context.Context, requests []Request) []Answer 
 	return answers
 }
 
-// acquireMany asks the shard, once it is known to be this shard.
-func (s *shard) acquireMany(ctx context.Context, requests []Request) (answers []Answer) {
-	if err := s.check(ctx); err != nil {
-		answers = make([]Answer, len(requests))
-		for i := range answers {
-			answers[i] = Answer{Operation: verbAcquire, Policy: requests[i].Policy, Err: err}
-		}
-	} else {
-		answers = s.AcquireMany(ctx, requests)
-	}
-	for i := range answers {
-		answers[i].Err = s.failed(answers[i].Err)
-	}
-	return answers
-}
-
 // answerSome asks for the requests of some numbers, and puts their answers in their places.
-func answerSome(answers []Answer, requests []Request, numbers []int, ask func([]Request) []Answer) {
-	some := make([]Request, len(numbers))
+func answerSome[R any](answers []Answer, requests []R, numbers []int, ask func([]R) []Answer) {
+	some := make([]R, len(numbers))
 	for i, n := range numbers {
 		some[i] = requests[n]
 	}

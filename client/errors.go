@@ -118,6 +118,13 @@ func failed(verb string, err error) error {
 	return &callError{verb: verb, err: err}
 }
 
+// refused is the error of one of many requests, which the server tells beside the answers to the others.
+func refused(verb, code, message, detail, hint string) error {
+	return failed(verb, &pgconn.PgError{
+		Severity: "ERROR", SeverityUnlocalized: "ERROR", Code: code, Message: message, Detail: detail, Hint: hint,
+	})
+}
+
 func (e *callError) Error() string {
 	message := "pgratelimit: " + e.verb + ": " + e.err.Error()
 	var pgErr *pgconn.PgError

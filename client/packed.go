@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
@@ -132,14 +131,7 @@ func (p *packed) answer(waiters []*waiter) error {
 	}
 	for i, number := range p.refused {
 		w := waiters[number-1]
-		w.err = failed(w.verb(), &pgconn.PgError{
-			Severity:            "ERROR",
-			SeverityUnlocalized: "ERROR",
-			Code:                p.codes[i].String,
-			Message:             p.messages[i].String,
-			Detail:              p.details[i].String,
-			Hint:                p.hints[i].String,
-		})
+		w.err = refused(w.verb(), p.codes[i].String, p.messages[i].String, p.details[i].String, p.hints[i].String)
 	}
 	return nil
 }

@@ -3,10 +3,7 @@ package client
 import (
 	"context"
 	"slices"
-	"sync"
 	"time"
-
-	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // PeekMany is [Limiter.Peek] about many buckets in one call, as of one instant. The answers are in the order of the charges. Each is
@@ -75,9 +72,7 @@ type peekedRow struct {
 
 func (r peekedRow) answer() (Decision, error) {
 	if r.Code != "" {
-		return Decision{}, failed(verbPeek, &pgconn.PgError{
-			Severity: "ERROR", SeverityUnlocalized: "ERROR", Code: r.Code, Message: r.Message, Detail: r.Detail, Hint: r.Hint,
-		})
+		return Decision{}, refused(verbPeek, r.Code, r.Message, r.Detail, r.Hint)
 	}
 	return Decision{
 		Allowed: r.Allowed, Remaining: r.Remaining, RetryAfter: orNever(r.RetryAfter), ResetAfter: orNever(r.ResetAfter), Capacity: r.Capacity,
@@ -96,42 +91,6 @@ func orNever(microseconds *int64) time.Duration {
 //
 // Errors: as [Sharded.Acquire].
 func (s *Sharded) PeekMany(ctx context.Context, charges []Charge) []Answer {
-	of := make([][]int, len(s.shards))
-	for i, c := range charges {
-		n := ShardOf(c.Key, len(s.shards))
-		of[n] = append(of[n], i)
-	}
-	answers := make([]Answer, len(charges))
-	var asking sync.WaitGroup
-	for n, shard := range s.shards {
-		if len(of[n]) > 0 {
-			asking.Go(func() {
-				own := make([]Charge, len(of[n]))
-				for at, i := range of[n] {
-					own[at] = charges[i]
-				}
-				for at, a := range shard.peekMany(ctx, own) {
-					answers[of[n][at]] = a
-				}
-			})
-		}
-	}
-	asking.Wait()
-	return answers
-}
-
-// peekMany asks the shard, once it is known to be this shard.
-func (s *shard) peekMany(ctx context.Context, charges []Charge) []Answer {
-	answers := make([]Answer, len(charges))
-	if err := s.check(ctx); err == nil {
-		answers = s.PeekMany(ctx, charges)
-	} else {
-		for i, c := range charges {
-			answers[i] = Answer{Operation: verbPeek, Policy: c.Policy, Err: err}
-		}
-	}
-	for i := range answers {
-		answers[i].Err = s.failed(answers[i].Err)
-	}
-	return answers
+	bucketOf := func(c Charge) bucket { return bucket{c.Policy, c.Key} }
+	return askShards(ctx, s, verbPeek, charges, bucketOf, func(on *shard, own []Charge) []Answer { return on.PeekMany(ctx, own) })
 }

@@ -1,4 +1,4 @@
-package client
+package client_test
 
 import (
 	"context"
@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Each answer of many is that of a peek of its own: of the server, in a transaction, of the fake, and of shards.
+// Each answer of many is that of a peek of its own: of the server, in a transaction, and of the fake.
 func TestPeekMany_IsAPeekOfEach(t *testing.T) {
 	t.Parallel()
 	db := kit.NewDB(t)
@@ -52,6 +52,20 @@ func TestPeekMany_IsAPeekOfEach(t *testing.T) {
 	tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
 	requirePeeksOfEach(t, "transaction", client.New(db.Pool).WithTx(tx), charges)
 	require.NoError(t, tx.Rollback(t.Context()))
+}
+
+func TestPeekMany_AsksTheShardsOfItsKeys(t *testing.T) {
+	t.Parallel()
+	s := newShards(t, 2)
+	limiter := s.open(t)
+	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "never", Capacity: 10, Refill: client.Zero, Every: time.Second}))
+	var charges []client.Charge
+	for shard := range s.dbs {
+		key := keyOn(shard, len(s.dbs))
+		require.NoError(t, kit.ErrorOf(limiter.Acquire(t.Context(), "never", key, client.Cost(int64(3+shard)))))
+		charges = append(charges, client.Charge{Policy: "never", Key: key}, client.Charge{Policy: "never", Key: key, Cost: client.Cost(7)})
+	}
+	requirePeeksOfEach(t, "shards", limiter, append(charges, client.Charge{Policy: "none", Key: charges[0].Key}))
 }
 
 // A peeker is a Limiter or a Sharded.
