@@ -153,6 +153,30 @@ func (l *limiter) Refund(ctx context.Context, policy, key string, amount int64) 
 	})
 }
 
+// Pause stops the bucket of key until pauseFor is over, such as the Retry-After of an upstream, and returns what Peek returns
+// from then on. Nothing is granted before the end of the pause. After it the bucket refills from 0, so waiting callers do not start
+// together. Debt is paid during the pause, too. A pause can be made longer. A shorter one changes nothing, and Reset ends it.
+// pauseFor is 1 ms to 365 days, and is rounded up to microseconds.
+//
+// Tokens that are given back during a pause pay debt, and are lost beyond it. Replays, Charge, and reservations made before the
+// pause are not stopped. A quota, slots and a policy that refills nothing cannot be paused: set an Override of capacity 0.
+//
+// It writes the bucket, and locks it until the transaction ends.
+//
+// Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
+func (l *limiter) Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (Decision, error) {
+	defer l.denials.forget(policy, key)
+	if rest := pauseFor % time.Microsecond; rest > 0 {
+		pauseFor += time.Microsecond - rest
+	}
+	return l.answer(ctx, policy, call{
+		verb:     verbPause,
+		function: "ratelimit_pause($1::text, $2::text, $3::text::interval)",
+		args:     []any{policy, key, interval(pauseFor)},
+		tokens:   true,
+	})
+}
+
 // Reset makes the bucket of key full again. Idempotency keys stay.
 //
 // A bucket that is not full is removed, and locked until the transaction ends.

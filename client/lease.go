@@ -78,7 +78,7 @@ type combiner = Combiner // so that only this package names the field of a Lease
 // rate of the last moments, but no more than Lease.MaxTokens and than Lease.MaxShare of the capacity. As far as the Leaser last
 // saw, the bucket keeps at least as many tokens for other processes. With a quarter left, the Leaser refills in the background.
 //
-// It uses 2 more connections than [CallsInFlight], and up to 8 besides while Close, Reset, Override, RemoveOverride,
+// It uses 2 more connections than [CallsInFlight], and up to 8 besides while Close, Reset, Pause, Override, RemoveOverride,
 // DefinePolicy or DropPolicy refunds leases.
 //
 // Guarantees:
@@ -91,7 +91,7 @@ type combiner = Combiner // so that only this package names the field of a Lease
 //     than MaxTokens. So does a process whose call to the server got no answer.
 //   - A lease is used for at most a second after the server has last given tokens to it. So a policy that is changed or dropped,
 //     an override and a block take effect for it within a second, and when the database is away, grants go on for so long.
-//     Reset, Override, RemoveOverride, DefinePolicy and DropPolicy through this Leaser refund leases first. The Leaser takes
+//     Reset, Pause, Override, RemoveOverride, DefinePolicy and DropPolicy through this Leaser refund leases first. The Leaser takes
 //     no tokens for the policy until they are done. After a reset by another program, leased tokens can be spent, or refunded,
 //     besides the full bucket.
 //
@@ -489,6 +489,15 @@ func (l *Leaser) withoutLeases(ctx context.Context, policy, key string, change f
 // Reset is [Limiter.Reset]. Leased tokens are refunded before.
 func (l *Leaser) Reset(ctx context.Context, policy, key string) error {
 	return l.withoutLeases(ctx, policy, key, func() error { return l.combiner.Reset(ctx, policy, key) })
+}
+
+// Pause is [Limiter.Pause]. Leased tokens are refunded before. Those of other processes are used for a second at most.
+func (l *Leaser) Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (d Decision, err error) {
+	err = l.withoutLeases(ctx, policy, key, func() error {
+		d, err = l.combiner.Pause(ctx, policy, key, pauseFor)
+		return err
+	})
+	return d, err
 }
 
 // Override is [Limiter.Override]. Leased tokens are refunded before.

@@ -10,7 +10,7 @@ import (
 // The goroutine that did the work calls them, and goes on when they return; many goroutines call them at a time. No hook
 // gets a key. Package otellimit, a module of its own, has hooks for OpenTelemetry.
 type Hooks struct {
-	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek, Refund and Hold, before the
+	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek, Refund, Pause and Hold, before the
 	// caller has it, and each renewal and release of a [Hold]. In a transaction it is unknown by then whether the transaction
 	// will be committed. A Wait appears as its Reserves, a HoldWait as its Holds. A grant from a lease of a [Leaser] is an answer of Acquire. The Leaser's own refills and refunds are not reported.
 	Answered func(context.Context, Answer)
@@ -89,6 +89,7 @@ const (
 	verbReserve     = "reserve"
 	verbPeek        = "peek"
 	verbRefund      = "refund"
+	verbPause       = "pause"
 	verbHold        = "hold"
 	verbRenew       = "renew"
 	verbRelease     = "release"

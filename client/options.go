@@ -168,7 +168,7 @@ func (o option) option() option { return o }
 // lead there. It is quoted as one identifier. Defaults to the functions that search_path finds.
 func Schema(name string) Option { return option{set: func(c *config) { c.schema = name }} }
 
-// NoFlush makes Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Refund and Reset return before their writes are flushed
+// NoFlush makes Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Refund, Pause and Reset return before their writes are flushed
 // to disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
 // the writes of its last moments, up to three times wal_writer_delay (0.6 seconds unless set): their
 // grants and idempotency keys are forgotten as if they had rolled back. Nothing else is at risk.
@@ -188,7 +188,7 @@ func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }}
 // cost than was denied, for longer than RetryAfter, or for a cost that no wait helps. Requests with an
 // idempotency key are always sent, and so are AcquireAll, AcquireUpTo and Reserve. In a transaction the cache is not used.
 //
-// The cache sees Refund, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter at once.
+// The cache sees Refund, Pause, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter at once.
 // It sees the same calls of other programs, and the end of an override, when RetryAfter or a minute has passed. Leave the cache out where
 // tokens are given back by other programs, in transactions, or with SQL, and callers must not wait for them.
 func DenialCache() Option { return option{set: func(c *config) { c.denials = true }} }

@@ -256,6 +256,11 @@ func (s *Sharded) Refund(ctx context.Context, policy, key string, amount int64) 
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Refund(ctx, policy, key, amount) })
 }
 
+// Pause is [Limiter.Pause] on the shard of key.
+func (s *Sharded) Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (Decision, error) {
+	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Pause(ctx, policy, key, pauseFor) })
+}
+
 // Reset is [Limiter.Reset] on the shard of key.
 func (s *Sharded) Reset(ctx context.Context, policy, key string) error {
 	return s.tell(ctx, key, func(on *shard) error { return on.Reset(ctx, policy, key) })

@@ -292,14 +292,18 @@ comment on column ratelimit.overrides.calendar is
 -- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
 -- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
 -- leave room for more versions.
-alter table ratelimit.buckets add column room uuid;
-alter table ratelimit.ephemeral_buckets add column room uuid;
+alter table ratelimit.buckets add column room uuid, add column paused_until timestamptz;
+alter table ratelimit.ephemeral_buckets add column room uuid, add column paused_until timestamptz;
 alter table ratelimit.buckets alter column room set default '00000000-0000-0000-0000-000000000000';
 alter table ratelimit.ephemeral_buckets alter column room set default '00000000-0000-0000-0000-000000000000';
 comment on column ratelimit.buckets.room is
   'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
+comment on column ratelimit.buckets.paused_until is
+  'The end of the last pause: until then what is given back does not lift the level above 0. See ratelimit_pause.';
 comment on column ratelimit.ephemeral_buckets.room is
   'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
+comment on column ratelimit.ephemeral_buckets.paused_until is
+  'The end of the last pause: until then what is given back does not lift the level above 0. See ratelimit_pause.';
 
 -- The time until a bucket is full is null when its policy does not refill.
 alter table ratelimit.idempotency_keys alter column reset_after drop not null;
@@ -476,7 +480,7 @@ update ratelimit.ephemeral_buckets as b
                          'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
                          'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
                          'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard', 'ratelimit_reset_all',
-                         'ratelimit_hold', 'ratelimit_renew', 'ratelimit_release', 'ratelimit_holders', 'ratelimit_peek_many'` }}
+                         'ratelimit_hold', 'ratelimit_renew', 'ratelimit_release', 'ratelimit_holders', 'ratelimit_peek_many', 'ratelimit_pause'` }}
 drop table if exists ratelimit.pre_request;  -- docs/postgrest/install.sql created it, and the function ratelimit_pre_request
 
 -- Snapshot 001 makes its functions anew. By clock it knows that it is installed already, two are needed below, and one may have
@@ -541,8 +545,8 @@ alter table ratelimit.idempotency_keys alter column reset_after set not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
 alter table ratelimit.idempotency_keys drop column ready_at, drop column settled, drop column taken, drop column granted_at;
 alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled, drop column taken, drop column granted_at;
-alter table ratelimit.buckets drop column room;
-alter table ratelimit.ephemeral_buckets drop column room;
+alter table ratelimit.buckets drop column room, drop column paused_until;
+alter table ratelimit.ephemeral_buckets drop column room, drop column paused_until;
 do $names$
 begin
   -- From PostgreSQL 18 on NOT NULL has a name, and the twin was created with that of the other table.

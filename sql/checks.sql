@@ -142,6 +142,20 @@ $$;
 comment on function ratelimit.check_max_wait(interval) is
   'Raises 22023 unless a wait is fixed in length, and 365 days at most.';
 
+create or replace function ratelimit.check_pause(policy text, key text, pause_for interval)
+  returns void language plpgsql
+as $$
+begin
+  perform ratelimit.check_name('policy', policy);
+  perform ratelimit.check_name('key', key);
+  if (ratelimit.is_max_wait(pause_for) and pause_for >= interval '1 millisecond') is not true then
+    perform ratelimit.refuse('pause_for', pause_for::text, 'Pass an interval of 1 millisecond to 365 days, in days or smaller units.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_pause(text, text, interval) is
+  'Raises 22023 for the first argument of a pause that is out of range.';
+
 create or replace function ratelimit.check_bounds(at_most bigint, at_least bigint)
   returns void language plpgsql
 as $$
@@ -383,6 +397,19 @@ end;
 $$;
 comment on function ratelimit.refuse_tokens(text) is
   'Raises 22023 where a policy of slots is needed.';
+
+create or replace function ratelimit.refuse_pause(policy text, key text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'invalid policy' using
+    errcode = '22023',
+    detail  = format('The numbers of key %L of policy %L do not refill, so nothing would follow the pause.', key, policy),
+    hint    = 'Stop the key with ratelimit_override and capacity 0; ratelimit_remove_override starts it again.';
+end;
+$$;
+comment on function ratelimit.refuse_pause(text, text) is
+  'Raises 22023 for the pause of a quota, of slots or of tokens that never refill.';
 
 create or replace function ratelimit.unknown_policy(policy text)
   returns void language plpgsql

@@ -14,7 +14,7 @@ begin
     with due as materialized (
       select b.ctid as row_id,
              p.id is null
-             or case
+             or (b.paused_until > $1) is not true and case
                   when (p.calendar).period is not null then
                     unused(p.calendar, b.level, b.refilled_at, $1)
                     and (o.key is null or unused(with_calendar(p.calendar, o.calendar, o.expires_at), b.level, b.refilled_at, $1))

@@ -1258,6 +1258,7 @@ as $$
     v_level           bigint;       -- microtokens in the bucket
     v_stored          bigint;       -- what the row of a quota has for that
     v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_paused_until    timestamptz;  -- as of ratelimit_pause
     v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
     v_has_row         boolean;      -- a bucket without a row is full
     v_back            bigint;       -- microtokens that the settlement gives back; below zero: that it takes
@@ -1304,7 +1305,7 @@ as $$
       -- 2. The bucket.
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       loop
-        select b.level, b.refilled_at into v_level, v_refilled_at
+        select b.level, b.refilled_at, b.paused_until into v_level, v_refilled_at, v_paused_until
           from ephemeral_buckets as b
          where b.policy_id = v_policy.id
            and b.key       = v_key
@@ -1345,7 +1346,7 @@ as $$
 
     -- 4. The level.
     v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
-                                 v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+                                 case when v_back > 0 and v_paused_until > v_now then 0 else v_policy.full_level end, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     if (v_policy.calendar).ends_at is not null then
@@ -1742,6 +1743,61 @@ as $$
 $$;
 comment on function ratelimit.acquire_up_to_ephemeral(ratelimit.policies, text, bigint, bigint, text) is
   'The steps of ratelimit_acquire_up_to for an ephemeral policy.';
+
+create or replace function ratelimit.pause_ephemeral(v_policy ratelimit.policies, key text, pause_for interval)
+  returns ratelimit.decision
+  language plpgsql
+  volatile
+as $$
+  declare
+    v_key         text collate "C" := key;
+    v_now         timestamptz;
+    v_until       timestamptz;  -- the end of the pause
+    v_level       bigint;       -- microtokens in the bucket
+    v_refilled_at timestamptz;  -- when the bucket held v_level
+    v_own         ratelimit.policies;  -- the policy without the numbers of an override
+  begin
+    if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+    loop
+      select b.level, b.refilled_at, b.paused_until into v_level, v_refilled_at, v_until
+        from ephemeral_buckets as b
+       where b.policy_id = v_policy.id
+         and b.key       = v_key
+         for update;
+      v_now    := clock();  -- the lock may have waited
+      v_policy := numbers_again(v_policy, v_key, v_now);
+      if v_policy.refill = 0 then
+        perform refuse_pause(v_policy.name, v_key);  -- raises 22023
+      end if;
+      exit when v_level is not null;
+      v_level       := microtokens(v_policy.capacity);
+      v_refilled_at := v_now;
+      insert into ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
+      values (v_policy.id, v_key, v_level, v_refilled_at, v_now)  -- due at once: clean-up will postpone it
+      on conflict on constraint ephemeral_buckets_pkey do nothing;
+      exit when found;
+    end loop;
+    v_until := greatest(v_until, v_now + duration(microseconds(pause_for)::bigint));  -- a day is 24 hours
+    v_own   := own_numbers(v_policy);
+    if (v_policy.calendar).ends_at <= v_until then
+      v_level       := refilled(v_level, v_refilled_at, v_now, v_policy);
+      v_level       := refilled(v_level, refilled_until(v_refilled_at, v_now, v_policy.tick), v_until, v_own);
+      v_refilled_at := greatest(v_refilled_at, v_until);
+    else
+      v_level       := refilled(v_level, v_refilled_at, v_until, v_policy);
+      v_refilled_at := refilled_until(v_refilled_at, v_until, v_policy.tick);
+    end if;
+    v_level := least(v_level, 0);
+    update ephemeral_buckets as b
+       set level = v_level, refilled_at = v_refilled_at, room = null, paused_until = v_until
+     where b.policy_id = v_policy.id
+       and b.key       = v_key;
+    return answer_of(v_level, wait_past_end(1, v_level, v_refilled_at, v_now, v_policy, v_own),
+                     wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_own), v_policy.capacity);
+  end;
+$$;
+comment on function ratelimit.pause_ephemeral(ratelimit.policies, text, interval) is
+  'The steps of ratelimit_pause for an ephemeral policy.';
 
 create or replace function ratelimit.hold_ephemeral(v_policy ratelimit.policies, key text, holder text, cost bigint)
   returns ratelimit.hold

@@ -43,6 +43,7 @@
 {{ template "peek.sql" . }}
 {{ template "refund.sql" . }}
 {{ template "reset.sql" . }}
+{{ template "pause.sql" . }}
 
 -- Slots: so many at a time.
 {{ template "slots.sql" . }}

@@ -43,8 +43,8 @@ begin
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_policy.durable then
     update buckets as b
-       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
-                         + microtokens(v_amount),
+       set level       = least(least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                               + microtokens(v_amount), case when b.paused_until > v_now then 0 end),  -- least ignores null
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
@@ -53,8 +53,8 @@ begin
     returning b.level, b.refilled_at into v_level, v_refilled_at;
   else
     update ephemeral_buckets as b
-       set level       = least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
-                         + microtokens(v_amount),
+       set level       = least(least(refilled(b.level, b.refilled_at, v_now, v_policy), microtokens(v_policy.capacity - v_amount))
+                               + microtokens(v_amount), case when b.paused_until > v_now then 0 end),  -- least ignores null
            refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
            room        = null,
            due_at      = least(b.due_at, v_now)  -- the bucket may be full now: clean-up looks at it in five minutes or later
@@ -75,7 +75,8 @@ $$;
 comment on function ratelimit_refund(text, text, bigint) is
 'Gives amount tokens back to one bucket, never above its capacity, and returns the tokens that the bucket holds then.
 Refunded tokens can be taken again: do not let a role refund that is itself to be limited.
-amount: whole tokens, 0 or more. An amount above the capacity counts as the capacity. A quota gets back at most what is used.
+amount: whole tokens, 0 or more. An amount above the capacity counts as the capacity. A quota gets back at most what is used,
+  and a paused bucket what pays its debt.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
 Locks: the bucket row until the transaction ends. A bucket without a row is full, and nothing is locked or written.
 Writes: the bucket.

@@ -42,6 +42,7 @@ begin
     v_level           bigint;       -- microtokens in the bucket
     v_stored          bigint;       -- what the row of a quota has for that
     v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_paused_until    timestamptz;  -- as of ratelimit_pause
     v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
     v_has_row         boolean;      -- a bucket without a row is full
     v_back            bigint;       -- microtokens that the settlement gives back; below zero: that it takes
@@ -88,7 +89,7 @@ begin
       -- 2. The bucket.
       if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       loop
-        select b.level, b.refilled_at into v_level, v_refilled_at
+        select b.level, b.refilled_at, b.paused_until into v_level, v_refilled_at, v_paused_until
           from buckets as b
          where b.policy_id = v_policy.id
            and b.key       = v_key
@@ -129,7 +130,7 @@ begin
 
     -- 4. The level.
     v_level       := moved_level(refilled(v_level, v_refilled_at, v_now, v_policy), v_back,
-                                 v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
+                                 case when v_back > 0 and v_paused_until > v_now then 0 else v_policy.full_level end, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
     if (v_policy.calendar).ends_at is not null then

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"database/sql"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"math/big"
@@ -86,6 +87,19 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 		err = cmp.Or(checkBucket(bucket()), checkTokens("amount", number(2)), db.checkHasBuckets(text(0)))
 		if err == nil {
 			d, err = db.model.Refund(now, bucket(), number(2))
+		}
+		return columns(d), err
+	case "ratelimit_pause":
+		pauseFor := *micros(args[2])
+		if err = checkBucket(bucket()); err == nil && (pauseFor < 1000 || pauseFor > 365*day) {
+			err = invalid("pause_for", pauseFor)
+		}
+		if err = cmp.Or(err, db.checkPolicy(text(0))); err == nil {
+			d, err = db.model.Pause(now, bucket(), pauseFor)
+		}
+		if errors.Is(err, model.InvalidArgument) {
+			err = failure("22023", "invalid policy", fmt.Sprintf("The numbers of key %s of policy %s do not refill, so nothing would follow the pause.",
+				quoted(text(1)), quoted(text(0))))
 		}
 		return columns(d), err
 	case "ratelimit_charge", "ratelimit_settle", "ratelimit_reserve", "ratelimit_acquire_up_to":

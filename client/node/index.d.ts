@@ -171,6 +171,12 @@ export class Limiter {
   refund(policy: string, key: string, amount: number | bigint, options?: CallOptions): Promise<Decision>
 
   /**
+   * Stops the bucket for so many seconds, 0.001 to 365 days, such as the Retry-After of an upstream. After them it refills from 0. A
+   * longer pause stays. Reservations made before are not stopped.
+   */
+  pause(policy: string, key: string, pauseFor: number, options?: CallOptions): Promise<Decision>
+
+  /**
    * Reserves tokens, and returns when they are there. If they would come after the timeout (365 days), it fails at once with TooLate. A
    * caller that stops waiting gives its tokens back. A quota lends nothing: at its next turn, and up to a second later at random, wait
    * reserves again. Not for transactions.

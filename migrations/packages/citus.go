@@ -104,7 +104,7 @@ func (s *source) onCitus() (functions string, twins []string, err error) {
 // The functions that a twin decides for on the node that has the shard of the key: the public ones about one bucket, and those
 // that the guards call.
 var ofOneBucket = []string{
-	"ratelimit_acquire", "ratelimit_peek", "ratelimit_refund", "ratelimit_reset", "ratelimit_charge", "ratelimit_settle",
+	"ratelimit_acquire", "ratelimit_peek", "ratelimit_refund", "ratelimit_pause", "ratelimit_reset", "ratelimit_charge", "ratelimit_settle",
 	"ratelimit_reserve", "ratelimit_acquire_up_to", "ratelimit_hold", "ratelimit_renew", "ratelimit_release", "ratelimit.acquire", "ratelimit.peek",
 }
 
@@ -115,6 +115,7 @@ var checkedHere = map[string]string{
     perform ratelimit.check_max_wait(max_wait);
   end if;
 `,
+	"ratelimit_pause": "  perform ratelimit.check_pause(policy, key, pause_for);\n",
 }
 
 func twinOf(name string) string {

@@ -11,7 +11,7 @@ var (
 	// Files of which each function is about a table of durable policies and has its name at the end.
 	aboutTables = []string{"quota.sql", "slots.sql", "take.sql", "deny.sql", "remember.sql", "rows.sql", "peeked.sql"}
 	// Functions that end with a block for durable policies.
-	withSteps = []string{"acquire", "charge", "settle", "reserve", "acquire_up_to", "hold", "renew", "release"}
+	withSteps = []string{"acquire", "charge", "settle", "reserve", "acquire_up_to", "pause", "hold", "renew", "release"}
 
 	aboutTable = regexp.MustCompile(`\ncreate or replace function ratelimit\.(\w+_)(buckets|idempotency_keys|slots|leases)\(`)
 	tableName  = regexp.MustCompile(`\b((?:from|update|into) (?:ratelimit\.)?|constraint )((?:buckets|idempotency_keys|slots|leases)(?: as | \(|_pkey ))`)

@@ -2163,14 +2163,18 @@ comment on column ratelimit.overrides.calendar is
 -- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
 -- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
 -- leave room for more versions.
-alter table ratelimit.buckets add column room uuid;
-alter table ratelimit.ephemeral_buckets add column room uuid;
+alter table ratelimit.buckets add column room uuid, add column paused_until timestamptz;
+alter table ratelimit.ephemeral_buckets add column room uuid, add column paused_until timestamptz;
 alter table ratelimit.buckets alter column room set default '00000000-0000-0000-0000-000000000000';
 alter table ratelimit.ephemeral_buckets alter column room set default '00000000-0000-0000-0000-000000000000';
 comment on column ratelimit.buckets.room is
   'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
+comment on column ratelimit.buckets.paused_until is
+  'The end of the last pause: until then what is given back does not lift the level above 0. See ratelimit_pause.';
 comment on column ratelimit.ephemeral_buckets.room is
   'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
+comment on column ratelimit.ephemeral_buckets.paused_until is
+  'The end of the last pause: until then what is given back does not lift the level above 0. See ratelimit_pause.';
 
 -- The time until a bucket is full is null when its policy does not refill.
 alter table ratelimit.idempotency_keys alter column reset_after drop not null;
@@ -2357,6 +2361,8 @@ $private$;
 \ir ../snapshots/002/refund.sql
 
 \ir ../snapshots/002/reset.sql
+
+\ir ../snapshots/002/pause.sql
 
 
 -- Slots: so many at a time.

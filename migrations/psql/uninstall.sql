@@ -128,7 +128,7 @@ begin
                          'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
                          'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
                          'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard', 'ratelimit_reset_all',
-                         'ratelimit_hold', 'ratelimit_renew', 'ratelimit_release', 'ratelimit_holders', 'ratelimit_peek_many')
+                         'ratelimit_hold', 'ratelimit_renew', 'ratelimit_release', 'ratelimit_holders', 'ratelimit_peek_many', 'ratelimit_pause')
   loop
     v_grants := v_grants || coalesce((
       select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
@@ -206,8 +206,8 @@ alter table ratelimit.idempotency_keys alter column reset_after set not null;
 alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
 alter table ratelimit.idempotency_keys drop column ready_at, drop column settled, drop column taken, drop column granted_at;
 alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled, drop column taken, drop column granted_at;
-alter table ratelimit.buckets drop column room;
-alter table ratelimit.ephemeral_buckets drop column room;
+alter table ratelimit.buckets drop column room, drop column paused_until;
+alter table ratelimit.ephemeral_buckets drop column room, drop column paused_until;
 do $names$
 begin
   -- From PostgreSQL 18 on NOT NULL has a name, and the twin was created with that of the other table.

@@ -60,7 +60,7 @@ func TestPlans_ReadOnlyWhatTheyNeed(t *testing.T) {
 
 var planCalls = []string{
 	"select from ratelimit_acquire('p', 'KEY')", "select from ratelimit_acquire('p', 'KEY', 5000)",
-	"select from ratelimit_acquire('p', 'KEY', 1, 'i1')", "select from ratelimit_peek('p', 'KEY')", "select from ratelimit_peek_many('{p,p}', '{KEY,KEY.}')", "select from ratelimit_refund('p', 'KEY', 1)",
+	"select from ratelimit_acquire('p', 'KEY', 1, 'i1')", "select from ratelimit_peek('p', 'KEY')", "select from ratelimit_peek_many('{p,p}', '{KEY,KEY.}')", "select from ratelimit_refund('p', 'KEY', 1)", "select from ratelimit_pause('p', 'KEY', '1 ms')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY}')", "select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,4000}')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,2}', '{i1,i2}')",

@@ -64,6 +64,7 @@ var countedStatements = slices.Concat([]counted{
 	{"peek-32", 32, "select from ratelimit_peek_many(array_fill(text 'full', array[32]), $1)"},
 	{"peek-overrides-32", 32, "select from ratelimit_peek_many(array_fill(text 'overrides', array[32]), $1)"},
 	{"refunded", 0, "select from ratelimit_refund('full', $1, 1)"},
+	{"paused", 0, "select from ratelimit_pause('full', $1, '1 second')"},
 	{"reserved", 0, "select from ratelimit_reserve('full', $1, '1 hour')"},
 	{"waiting", 0, "select from ratelimit_reserve('line', $1, '365 days')"},
 	{"up-to", 0, "select from ratelimit_acquire_up_to('full', $1, 1)"},

@@ -234,6 +234,7 @@ select * from ratelimit_peek('p', '{key} w') ;; select * from ratelimit_peek('p'
 select * from ratelimit_acquire('q', '{key}', 3, 'ik') ;; select * from ratelimit_acquire('q', '{key}', 3, 'ik')
 select * from ratelimit_acquire('q', '{key}', 3) ;; select * from ratelimit_refund('q', '{key}', 2)
 select * from ratelimit_refund('q', '{key}', 100) ;; select * from ratelimit_refund('q', '{key} new', 1)
+select * from ratelimit_pause('q', '{key} paused', '1 h') ;; select * from ratelimit_refund('q', '{key} paused', 2) ;; select ratelimit_pause('p', '{key}', '0')
 select * from ratelimit_refund('q', '{key}', -1) ;; select * from ratelimit_charge('p', '{key} c', 20, 'ck')
 select * from ratelimit_charge('p', '{key} c', 20, 'ck') ;; select * from ratelimit_charge('p', '{key} c', 21, 'ck')
 select * from ratelimit_charge('q', '{key} c', 20) ;; select * from ratelimit_charge('q', '{key} c', 0)

@@ -22,7 +22,7 @@ const referenceBegins = "<!-- make reference writes what follows, from the comme
 
 var referenceGroups = []struct{ title, prefix, names string }{
 	{"Decide", "ratelimit_", "acquire acquire_all acquire_all_many acquire_many acquire_packed enforce guard peek peek_many"},
-	{"Spend", "ratelimit_", "acquire_up_to charge refund reserve settle"},
+	{"Spend", "ratelimit_", "acquire_up_to charge pause refund reserve settle"},
 	{"Hold", "ratelimit_", "hold release renew"},
 	{"Administer", "ratelimit_", "cleanup cleanup_all define_policy define_shard drop_policy override remove_override reset reset_all"},
 	{"Watch", "ratelimit_", "doctor holders overrides policies shard status version"},
@@ -43,6 +43,7 @@ var referenceCosts = map[string]string{
 	"enforce":       "a grant {enforced}",
 	"guard":         "an insert of one row {guarded}, each row of an insert of 32 keys {guarded-32}",
 	"hold":          "a grant beside 5 holders {held}, beside 1,000 {held-of-1000}, a denial {held-denied}",
+	"pause":         "a call {paused}",
 	"peek":          "a call {peek}",
 	"peek_many":     "each of 32 requests {peek-32}",
 	"refund":        "a call {refunded}",

@@ -63,6 +63,7 @@ var callsOfUse = map[string]string{
 	"ratelimit_enforce":          "('p', 'k', 2, 'e')",
 	"ratelimit_peek":             "('q', 'k', 2)",
 	"ratelimit_peek_many":        "('{p,q,jobs}', '{k,k,k}', '{1,2,1}')",
+	"ratelimit_pause":            "('p', 'k', '1 second')",
 	"ratelimit_refund":           "('p', 'k', 2)",
 	"ratelimit_hold":             "('jobs', 'k', 'a', 2)",
 	"ratelimit_renew":            "('jobs', 'k', 'kept')",
@@ -251,6 +252,7 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 		"ratelimit_acquire(text, text, bigint, text)": func() error { return kit.ErrorOf(limiter.Acquire(ctx, "p", "k")) },
 		"ratelimit_peek(text, text, bigint)":          func() error { return kit.ErrorOf(limiter.Peek(ctx, "p", "k")) },
 		"ratelimit_refund(text, text, bigint)":        func() error { return kit.ErrorOf(limiter.Refund(ctx, "p", "k", 1)) },
+		"ratelimit_pause(text, text, interval)":       func() error { return kit.ErrorOf(limiter.Pause(ctx, "p", "k", time.Second)) },
 		"ratelimit_charge(text, text, bigint, text)":  func() error { return kit.ErrorOf(limiter.Charge(ctx, "p", "k", 1)) },
 		"ratelimit_settle(text, text, text, bigint)": func() error {
 			if _, err := limiter.Settle(ctx, "p", "k", "none", 1); !errors.Is(err, client.ErrNoGrant) {

@@ -130,13 +130,15 @@ func (r *round) check(function string, args []argument) error {
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("cost", value(2)), r.unknown(value(0)))
 	case "ratelimit_refund":
 		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("amount", value(2)), r.unknown(value(0)))
+	case "ratelimit_pause":
+		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badWait("pause_for", value(2), 1000), r.unknown(value(0)))
 	case "ratelimit_charge":
 		return r.checkSpending(value(0), value(1), value(3), badTokens("cost", value(2)), badAmount("cost", value(2), 0))
 	case "ratelimit_settle":
 		return r.checkSpending(value(0), value(1), value(2), badTokens("cost", value(3)),
 			badAmount("cost", value(3), 0), badName("idempotency_key", value(2)))
 	case "ratelimit_reserve":
-		return r.checkSpending(value(0), value(1), value(4), badTokens("cost", value(3)), badWait(value(2)))
+		return r.checkSpending(value(0), value(1), value(4), badTokens("cost", value(3)), badWait("max_wait", value(2), 0))
 	case "ratelimit_acquire_up_to":
 		err := badAmount("at_most", value(2), 1)
 		if atMost, ok := value(2).(int64); ok && atMost >= 1 {
@@ -203,10 +205,10 @@ func badCount(message refusal, value any) error {
 	return nil
 }
 
-func badWait(value any) error {
+func badWait(argument string, value any, least int64) error {
 	s, ok := value.(span)
-	if !ok || s.months != 0 || s.inMonthsOf30Days().Sign() < 0 || s.inMonthsOf30Days().Cmp(big.NewInt(int64(kit.MaxWaitOfReserve))) > 0 {
-		return refusal("invalid max_wait")
+	if !ok || s.months != 0 || s.inMonthsOf30Days().Cmp(big.NewInt(least)) < 0 || s.inMonthsOf30Days().Cmp(big.NewInt(int64(kit.MaxWaitOfReserve))) > 0 {
+		return refusal("invalid " + argument)
 	}
 	return nil
 }
@@ -380,6 +382,12 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 		return rowOf(r.model.Peek(r.now, bucket(), value(2).(int64)))
 	case "ratelimit_refund":
 		return rowOf(r.model.Refund(r.now, bucket(), value(2).(int64)))
+	case "ratelimit_pause":
+		rows, err := rowOf(r.model.Pause(r.now, bucket(), value(2).(span).length()))
+		if errors.Is(err, model.InvalidArgument) {
+			err = refusal("invalid policy")
+		}
+		return rows, err
 	case "ratelimit_charge":
 		return rowOf(r.model.Charge(r.now, bucket(), value(2).(int64), text(3)))
 	case "ratelimit_settle":

@@ -192,6 +192,7 @@ var fuzzStatements = map[string]string{
 	"ratelimit_peek_many": strings.Replace(fuzzDecision, "allowed", "request, error_code, error_message, allowed", 1) +
 		"ratelimit_peek_many($1, $2, $3)",
 	"ratelimit_refund":        fuzzDecision + "ratelimit_refund($1, $2, $3)",
+	"ratelimit_pause":         fuzzDecision + "ratelimit_pause($1, $2, $3)",
 	"ratelimit_charge":        fuzzDecision + "ratelimit_charge($1, $2, $3, $4)",
 	"ratelimit_settle":        fuzzDecision + "ratelimit_settle($1, $2, $3, $4)",
 	"ratelimit_reserve":       strings.Replace(fuzzDecision, "retry_after", "wait", 1) + "ratelimit_reserve($1, $2, $3, $4, $5)",
@@ -455,7 +456,7 @@ func (r *round) literal(a argument) string {
 var (
 	refusing = []string{
 		"ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire", "ratelimit_enforce", "ratelimit_status", "ratelimit_acquire_many", "ratelimit_acquire_many",
-		"ratelimit_peek", "ratelimit_peek", "ratelimit_peek_many", "ratelimit_peek_many", "ratelimit_refund", "ratelimit_refund", "ratelimit_reset", "ratelimit_reset_all",
+		"ratelimit_peek", "ratelimit_peek", "ratelimit_peek_many", "ratelimit_peek_many", "ratelimit_refund", "ratelimit_refund", "ratelimit_pause", "ratelimit_reset", "ratelimit_reset_all",
 		"ratelimit_acquire_all", "ratelimit_acquire_all", "ratelimit_acquire_all_many", "ratelimit_acquire_packed", "ratelimit_acquire_packed",
 		"ratelimit_override", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
 		"ratelimit_charge", "ratelimit_charge", "ratelimit_settle", "ratelimit_settle", "ratelimit_reserve", "ratelimit_reserve",
@@ -503,6 +504,9 @@ func (r *round) arguments(function string, good func() bool) []argument {
 			return null
 		}
 		return key()
+	}
+	wait := func() argument {
+		return spanArgument(span{days: int32(r.IntN(2)), micros: r.Int64N(min(364*kit.Day, int64(1)<<r.IntN(45)))})
 	}
 	capacity := func() argument { return bigintArgument(r.Int64N(1 << r.IntN(44))) }
 	every := func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }
@@ -592,10 +596,9 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		return []argument{policy(), key(), cost()}
 	case "ratelimit_settle":
 		return []argument{policy(), key(), key(), cost()}
+	case "ratelimit_pause":
+		return []argument{policy(), key(), choose(wait, r.anySpan)}
 	case "ratelimit_reserve":
-		wait := func() argument {
-			return spanArgument(span{days: int32(r.IntN(2)), micros: r.Int64N(min(364*kit.Day, int64(1)<<r.IntN(45)))})
-		}
 		return []argument{policy(), key(), choose(wait, r.anySpan), cost(), idempotencyKey()}
 	case "ratelimit_acquire_up_to":
 		least := 1 + r.Int64N(3)

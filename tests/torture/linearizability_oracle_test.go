@@ -54,6 +54,7 @@ const (
 	shares   = "acquire all"
 	peeks    = "peek"
 	refunds  = "refund"
+	pauses   = "pause"
 	resets   = "reset"
 	drops    = "drop policy"
 	cleansUp = "clean up"
@@ -235,6 +236,8 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *kit.
 		d = s.Peek(p, now, op.Cost)
 	case refunds:
 		left[0], d = s.Refund(p, now, op.Cost)
+	case pauses:
+		left[0], d = s.Pause(p, now, op.maxWait)
 	case cleansUp:
 		return s.CleanUps(r.policy, p, now)
 	case charges:

@@ -126,6 +126,7 @@ func (n operationCounts) count(h history) {
 			"settlements without a grant":           op.spends() && op.answer.Is(model.NoGrant),
 			"reservations of what was there":        op.kind == reserves && isNew && d.Allowed && d.RetryAfter <= 0,
 			"reservations that wait":                op.kind == reserves && isNew && d.Allowed && d.RetryAfter > 0,
+			"pauses":                                op.kind == pauses && decided,
 			"acquires of what there was":            op.kind == takesAll && isNew && d.Allowed,
 			"transactions of two calls":             op.then != nil || op.own != nil || op.kind == resets && op.sets != 0,
 			"buckets cleaned up":                    op.kind == cleansUp,
@@ -168,7 +169,8 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 			{Pattern: `dense_rank\(\) over \(order by e.policy, e.key\)`, Replacement: "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
 			{Pattern: `array_agg\(b.key order by b.policy, b.key\)`, Replacement: "array_agg(b.key order by b.policy, md5(b.key || pg_backend_pid()))"},
 		}, "ratelimit.lock_buckets": {pauseBefore(`perform from buckets as b`)}},
-		"a settlement counts twice": {"ratelimit_settle": {settleTwice, pauseBefore(`update idempotency_keys as k set settled =`)}},
+		"a pause by an unlocked read": {"ratelimit_pause": {{Pattern: ` for update;`, Replacement: ";"}, pauseBefore(`update buckets as b set level = v_level`)}},
+		"a settlement counts twice":   {"ratelimit_settle": {settleTwice, pauseBefore(`update idempotency_keys as k set settled =`)}},
 		"a settlement moves the level without its mark": {"ratelimit_settle": {{
 			Pattern: `(update idempotency_keys as k set settled = [^;]*;) exit when found;`, Replacement: "$1 exit;",
 		}, pauseBefore(`update idempotency_keys as k set settled =`)}},
@@ -220,6 +222,7 @@ var mostly = map[string]func(*actor) error{
 	"ratelimit_reserve":       (*actor).acquireOrReserve, // most reservations take what an update finds, without a row that was read
 	"ratelimit_acquire_up_to": (*actor).acquireOrSpend,
 	"ratelimit.moved_level":   (*actor).acquireOrSpend,
+	"ratelimit_pause":         (*actor).acquireOrPause,
 }
 
 // A chronicler has clients make random calls, one history after the other.
@@ -639,8 +642,10 @@ func (a *actor) act() error {
 		return a.spend()
 	case n < 71:
 		return a.decide(peeks)
-	case n < 76:
+	case n < 75:
 		return a.decide(refunds)
+	case n < 76:
+		return a.pause()
 	case n < 79:
 		return a.acquireAndGiveBack()
 	case n < 90 && a.client < len(a.buckets): // a bucket has one client who sets its override, so that these follow each other
@@ -852,6 +857,13 @@ func (a *actor) acquireOrReserve() error {
 	}
 	op := a.spending(reserves, a.bucket())
 	return a.transact(func() error { return op.spent(a) }, op)
+}
+
+func (a *actor) acquireOrPause() error {
+	if a.random.IntN(4) == 0 {
+		return a.pause()
+	}
+	return a.acquire()
 }
 
 // spending is one call, mostly about few tokens. Those with a key have the costs of others with this key, but settles have not.
@@ -1251,6 +1263,16 @@ func (a *actor) decide(kind string) error {
 		}
 		return op.answered(kit.Decide(a, "ratelimit_"+kind+"($1, $2, $3)", op.Policy, op.Key, op.Cost))
 	}, op)
+}
+
+// pause stops a bucket for some milliseconds. A quota has no refill that could follow.
+func (a *actor) pause() error {
+	op := a.operation(pauses, a.bucket())
+	if strings.HasPrefix(op.Policy, "quota") {
+		return a.decide(peeks)
+	}
+	op.maxWait = model.Micros(1_000 + a.random.IntN(10_000))
+	return a.transact(func() error { return op.answered(kit.Pause(a, op.Policy, op.Key, op.maxWait)) }, op)
 }
 
 func (a *actor) reset() error {

@@ -42,6 +42,10 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 			m.meetQuotas(t)
 			m = newModelRun(t, session, met)
 		}
+		if met.lacks([]string{"pauses"}) != "" {
+			m.meetPauses(t)
+			m = newModelRun(t, session, met)
+		}
 		if met.lacks(toMeetOfSlots) != "" {
 			m.meetSlots(t)
 			m = newModelRun(t, session, met)
@@ -159,7 +163,13 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 		"many peeks overflow in deep debt": {"ratelimit.peeked_in_buckets", kit.Mutation{
 			Pattern: `when e\.level <= -v_full_level then wait_until\(v_policy\.full_level`, Replacement: "when false then wait_until(v_policy.full_level",
 		}},
-		"many peeks see no override": {"ratelimit.peeked_in_buckets", kit.Mutation{Pattern: `and o\.expires_at > v_now`, Replacement: "and false"}},
+		"a pause that a shorter one ends": {"ratelimit_pause", kit.Mutation{Pattern: `greatest\(v_until, (v_now [^;]*)\);`, Replacement: "$1;"}},
+		"a pause leaves its tokens":       {"ratelimit_pause", kit.Mutation{Pattern: `v_level := least\(v_level, 0\);`, Replacement: ""}},
+		"a pause that refills":            {"ratelimit_pause", kit.Mutation{Pattern: `(v_refilled_at := refilled_until\(v_refilled_at, )v_until`, Replacement: "${1}v_now"}},
+		"a pause by numbers that end":     {"ratelimit_pause", kit.Mutation{Pattern: `\.ends_at <= v_until`, Replacement: ".ends_at < v_now"}},
+		"a refund that ends a pause":      {"ratelimit_refund", kit.Mutation{Pattern: `(case )when b\.paused_until > v_now((?s).*?case )when b\.paused_until > v_now`, Replacement: "${1}when false${2}when false"}},
+		"a settlement that ends a pause":  {"ratelimit_settle", kit.Mutation{Pattern: `v_paused_until > v_now`, Replacement: "false"}},
+		"many peeks see no override":      {"ratelimit.peeked_in_buckets", kit.Mutation{Pattern: `and o\.expires_at > v_now`, Replacement: "and false"}},
 		"a wait is the difference of local times": {"ratelimit.wait_for_turn", kit.Mutation{
 			Pattern: `\(quota\.calendar\)\.turns_at - now`, Replacement: "((quota.calendar).turns_at at time zone (quota.calendar).time_zone) - (now at time zone (quota.calendar).time_zone)",
 		}},
@@ -173,6 +183,7 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 			m := beginModelRun(t, session, sightings{}, tokensOnly) // calls about slots find none of these
 			if !met {                                               // what random calls seldom do
 				m.meetQuotas(t)
+				m.meetPauses(t)
 				m.meetAnEnd(t)
 				m.meetTheFloor(t)
 				met = true
@@ -300,6 +311,7 @@ func (m *modelRun) actions() map[string]func(*rapid.T) {
 		"peek":      m.peek,
 		"peek many": m.peekMany,
 		"refund":    m.refund,
+		"pause":     m.pause,
 		"spend":     m.spend,
 		"spend now": m.spend,
 		"settle":    m.settle,
@@ -545,6 +557,49 @@ func (m *modelRun) meetAll(t *rapid.T, calls modelCalls, x, y string) {
 	m.setClock(t, expires.Add(time.Hour))
 	calls.cleanUp(t)
 	require.Empty(t, m.met.lacks(toMeet))
+}
+
+// meetPauses pauses a bucket before and after what could end the pause.
+func (m *modelRun) meetPauses(t *rapid.T) {
+	const second = model.Micros(1_000_000)
+	limit := model.Numbers{Capacity: new(int64(10)), Refill: new(int64(1)), Every: new(second)}
+	for name, stepped := range map[string]bool{"d": false, "g": true} {
+		m.defineAs(t, name, model.Definition{Numbers: limit, Stepped: &stepped})
+		paused := func(key string) (model.BucketID, func(cost int64)) {
+			id := model.BucketID{Policy: name, Key: key}
+			ask := func(cost int64) { m.sendOne(t, kit.WholeRequest{Charges: []model.Charge{{BucketID: id, Cost: cost}}}) }
+			ask(3)
+			m.setClock(t, (second / 2).After(m.now))
+			return id, ask
+		}
+		id, ask := paused("p")
+		m.sendOne(t, kit.WholeRequest{Charges: []model.Charge{{BucketID: id, Cost: 5}}, IdempotencyKey: "p"})
+		m.sendPause(t, id, 10*second)
+		m.sendPause(t, id, 5*second)
+		m.sendSpending(t, kit.Spending{Function: "settle", BucketID: id, Cost: 1, IdempotencyKey: "p"})
+		want, wantErr := m.model.Refund(m.now, id, 2)
+		got, err := kit.Refund(m.session, id.Policy, id.Key, 2)
+		m.same(t, want, got, wantErr, err)
+		for _, later := range []model.Micros{0, 5 * second, 5*second - 1, 1, second} {
+			m.setClock(t, later.After(m.now))
+			ask(1)
+		}
+
+		id, ask = paused("o") // whose other numbers end in the pause
+		m.setOverride(t, id, model.Numbers{Every: new(second / 10)}, second.After(m.now))
+		m.sendPause(t, id, 2*second)
+		for range 9 {
+			m.setClock(t, (second / 2).After(m.now))
+			ask(1)
+		}
+
+		id, ask = paused("n") // whose debt is paid meanwhile
+		m.sendSpending(t, kit.Spending{Function: "charge", BucketID: id, Cost: 12})
+		m.sendPause(t, id, 3*second)
+		m.setClock(t, (3 * second).After(m.now))
+		ask(1)
+	}
+	require.NotZero(t, m.met["pauses"])
 }
 
 // meetQuotas does so with two days of a quota: the first ends as clocks change.
@@ -1004,6 +1059,22 @@ func (m *modelRun) refund(t *rapid.T) {
 	want, wantErr := m.model.Refund(m.now, id, amount)
 	got, err := kit.Refund(m.session, id.Policy, id.Key, amount)
 	m.same(t, want, got, wantErr, err)
+}
+
+// pause stops a bucket, mostly for a time after which there is something to see.
+func (m *modelRun) pause(t *rapid.T) {
+	pauses := rapid.OneOf(rapid.SampledFrom([]model.Micros{1_000, 1_001, 50_000, 1_000_000, 10_000_000, kit.Day}), spans)
+	m.sendPause(t, m.buckets.Draw(t, "bucket"), pauses.Draw(t, "for"))
+}
+
+func (m *modelRun) sendPause(t *rapid.T, id model.BucketID, pauseFor model.Micros) {
+	want, wantErr := m.model.Pause(m.now, id, pauseFor)
+	got, err := kit.Pause(m.session, id.Policy, id.Key, pauseFor)
+	m.same(t, want, got, wantErr, err)
+	if err == nil {
+		m.saw("pauses")
+		m.instants = lastFew(append(m.instants, pauseFor.After(m.now)))
+	}
 }
 
 // spend charges, reserves, or acquires what there is.

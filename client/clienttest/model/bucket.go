@@ -29,7 +29,8 @@ type Policy struct {
 type Bucket struct {
 	Level      *big.Int // never changed in place
 	RefilledAt time.Time
-	untouched  bool // without a row: full by whatever numbers apply
+	paused     time.Time // the end of the last pause
+	untouched  bool      // without a row: full by whatever numbers apply
 }
 
 var million = big.NewInt(1_000_000)
@@ -40,7 +41,7 @@ func microtokens(tokens int64) *big.Int {
 
 // Full is a bucket that nobody has taken from.
 func (p Policy) Full(now time.Time) Bucket {
-	return Bucket{p.full(), now, true}
+	return Bucket{Level: p.full(), RefilledAt: now, untouched: true}
 }
 
 // full is the level of a full bucket.
@@ -72,7 +73,34 @@ func (p Policy) Refilled(b Bucket, now time.Time) Bucket {
 	return Bucket{
 		Level:      least(p.full(), credit.Add(credit, b.Level)),
 		RefilledAt: Micros(elapsed).After(b.RefilledAt),
+		paused:     b.paused,
 	}
+}
+
+// most is how much a bucket may hold after tokens were given back.
+func (p Policy) most(b Bucket, now time.Time) *big.Int {
+	if now.Before(b.paused) {
+		return least(p.full(), new(big.Int))
+	}
+	return p.full()
+}
+
+// Pause answers what a peek then does, and returns the bucket as it will be at the end of the pause, which is never before that of
+// an earlier one: empty, or in what debt is left. If the numbers of an override end by then, the policy's own apply at the end.
+func (p Policy) Pause(b Bucket, now time.Time, pauseFor Micros) (Bucket, Decision) {
+	end := pauseFor.After(now)
+	if b.paused.After(end) {
+		end = b.paused
+	}
+	after := p.Refilled(b, end)
+	if p.then != nil && !p.ends.After(end) {
+		after = p.then.Refilled(p.Refilled(b, now), end)
+		if end.After(b.RefilledAt) {
+			after.RefilledAt = end
+		}
+	}
+	after.Level, after.paused = least(after.Level, new(big.Int)), end
+	return after, p.Peek(after, now, 1)
 }
 
 // Peek answers whether cost tokens are there, and what is there.
@@ -137,7 +165,7 @@ func (p Policy) Refund(b Bucket, now time.Time, amount int64) (Bucket, Decision)
 		most = 9_000_000_000_000
 	}
 	given := p.Refilled(b, now)
-	given.Level = least(p.full(), new(big.Int).Add(given.Level, microtokens(min(amount, most))))
+	given.Level = least(p.most(b, now), new(big.Int).Add(given.Level, microtokens(min(amount, most))))
 	return given, p.answer(given, now, 0)
 }
 

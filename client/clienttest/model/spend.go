@@ -22,7 +22,10 @@ func (p Policy) floor() *big.Int {
 func (p Policy) Move(b Bucket, now time.Time, change *big.Int) (Bucket, Decision) {
 	moved := p.Refilled(b, now)
 	deepest := least(moved.Level, p.floor())
-	moved.Level = least(p.full(), new(big.Int).Add(moved.Level, change))
+	moved.Level = new(big.Int).Add(moved.Level, change)
+	if change.Sign() > 0 {
+		moved.Level = least(p.most(b, now), moved.Level)
+	}
 	if moved.Level.Cmp(deepest) < 0 {
 		moved.Level = deepest
 	}

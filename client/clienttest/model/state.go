@@ -124,6 +124,12 @@ func (s State) Refund(p Policy, now time.Time, amount int64) (State, Decision) {
 	return State{&bucket, s.grants}, answer
 }
 
+// Pause stops the bucket until so much time is over.
+func (s State) Pause(p Policy, now time.Time, pauseFor Micros) (State, Decision) {
+	bucket, answer := p.Pause(s.at(p, now), now, pauseFor)
+	return State{&bucket, s.grants}, answer
+}
+
 // Reset makes the bucket full; idempotency keys stay.
 func (s State) Reset() State { return State{nil, s.grants} }
 
@@ -175,7 +181,7 @@ func (s State) Doubts(idempotencyKey string, now time.Time) []State {
 // Equal reports whether no call could tell the two apart.
 func (s State) Equal(other State) bool {
 	same := s.bucket == other.bucket || s.bucket != nil && other.bucket != nil &&
-		s.bucket.Level.Cmp(other.bucket.Level) == 0 && s.bucket.RefilledAt.Equal(other.bucket.RefilledAt)
+		s.bucket.Level.Cmp(other.bucket.Level) == 0 && s.bucket.RefilledAt.Equal(other.bucket.RefilledAt) && s.bucket.paused.Equal(other.bucket.paused)
 	return same && maps.Equal(s.grants, other.grants)
 }
 

@@ -93,6 +93,12 @@ export class Limiter {
     return this.#call(DECISION, 'ratelimit_refund($1::text, $2::text, $3::bigint)', values, { signal })
   }
 
+  async pause(policy, key, pauseFor, options) {
+    const { signal } = known(options, 'signal')
+    const values = [...bucket(policy, key), interval('pauseFor', pauseFor)]
+    return this.#call(DECISION, 'ratelimit_pause($1::text, $2::text, $3::text::interval)', values, { signal })
+  }
+
   async wait(policy, key, options) {
     const { cost, timeout = LONGEST_WAIT, signal } = known(options, 'cost', 'timeout', 'signal')
     signal?.throwIfAborted()

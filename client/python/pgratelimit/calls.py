@@ -111,13 +111,22 @@ def settle(policy: str, key: str, idempotency_key: str, cost: int) -> Call[Decis
     return _call("settle", DECISION, function, answers.decision, policy, key, whole("cost", cost), idempotency_key)
 
 
-def reserve(policy: str, key: str, max_wait: float, cost: int, idempotency_key: str | None) -> Call[Reservation]:
+def _interval(argument: str, seconds: float) -> str:
     try:
-        longest = f"{round(max_wait * 1_000_000)} microseconds"
+        return f"{round(seconds * 1_000_000)} microseconds"
     except (TypeError, ValueError, OverflowError):
-        raise invalid("max_wait is not a number of seconds") from None
+        raise invalid(f"{argument} is not a number of seconds") from None
+
+
+def reserve(policy: str, key: str, max_wait: float, cost: int, idempotency_key: str | None) -> Call[Reservation]:
     function = "ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)"
+    longest = _interval("max_wait", max_wait)
     return _call("reserve", RESERVATION, function, answers.reservation, policy, key, longest, whole("cost", cost), idempotency_key)
+
+
+def pause(policy: str, key: str, pause_for: float) -> Call[Decision]:
+    function = "ratelimit_pause($1::text, $2::text, $3::text::interval)"
+    return Call("pause", DECISION, function, (*bucket(policy, key), _interval("pause_for", pause_for)), answers.decision)
 
 
 def acquire_up_to(policy: str, key: str, at_most: int, at_least: int, idempotency_key: str | None) -> Call[PartialDecision]:

@@ -117,6 +117,11 @@ class Limiter:
         """Give tokens back to the bucket, never above its capacity. A refund that is sent twice gives back twice."""
         return self._run(calls.refund(policy, key, amount))
 
+    def pause(self, policy: str, key: str, pause_for: float) -> Decision:
+        """Stop the bucket for pause_for seconds, 0.001 to 365 days; after them it refills from 0. A longer pause stays. Reservations
+        made before are not stopped."""
+        return self._run(calls.pause(policy, key, pause_for))
+
     def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
         """Take tokens, and return when they are there: a reserve and a sleep. Callers are served in the order of their calls.
 
@@ -250,6 +255,10 @@ class AsyncLimiter:
     async def refund(self, policy: str, key: str, amount: int) -> Decision:
         """As Limiter.refund."""
         return await self._run(calls.refund(policy, key, amount))
+
+    async def pause(self, policy: str, key: str, pause_for: float) -> Decision:
+        """As Limiter.pause."""
+        return await self._run(calls.pause(policy, key, pause_for))
 
     async def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
         """As Limiter.wait. A cancelled wait takes up to 5 seconds to give the tokens back."""

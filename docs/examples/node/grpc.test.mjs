@@ -95,6 +95,9 @@ const stories = {
     ['Refund', budget('charge', { amount: 9999 }), { remaining: 950 }],
     ['Refund', budget('charge', { amount: 51 }), { remaining: 1000 }],
   ],
+  'Pause stops a bucket': [
+    ['Pause', api('pause', { pause_for: { seconds: 3600 } }), { verdict: 'DENIED', remaining: 0 }],
+  ],
   'Hold lends slots until Release': [
     ['Hold', job, { held_for: 60 }],
     ['Hold', job, { renewed: true }],

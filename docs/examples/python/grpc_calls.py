@@ -74,6 +74,7 @@ streamed = list(call("AcquireStream", lambda message: (message(id=id, requests=[
 check(sorted(r.id for r in streamed), list(range(150)))
 check({a.decision.verdict for r in streamed for a in r.answers}, {ALLOWED})
 check(call("Peek", **budget).remaining, 849)
+check(call("Pause", **api, pause_for={"seconds": 60}).retry_after.seconds > 60, True)
 try:
     call("AcquireMany")
     raise AssertionError("no error")
@@ -85,6 +86,6 @@ check(call("Hold", **dict(job, holder="attempt 2")).verdict, DENIED)
 check(call("Renew", **job).held_for.seconds, 60)
 check(call("Release", **job).released, True)
 check(call("Renew", **job).HasField("held_for"), False)
-check(set(methods), {"Acquire", "AcquireAll", "AcquireMany", "AcquireStream", "AcquireUpTo", "Reserve", "Charge", "Settle", "Peek", "PeekMany", "Refund",
+check(set(methods), {"Acquire", "AcquireAll", "AcquireMany", "AcquireStream", "AcquireUpTo", "Reserve", "Charge", "Settle", "Peek", "PeekMany", "Refund", "Pause",
                      "Hold", "Renew", "Release"})
 print("all calls are answered")

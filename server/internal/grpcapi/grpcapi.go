@@ -46,17 +46,20 @@ func (a api) AcquireUpTo(ctx context.Context, q *pb.AcquireUpToRequest) (*pb.Par
 }
 
 func (a api) Reserve(ctx context.Context, q *pb.ReserveRequest) (*pb.Reservation, error) {
-	var maxWait *time.Duration
-	if q.GetMaxWait() != nil {
-		maxWait = new(q.GetMaxWait().AsDuration())
-	}
 	r := service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId}
-	d, err := a.service.Reserve(ctx, r, maxWait)
+	d, err := a.service.Reserve(ctx, r, span(q.GetMaxWait()))
 	like := decision(client.Decision{Allowed: d.Allowed, RetryAfter: d.Wait, ResetAfter: d.ResetAfter})
 	return &pb.Reservation{
 		Verdict: like.Verdict, Wait: like.RetryAfter, Remaining: d.Remaining, ResetAfter: like.ResetAfter,
 		Capacity: d.Capacity, Replayed: d.Replayed, Shadowed: d.Shadowed,
 	}, err
+}
+
+func span(d *durationpb.Duration) *time.Duration {
+	if d == nil {
+		return nil
+	}
+	return new(d.AsDuration())
 }
 
 func (a api) Charge(ctx context.Context, q *pb.ChargeRequest) (*pb.Decision, error) {
@@ -81,6 +84,10 @@ func peekRequest(q *pb.PeekRequest) service.Request {
 
 func (a api) Refund(ctx context.Context, q *pb.RefundRequest) (*pb.Decision, error) {
 	return reply(a.service.Refund(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Amount}))
+}
+
+func (a api) Pause(ctx context.Context, q *pb.PauseRequest) (*pb.Decision, error) {
+	return reply(a.service.Pause(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey()}, span(q.GetPauseFor())))
 }
 
 func (a api) Hold(ctx context.Context, q *pb.HoldRequest) (*pb.HoldDecision, error) {

@@ -41,12 +41,16 @@ func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 	mux.Handle("/v1/refund", endpoint(maxBytes, func(ctx context.Context, r refundRequest) (any, error) {
 		return one(s.Refund)(ctx, request{unkeyedRequest: unkeyedRequest{r.Policy, r.Key, r.Amount}})
 	}))
+	mux.Handle("/v1/pause", endpoint(maxBytes, func(ctx context.Context, r pauseRequest) (any, error) {
+		d, err := s.Pause(ctx, service.Request{Policy: r.Policy, Key: r.Key}, duration(r.PauseFor))
+		return NewDecision(d), err
+	}))
 	mux.Handle("/v1/acquire_up_to", endpoint(maxBytes, func(ctx context.Context, r upToRequest) (any, error) {
 		d, err := s.AcquireUpTo(ctx, service.Request{Policy: r.Policy, Key: r.Key, IdempotencyKey: r.IdempotencyKey}, r.AtMost, r.AtLeast)
 		return partialDecision{NewDecision(d.Decision), d.Taken}, err
 	}))
 	mux.Handle("/v1/reserve", endpoint(maxBytes, func(ctx context.Context, r reserveRequest) (any, error) {
-		d, err := s.Reserve(ctx, r.service(), r.maxWait())
+		d, err := s.Reserve(ctx, r.service(), duration(r.MaxWait))
 		return newReservation(d), err
 	}))
 	mux.Handle("/v1/hold", endpoint(maxBytes, func(ctx context.Context, r holdRequest) (any, error) {
@@ -119,13 +123,19 @@ type reserveRequest struct {
 	MaxWait *float64 `json:"max_wait"` // seconds
 }
 
-// maxWait rounds to microseconds.
-func (r reserveRequest) maxWait() *time.Duration {
-	if r.MaxWait == nil {
+type pauseRequest struct {
+	Policy   string   `json:"policy"`
+	Key      string   `json:"key"`
+	PauseFor *float64 `json:"pause_for"` // seconds
+}
+
+// duration rounds to microseconds.
+func duration(seconds *float64) *time.Duration {
+	if seconds == nil {
 		return nil
 	}
 	const most = 1e9 // beyond what the database accepts
-	return new(time.Duration(math.Round(1e6*min(max(*r.MaxWait, -most), most))) * time.Microsecond)
+	return new(time.Duration(math.Round(1e6*min(max(*seconds, -most), most))) * time.Microsecond)
 }
 
 type refundRequest struct {

@@ -39,6 +39,7 @@ var everyCall = map[string]string{
 	"peek":          `{"policy":"api","key":"k"}`,
 	"peek_many":     `{"requests":[{"policy":"api","key":"k"}]}`,
 	"refund":        `{"policy":"api","key":"k","amount":1}`,
+	"pause":         `{"policy":"api","key":"k","pause_for":1}`,
 	"hold":          `{"policy":"jobs","key":"k","holder":"h"}`,
 	"renew":         `{"policy":"jobs","key":"k","holder":"h"}`,
 	"release":       `{"policy":"jobs","key":"k","holder":"h"}`,
@@ -110,6 +111,8 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 			`{"allowed":true,"remaining":-3,"retry_after":0,"reset_after":1123200,"capacity":10,"replayed":false,"shadowed":false}`},
 		{"refund", `{"policy":"api","key":"k","amount":8}`,
 			`{"allowed":true,"remaining":5,"retry_after":0,"reset_after":432000,"capacity":10,"replayed":false,"shadowed":false}`},
+		{"pause", `{"policy":"odd","key":"paused","pause_for":1.5}`,
+			`{"allowed":false,"remaining":0,"retry_after":1.833334,"reset_after":3.833334,"capacity":7,"replayed":false,"shadowed":false}`},
 		{"acquire", `{"policy":"budget","key":"k"}`,
 			`{"allowed":true,"remaining":999999,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false}`},
 		{"acquire_all", `{"charges":[{"policy":"budget","key":"k"},{"policy":"api","key":"k","cost":2}],"idempotency_key":"all"}`,
@@ -296,6 +299,9 @@ func TestErrors_OfRequests(t *testing.T) {
 		"release by nobody":           {"release", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "invalid holder"},
 		"release without a key":       {"release", `{"policy":"jobs","holder":"h"}`, service.InvalidArgument, "22023", "invalid key"},
 		"release of an unknown one":   {"release", `{"policy":"nobody","key":"k","holder":"h"}`, service.UnknownPolicy, "RL001", "unknown policy"},
+		"pause without end":           {"pause", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid pause_for"},
+		"pause of a microsecond":      {"pause", `{"policy":"api","key":"k","pause_for":0.000001}`, service.InvalidArgument, "22023", "1 millisecond to 365 days"},
+		"pause of a budget":           {"pause", `{"policy":"budget","key":"k","pause_for":1}`, service.InvalidArgument, "22023", "ratelimit_override"},
 		"refund of nothing":           {"refund", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid amount"},
 	} {
 		t.Run(name, func(t *testing.T) {

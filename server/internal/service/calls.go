@@ -153,6 +153,16 @@ func (s *Service) Refund(ctx context.Context, r Request) (client.Decision, error
 	})
 }
 
+// Pause stops the bucket.
+func (s *Service) Pause(ctx context.Context, r Request, pauseFor *time.Duration) (client.Decision, error) {
+	return s.one(ctx, Pause, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
+		if pauseFor == nil {
+			return client.Decision{}, missing("pause_for")
+		}
+		return s.limiter.Pause(ctx, policy, r.Key, *pauseFor)
+	})
+}
+
 // Hold lends Cost slots, or 1, to Holder if they are free. The server does not renew the lease: it cannot know whether the holder
 // still works.
 func (s *Service) Hold(ctx context.Context, r Request) (d client.HoldDecision, err error) {
@@ -222,6 +232,7 @@ const (
 	Peek        Operation = "peek"
 	PeekMany    Operation = "peek_many" // each of its requests is a Call
 	Refund      Operation = "refund"
+	Pause       Operation = "pause"
 	Hold        Operation = "hold"
 	Renew       Operation = "renew"
 	Release     Operation = "release"
@@ -231,7 +242,7 @@ const (
 // Takes reports whether the call asks for tokens or slots.
 func (o Operation) Takes() bool {
 	switch o {
-	case Settle, Peek, PeekMany, Refund, Renew, Release:
+	case Settle, Peek, PeekMany, Refund, Pause, Renew, Release:
 		return false
 	}
 	return true

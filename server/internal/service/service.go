@@ -20,6 +20,7 @@ type Limiter interface {
 	Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error)
 	PeekMany(ctx context.Context, charges []client.Charge) []client.Answer
 	Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error)
+	Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (client.Decision, error)
 	HoldAs(ctx context.Context, policy, key, holder string, opts ...client.CallOption) (client.HoldDecision, error)
 	Renew(ctx context.Context, policy, key, holder string) (heldFor time.Duration, err error)
 	Release(ctx context.Context, policy, key, holder string) (held bool, err error)

@@ -1432,6 +1432,68 @@ func (x *RefundRequest) GetPolicy() string {
 	return ""
 }
 
+type PauseRequest struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	LogicalKey string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
+	// 1 millisecond to 365 days. Obligatory.
+	PauseFor *durationpb.Duration `protobuf:"bytes,2,opt,name=pause_for,json=pauseFor,proto3" json:"pause_for,omitempty"`
+	// "default" when empty.
+	Policy        string `protobuf:"bytes,3,opt,name=policy,proto3" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseRequest) Reset() {
+	*x = PauseRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseRequest) ProtoMessage() {}
+
+func (x *PauseRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
+func (*PauseRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *PauseRequest) GetLogicalKey() string {
+	if x != nil {
+		return x.LogicalKey
+	}
+	return ""
+}
+
+func (x *PauseRequest) GetPauseFor() *durationpb.Duration {
+	if x != nil {
+		return x.PauseFor
+	}
+	return nil
+}
+
+func (x *PauseRequest) GetPolicy() string {
+	if x != nil {
+		return x.Policy
+	}
+	return ""
+}
+
 type HoldRequest struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	LogicalKey string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
@@ -1448,7 +1510,7 @@ type HoldRequest struct {
 
 func (x *HoldRequest) Reset() {
 	*x = HoldRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1460,7 +1522,7 @@ func (x *HoldRequest) String() string {
 func (*HoldRequest) ProtoMessage() {}
 
 func (x *HoldRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1473,7 +1535,7 @@ func (x *HoldRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HoldRequest.ProtoReflect.Descriptor instead.
 func (*HoldRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *HoldRequest) GetLogicalKey() string {
@@ -1526,7 +1588,7 @@ type HoldDecision struct {
 
 func (x *HoldDecision) Reset() {
 	*x = HoldDecision{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1538,7 +1600,7 @@ func (x *HoldDecision) String() string {
 func (*HoldDecision) ProtoMessage() {}
 
 func (x *HoldDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1551,7 +1613,7 @@ func (x *HoldDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HoldDecision.ProtoReflect.Descriptor instead.
 func (*HoldDecision) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{22}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *HoldDecision) GetVerdict() Verdict {
@@ -1616,7 +1678,7 @@ type RenewRequest struct {
 
 func (x *RenewRequest) Reset() {
 	*x = RenewRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1628,7 +1690,7 @@ func (x *RenewRequest) String() string {
 func (*RenewRequest) ProtoMessage() {}
 
 func (x *RenewRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1641,7 +1703,7 @@ func (x *RenewRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewRequest.ProtoReflect.Descriptor instead.
 func (*RenewRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{23}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *RenewRequest) GetLogicalKey() string {
@@ -1675,7 +1737,7 @@ type RenewResponse struct {
 
 func (x *RenewResponse) Reset() {
 	*x = RenewResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1687,7 +1749,7 @@ func (x *RenewResponse) String() string {
 func (*RenewResponse) ProtoMessage() {}
 
 func (x *RenewResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1700,7 +1762,7 @@ func (x *RenewResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewResponse.ProtoReflect.Descriptor instead.
 func (*RenewResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{24}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *RenewResponse) GetHeldFor() *durationpb.Duration {
@@ -1723,7 +1785,7 @@ type ReleaseRequest struct {
 
 func (x *ReleaseRequest) Reset() {
 	*x = ReleaseRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1735,7 +1797,7 @@ func (x *ReleaseRequest) String() string {
 func (*ReleaseRequest) ProtoMessage() {}
 
 func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1748,7 +1810,7 @@ func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{25}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ReleaseRequest) GetLogicalKey() string {
@@ -1782,7 +1844,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1794,7 +1856,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1807,7 +1869,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{26}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ReleaseResponse) GetReleased() bool {
@@ -1943,7 +2005,12 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"logicalKey\x12\x1b\n" +
 	"\x06amount\x18\x02 \x01(\x03H\x00R\x06amount\x88\x01\x01\x12\x16\n" +
 	"\x06policy\x18\x03 \x01(\tR\x06policyB\t\n" +
-	"\a_amount\"\x80\x01\n" +
+	"\a_amount\"\x7f\n" +
+	"\fPauseRequest\x12\x1f\n" +
+	"\vlogical_key\x18\x01 \x01(\tR\n" +
+	"logicalKey\x126\n" +
+	"\tpause_for\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bpauseFor\x12\x16\n" +
+	"\x06policy\x18\x03 \x01(\tR\x06policy\"\x80\x01\n" +
 	"\vHoldRequest\x12\x1f\n" +
 	"\vlogical_key\x18\x01 \x01(\tR\n" +
 	"logicalKey\x12\x16\n" +
@@ -1978,7 +2045,7 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\x13VERDICT_UNSPECIFIED\x10\x00\x12\v\n" +
 	"\aALLOWED\x10\x01\x12\n" +
 	"\n" +
-	"\x06DENIED\x10\x022\xa4\b\n" +
+	"\x06DENIED\x10\x022\xe5\b\n" +
 	"\vRateLimiter\x12C\n" +
 	"\aAcquire\x12\x1e.pgratelimit.v1.AcquireRequest\x1a\x18.pgratelimit.v1.Decision\x12N\n" +
 	"\n" +
@@ -1991,7 +2058,8 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\x06Settle\x12\x1d.pgratelimit.v1.SettleRequest\x1a\x18.pgratelimit.v1.Decision\x12=\n" +
 	"\x04Peek\x12\x1b.pgratelimit.v1.PeekRequest\x1a\x18.pgratelimit.v1.Decision\x12M\n" +
 	"\bPeekMany\x12\x1f.pgratelimit.v1.PeekManyRequest\x1a .pgratelimit.v1.PeekManyResponse\x12A\n" +
-	"\x06Refund\x12\x1d.pgratelimit.v1.RefundRequest\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
+	"\x06Refund\x12\x1d.pgratelimit.v1.RefundRequest\x1a\x18.pgratelimit.v1.Decision\x12?\n" +
+	"\x05Pause\x12\x1c.pgratelimit.v1.PauseRequest\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
 	"\x04Hold\x12\x1b.pgratelimit.v1.HoldRequest\x1a\x1c.pgratelimit.v1.HoldDecision\x12D\n" +
 	"\x05Renew\x12\x1c.pgratelimit.v1.RenewRequest\x1a\x1d.pgratelimit.v1.RenewResponse\x12J\n" +
 	"\aRelease\x12\x1e.pgratelimit.v1.ReleaseRequest\x1a\x1f.pgratelimit.v1.ReleaseResponseBLZJgithub.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1;pgratelimitv1b\x06proto3"
@@ -2009,7 +2077,7 @@ func file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP() []byte {
 }
 
 var file_pgratelimit_v1_ratelimiter_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_pgratelimit_v1_ratelimiter_proto_goTypes = []any{
 	(Verdict)(0),                  // 0: pgratelimit.v1.Verdict
 	(*Decision)(nil),              // 1: pgratelimit.v1.Decision
@@ -2033,18 +2101,19 @@ var file_pgratelimit_v1_ratelimiter_proto_goTypes = []any{
 	(*PeekManyRequest)(nil),       // 19: pgratelimit.v1.PeekManyRequest
 	(*PeekManyResponse)(nil),      // 20: pgratelimit.v1.PeekManyResponse
 	(*RefundRequest)(nil),         // 21: pgratelimit.v1.RefundRequest
-	(*HoldRequest)(nil),           // 22: pgratelimit.v1.HoldRequest
-	(*HoldDecision)(nil),          // 23: pgratelimit.v1.HoldDecision
-	(*RenewRequest)(nil),          // 24: pgratelimit.v1.RenewRequest
-	(*RenewResponse)(nil),         // 25: pgratelimit.v1.RenewResponse
-	(*ReleaseRequest)(nil),        // 26: pgratelimit.v1.ReleaseRequest
-	(*ReleaseResponse)(nil),       // 27: pgratelimit.v1.ReleaseResponse
-	(*durationpb.Duration)(nil),   // 28: google.protobuf.Duration
+	(*PauseRequest)(nil),          // 22: pgratelimit.v1.PauseRequest
+	(*HoldRequest)(nil),           // 23: pgratelimit.v1.HoldRequest
+	(*HoldDecision)(nil),          // 24: pgratelimit.v1.HoldDecision
+	(*RenewRequest)(nil),          // 25: pgratelimit.v1.RenewRequest
+	(*RenewResponse)(nil),         // 26: pgratelimit.v1.RenewResponse
+	(*ReleaseRequest)(nil),        // 27: pgratelimit.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),       // 28: pgratelimit.v1.ReleaseResponse
+	(*durationpb.Duration)(nil),   // 29: google.protobuf.Duration
 }
 var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	0,  // 0: pgratelimit.v1.Decision.verdict:type_name -> pgratelimit.v1.Verdict
-	28, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
-	28, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
+	29, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
+	29, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
 	4,  // 3: pgratelimit.v1.AcquireAllRequest.charges:type_name -> pgratelimit.v1.Charge
 	1,  // 4: pgratelimit.v1.JointDecision.whole:type_name -> pgratelimit.v1.Decision
 	1,  // 5: pgratelimit.v1.JointDecision.decisions:type_name -> pgratelimit.v1.Decision
@@ -2056,49 +2125,52 @@ var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	1,  // 11: pgratelimit.v1.Answer.decision:type_name -> pgratelimit.v1.Decision
 	11, // 12: pgratelimit.v1.Answer.error:type_name -> pgratelimit.v1.Error
 	1,  // 13: pgratelimit.v1.PartialDecision.decision:type_name -> pgratelimit.v1.Decision
-	28, // 14: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
+	29, // 14: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
 	0,  // 15: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
-	28, // 16: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
-	28, // 17: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
+	29, // 16: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
+	29, // 17: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
 	18, // 18: pgratelimit.v1.PeekManyRequest.requests:type_name -> pgratelimit.v1.PeekRequest
 	10, // 19: pgratelimit.v1.PeekManyResponse.answers:type_name -> pgratelimit.v1.Answer
-	0,  // 20: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
-	28, // 21: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
-	28, // 22: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
-	28, // 23: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
-	2,  // 24: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.AcquireRequest
-	3,  // 25: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
-	6,  // 26: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
-	8,  // 27: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
-	12, // 28: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
-	14, // 29: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
-	16, // 30: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.ChargeRequest
-	17, // 31: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.SettleRequest
-	18, // 32: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.PeekRequest
-	19, // 33: pgratelimit.v1.RateLimiter.PeekMany:input_type -> pgratelimit.v1.PeekManyRequest
-	21, // 34: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
-	22, // 35: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
-	24, // 36: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.RenewRequest
-	26, // 37: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.ReleaseRequest
-	1,  // 38: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
-	5,  // 39: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
-	7,  // 40: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.AcquireManyResponse
-	9,  // 41: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
-	13, // 42: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
-	15, // 43: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
-	1,  // 44: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
-	1,  // 45: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
-	1,  // 46: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
-	20, // 47: pgratelimit.v1.RateLimiter.PeekMany:output_type -> pgratelimit.v1.PeekManyResponse
-	1,  // 48: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
-	23, // 49: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
-	25, // 50: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
-	27, // 51: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
-	38, // [38:52] is the sub-list for method output_type
-	24, // [24:38] is the sub-list for method input_type
-	24, // [24:24] is the sub-list for extension type_name
-	24, // [24:24] is the sub-list for extension extendee
-	0,  // [0:24] is the sub-list for field type_name
+	29, // 20: pgratelimit.v1.PauseRequest.pause_for:type_name -> google.protobuf.Duration
+	0,  // 21: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
+	29, // 22: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
+	29, // 23: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
+	29, // 24: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
+	2,  // 25: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.AcquireRequest
+	3,  // 26: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
+	6,  // 27: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
+	8,  // 28: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
+	12, // 29: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
+	14, // 30: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
+	16, // 31: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.ChargeRequest
+	17, // 32: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.SettleRequest
+	18, // 33: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.PeekRequest
+	19, // 34: pgratelimit.v1.RateLimiter.PeekMany:input_type -> pgratelimit.v1.PeekManyRequest
+	21, // 35: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
+	22, // 36: pgratelimit.v1.RateLimiter.Pause:input_type -> pgratelimit.v1.PauseRequest
+	23, // 37: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
+	25, // 38: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.RenewRequest
+	27, // 39: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.ReleaseRequest
+	1,  // 40: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
+	5,  // 41: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
+	7,  // 42: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.AcquireManyResponse
+	9,  // 43: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
+	13, // 44: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
+	15, // 45: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
+	1,  // 46: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
+	1,  // 47: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
+	1,  // 48: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
+	20, // 49: pgratelimit.v1.RateLimiter.PeekMany:output_type -> pgratelimit.v1.PeekManyResponse
+	1,  // 50: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
+	1,  // 51: pgratelimit.v1.RateLimiter.Pause:output_type -> pgratelimit.v1.Decision
+	24, // 52: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
+	26, // 53: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
+	28, // 54: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
+	40, // [40:55] is the sub-list for method output_type
+	25, // [25:40] is the sub-list for method input_type
+	25, // [25:25] is the sub-list for extension type_name
+	25, // [25:25] is the sub-list for extension extendee
+	0,  // [0:25] is the sub-list for field type_name
 }
 
 func init() { file_pgratelimit_v1_ratelimiter_proto_init() }
@@ -2115,14 +2187,14 @@ func file_pgratelimit_v1_ratelimiter_proto_init() {
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[16].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[17].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[20].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[21].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[22].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_pgratelimit_v1_ratelimiter_proto_rawDesc), len(file_pgratelimit_v1_ratelimiter_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   27,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -32,6 +32,7 @@ const (
 	RateLimiter_Peek_FullMethodName          = "/pgratelimit.v1.RateLimiter/Peek"
 	RateLimiter_PeekMany_FullMethodName      = "/pgratelimit.v1.RateLimiter/PeekMany"
 	RateLimiter_Refund_FullMethodName        = "/pgratelimit.v1.RateLimiter/Refund"
+	RateLimiter_Pause_FullMethodName         = "/pgratelimit.v1.RateLimiter/Pause"
 	RateLimiter_Hold_FullMethodName          = "/pgratelimit.v1.RateLimiter/Hold"
 	RateLimiter_Renew_FullMethodName         = "/pgratelimit.v1.RateLimiter/Renew"
 	RateLimiter_Release_FullMethodName       = "/pgratelimit.v1.RateLimiter/Release"
@@ -83,6 +84,8 @@ type RateLimiterClient interface {
 	PeekMany(ctx context.Context, in *PeekManyRequest, opts ...grpc.CallOption) (*PeekManyResponse, error)
 	// Refund gives tokens back, never above the capacity. Sent twice it gives back twice.
 	Refund(ctx context.Context, in *RefundRequest, opts ...grpc.CallOption) (*Decision, error)
+	// Pause stops a bucket. After the pause it refills from 0. A longer pause stays.
+	Pause(ctx context.Context, in *PauseRequest, opts ...grpc.CallOption) (*Decision, error)
 	// Hold lends slots of a policy with a lease to a holder if they are free, until the lease ends or the holder calls Release. The
 	// server does not renew: the holder calls Renew while it works, such as when a third of held_for is over.
 	Hold(ctx context.Context, in *HoldRequest, opts ...grpc.CallOption) (*HoldDecision, error)
@@ -213,6 +216,16 @@ func (c *rateLimiterClient) Refund(ctx context.Context, in *RefundRequest, opts 
 	return out, nil
 }
 
+func (c *rateLimiterClient) Pause(ctx context.Context, in *PauseRequest, opts ...grpc.CallOption) (*Decision, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(Decision)
+	err := c.cc.Invoke(ctx, RateLimiter_Pause_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *rateLimiterClient) Hold(ctx context.Context, in *HoldRequest, opts ...grpc.CallOption) (*HoldDecision, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(HoldDecision)
@@ -289,6 +302,8 @@ type RateLimiterServer interface {
 	PeekMany(context.Context, *PeekManyRequest) (*PeekManyResponse, error)
 	// Refund gives tokens back, never above the capacity. Sent twice it gives back twice.
 	Refund(context.Context, *RefundRequest) (*Decision, error)
+	// Pause stops a bucket. After the pause it refills from 0. A longer pause stays.
+	Pause(context.Context, *PauseRequest) (*Decision, error)
 	// Hold lends slots of a policy with a lease to a holder if they are free, until the lease ends or the holder calls Release. The
 	// server does not renew: the holder calls Renew while it works, such as when a third of held_for is over.
 	Hold(context.Context, *HoldRequest) (*HoldDecision, error)
@@ -338,6 +353,9 @@ func (UnimplementedRateLimiterServer) PeekMany(context.Context, *PeekManyRequest
 }
 func (UnimplementedRateLimiterServer) Refund(context.Context, *RefundRequest) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Refund not implemented")
+}
+func (UnimplementedRateLimiterServer) Pause(context.Context, *PauseRequest) (*Decision, error) {
+	return nil, status.Error(codes.Unimplemented, "method Pause not implemented")
 }
 func (UnimplementedRateLimiterServer) Hold(context.Context, *HoldRequest) (*HoldDecision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Hold not implemented")
@@ -556,6 +574,24 @@ func _RateLimiter_Refund_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RateLimiter_Pause_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PauseRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RateLimiterServer).Pause(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RateLimiter_Pause_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RateLimiterServer).Pause(ctx, req.(*PauseRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _RateLimiter_Hold_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(HoldRequest)
 	if err := dec(in); err != nil {
@@ -656,6 +692,10 @@ var RateLimiter_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Refund",
 			Handler:    _RateLimiter_Refund_Handler,
+		},
+		{
+			MethodName: "Pause",
+			Handler:    _RateLimiter_Pause_Handler,
 		},
 		{
 			MethodName: "Hold",
