@@ -75,6 +75,7 @@
 {{ template "acquire_many.sql" . }}
 {{ template "acquire_all_many.sql" . }}
 {{ template "acquire_packed.sql" . }}
+{{ template "acquire_up_to_many.sql" . }}
 {{ template "peeked.sql" . }}
 {{ template "peek_many.sql" . }}
 

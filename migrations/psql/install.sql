@@ -2420,6 +2420,8 @@ $private$;
 
 \ir ../snapshots/002/acquire_packed.sql
 
+\ir ../snapshots/002/acquire_up_to_many.sql
+
 \ir ../snapshots/002/peeked.sql
 
 \ir ../snapshots/002/peek_many.sql

@@ -126,7 +126,7 @@ begin
                          'ratelimit_refund',
                          'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
                          'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
-                         'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
+                         'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_acquire_up_to_many', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
                          'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard', 'ratelimit_reset_all',
                          'ratelimit_hold', 'ratelimit_renew', 'ratelimit_release', 'ratelimit_holders', 'ratelimit_peek_many', 'ratelimit_pause')
   loop

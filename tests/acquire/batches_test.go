@@ -317,13 +317,25 @@ func startBatch[R, A any](s *kit.Session, send func(kit.RowsQuerier, []R) ([]A, 
 
 // acquireEach sends requests one by one, in a savepoint each.
 func acquireEach(tx pgx.Tx, requests []kit.NullableRequest) (answers []kit.Answer, err error) {
+	return each(tx, requests, func(tx pgx.Tx, r kit.NullableRequest, a *kit.Answer) error {
+		d, err := r.Acquire(tx)
+		a.Decision = &d
+		return err
+	})
+}
+
+func acquireUpToEach(tx pgx.Tx, requests []kit.NullableRequest) (answers []kit.Answer, err error) {
+	return each(tx, requests, func(tx pgx.Tx, r kit.NullableRequest, a *kit.Answer) error {
+		got, err := kit.AcquireUpTo(tx, r.Policy, r.Key, r.Cost, 1, nil)
+		a.Decision, a.Taken = &got.Decision, got.Taken
+		return err
+	})
+}
+
+func each(tx pgx.Tx, requests []kit.NullableRequest, ask func(pgx.Tx, kit.NullableRequest, *kit.Answer) error) (answers []kit.Answer, err error) {
 	for _, r := range requests {
 		var a kit.Answer
-		err := pgx.BeginFunc(context.Background(), tx, func(tx pgx.Tx) error {
-			d, err := r.Acquire(tx)
-			a.Decision = &d
-			return err
-		})
+		err := pgx.BeginFunc(context.Background(), tx, func(tx pgx.Tx) error { return ask(tx, r, &a) })
 		if e := kit.PgError(err); e != nil {
 			a = kit.Answer{Error: fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint)}
 		} else if err != nil {

@@ -41,6 +41,7 @@ func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
 		"acquire with a key":   "ratelimit_acquire(q.policy, q.key, 1, 'again')",
 		"acquire up to":        "ratelimit_acquire_up_to(q.policy, q.key, 1)",
 		"all that there is":    "ratelimit_acquire_up_to(q.policy, q.key, 100)",
+		"up to, many":          "ratelimit_acquire_up_to_many(array[q.policy], array[q.key], array[5])",
 		"reserve":              "ratelimit_reserve(q.policy, q.key, '1 day')",
 		"reserve and wait":     "ratelimit_reserve(q.policy, q.key, '1 day', 10)",
 		"charge":               "ratelimit_charge(q.policy, q.key, 100)",

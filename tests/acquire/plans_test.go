@@ -68,6 +68,7 @@ var planCalls = []string{
 	"select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}', '{1,4000}')", "select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}', '{1,2}', 'i3')",
 	"select from ratelimit_acquire_all_many('{p,p,p}', '{KEY,KEY.,KEY}', null, '{2,1}')",
 	"select from ratelimit_acquire_packed('{p,p}', '{KEY,KEY.}')", "select from ratelimit_override('p', 'KEY', expires_at => '2099-01-01')",
+	"select from ratelimit_acquire_up_to_many('{p,p}', '{KEY,KEY.}', '{1,4000}')", "select from ratelimit_acquire_up_to_many('{p,p}', '{KEY,KEY}', '{1,4000}')",
 	"select from ratelimit_overrides('p', 'KEY')", "select from ratelimit_remove_override('p', 'KEY')", "select from ratelimit_reset('p', 'KEY')",
 	"select from ratelimit_cleanup(10)",
 }
@@ -120,6 +121,8 @@ func TestPlans_LockInOrder(t *testing.T) {
 				switch { // an outer side that comes in order, and an inner side that finds one row
 				case strings.HasPrefix(plan.statement, "with taken as ( update"):
 					want = `Update on (ephemeral_)?buckets b_1; Nested Loop; (Subquery|Function) Scan on (unnest )?u(_\d)?; .*Tid Scan on (ephemeral_)?buckets b_1; Limit; Index Scan Backward using \w+ on \S+ b(_\d)?;`
+				case strings.HasPrefix(plan.statement, "with lent as ( update"):
+					want = `Update on (ephemeral_)?buckets b; Nested Loop; Subquery Scan on u; Nested Loop; .*Function Scan on unnest u_1; .*Limit; Index Scan Backward using \w+ on \S+ b_2; Tid Scan on (ephemeral_)?buckets b;`
 				case strings.Contains(plan.statement, "skip locked"):
 					want = `LockRows; (Sort; .*|Index Scan using \w+_pkey on)`
 				case strings.Contains(plan.statement, "for update"):
@@ -130,7 +133,7 @@ func TestPlans_LockInOrder(t *testing.T) {
 				locking[plan.statement] = true
 				require.Regexp(t, want, plan.nodes, "%s, %s: %s", rows, setting, plan.statement)
 			}
-			require.Len(t, locking, 18, "take, with and without what was seen, take_any, lock_asked_of, lock, drop_policy; durable and ephemeral")
+			require.Len(t, locking, 20, "take, with and without what was seen, take_any, take_up_to, lock_asked_of, lock, drop_policy; durable and ephemeral")
 		}
 	}
 }
@@ -142,6 +145,7 @@ var lockingCalls = []string{
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,k1}', '{1,5000}')",
 	"select case when durable then ratelimit.lock_asked_of_buckets(p, asked) else ratelimit.lock_asked_of_ephemeral_buckets(p, asked) end" +
 		" from ratelimit.policies as p, cast(array[row('k1', 1, '{1}', 1)] as ratelimit.asked[]) as asked where name = 'POLICY'",
+	"select from ratelimit_acquire_up_to_many('{POLICY,POLICY}', '{k1,new}', '{1,1}')",
 	"select from ratelimit_override('POLICY', 'another', 5)",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,new}')",
 	"select from ratelimit_drop_policy('POLICY')",

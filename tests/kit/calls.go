@@ -278,23 +278,32 @@ func AcquireMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
 
 // PeekMany sends requests without idempotency keys in one ratelimit_peek_many.
 func PeekMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
+	return sendMany(q, "ratelimit_peek_many($1, $2, $3)", requests)
+}
+
+// AcquireUpToMany sends requests in one ratelimit_acquire_up_to_many. The cost is at_most.
+func AcquireUpToMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
+	return sendMany(q, "ratelimit_acquire_up_to_many($1, $2, $3)", requests)
+}
+
+func sendMany(q RowsQuerier, call string, requests []NullableRequest) ([]Answer, error) {
 	policies, keys, costs := []*string{}, []*string{}, []*int64{}
 	for _, r := range requests {
 		policies, keys, costs = append(policies, r.Policy), append(keys, r.Key), append(costs, r.Cost)
 	}
-	return decideMany(q, "ratelimit_peek_many($1, $2, $3)", policies, keys, costs)
+	return decideMany(q, call, policies, keys, costs)
 }
 
 func decideMany(q RowsQuerier, call string, args ...any) ([]Answer, error) {
 	rows, err := q.Query(context.Background(), "select "+decisionColumns+`,
-		       concat_ws(': ', d.error_code, d.error_message, d.error_detail, d.error_hint)
+		       coalesce((to_jsonb(d) ->> 'taken')::bigint, 0), concat_ws(': ', d.error_code, d.error_message, d.error_detail, d.error_hint)
 		  from `+call+` as d`, args...)
 	if err != nil {
 		return nil, err
 	}
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (a Answer, err error) {
 		var d decisionRow
-		err = row.Scan(append(d.fields(), &a.Error)...)
+		err = row.Scan(append(d.fields(), &a.Taken, &a.Error)...)
 		a.Decision = d.Decision()
 		return a, err
 	})

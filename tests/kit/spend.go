@@ -66,7 +66,7 @@ func (s Spending) By(q Querier) (Spent, error) {
 		d, err = Decide(q, "(select r.*, r.wait as retry_after from ratelimit_reserve($1, $2, $3, $4, $5) as r)",
 			s.Policy, s.Key, IntervalOfDays(s.MaxWait), s.Cost, key)
 	case "acquire_up_to":
-		return acquireUpTo(q, s.BucketID, s.Cost, s.AtLeast, key)
+		return AcquireUpTo(q, s.Policy, s.Key, s.Cost, s.AtLeast, key)
 	default:
 		panic(s.Function)
 	}
@@ -80,11 +80,11 @@ func (s *Session) StartSpending(call Spending) *Pending {
 	})
 }
 
-func acquireUpTo(q Querier, id model.BucketID, atMost, atLeast int64, idempotencyKey *string) (Spent, error) {
+// AcquireUpTo sends the five arguments.
+func AcquireUpTo(q Querier, args ...any) (Spent, error) {
 	var row decisionRow
 	var taken *int64
-	err := q.QueryRow(context.Background(), "select "+decisionColumns+", d.taken from ratelimit_acquire_up_to($1, $2, $3, $4, $5) as d",
-		id.Policy, id.Key, atMost, atLeast, idempotencyKey).Scan(append(row.fields(), &taken)...)
+	err := q.QueryRow(context.Background(), "select "+decisionColumns+", d.taken from ratelimit_acquire_up_to($1, $2, $3, $4, $5) as d", args...).Scan(append(row.fields(), &taken)...)
 	if err != nil {
 		return Spent{}, err
 	}

@@ -240,7 +240,7 @@ func (db *TestDB) StartLoad(version int32) *upgradeLoad {
 			return ErrorOf(granted(got.Decision, err))
 		})
 		l.Add("up to", 2, func(policy, key string, _ int64) error {
-			got, err := acquireUpTo(db.Pool, model.BucketID{Policy: policy, Key: key}, 1, 1, nil)
+			got, err := AcquireUpTo(db.Pool, policy, key, 1, 1, nil)
 			if err == nil && got.Taken != 1 {
 				err = fmt.Errorf("took %+v", got)
 			}

@@ -23,7 +23,7 @@ declare
   v_hint     text;
 begin
   if joint or cardinality(policies) > 1 then
-    return decide_in_order(policies, array_fill(v_key, array[cardinality(policies)]), costs, requests, idempotency_keys, elements, joint, false);
+    return decide_in_order(policies, array_fill(v_key, array[cardinality(policies)]), costs, requests, idempotency_keys, elements, joint, false, false);
   end if;
   begin
     v_decision := acquire_here(policies[1], v_key, costs[1], idempotency_keys[1]);
