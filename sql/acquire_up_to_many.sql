@@ -1,5 +1,5 @@
 -- Answers many ratelimit_acquire_up_to, with at_least 1, one after another, by the two ways of acquire_batch. take_up_to_from_buckets is the fast
--- path, of policies that refill. What it left is for decide_left: if that grants any of it, RL00T, and decide_left decides the whole batch. So
+-- path. What it left is for decide_left: if that grants any of it, RL00T, and decide_left decides the whole batch. So
 -- buckets are locked in one order.
 --
 -- Locks and writes: as acquire_batch, whose settings these are.
@@ -38,7 +38,7 @@ begin
       v_now   := clock();
       v_parts := (parts_of(policies, keys, v_costs, null)).parts;
       foreach v_part in array v_parts loop
-        continue when ((v_part.policy).calendar).ends_at is not null;  -- a quota, or slots
+        continue when ((v_part.policy).calendar).lease is not null;
         if (v_part.policy).durable then
           v_taken := take_up_to_from_buckets(v_part.policy, v_part.asked, v_now);
         else

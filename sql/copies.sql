@@ -478,7 +478,7 @@ comment on function ratelimit.take_any_from_ephemeral_buckets(ratelimit.policies
 
 -- For requests that take as many whole tokens as there are, up to their costs: charges the buckets that have a token, with one element
 -- each. What to take is computed from a bucket as the statement's snapshot has it, so one that was changed since is left alone, as in
--- take_from_ephemeral_buckets. Whatever the numbers of the policy are, the arithmetic is that of take_any_from_ephemeral_buckets. taken is parallel to places.
+-- take_from_ephemeral_buckets. The arithmetic is that of take_any_from_ephemeral_buckets, and for quotas of take_quotas_from_ephemeral_buckets. taken is parallel to places.
 create or replace function ratelimit.take_up_to_from_ephemeral_buckets(
     in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out taken bigint[])
@@ -486,25 +486,29 @@ create or replace function ratelimit.take_up_to_from_ephemeral_buckets(
   volatile
 as $$
 declare
-  v_policy alias for policy;
-  v_now    alias for now;
+  v_policy  alias for policy;
+  v_now     alias for now;
+  v_numbers ratelimit.policies := with_turns(policy, now);
+  v_others  boolean := coalesce((policy.calendar).overridden, policy.overridden);  -- some key has other numbers
 begin
   with lent as (
       update ephemeral_buckets as b
-         set level       = u.held - microtokens(u.taken),
+         set level       = stored_level(u.held - microtokens(u.taken), u.p),
              refilled_at = refilled_until(u.refilled_at, v_now, (u.p).tick),
              room        = null
         from (select u.*, b.*, least(u.wanted, b.held) / 1000000 as taken
                 from (select u.places[1] as place, u.key, u.wanted,
-                             case when v_policy.overridden then
-                               coalesce((select with_override(v_policy, o) from overrides as o
-                                          where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
-                             else v_policy end as p
+                             case
+                               when not v_others then v_numbers
+                               when (v_policy.calendar).period is not null then quota_of_key(v_policy, u.key, v_now)
+                               else coalesce((select with_override(v_policy, o) from overrides as o
+                                               where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy)
+                             end as p
                         from unnest(asked) as u (key, wanted, places, size)
                        where u.size = 1
                          and (not v_policy.overridden or (select p = v_policy from policies as p where p.id = v_policy.id))
                       offset 0) as u
-               cross join lateral (select b.ctid as row_id, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as held
+               cross join lateral (select b.ctid as row_id, b.level, b.refilled_at, level_now(b.level, b.refilled_at, v_now, u.p) as held
                                      from ephemeral_buckets as b
                                     where b.policy_id = v_policy.id
                                       and b.key      >= u.key collate "C"
@@ -516,9 +520,10 @@ begin
        where b.ctid = u.row_id
          and b.level = u.level
          and b.refilled_at = u.refilled_at
-      returning u.place, u.p, case when v_policy.shadow then tokens_above_debt(u.wanted) else u.taken end as taken, b.level, b.refilled_at
+      returning u.place, u.p, u.held / 1000000 - u.taken as remaining, case when v_policy.shadow then u.wanted / 1000000 else u.taken end as taken,
+                b.level, b.refilled_at
     )
-    select array_agg(t.place), array_agg(tokens_above_debt(t.level)),
+    select array_agg(t.place), array_agg(t.remaining),
            array_agg(case
                        when ((t.p).calendar).ends_at is null then short_wait((t.p).full_level, t.level, microseconds(v_now - t.refilled_at), t.p)
                        else wait_past_end(null, t.level, t.refilled_at, v_now, t.p, v_policy)

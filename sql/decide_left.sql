@@ -14,10 +14,11 @@ declare
   v_rest   bigint[] := places;
 begin
   if not joint and idempotency_keys is null then
-    v_denied := denied(policies, keys, case when up_to then array(select case when u.cost > 0 then 1::bigint end from unnest(costs) as u (cost)) else costs end,
-                       places, clock());
     if up_to then
+      v_denied          := denied(policies, keys, array(select case when u.cost > 0 then 1::bigint end from unnest(costs) as u (cost)), places, clock());
       v_denied.requests := array_fill(0::bigint, array[coalesce(cardinality(v_denied.elements), 0)]);
+    else
+      v_denied := denied(policies, keys, costs, places, clock());
     end if;
     if cardinality(v_denied.elements) = cardinality(places) then
       return v_denied;

@@ -64,7 +64,7 @@ var countedStatements = slices.Concat([]counted{
 	{"peek-32", 32, "select from ratelimit_peek_many(array_fill(text 'full', array[32]), $1)"},
 	{"peek-overrides-32", 32, "select from ratelimit_peek_many(array_fill(text 'overrides', array[32]), $1)"},
 	{"refunded", 0, "select from ratelimit_refund('full', $1, 1)"},
-	{"paused", 0, "select from ratelimit_pause('full', $1, '1 second')"},
+	{"paused", 0, "select from ratelimit_pause('paused', $1, '1 second')"},
 	{"reserved", 0, "select from ratelimit_reserve('full', $1, '1 hour')"},
 	{"waiting", 0, "select from ratelimit_reserve('line', $1, '365 days')"},
 	{"up-to", 0, "select from ratelimit_acquire_up_to('full', $1, 1)"},
@@ -136,7 +136,7 @@ func batches(prefix, function, omitted string) (list []counted) {
 // ones would take the room that this leaves.
 func countedPolicies() (sql []string) {
 	inUse := []string{fill{policy: "full", count: countedKeys}.inUse()}
-	for _, name := range []string{"second", "third", "overrides", "overridden", "stepped", "ephemeral"} {
+	for _, name := range []string{"second", "third", "overrides", "overridden", "stepped", "paused", "ephemeral"} {
 		f := fill{policy: name, ephemeral: name == "ephemeral", count: countedKeys, tokens: capacity / 2}
 		sql = append(sql, definePolicy(name, !f.ephemeral), f.sql())
 		inUse = append(inUse, f.inUse())
