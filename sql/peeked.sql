@@ -67,7 +67,11 @@ begin
                      else wait_below_small(v_full_level, e.level, e.elapsed_us, v_gain, v_per, v_tick_us)
                    end)
     into v_seen.elements, v_seen.remaining, v_seen.retry_after_us, v_seen.reset_after_us
-    from (select u.*, b.level, b.refilled_at, (date_part('epoch', v_now - b.refilled_at) * 1000000)::bigint as elapsed_us,
+    from (select u.*, b.level, b.refilled_at,
+                 case
+                   when v_now >= b.refilled_at then (date_part('epoch', v_now - b.refilled_at) * 1000000)::bigint
+                   else microseconds(v_now - b.refilled_at)::bigint  -- the clock may be set back by centuries, which double precision does not count exactly
+                 end as elapsed_us,
                  case
                    when b.level is null then v_full_level
                    when b.level <= -v_full_level then refilled(b.level, b.refilled_at, v_now, v_policy)

@@ -190,6 +190,16 @@ func TestRetryAfter_CountsTheLeadOfTheStoredInstant(t *testing.T) {
 	})
 }
 
+// Double precision has no microsecond of a thousand years.
+func TestPeekMany_CountsTheLeadOfTheStoredInstant(t *testing.T) {
+	db := kit.ParallelDB(t, kit.T0.AddDate(1000, 0, 0)).Policy("p", 10, 3, time.Second).Take("p", "k", 10)
+	for lead := range time.Duration(8) {
+		db.SetClock(kit.T0.Add(lead * time.Microsecond))
+		want := kit.NoError(kit.Peek(db.Pool, "p", "k", 1))(t)
+		require.Equal(t, kit.Answer{Decision: &want}, kit.SendBatch(t, db.Pool, kit.PeekMany, kit.RequestOf("p", "k", 1))[0])
+	}
+}
+
 // A bucket called while the clock is an hour behind ends like one called at the last instant before.
 func TestClock_BackAnHourMintsAndDestroysNothing(t *testing.T) {
 	kit.OnDBs(t, map[string]kit.PolicyOption{"continuous": kit.Continuous, "stepped": kit.Stepped}, func(t *testing.T, db *kit.TestDB, refill kit.PolicyOption) {
