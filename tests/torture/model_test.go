@@ -169,6 +169,17 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 		"a pause by numbers that end":     {"ratelimit_pause", kit.Mutation{Pattern: `\.ends_at <= v_until`, Replacement: ".ends_at < v_now"}},
 		"a refund that ends a pause":      {"ratelimit_refund", kit.Mutation{Pattern: `(case )when b\.paused_until > v_now((?s).*?case )when b\.paused_until > v_now`, Replacement: "${1}when false${2}when false"}},
 		"a settlement that ends a pause":  {"ratelimit_settle", kit.Mutation{Pattern: `v_paused_until > v_now`, Replacement: "false"}},
+		"many take what is not there":     {"ratelimit.take_up_to_from_buckets", kit.Mutation{Pattern: `least\(u\.wanted, b\.held\)`, Replacement: "u.wanted"}},
+		"many take by no override":        {"ratelimit.take_up_to_from_buckets", kit.Mutation{Pattern: `when not v_others then`, Replacement: "when true then"}},
+		"many take from a quota what refills": {"ratelimit.take_up_to_from_buckets", kit.Mutation{
+			Pattern: `level_now\((b\.level, b\.refilled_at, v_now, u\.p)\)`, Replacement: "refilled($1)",
+		}},
+		"many tell what a shadow has taken": {"ratelimit.take_up_to_from_buckets", kit.Mutation{Pattern: `when v_policy\.shadow then`, Replacement: "when false then"}},
+		"what a shadow takes is what it had": {"ratelimit.decide_in_order", kit.Mutation{
+			Pattern: `when v_numbers\[a\.bucket\]\.shadow then`, Replacement: "when false then",
+		}},
+		"a grant of no token":             {"ratelimit.decide", kit.Mutation{Pattern: `greatest\(whole_tokens\(levels_now\[v_b\]\), 1\)`, Replacement: "whole_tokens(levels_now[v_b])"}},
+		"a second takes what it asks for": {"ratelimit.decide", kit.Mutation{Pattern: `if up_to then`, Replacement: "if up_to and not wanted[v_b] then"}},
 		"many peeks see no override":      {"ratelimit.peeked_in_buckets", kit.Mutation{Pattern: `and o\.expires_at > v_now`, Replacement: "and false"}},
 		"a wait is the difference of local times": {"ratelimit.wait_for_turn", kit.Mutation{
 			Pattern: `\(quota\.calendar\)\.turns_at - now`, Replacement: "((quota.calendar).turns_at at time zone (quota.calendar).time_zone) - (now at time zone (quota.calendar).time_zone)",
@@ -299,7 +310,7 @@ func (m *modelRun) Begin(t *rapid.T, calls modelCalls) {
 func (m *modelRun) actions() map[string]func(*rapid.T) {
 	if m.only == slotsOnly {
 		return map[string]func(*rapid.T){
-			"hold": m.hold, "hold now": m.hold, "hold again": m.hold, "renew": m.renew, "release": m.release, "holders": m.listHolders, "peek": m.peek, "peek many": m.peekMany,
+			"hold": m.hold, "hold now": m.hold, "hold again": m.hold, "renew": m.renew, "release": m.release, "holders": m.listHolders, "peek": m.peek, "peek many": m.peekMany, "up to": m.acquireUpToMany,
 			"override": m.override, "wait": m.wait, "wait on": m.wait, "step": m.step, "clean up": m.cleanUp, "rarely": m.changeOrRemove,
 			"meet the end of a lease": m.meetTheEnd, "save": m.save, "roll back": m.rollBackOrNot,
 		}
@@ -310,6 +321,7 @@ func (m *modelRun) actions() map[string]func(*rapid.T) {
 		"many":      m.acquireMany,
 		"peek":      m.peek,
 		"peek many": m.peekMany,
+		"up to":     m.acquireUpToMany,
 		"refund":    m.refund,
 		"pause":     m.pause,
 		"spend":     m.spend,
@@ -1031,25 +1043,45 @@ func (m *modelRun) peek(t *rapid.T) {
 	m.same(t, want, got, wantErr, err)
 }
 
-// peekMany is one request of each of several buckets, or of one twice.
 func (m *modelRun) peekMany(t *rapid.T) {
+	m.askMany(t, "peeks of many", kit.PeekMany, func(id model.BucketID, cost int64) (kit.Answer, error) {
+		d, err := m.model.Peek(m.now, id, cost)
+		return kit.Answer{Decision: &d}, err
+	})
+}
+
+func (m *modelRun) acquireUpToMany(t *rapid.T) {
+	m.askMany(t, "acquires of many, up to what there is", kit.AcquireUpToMany, func(id model.BucketID, atMost int64) (kit.Answer, error) {
+		if atMost < 1 {
+			return kit.Answer{}, model.InvalidArgument
+		}
+		d, taken, err := m.model.AcquireUpTo(m.now, id, atMost, 1, "")
+		m.sawDecision(d)
+		return kit.Answer{Decision: &d, Taken: taken}, err
+	})
+}
+
+// askMany is one request of each of several buckets, or of one twice.
+func (m *modelRun) askMany(
+	t *rapid.T, what string, ask func(kit.RowsQuerier, []kit.NullableRequest) ([]kit.Answer, error), of func(model.BucketID, int64) (kit.Answer, error),
+) {
 	var requests []kit.NullableRequest
 	for range rapid.IntRange(0, 5).Draw(t, "requests") {
 		id := m.buckets.Draw(t, "bucket")
 		requests = append(requests, kit.RequestOf(id.Policy, id.Key, m.amount(t, id.Policy)))
 	}
-	got, err := kit.PeekMany(m.session, requests)
+	got, err := ask(m.session, requests)
 	require.NoError(t, err)
 	require.Len(t, got, len(requests))
 	for i, r := range requests {
-		want, err := m.model.Peek(m.now, model.BucketID{Policy: *r.Policy, Key: *r.Key}, *r.Cost)
+		want, err := of(model.BucketID{Policy: *r.Policy, Key: *r.Key}, *r.Cost)
 		if err != nil {
 			code, _, _ := strings.Cut(got[i].Error, ":")
 			require.Equal(t, err.Error(), code)
 			continue
 		}
-		require.Equal(t, kit.Answer{Decision: &want}, got[i])
-		m.saw("peeks of many")
+		require.Equal(t, want, got[i])
+		m.saw(what)
 	}
 }
 
