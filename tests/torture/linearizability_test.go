@@ -127,7 +127,8 @@ func (n operationCounts) count(h history) {
 			"reservations of what was there":        op.kind == reserves && isNew && d.Allowed && d.RetryAfter <= 0,
 			"reservations that wait":                op.kind == reserves && isNew && d.Allowed && d.RetryAfter > 0,
 			"pauses":                                op.kind == pauses && decided,
-			"acquires of what there was":            op.kind == takesAll && isNew && d.Allowed,
+			"acquires of what there was":            op.kind == takesAll && op.batch == 0 && isNew && d.Allowed,
+			"acquires of what many had":             op.kind == takesAll && op.batch != 0 && d.Allowed,
 			"transactions of two calls":             op.then != nil || op.own != nil || op.kind == resets && op.sets != 0,
 			"buckets cleaned up":                    op.kind == cleansUp,
 		} {
@@ -155,7 +156,7 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 			Pattern: `(update buckets as b set level = b.level) \+ v_wanted`, Replacement: "$1",
 		}, pauseBefore(`insert into idempotency_keys as k`)}},
 		"a denial by the clock before the wait":            {"ratelimit_acquire": {{Pattern: `(?s)v_now := clock\(\);( .*? from buckets as b)`, Replacement: "$1"}}},
-		"a denial of a batch by the clock before the wait": {"ratelimit.decide_left": {{Pattern: `places, clock\(\)`, Replacement: "places, statement_timestamp()"}}},
+		"a denial of a batch by the clock before the wait": {"ratelimit.decide_left": {{Pattern: `costs, places, clock\(\)`, Replacement: "costs, places, statement_timestamp()"}}},
 		"a bucket that is named twice is charged twice":    {"ratelimit.decide": {{Pattern: `if same\[v_i\] = v_i then`, Replacement: "if true then"}}},
 		"a denial keeps the first charge":                  {"ratelimit.decide": {{Pattern: `if v_granted and fits\[v_i\]`, Replacement: "if (v_granted or v_i = v_start) and fits[v_i]"}}},
 		"a replay is charged": {"ratelimit.decide": {
@@ -182,6 +183,10 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		"as many tokens as a stale row had": {"ratelimit_acquire_up_to": {{
 			Pattern: `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, Replacement: "$1",
 		}, pauseBefore(`update buckets as b set level = v_level`)}},
+		"many take what a stale row had": {"ratelimit.take_up_to_from_buckets": {{
+			Pattern: `b.ctid = u.row_id and b.level = u.level and b.refilled_at = u.refilled_at`, Replacement: "b.policy_id = v_policy.id and b.key = u.key",
+		}}},
+		"a denial of many by the clock before the wait": {"ratelimit.decide_left": {{Pattern: `u \(cost\)\), places, clock\(\)`, Replacement: "u (cost)), places, statement_timestamp()"}}},
 		"a reservation by a stale row": {"ratelimit_reserve": {{
 			Pattern: `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, Replacement: "$1",
 		}, pauseBefore(`update buckets as b set level = v_level`)}},
@@ -223,6 +228,8 @@ var mostly = map[string]func(*actor) error{
 	"ratelimit_acquire_up_to": (*actor).acquireOrSpend,
 	"ratelimit.moved_level":   (*actor).acquireOrSpend,
 	"ratelimit_pause":         (*actor).acquireOrPause,
+
+	"ratelimit.take_up_to_from_buckets": (*actor).acquireUpToMany,
 }
 
 // A chronicler has clients make random calls, one history after the other.
@@ -632,8 +639,10 @@ func (a *actor) act() error {
 	switch n := a.random.IntN(100); {
 	case n < 24:
 		return a.acquire()
-	case n < 34:
+	case n < 32:
 		return a.acquireMany()
+	case n < 34:
+		return a.acquireUpToMany()
 	case n < 42:
 		return a.acquireAll()
 	case n < 48:
@@ -792,12 +801,12 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 			op.reread = len(read) > 3+batchReadings+1
 		case op.kind == shares:
 			op.reread = len(read) > batchReadings+1 || !slices.ContainsFunc(ops, (*operation).takes)
-		case op.kind == acquires && op.batch != 0:
+		case op.batch != 0:
 			first := firstReadings
 			if !slices.ContainsFunc(ops, func(op *operation) bool { return op.IdempotencyKey != "" }) {
 				first = plainReadings
 			}
-			op.reread = len(read) > first || !slices.ContainsFunc(ops, (*operation).takes)
+			op.reread = len(read) > first || !slices.ContainsFunc(ops, func(op *operation) bool { return op.takes() || op.answer.Taken > 0 })
 		}
 	}
 	a.add(ops...)
@@ -1201,6 +1210,26 @@ func (a *actor) acquireMany() error {
 			ops = append(ops, op)
 		}
 	}
+	return a.send(kit.AcquireMany, ops)
+}
+
+// acquireUpToMany takes what several buckets have, or as often as not one alone, a few times.
+func (a *actor) acquireUpToMany() error {
+	var ops []*operation
+	alone, of := a.random.IntN(2) == 0, a.bucket()
+	for range 1 + a.random.IntN(4) {
+		if !alone {
+			of = a.bucket()
+		}
+		op := a.operation(takesAll, of)
+		op.atLeast, op.Cost = 1, 1+a.random.Int64N(7)
+		ops = append(ops, op)
+	}
+	return a.send(kit.AcquireUpToMany, ops)
+}
+
+// send makes one call of single requests.
+func (a *actor) send(call func(kit.RowsQuerier, []kit.NullableRequest) ([]kit.Answer, error), ops []*operation) error {
 	batch := a.newBatch()
 	places := map[model.BucketID]int{}
 	var requests []kit.NullableRequest
@@ -1210,7 +1239,7 @@ func (a *actor) acquireMany() error {
 		requests = append(requests, op.Nullable())
 	}
 	return a.transact(func() error {
-		answers, err := kit.AcquireMany(a, requests)
+		answers, err := call(a, requests)
 		for i, r := range answers {
 			ops[i].answer = &r
 		}
