@@ -30,9 +30,15 @@ declare
   v_fast  packed;  -- what the fast path granted; its requests are what was taken
   v_left  packed;  -- the other elements
 begin
-  perform check_length('at_most', cardinality(at_most), coalesce(v_count, 0));
-  select f.policies, f.keys, f.costs into policies, keys, at_most from batch_form(policies, keys, at_most, null, null) as f;
-  v_costs := case when 0 < all (at_most) then at_most else array(select case when u.n > 0 then u.n end from unnest(at_most) as u (n)) end;
+  if (array_dims(policies) = '[1:' || v_count || ']' and array_dims(keys) = array_dims(policies) and array_dims(at_most) = array_dims(policies)) is not true then
+    select f.policies, f.keys into policies, keys from batch_form(policies, keys, null, null, null) as f;
+    perform check_length('at_most', cardinality(at_most), v_count);
+    at_most := array(select unnest(at_most));
+  end if;
+  v_costs := at_most;
+  if (0 < all (at_most)) is not true then
+    v_costs := array(select case when u.n > 0 then u.n end from unnest(at_most) as u (n));
+  end if;
   begin
     if v_count > 0 and current_setting('transaction_read_only') = 'off' then
       v_now   := clock();

@@ -70,13 +70,15 @@ func (r *round) check(function string, args []argument) error {
 		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)))
 	case "ratelimit_acquire", "ratelimit_enforce":
 		return r.checkRequest(value(0), value(1), value(2), value(3))
-	case "ratelimit_acquire_many", "ratelimit_peek_many":
+	case "ratelimit_acquire_many", "ratelimit_peek_many", "ratelimit_acquire_up_to_many":
 		n := length(value(0))
 		switch {
 		case value(0) == nil:
 			return refusal("invalid policies")
 		case value(1) == nil || length(value(1)) != n:
 			return refusal("invalid keys")
+		case function == "ratelimit_acquire_up_to_many" && length(value(2)) != n:
+			return refusal("invalid at_most")
 		case value(2) != nil && length(value(2)) != n:
 			return refusal("invalid costs")
 		case len(args) > 3 && value(3) != nil && length(value(3)) != n:
@@ -357,6 +359,8 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 		return r.answerMany("ratelimit_acquire", args), nil
 	case "ratelimit_peek_many":
 		return r.answerMany("ratelimit_peek", append(args, argument{})), nil // without idempotency keys
+	case "ratelimit_acquire_up_to_many":
+		return r.answerMany("ratelimit_acquire_up_to", append(args, argument{})), nil
 	case "ratelimit_acquire_all":
 		w, err := r.acquireAll(fuzzedWhole{chargesOf(args), value(3)})
 		if err != nil {
@@ -468,6 +472,10 @@ func (r *round) answerMany(of string, args []argument) (rows []string) {
 		if haveKeys {
 			request[3] = ofPointer(idempotencyKeys[i])
 		}
+		nothing := "|||||||"
+		if of == "ratelimit_acquire_up_to" {
+			request, nothing = slices.Insert(request, 3, argument{value: int64(1)}), nothing+"|"
+		}
 		err := r.check(of, request)
 		var answer []string
 		if err == nil {
@@ -476,7 +484,7 @@ func (r *round) answerMany(of string, args []argument) (rows []string) {
 		if err != nil {
 			code, message := refused(err)
 			r.batch = append(r.batch, code)
-			rows = append(rows, fmt.Sprintf("%d|%s|%s|||||||", i+1, code, message))
+			rows = append(rows, fmt.Sprintf("%d|%s|%s%s", i+1, code, message, nothing))
 		} else {
 			r.batch = append(r.batch, "")
 			rows = append(rows, fmt.Sprintf("%d|||%s", i+1, answer[0]))

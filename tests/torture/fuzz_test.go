@@ -191,6 +191,8 @@ var fuzzStatements = map[string]string{
 	"ratelimit_peek":           fuzzDecision + "ratelimit_peek($1, $2, $3)",
 	"ratelimit_peek_many": strings.Replace(fuzzDecision, "allowed", "request, error_code, error_message, allowed", 1) +
 		"ratelimit_peek_many($1, $2, $3)",
+	"ratelimit_acquire_up_to_many": "select request, error_code, error_message, " + strings.TrimPrefix(strings.Replace(fuzzDecision, "shadowed", "shadowed, taken", 1), "select ") +
+		"ratelimit_acquire_up_to_many($1, $2, $3)",
 	"ratelimit_refund":        fuzzDecision + "ratelimit_refund($1, $2, $3)",
 	"ratelimit_pause":         fuzzDecision + "ratelimit_pause($1, $2, $3)",
 	"ratelimit_charge":        fuzzDecision + "ratelimit_charge($1, $2, $3, $4)",
@@ -460,7 +462,7 @@ var (
 		"ratelimit_acquire_all", "ratelimit_acquire_all", "ratelimit_acquire_all_many", "ratelimit_acquire_packed", "ratelimit_acquire_packed",
 		"ratelimit_override", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
 		"ratelimit_charge", "ratelimit_charge", "ratelimit_settle", "ratelimit_settle", "ratelimit_reserve", "ratelimit_reserve",
-		"ratelimit_acquire_up_to", "ratelimit_acquire_up_to",
+		"ratelimit_acquire_up_to", "ratelimit_acquire_up_to", "ratelimit_acquire_up_to_many", "ratelimit_acquire_up_to_many",
 		"ratelimit_hold", "ratelimit_hold", "ratelimit_hold", "ratelimit_renew", "ratelimit_release", "ratelimit_holders",
 		"ratelimit_define_policy", "ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_cleanup", "ratelimit_cleanup_all",
 	}
@@ -545,11 +547,11 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		return []argument{policy(), key(), choose(capacity, r.anyBigint), idempotencyKey()}
 	case "ratelimit_status":
 		return []argument{orNull(policy)(), rows(), orNull(key)()}
-	case "ratelimit_peek_many":
+	case "ratelimit_peek_many", "ratelimit_acquire_up_to_many":
 		n := r.IntN(1 << r.IntN(8))
 		return []argument{
 			r.array(good, false, n, pgtype.TextOID, policy), r.array(good, false, n, pgtype.TextOID, key),
-			r.array(good, true, n, pgtype.Int8OID, cost),
+			r.array(good, function == "ratelimit_peek_many", n, pgtype.Int8OID, cost),
 		}
 	case "ratelimit_acquire_many":
 		n := r.IntN(1 << r.IntN(10))
