@@ -157,6 +157,7 @@ func TestConcurrency_ThePoliciesAreLockedBeforeTheBuckets(t *testing.T) {
 		"acquire, keyed":   "ratelimit_acquire('p', 'row', 1, 'i')",
 		"refund":           "ratelimit_refund('p', 'row', 1)",
 		"many":             "ratelimit_acquire_many(array['p', 'p'], array['row', 'none'])",
+		"up to, many":      "ratelimit_acquire_up_to_many(array['p', 'p'], array['row', 'none'], array[3, 3])",
 		"all":              "ratelimit_acquire_all(array['p', 'p'], array['row', 'another'])",
 		"all, one created": "ratelimit_acquire_all(array['p', 'p'], array['row', 'none'])",
 		"all, keyed":       "ratelimit_acquire_all(array['p', 'p'], array['row', 'none'], null, 'i')",

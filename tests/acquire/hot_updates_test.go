@@ -83,6 +83,7 @@ func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 			"ratelimit_acquire_many('{full,full}', '{hot,hot}')", "ratelimit_acquire_many('{full,full}', '{hot,other}')",
 			"ratelimit_acquire_many('{empty,empty}', '{hot,hot}')", "ratelimit_acquire_many('{empty,full}', '{hot,other}')",
 			"ratelimit_acquire_many('{full,full}', '{hot,hot}', '{600000,600000}')",
+			"ratelimit_acquire_up_to_many('{full,full}', '{hot,other}', '{2,2}')", "ratelimit_acquire_up_to_many('{empty,full}', '{hot,other}', '{2,2}')",
 			"ratelimit_acquire_packed('{full,full,empty}', '{hot,other,hot}', null, '{2,1}')",
 		} {
 			s.Execute("select from " + call) // not to count what is read once in a session

@@ -93,6 +93,7 @@ func TestCollations_StayOutside(t *testing.T) {
 				require.Equal(t, repeat("true", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select (ratelimit_acquire(t.policy, t.%s, 1, t.key)).replayed::text %s", argument, every)))
 				require.Equal(t, repeat("10", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select (ratelimit_refund(t.policy, t.%s, 1)).remaining::text %s", argument, every)))
 				for _, call := range []string{
+					"acquire_up_to_many(array[t.policy], array[t.%[1]s], '{1}')",
 					"acquire_many(array[t.policy], array[t.%[1]s], '{1}', array[t.key || '!'])", "acquire_all(array[t.policy], array[t.%[1]s], '{1}', t.key || '?')",
 					"acquire_all_many(array[t.policy, t.%[1]s], array[t.%[1]s, t.key], '{1,0}', '{1,1}', array[t.key || '.', null])",
 				} {

@@ -64,6 +64,7 @@ func RequireReadOnly(t *testing.T, conn *pgx.Conn, policy, detail string) {
 		"select ratelimit_acquire_many(array[$1], '{known}')", "select ratelimit_acquire_many(array[$1, $1], '{known,new}', null, '{i,j}')",
 		"select ratelimit_acquire_all(array[$1], '{known}')", "select ratelimit_acquire_all(array[$1, $1], '{known,new}', null, 'i')",
 		"select ratelimit_acquire_all_many(array[$1, $1], '{known,new}', '{1,1}', '{1,1}')", "select ratelimit_acquire_packed(array[$1], '{new}')",
+		"select ratelimit_acquire_up_to_many(array[$1], '{known}', '{2}')", "select ratelimit_acquire_up_to_many(array[$1, $1], '{known,new}', '{1,1}')",
 		"select ratelimit_define_policy($1, 20)", "select ratelimit_drop_policy($1)",
 		"select ratelimit_override($1, 'known', 20)", "select ratelimit_remove_override($1, 'known')",
 		"select ratelimit_define_shard(0, 1) where $1 <> ''", "select ratelimit_cleanup() where $1 <> ''", "call ratelimit_cleanup_all(('1 second' || left($1, 0))::interval)",

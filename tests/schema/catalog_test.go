@@ -29,6 +29,7 @@ var hotCalls = []string{
 	"select ratelimit_hold('POLICY slots', 'k', 'h'), ratelimit_hold('POLICY slots', 'k', 'h'), ratelimit_hold('POLICY slots', 'k', 'i', 9), ratelimit_peek('POLICY slots', 'k')",
 	"select ratelimit_renew('POLICY slots', 'k', 'h'), ratelimit_release('POLICY slots', 'k', 'h'), ratelimit_reset('POLICY slots', 'k')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}')",
+	"select from ratelimit_acquire_up_to_many('{POLICY,POLICY,POLICY}', '{k,l,m}', '{1,1,5000}')", "select from ratelimit_acquire_up_to_many('{POLICY,POLICY}', '{k,l}', '{1,1}')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY,POLICY}', '{k,l,l}', '{1,1,5000}', '{m,n,o}')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}', null, '{p,q}')",
 	"select from ratelimit_acquire_all_many('{POLICY,POLICY}', '{k,l}', '{1,1}', '{2}', '{r}')",
