@@ -24,6 +24,7 @@ const queues = {
         (jobs) => Promise.all(jobs.map(record))),
       limited: (work = record) => boss.work('calls', { pollingIntervalSeconds: pollMs / 1000, localConcurrency: 60 },
         forBoss.limited(boss, pool, 'calls', 'calls', work)),
+      batch: () => forBoss.limited(boss, pool, 'calls', 'calls', () => {})([{ id: '1', data: { key: 'k' } }, { id: '2', data: { key: 'k' } }]),
       dieWhileDenied() {
         boss.complete = die
         return this.limited()
@@ -126,6 +127,7 @@ const subjects = {
       console.log(await transaction((client) => queue.enqueue(client, { key: 'k' }, { policy: 'calls', key: 'k', maxWait: '0' }), 'commit'))
     }
   },
+  batch: () => queue.batch(),
   async 'die granted'() {
     await queue.add([{ data: { kind: 'crash', n: 1, key: 'k' }, at }])
     await queue.limited(die)

@@ -10,7 +10,8 @@ export async function enqueue(boss, client, queue, data, { policy, key, maxWait 
 }
 
 /** A handler for boss.work, which does a job when the bucket of its key has a token, and until then puts it off. */
-export const limited = (boss, pool, queue, policy, work) => async ([job]) => {
+export const limited = (boss, pool, queue, policy, work) => async ([job, ...more]) => {
+  if (more.length > 0) throw new Error('limited does one job: its batchSize must be 1') // pg-boss would complete them all
   const { allowed, retryAfter } = await new Limiter(pool).acquire(policy, job.data.key, { idempotencyKey: job.id })
   if (allowed) return work(job)
   if (retryAfter === null) throw new Error(`${policy} never lets ${job.data.key} pass`)
