@@ -329,7 +329,7 @@ var docsImports = []string{
 	"context", "errors", "fmt", "log/slog", "net/http", "strconv", "testing", "time",
 	"github.com/jackc/pgx/v5", "github.com/jackc/pgx/v5/pgxpool",
 	"github.com/pgratelimit/pgratelimit/client", "github.com/pgratelimit/pgratelimit/client/clienttest",
-	"github.com/pgratelimit/pgratelimit/client/httplimit", "github.com/pgratelimit/pgratelimit/migrations",
+	"github.com/pgratelimit/pgratelimit/client/httplimit", "github.com/pgratelimit/pgratelimit/client/outgoing", "github.com/pgratelimit/pgratelimit/migrations",
 	"github.com/riverqueue/river", "github.com/riverqueue/river/rivertype", // of the module tests, in go.work
 }
 

@@ -145,15 +145,21 @@ func Execute(t testing.TB, conn *pgx.Conn, sql string, args ...any) {
 	require.NoError(t, ErrorOf(conn.Exec(context.Background(), sql, args...)), "%.200s", sql)
 }
 
-// RunNode runs tests of client/node on a database. Where Node.js is missing the test is skipped, unless RATELIMIT_TEST_EXAMPLES is
-// "all": then it is installed.
-func RunNode(t *testing.T, url string, env []string, command string, args ...string) {
+// NeedNode returns if there are Node.js and the packages of client/node. Otherwise the test is skipped, unless RATELIMIT_TEST_EXAMPLES
+// is "all": then they are installed.
+func NeedNode(t *testing.T) {
 	t.Helper()
 	err := nodePackages()
 	if err != nil && os.Getenv("RATELIMIT_TEST_EXAMPLES") != "all" {
 		t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs Node.js and the packages of client/node: %v", err)
 	}
 	require.NoError(t, err)
+}
+
+// RunNode runs tests of client/node on a database, if there is Node.js.
+func RunNode(t *testing.T, url string, env []string, command string, args ...string) {
+	t.Helper()
+	NeedNode(t)
 	c := exec.CommandContext(t.Context(), command, args...)
 	c.Dir = "../../client/node"
 	c.Env = append(append(os.Environ(), PgVariables(t, url)...), env...)

@@ -242,7 +242,7 @@ function interval(name, value) {
 }
 
 /** Sleeps no shorter than told: timers are whole milliseconds, may be early, and cannot be longer than 24 days. */
-async function sleep(seconds, signal) {
+export async function sleep(seconds, signal) {
   const due = performance.now() + seconds * 1000
   for (let left; (left = due - performance.now()) > 0;) await setTimeout(Math.min(Math.ceil(left), A_DAY), undefined, { signal })
 }

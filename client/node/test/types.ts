@@ -1,6 +1,7 @@
 // Not run: tsc --noEmit compiles it.
 import { Combiner, Denied, Limiter, TooLate, translate, type JointDecision } from 'pgratelimit'
 import { addressKey, byIP, byUser, limit, limitFetch, per } from 'pgratelimit/http'
+import { limitedFetch } from 'pgratelimit/outgoing'
 
 declare const pool: { query(text: string, values?: unknown[]): Promise<{ rows: any[]; rowCount: number | null }> }
 const limiter: Limiter = new Combiner(pool, { callsInFlight: 3, maxWaiting: 10, callTimeout: 1, schema: 'public', retry: true })
@@ -37,3 +38,12 @@ export const handler = limitFetch(limiter, {
 }, () => new Response('hello'))
 // @ts-expect-error there is no default for when there is no database
 limit(limiter, { charges: per('api', byIP()) })
+
+const upstream = limitedFetch(limiter, {
+  charges: (_url: string, init: RequestInit & { tokens: number }) => [{ policy: 'requests', key: 'k' }, { policy: 'tokens', key: 'k', cost: init.tokens }],
+  maxPause: 60,
+})
+upstream('https://example.org', { method: 'POST', tokens: 5 }).then((response: Response) => response.status)
+// @ts-expect-error the charges need tokens
+upstream('https://example.org', { method: 'POST' })
+export const plain: typeof fetch = limitedFetch(limiter, { charges: () => [{ policy: 'requests', key: 'k' }], onError: console.error })

@@ -1,0 +1,107 @@
+import assert from 'node:assert/strict'
+import test from 'node:test'
+import { Combiner, InvalidArgument, Limiter, TooLate, UnknownPolicy } from '../index.js'
+import { limitedFetch, retryAfter } from '../outgoing.js'
+import { definePolicy, eventually, left, pool, withLocked } from './kit.js'
+
+/** An upstream that sees requests, and refuses those whose path has the fields of a refusal. */
+function upstream(limiter, policy, options) {
+  const seen = []
+  const charges = (path, init) => [{ policy, key: 'k' }, ...(init?.cost ? [{ policy: init.policy ?? policy, key: 'other', cost: init.cost }] : [])]
+  const fetch = async (path, init) => {
+    seen.push({ path, init, at: performance.now() })
+    return new Response('', path.startsWith('/') ? { status: 200 } : { status: 429, headers: JSON.parse(path) })
+  }
+  return { seen, send: limitedFetch(limiter, { charges, fetch, ...options }) }
+}
+
+test('a request is sent as it is when all its tokens are there', async () => {
+  const policy = await definePolicy(2, 10, '1 second'), body = new ReadableStream({ pull() { assert.fail('the body is read') } }, { highWaterMark: 0 })
+  const { seen, send } = upstream(new Limiter(pool), policy)
+  const begin = performance.now(), init = { method: 'POST', body, cost: 2 }
+  assert.equal((await send('/a', init)).status, 200)
+  await send('/b', { cost: 2 })
+  assert.deepEqual(seen.map(({ path }) => path), ['/a', '/b'])
+  assert.equal(seen[0].init, init)
+  assert.ok(seen[1].at - begin >= 100, 'the second is not early')
+})
+
+test('requests with the same buckets wait in line, and one of them asks', async () => {
+  const policy = await definePolicy(1, 20, '1 second'), limiter = new Limiter(pool)
+  let calls = 0
+  const counting = { __proto__: limiter, acquireAll: (charges) => (calls++, limiter.acquireAll(charges)), pause() {} }
+  const { seen, send } = upstream(counting, policy)
+  await Promise.all(['/a', '/b', '/c', '/d', '/e'].map((path) => send(path)))
+  assert.deepEqual(seen.map(({ path }) => path), ['/a', '/b', '/c', '/d', '/e'])
+  assert.ok(calls <= 9, `${calls} calls`)
+})
+
+test('one response stops all processes, and is returned', async () => {
+  const policy = await definePolicy(5, 100, '1 second')
+  const one = upstream(new Limiter(pool), policy), other = upstream(new Combiner(pool), policy)
+  const refused = await one.send('{"Retry-After": "1"}'), begin = performance.now()
+  assert.equal(refused.status, 429)
+  await Promise.all(['/a', '/b'].map((path) => other.send(path)))
+  const [first, second] = other.seen.map(({ at }) => at - begin)
+  assert.ok(first >= 1000 && second >= first, `after ${first} and ${second} ms`)
+})
+
+test('a pause is bounded, and without a field there is none', async () => {
+  const paused = [], policy = await definePolicy(9)
+  const limiter = { __proto__: new Limiter(pool), acquireAll: (charges) => new Limiter(pool).acquireAll(charges), pause: async (...args) => { paused.push(args) } }
+  await upstream(limiter, policy).send('{}')
+  assert.deepEqual(paused, [])
+  await upstream(limiter, policy, { maxPause: 60 }).send('{"Retry-After": "86400"}')
+  await upstream(limiter, policy, { pauseFor: () => 1e-9 }).send('{}')
+  assert.deepEqual(paused, [[policy, 'k', 60], [policy, 'k', 0.001]])
+  const failed = []
+  limiter.pause = async () => { throw new Error('lost') }
+  assert.equal((await upstream(limiter, policy, { onError: ({ message }) => failed.push(message) }).send('{"Retry-After": "3"}')).status, 429)
+  assert.deepEqual(failed, ['lost'])
+})
+
+test('nothing is sent or taken without the tokens', async () => {
+  const policy = await definePolicy(2), { seen, send } = upstream(new Limiter(pool), policy)
+  await assert.rejects(send('/a', { cost: 3 }), TooLate)
+  await assert.rejects(send('/a', { cost: 1, policy: 'none' }), UnknownPolicy)
+  await assert.rejects(send('/a', { signal: AbortSignal.abort(new Error('gone')) }), /gone/)
+  assert.equal(await left(policy, 'k'), 2)
+  await Promise.all([send('/1'), send('/2')])
+  const leaving = new AbortController(), asleep = send('/b', { signal: leaving.signal }), behind = send('/c', { signal: leaving.signal })
+  const gone = Promise.all([assert.rejects(asleep, /gone/), assert.rejects(behind, /gone/)])
+  leaving.abort(new Error('gone'))
+  await gone
+  assert.deepEqual([seen.map(({ path }) => path), await left(policy, 'k')], [['/1', '/2'], 0])
+})
+
+test('tokens that are granted after an abort are refunded', async () => {
+  const policy = await definePolicy(5), leaving = new AbortController(), { seen, send } = upstream(new Limiter(pool), policy)
+  await withLocked(policy, 'k', async () => {
+    const sent = assert.rejects(send('/a', { signal: leaving.signal, cost: 2 }), /gone/)
+    await eventually(async () => (await pool.query("select from pg_stat_activity where wait_event_type = 'Lock' and query like '%acquire_all%' and datname = current_database()")).rowCount > 0)
+    leaving.abort(new Error('gone'))
+    await sent
+  })
+  await eventually(async () => await left(policy, 'k') === 4 && await left(policy, 'other') === 5)
+  assert.deepEqual(seen, [])
+})
+
+test('a response names its pause', () => {
+  const now = 'Wed, 25 Nov 2026 11:00:00 GMT', later = 'Wed, 25 Nov 2026 11:00:30 GMT'
+  for (const [status, headers, want] of [
+    [429, {}, 0], [429, { 'Retry-After': '30' }, 30], [503, { 'Retry-After': '1.5' }, 1.5], [202, { 'Retry-After': '30' }, 0],
+    [429, { 'Retry-After': 'soon' }, 0], [429, { 'Retry-After': '-5' }, 0], [429, { 'Retry-After': '9'.repeat(20) }, 1e9],
+    [429, { 'Retry-After': later, Date: now }, 30], [429, { 'Retry-After': now, Date: later }, 0], [429, { 'Retry-After': now }, 0],
+    [200, { RateLimit: '"default";r=0;t=30' }, 30], [200, { RateLimit: '"default";r=5;t=30' }, 0], [200, { RateLimit: '"default";r=0' }, 0],
+    [200, { RateLimit: '"a";r=0;t=2, "b,c"; r=0; t=7;x, "d";r=1;t=60' }, 7], [200, { RateLimit: 'limit=50, remaining=0, reset=30' }, 30],
+    [200, { 'RateLimit-Remaining': '0', 'RateLimit-Reset': '30' }, 30], [200, { 'RateLimit-Remaining': '3', 'RateLimit-Reset': '30' }, 0],
+  ]) assert.equal(retryAfter({ status, headers: new Headers(headers) }), want, JSON.stringify(headers))
+})
+
+test('a fetch is refused what it cannot work with', async () => {
+  assert.throws(() => limitedFetch(pool, { charges: () => [] }), TypeError)
+  assert.throws(() => limitedFetch(new Limiter(pool)), /charges must be a function/)
+  const { seen } = upstream(new Limiter(pool), 'none'), free = limitedFetch(new Limiter(pool), { charges: () => [], fetch: async () => 'sent' })
+  assert.deepEqual([await free('/a'), seen], ['sent', []])
+  await assert.rejects(limitedFetch(new Limiter(pool), { charges: () => 'text' })('/a'), (error) => error instanceof InvalidArgument || error instanceof TypeError)
+})

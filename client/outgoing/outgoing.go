@@ -1,0 +1,259 @@
+// Package outgoing limits the requests that programs send to an upstream, such as the API of a vendor. All processes share buckets in
+// PostgreSQL. A request is sent when its buckets hold enough tokens, and one answer that names a pause stops all processes.
+//
+//	upstream := &http.Client{Transport: outgoing.New(limiter, func(r *http.Request) []client.Charge {
+//		return []client.Charge{
+//			{Policy: "upstream-requests", Key: "account:7"},
+//			{Policy: "upstream-tokens", Key: "account:7", Cost: client.Cost(estimate(r))},
+//		}
+//	})}
+//
+// # Waiting
+//
+// A request takes all its charges in one AcquireAll, or waits until they are there. In a process, requests with the same buckets wait in
+// line, and only the first of them asks again. Processes have no order among them: a request that costs much more than others can wait
+// for as long as the others keep its bucket low.
+//
+// A request fails unsent, and its body is closed unread, with [client.ErrTooLate] if the tokens come after the deadline of its context or
+// never, with the error of the context, or with that of the limiter. It has then taken nothing: tokens that are granted after its
+// context has ended are refunded. A request that was sent keeps its tokens, whatever its answer is.
+//
+// # Pausing
+//
+// An answer pauses the bucket of the first charge for as long as [RetryAfter] returns: see [client.Limiter.Pause]. So name first the
+// bucket that all requests to the upstream are charged to. Its policy must refill, and is no quota. What was granted before the pause is
+// sent: requests, reservations, and leased tokens of a [client.Leaser] for up to a second.
+//
+// There are no retries. The caller gets each answer, a 429 too, when its pause is committed. To send the request again, it waits
+// for its tokens again.
+package outgoing
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// callTimeout bounds a pause, and a call whose request has ended.
+const callTimeout = 5 * time.Second
+
+// A Limiter takes tokens and pauses buckets: *[client.Limiter], *[client.Combiner], *[client.Leaser], *[client.Sharded] and the fake of
+// package clienttest.
+type Limiter interface {
+	AcquireAll(ctx context.Context, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error)
+	Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error)
+	Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (client.Decision, error)
+}
+
+// New returns a RoundTripper that takes the charges of a request before it sends the request. A request without charges is sent without
+// a call, and its answer pauses nothing. An http.Client that follows a redirect charges each of its requests.
+func New(limiter Limiter, charges func(*http.Request) []client.Charge, opts ...Option) http.RoundTripper {
+	if limiter == nil || charges == nil {
+		panic("outgoing: New: no limiter, or no charges")
+	}
+	t := &transport{limiter: limiter, charges: charges, base: http.DefaultTransport, maxPause: time.Hour, pauseFor: RetryAfter, last: map[string]chan struct{}{}}
+	t.onError = func(r *http.Request, err error) { slog.WarnContext(r.Context(), "bucket not paused", "error", err) }
+	for _, opt := range opts {
+		opt(t)
+	}
+	return t
+}
+
+// An Option changes the RoundTripper: [Base], [MaxPause], [PauseFor] and [OnError] return one.
+type Option func(*transport)
+
+// Base sends the requests. Defaults to [http.DefaultTransport].
+func Base(base http.RoundTripper) Option { return func(t *transport) { t.base = base } }
+
+// MaxPause bounds each pause, whatever the upstream asks for. Defaults to an hour.
+func MaxPause(longest time.Duration) Option { return func(t *transport) { t.maxPause = longest } }
+
+// PauseFor is how long an answer pauses the bucket, 0 for not at all, such as for the fields of one vendor. It must not read
+// the body. Defaults to [RetryAfter].
+func PauseFor(of func(*http.Response) time.Duration) Option {
+	return func(t *transport) { t.pauseFor = of }
+}
+
+// OnError is called when a pause failed. The caller gets the answer all the same. Defaults to a warning by log/slog's default logger.
+func OnError(see func(*http.Request, error)) Option { return func(t *transport) { t.onError = see } }
+
+type transport struct {
+	limiter  Limiter
+	charges  func(*http.Request) []client.Charge
+	base     http.RoundTripper
+	maxPause time.Duration
+	pauseFor func(*http.Response) time.Duration
+	onError  func(*http.Request, error)
+
+	mu   sync.Mutex
+	last map[string]chan struct{} // of each line, by the names of its buckets; closed when the request has left
+}
+
+// RoundTrip implements [http.RoundTripper].
+func (t *transport) RoundTrip(r *http.Request) (*http.Response, error) {
+	charges := t.charges(r)
+	if len(charges) == 0 {
+		return t.base.RoundTrip(r)
+	}
+	if err := t.take(r.Context(), charges); err != nil {
+		if r.Body != nil {
+			r.Body.Close()
+		}
+		return nil, err
+	}
+	response, err := t.base.RoundTrip(r)
+	if err != nil {
+		return nil, err
+	}
+	if d := min(t.pauseFor(response), t.maxPause); d > 0 {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), callTimeout)
+		defer cancel()
+		if _, err := t.limiter.Pause(ctx, charges[0].Policy, charges[0].Key, max(d, time.Millisecond)); err != nil {
+			t.onError(r, err)
+		}
+	}
+	return response, nil
+}
+
+// take returns when the tokens are taken. If it fails, none are.
+func (t *transport) take(ctx context.Context, charges []client.Charge) error {
+	leave, err := t.line(ctx, charges)
+	if err != nil {
+		return err
+	}
+	defer leave()
+	for {
+		d, err := t.ask(ctx, charges)
+		if err != nil || d.Allowed {
+			return err
+		}
+		if deadline, ok := ctx.Deadline(); d.Never() || ok && time.Until(deadline) < d.RetryAfter {
+			return fmt.Errorf("outgoing: %w", client.ErrTooLate)
+		}
+		select {
+		case <-time.After(d.RetryAfter):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// line returns when all earlier requests with the same buckets have left.
+func (t *transport) line(ctx context.Context, charges []client.Charge) (func(), error) {
+	name, left := "", make(chan struct{})
+	for _, c := range charges {
+		name += strconv.Quote(c.Policy) + strconv.Quote(c.Key)
+	}
+	t.mu.Lock()
+	before := t.last[name]
+	t.last[name] = left
+	t.mu.Unlock()
+	leave := func() {
+		close(left)
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		if t.last[name] == left {
+			delete(t.last, name)
+		}
+	}
+	if before == nil {
+		return leave, nil
+	}
+	select {
+	case <-before:
+		return leave, nil
+	case <-ctx.Done():
+		go func() { <-before; leave() }()
+		return nil, ctx.Err()
+	}
+}
+
+// ask makes one call. A call that ctx cut off could have taken tokens. So it goes on without its caller, and refunds them.
+func (t *transport) ask(ctx context.Context, charges []client.Charge) (d client.JointDecision, err error) {
+	if ctx.Err() != nil {
+		return d, ctx.Err()
+	}
+	detached, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(ctx, func() { time.AfterFunc(callTimeout, cancel) })
+	answered := make(chan func()) // which sets the results
+	go func() {
+		defer cancel()
+		defer stop()
+		granted, failure := t.limiter.AcquireAll(detached, charges)
+		select {
+		case answered <- func() { d, err = granted, failure }:
+			return
+		case <-ctx.Done():
+		}
+		for i, c := range charges {
+			if granted.Allowed && !granted.Decisions[i].Shadowed {
+				_, _ = t.limiter.Refund(detached, c.Policy, c.Key, c.Cost.Tokens())
+			}
+		}
+	}()
+	select {
+	case set := <-answered:
+		set()
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	return d, err
+}
+
+// RetryAfter returns the longest wait that the fields of an answer name, or 0:
+//
+//   - Retry-After, of a status of 400 or more: seconds, or a date, counted from the answer's Date
+//   - RateLimit, of any status, if nothing is left: "default";r=0;t=30 of draft-ietf-httpapi-ratelimit-headers-11, or
+//     limit=50, remaining=0, reset=30 of its draft 7
+//   - RateLimit-Remaining: 0 with RateLimit-Reset in seconds, of earlier drafts
+func RetryAfter(response *http.Response) time.Duration {
+	h := response.Header
+	longest := untilReset(h.Get("RateLimit-Remaining"), h.Get("RateLimit-Reset"))
+	for _, field := range h.Values("RateLimit") {
+		if strings.Contains(field, "remaining=") {
+			field = strings.ReplaceAll(field, ",", ";") // its members are of one policy
+		}
+		for item := range strings.SplitSeq(field, ",") {
+			of := map[string]string{}
+			for parameter := range strings.SplitSeq(item, ";") {
+				name, value, _ := strings.Cut(strings.TrimSpace(parameter), "=")
+				of[name] = value
+			}
+			longest = max(longest, untilReset(of["r"]+of["remaining"], of["t"]+of["reset"]))
+		}
+	}
+	if response.StatusCode < http.StatusBadRequest {
+		return longest
+	}
+	if date, err := http.ParseTime(h.Get("Retry-After")); err == nil {
+		now, err := http.ParseTime(h.Get("Date"))
+		if err != nil {
+			now = time.Now()
+		}
+		return max(longest, date.Sub(now))
+	}
+	return max(longest, seconds(h.Get("Retry-After")))
+}
+
+func untilReset(remaining, reset string) time.Duration {
+	if remaining != "0" {
+		return 0
+	}
+	return seconds(reset)
+}
+
+// seconds is 0 for text that is no number, and at most 31 years.
+func seconds(text string) time.Duration {
+	s, err := strconv.ParseFloat(strings.TrimSpace(text), 64)
+	if err != nil || !(s > 0) {
+		return 0
+	}
+	return time.Duration(min(s, 1e9) * float64(time.Second))
+}
