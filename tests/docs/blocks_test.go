@@ -603,6 +603,7 @@ func TestDocs_Grants(t *testing.T) {
 			create temporary table orders (customer text);
 			create trigger limited after insert on orders referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer');
 			insert into orders values ('k')`),
+		"[pause](outgoing.md)":          sql("select ratelimit_pause('p', 'k', '1 second')"),
 		"monitoring":                    sql("select ratelimit_policies(), ratelimit_status(), ratelimit_doctor()"),
 		"reset all buckets of a policy": func(pool *pgxpool.Pool) error { return client.New(pool).ResetAll(ctx, "p") },
 		"clean up one batch":            func(pool *pgxpool.Pool) error { return kit.ErrorOf(client.New(pool).Cleanup(ctx)) },

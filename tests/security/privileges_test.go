@@ -64,7 +64,7 @@ var callsOfUse = map[string]string{
 	"ratelimit_enforce":            "('p', 'k', 2, 'e')",
 	"ratelimit_peek":               "('q', 'k', 2)",
 	"ratelimit_peek_many":          "('{p,q,jobs}', '{k,k,k}', '{1,2,1}')",
-	"ratelimit_pause":              "('p', 'k', '1 second')",
+	"ratelimit_pause":              "('p', 'paused', '1 second')",
 	"ratelimit_refund":             "('p', 'k', 2)",
 	"ratelimit_hold":               "('jobs', 'k', 'a', 2)",
 	"ratelimit_renew":              "('jobs', 'k', 'kept')",
