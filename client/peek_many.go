@@ -10,72 +10,108 @@ import (
 // asked alone: two charges of one bucket get the same answer. An error of one charge leaves the others alone; one of the whole call,
 // such as a lost connection, stands in each answer.
 func (l *limiter) PeekMany(ctx context.Context, charges []Charge) []Answer {
+	return answersOf(l.askMany(ctx, call{verb: verbPeek, columns: manyColumns(""), function: "ratelimit_peek_many"}, charges))
+}
+
+// A PartialAnswer is the answer to a charge of [Limiter.AcquireUpToMany].
+type PartialAnswer struct {
+	Answer
+
+	// Taken is as in [PartialDecision].
+	Taken int64
+}
+
+// AcquireUpToMany is [Limiter.AcquireUpTo] about many buckets in one call: the cost of a charge is the most that is taken. The answers
+// are in the order of the charges. Of two charges of one bucket, the second takes from what the first left. Errors are as in
+// [Limiter.PeekMany]. Calls of it, and of AcquireMany and AcquireAll, do not deadlock with each other.
+func (l *limiter) AcquireUpToMany(ctx context.Context, charges []Charge) []PartialAnswer {
+	columns := manyColumns("'shadowed', shadowed, 'taken', taken, ")
+	return l.askMany(ctx, call{verb: verbAcquireUpTo, columns: columns, function: "ratelimit_acquire_up_to_many", tokens: true}, charges)
+}
+
+// askMany makes a call about many charges, which becomes its arguments, and tells the hooks of each answer.
+func (l *limiter) askMany(ctx context.Context, c call, charges []Charge) []PartialAnswer {
 	begin := time.Now()
-	answers := make([]Answer, len(charges))
-	var policies, keys []string
-	var costs []int64
-	var asked []int // the numbers of the charges that are sent
-	for i, c := range charges {
-		answers[i] = Answer{Operation: verbPeek, Policy: c.Policy}
-		if n := slices.IndexFunc([]string{c.Policy, c.Key}, hasZeroByte); n >= 0 {
-			answers[i].Err = failed(verbPeek, zeroByteIn(n))
+	c.function += "($1::text[], $2::text[], $3::bigint[])"
+	answers := make([]PartialAnswer, len(charges))
+	var sent []int // the numbers of the charges that are sent
+	for i, charge := range charges {
+		answers[i].Answer = Answer{Operation: c.verb, Policy: charge.Policy}
+		if n := slices.IndexFunc([]string{charge.Policy, charge.Key}, hasZeroByte); n >= 0 {
+			answers[i].Err = failed(c.verb, zeroByteIn(n))
 			continue
 		}
-		policies, keys, costs, asked = append(policies, c.Policy), append(keys, c.Key), append(costs, c.Cost.Tokens()), append(asked, i)
+		sent = append(sent, i)
 	}
-	if len(asked) > 0 {
-		rows, err := list[peekedRow](ctx, l, call{
-			verb:     verbPeek,
-			columns:  peekedColumns,
-			function: "ratelimit_peek_many($1::text[], $2::text[], $3::bigint[])",
-			args:     []any{policies, keys, costs},
-		})
-		if err == nil && len(rows) != len(asked) {
-			err = failed(verbPeek, errMisshapen)
-		}
-		isOneText := isText(err) && isAutocommit(l.db) // only the request with that text is to fail
-		for n, i := range asked {
-			switch {
-			case isOneText:
-				answers[i].Decision, answers[i].Err = l.decide(ctx, peekCall(policies[n], keys[n], costs[n]))
-			case err != nil:
-				answers[i].Err = err
-			default:
-				answers[i].Decision, answers[i].Err = rows[n].answer()
-			}
-		}
+	if len(sent) > 0 {
+		l.askSome(ctx, c, charges, sent, answers)
 	}
 	for i := range answers {
 		answers[i].Duration = time.Since(begin)
 		if l.hooks.Answered != nil {
-			l.hooks.Answered(ctx, answers[i])
+			l.hooks.Answered(ctx, answers[i].Answer)
 		}
 	}
 	return answers
 }
 
-var peekedColumns = `
+// askSome sends the charges of some numbers, and puts their answers in their places.
+func (l *limiter) askSome(ctx context.Context, c call, charges []Charge, numbers []int, answers []PartialAnswer) {
+	policies, keys, costs := make([]string, len(numbers)), make([]string, len(numbers)), make([]int64, len(numbers))
+	for n, i := range numbers {
+		policies[n], keys[n], costs[n] = charges[i].Policy, charges[i].Key, charges[i].Cost.Tokens()
+	}
+	c.args = []any{policies, keys, costs}
+	rows, err := list[manyRow](ctx, l, c)
+	if err == nil && len(rows) != len(numbers) {
+		err = failed(c.verb, errMisshapen)
+	}
+	isOneText := len(numbers) > 1 && isText(err) && isAutocommit(l.db) // only the charge with that text is to fail
+	for n, i := range numbers {
+		switch {
+		case isOneText:
+			l.askSome(ctx, c, charges, numbers[n:n+1], answers)
+		case err != nil:
+			answers[i].Err = err
+		default:
+			answers[i].Decision, answers[i].Err = rows[n].answer(c.verb)
+			answers[i].Taken = rows[n].Taken
+		}
+	}
+}
+
+func manyColumns(more string) string {
+	return `
 	coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'allowed', allowed, 'remaining', remaining, 'retry_after', ` + microseconds("retry_after") + `,
-		'reset_after', ` + microseconds("reset_after") + `, 'capacity', capacity,
+		'reset_after', ` + microseconds("reset_after") + `, 'capacity', capacity, ` + more + `
 		'code', error_code, 'message', error_message, 'detail', error_detail, 'hint', error_hint
 		) order by request), '[]')::text`
+}
 
-// A peekedRow is an answer as peekedColumns has it.
-type peekedRow struct {
-	Allowed                     bool
-	Remaining, Capacity         int64
+func answersOf(partial []PartialAnswer) []Answer {
+	answers := make([]Answer, len(partial))
+	for i, a := range partial {
+		answers[i] = a.Answer
+	}
+	return answers
+}
+
+// A manyRow is an answer as manyColumns has it.
+type manyRow struct {
+	Allowed, Shadowed           bool
+	Remaining, Capacity, Taken  int64
 	RetryAfter                  *int64 `json:"retry_after"`
 	ResetAfter                  *int64 `json:"reset_after"`
 	Code, Message, Detail, Hint string
 }
 
-func (r peekedRow) answer() (Decision, error) {
+func (r manyRow) answer(verb string) (Decision, error) {
 	if r.Code != "" {
-		return Decision{}, refused(verbPeek, r.Code, r.Message, r.Detail, r.Hint)
+		return Decision{}, refused(verb, r.Code, r.Message, r.Detail, r.Hint)
 	}
 	return Decision{
-		Allowed: r.Allowed, Remaining: r.Remaining, RetryAfter: orNever(r.RetryAfter), ResetAfter: orNever(r.ResetAfter), Capacity: r.Capacity,
+		Allowed: r.Allowed, Remaining: r.Remaining, RetryAfter: orNever(r.RetryAfter), ResetAfter: orNever(r.ResetAfter), Capacity: r.Capacity, Shadowed: r.Shadowed,
 	}, nil
 }
 
@@ -93,4 +129,30 @@ func orNever(microseconds *int64) time.Duration {
 func (s *Sharded) PeekMany(ctx context.Context, charges []Charge) []Answer {
 	bucketOf := func(c Charge) bucket { return bucket{c.Policy, c.Key} }
 	return askShards(ctx, s, verbPeek, charges, bucketOf, func(on *shard, own []Charge) []Answer { return on.PeekMany(ctx, own) })
+}
+
+// AcquireUpToMany is [Limiter.AcquireUpToMany] on the shards of the keys, at the same time.
+//
+// Errors: as [Sharded.Acquire].
+func (s *Sharded) AcquireUpToMany(ctx context.Context, charges []Charge) []PartialAnswer {
+	taken, numbers := make([]int64, len(charges)), make([]int, len(charges))
+	for i := range numbers {
+		numbers[i] = i
+	}
+	bucketOf := func(i int) bucket { return bucket{charges[i].Policy, charges[i].Key} }
+	answers := make([]PartialAnswer, len(charges))
+	for i, a := range askShards(ctx, s, verbAcquireUpTo, numbers, bucketOf, func(on *shard, own []int) []Answer {
+		ownCharges := make([]Charge, len(own))
+		for n, i := range own {
+			ownCharges[n] = charges[i]
+		}
+		some := on.AcquireUpToMany(ctx, ownCharges)
+		for n, i := range own {
+			taken[i] = some[n].Taken
+		}
+		return answersOf(some)
+	}) {
+		answers[i] = PartialAnswer{a, taken[i]}
+	}
+	return answers
 }

@@ -26,20 +26,29 @@ func charges(args []any) []model.Charge {
 	return charges
 }
 
-// peekMany answers as the rows of Limiter.PeekMany in JSON.
-func (db *database) peekMany(now time.Time, charges []model.Charge) string {
+// askMany answers as the rows of Limiter.PeekMany, or of AcquireUpToMany, in JSON.
+func (db *database) askMany(now time.Time, charges []model.Charge, upTo bool) string {
 	rows := make([]map[string]any, len(charges))
 	for i, c := range charges {
 		err := cmp.Or(checkBucket(c.BucketID), checkTokens("cost", c.Cost), db.checkPolicy(c.Policy))
+		if upTo {
+			err = cmp.Or(checkBucket(c.BucketID), checkPositive("at_most", c.Cost), db.checkHasBuckets(c.Policy))
+		}
 		var pgErr *pgconn.PgError
 		if errors.As(err, &pgErr) {
 			rows[i] = map[string]any{"code": pgErr.Code, "message": pgErr.Message, "detail": pgErr.Detail}
 			continue
 		}
-		d, _ := db.model.Peek(now, c.BucketID, c.Cost)
+		var d model.Decision
+		var taken int64
+		if upTo {
+			d, taken, _ = db.model.AcquireUpTo(now, c.BucketID, c.Cost, 1, "")
+		} else {
+			d, _ = db.model.Peek(now, c.BucketID, c.Cost)
+		}
 		rows[i] = map[string]any{
 			"allowed": d.Allowed, "remaining": d.Remaining, "capacity": d.Capacity,
-			"retry_after": waitInt8(d.RetryAfter), "reset_after": waitInt8(d.ResetAfter),
+			"retry_after": waitInt8(d.RetryAfter), "reset_after": waitInt8(d.ResetAfter), "shadowed": d.Shadowed, "taken": taken,
 		}
 	}
 	text, _ := json.Marshal(rows)

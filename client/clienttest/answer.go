@@ -82,7 +82,9 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 		}
 		return columns(d), err
 	case "ratelimit_peek_many":
-		return []any{db.peekMany(now, charges(args))}, nil
+		return []any{db.askMany(now, charges(args), false)}, nil
+	case "ratelimit_acquire_up_to_many":
+		return []any{db.askMany(now, charges(args), true)}, nil
 	case "ratelimit_refund":
 		err = cmp.Or(checkBucket(bucket()), checkTokens("amount", number(2)), db.checkHasBuckets(text(0)))
 		if err == nil {

@@ -2,6 +2,7 @@ package client_test
 
 import (
 	"context"
+	"errors"
 	"strings"
 	"testing"
 	"time"
@@ -27,22 +28,7 @@ func TestPeekMany_IsAPeekOfEach(t *testing.T) {
 		}
 	}
 	for name, limiter := range map[string]*client.Limiter{"server": client.New(db.Pool), "fake": fake.Limiter} {
-		for _, p := range []client.Policy{
-			{Name: "plain", Capacity: 10, Refill: 3, Every: time.Second}, {Name: "stepped", Capacity: 10, Refill: 3, Every: time.Second, Stepped: client.Yes},
-			{Name: "ephemeral", Capacity: 10, Refill: 3, Every: time.Second, Durable: client.No}, {Name: "never", Capacity: 10, Refill: client.Zero, Every: time.Second},
-			{Name: "shadow", Capacity: 10, Refill: 3, Every: time.Second, Shadow: client.Yes}, {Name: "quota", Capacity: 10, Period: client.Period{Months: 1}},
-			{Name: "slots", Capacity: 10, Lease: time.Minute},
-		} {
-			require.NoError(t, limiter.DefinePolicy(t.Context(), p), name)
-			if p.Name != "slots" {
-				require.NoError(t, kit.ErrorOf(limiter.Acquire(t.Context(), p.Name, "used", client.Cost(4))), name)
-				require.NoError(t, kit.ErrorOf(limiter.Charge(t.Context(), p.Name, "debt", 33)), name)
-			}
-		}
-		require.NoError(t, limiter.Override(t.Context(), client.Override{Policy: "plain", Key: "raised", Capacity: 20, Refill: 1, Every: time.Hour}))
-		require.NoError(t, limiter.Override(t.Context(), client.Override{
-			Policy: "plain", Key: "blocked for a day", Capacity: client.Zero, Refill: 1, Every: time.Hour, ExpiresAt: kit.T0.Add(24 * time.Hour),
-		}))
+		fillForMany(t, name, limiter)
 		requirePeeksOfEach(t, name, limiter, charges)
 		require.Empty(t, limiter.PeekMany(t.Context(), nil))
 	}
@@ -66,6 +52,79 @@ func TestPeekMany_AsksTheShardsOfItsKeys(t *testing.T) {
 		charges = append(charges, client.Charge{Policy: "never", Key: key}, client.Charge{Policy: "never", Key: key, Cost: client.Cost(7)})
 	}
 	requirePeeksOfEach(t, "shards", limiter, append(charges, client.Charge{Policy: "none", Key: charges[0].Key}))
+	answers := limiter.AcquireUpToMany(t.Context(), append(charges, client.Charge{Policy: "none", Key: charges[0].Key}))
+	for shard := range s.dbs {
+		require.EqualValues(t, []int64{1, int64(6 - shard)}, []int64{answers[2*shard].Taken, answers[2*shard+1].Taken}, "shard %d", shard)
+	}
+	require.ErrorIs(t, answers[len(charges)].Err, client.ErrUnknownPolicy)
+}
+
+// fillForMany defines policies of every kind, with buckets in use.
+func fillForMany(t *testing.T, name string, limiter *client.Limiter) {
+	for _, p := range []client.Policy{
+		{Name: "plain", Capacity: 10, Refill: 3, Every: time.Second}, {Name: "stepped", Capacity: 10, Refill: 3, Every: time.Second, Stepped: client.Yes},
+		{Name: "ephemeral", Capacity: 10, Refill: 3, Every: time.Second, Durable: client.No}, {Name: "never", Capacity: 10, Refill: client.Zero, Every: time.Second},
+		{Name: "shadow", Capacity: 10, Refill: 3, Every: time.Second, Shadow: client.Yes}, {Name: "quota", Capacity: 10, Period: client.Period{Months: 1}},
+		{Name: "slots", Capacity: 10, Lease: time.Minute},
+	} {
+		require.NoError(t, limiter.DefinePolicy(t.Context(), p), name)
+		if p.Name != "slots" {
+			require.NoError(t, kit.ErrorOf(limiter.Acquire(t.Context(), p.Name, "used", client.Cost(4))), name)
+			require.NoError(t, kit.ErrorOf(limiter.Charge(t.Context(), p.Name, "debt", 33)), name)
+		}
+	}
+	require.NoError(t, limiter.Override(t.Context(), client.Override{Policy: "plain", Key: "raised", Capacity: 20, Refill: 1, Every: time.Hour}))
+	require.NoError(t, limiter.Override(t.Context(), client.Override{
+		Policy: "plain", Key: "blocked for a day", Capacity: client.Zero, Refill: 1, Every: time.Hour, ExpiresAt: kit.T0.Add(24 * time.Hour),
+	}))
+}
+
+// Each answer of many is that of a call of its own after the others, which the fake tells: of the server, in a transaction, and of the fake.
+func TestAcquireUpToMany_IsAnAcquireUpToOfEach(t *testing.T) {
+	t.Parallel()
+	db := kit.NewDB(t)
+	db.SetClock(kit.T0)
+	at := func() time.Time { return kit.T0 }
+	fake, each := clienttest.New(at).Limiter, clienttest.New(at).Limiter
+	var charges []client.Charge
+	for _, key := range []string{"used", "debt", "raised", "blocked for a day", "new", "", "a\x00b", "used"} {
+		for _, policy := range []string{"plain", "stepped", "ephemeral", "never", "shadow", "quota", "slots", "none", ""} {
+			charges = append(charges, client.Charge{Policy: policy, Key: key, Cost: client.Cost(int64(len(charges)*7%23 - 1))})
+		}
+	}
+	server := client.New(db.Pool, client.NoFlush())
+	for name, limiter := range map[string]*client.Limiter{"server": server, "fake": fake, "each": each} {
+		fillForMany(t, name, limiter)
+	}
+	tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
+	inTransaction := client.New(db.Pool).WithTx(tx).AcquireUpToMany(t.Context(), charges)
+	require.NoError(t, tx.Rollback(t.Context()))
+	many := map[string][]client.PartialAnswer{"server": server.AcquireUpToMany(t.Context(), charges), "fake": fake.AcquireUpToMany(t.Context(), charges), "transaction": inTransaction}
+	refused, taken := 0, int64(0)
+	for i, c := range charges {
+		want, err := each.AcquireUpTo(t.Context(), c.Policy, c.Key, c.Cost.Tokens())
+		for name, answers := range many {
+			require.Equal(t, want, client.PartialDecision{Decision: answers[i].Decision, Taken: answers[i].Taken}, "%s: %+v", name, c)
+			require.Equal(t, []string{c.Policy, "acquire up to"}, []string{answers[i].Policy, answers[i].Operation})
+			if err == nil {
+				require.NoError(t, answers[i].Err, "%s: %+v", name, c)
+			} else if name == "fake" {
+				require.EqualError(t, answers[i].Err, err.Error(), "%+v", c)
+			} else {
+				require.Equal(t, errors.Is(err, client.ErrUnknownPolicy), errors.Is(answers[i].Err, client.ErrUnknownPolicy), "%+v", c)
+				require.Equal(t, errors.Is(err, client.ErrInvalidArgument), errors.Is(answers[i].Err, client.ErrInvalidArgument), "%+v", c)
+			}
+		}
+		if taken += want.Taken; err != nil {
+			refused++
+		}
+	}
+	require.Positive(t, taken)
+	require.Less(t, refused, len(charges)*2/3)
+	require.Empty(t, server.AcquireUpToMany(t.Context(), nil))
+	answers := server.AcquireUpToMany(t.Context(), []client.Charge{{Policy: "plain", Key: "text", Cost: client.Cost(99)}, {Policy: "plain", Key: "\xff"}})
+	require.EqualValues(t, 10, answers[0].Taken)
+	require.ErrorIs(t, answers[1].Err, client.ErrInvalidArgument, "text that the server cannot read")
 }
 
 // A peeker is a Limiter or a Sharded.
