@@ -46,7 +46,8 @@ begin
                                   $1 + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, $1, p.every_us, p.tick_us, p.tick_gain, p.round_up), 86400000000),
                                                            case when o.key is not null then
                                                              coalesce(wait_for(o.full_level, b.level, b.refilled_at, $1, o.every_us, o.tick_us, o.tick_gain, o.round_up), 86400000000)
-                                                           end),
+                                                           end,
+                                                           microseconds(b.paused_until - $1)::bigint),
                                                   86400000000))
                               end
                                  from %2$s as p

@@ -611,6 +611,10 @@ func (m *modelRun) meetPauses(t *rapid.T) {
 		m.setClock(t, (3 * second).After(m.now))
 		ask(1)
 	}
+	m.defineAs(t, "d", model.Definition{Numbers: model.Numbers{Capacity: new(int64(0))}}) // of which all buckets are full
+	m.sendPause(t, model.BucketID{Policy: "d", Key: "p"}, kit.Day)
+	m.setClock(t, model.Micros(kit.Day / 2).After(m.now))
+	m.cleanUp(t)
 	require.NotZero(t, m.met["pauses"])
 }
 
