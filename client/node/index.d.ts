@@ -80,6 +80,13 @@ export interface Charge {
   cost?: number | bigint
 }
 
+/** A request of acquireUpToMany. */
+export interface UpTo {
+  policy: string
+  key: string
+  atMost: number | bigint
+}
+
 /** The decision about a request of several charges: remaining, resetAfter and capacity are of the binding charge. */
 export interface JointDecision extends Decision {
   /** The index of the charge that decides: the longest wait of a denial, the scarcest bucket of a grant. */
@@ -166,6 +173,9 @@ export class Limiter {
 
   /** Takes as many tokens as there are, up to atMost; with fewer than atLeast (1), none. */
   acquireUpTo(policy: string, key: string, atMost: number | bigint, options?: KeyedOptions & { atLeast?: number | bigint }): Promise<PartialDecision>
+
+  /** For each request, in one call, what acquireUpTo would return, one after another, or the error with which it would reject. */
+  acquireUpToMany(requests: UpTo[], options?: CallOptions): Promise<(PartialDecision | Error)[]>
 
   /** Gives tokens back, up to full. Sent twice, it gives back twice. */
   refund(policy: string, key: string, amount: number | bigint, options?: CallOptions): Promise<Decision>

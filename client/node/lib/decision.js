@@ -59,16 +59,19 @@ export const JOINT = {
 }
 
 /** The answers to many requests, decisions and errors, in one row. */
-export const MANY = {
+const manyOf = (more, decode) => ({
   columns: `pg_catalog.json_agg(pg_catalog.json_build_array(
     error_code, error_message, error_detail, error_hint,
-    allowed, remaining, ${microseconds('retry_after')}, ${microseconds('reset_after')}, capacity, replayed, shadowed)
+    allowed, remaining, ${microseconds('retry_after')}, ${microseconds('reset_after')}, capacity, replayed, shadowed${more})
     order by request)::text as answers`,
   decode: (row) => JSON.parse(row.answers).map(
-    ([code, message, detail, hint, allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed]) => code === null
-      ? decision({ allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed })
+    ([code, message, detail, hint, allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, taken]) => code === null
+      ? decode({ allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, taken })
       : refusal(code, message, detail, hint)),
-}
+})
+
+export const MANY = manyOf('', decision)
+export const MANY_PARTIAL = manyOf(', taken', PARTIAL.decode)
 
 export const HOLD = {
   columns: `allowed, remaining, ${microseconds('retry_after')} as retry_after, ${microseconds('held_for')} as held_for, capacity, renewed, shadowed`,

@@ -1,7 +1,7 @@
 import { randomUUID } from 'node:crypto'
 import { setTimeout } from 'node:timers/promises'
 import { Database, unless } from './database.js'
-import { DECISION, JOINT, MANY, PARTIAL, RESERVATION, seconds } from './decision.js'
+import { DECISION, JOINT, MANY, MANY_PARTIAL, PARTIAL, RESERVATION, seconds } from './decision.js'
 import { InvalidArgument, TooLate, isText } from './errors.js'
 import { hold, release, renew } from './hold.js'
 
@@ -37,27 +37,30 @@ export class Limiter {
     return this.#call(DECISION, 'ratelimit_peek($1::text, $2::text, $3::bigint)', values, { signal })
   }
 
-  async peekMany(requests, options) {
+  peekMany(requests, options) { return this.#many(MANY, 'ratelimit_peek_many', 'cost', requests, options) }
+
+  acquireUpToMany(requests, options) { return this.#many(MANY_PARTIAL, 'ratelimit_acquire_up_to_many', 'atMost', requests, options) }
+
+  async #many(kind, name, amount, requests, options) {
     const { signal } = known(options, 'signal')
     signal?.throwIfAborted()
-    if (!areCharges(requests)) throw invalid('requests', 'is no array of requests.', 'Pass such as [{ policy, key, cost: 1 }].')
-    const asked = requests.map(peekable)
-    const found = (await unless(signal, this.#peekEach(asked.filter(Array.isArray)))).values()
+    if (!areCharges(requests)) throw invalid('requests', 'is no array of requests.', `Pass such as [{ policy, key, ${amount}: 1 }].`)
+    const asked = requests.map((request) => askable(request, amount))
+    const found = (await unless(signal, this.#each({ ...kind, call: `${name}($1::text[], $2::text[], $3::bigint[])` }, asked.filter(Array.isArray)))).values()
     return asked.map((values) => Array.isArray(values) ? found.next().value : values)
   }
 
-  async #peekEach(requests) {
+  async #each(call, requests) {
     if (requests.length === 0) return []
-    const call = 'ratelimit_peek_many($1::text[], $2::text[], $3::bigint[])'
     const values = [0, 1, 2].map((i) => requests.map((request) => request[i]))
     try {
-      return await this._database.row({ ...MANY, call, values })
+      return await this._database.row({ ...call, values })
     } catch (error) {
       if (!isText(error) || !this._database.isPool) throw error
       if (requests.length === 1) return [error]
     }
     const answers = []
-    for (const request of requests) answers.push(...await this.#peekEach([request])) // only the request with that text is to fail
+    for (const request of requests) answers.push(...await this.#each(call, [request])) // only the request with that text is to fail
     return answers
   }
 
@@ -218,9 +221,9 @@ function text(name, value) {
 const bucket = (policy, key) => [text('policy', policy), text('key', key)]
 
 /** The values of one of many peeks, or its error, which is not to fail the others. */
-function peekable({ policy, key, cost }) {
+function askable(request, amount) {
   try {
-    return [...bucket(policy, key), tokens('cost', cost ?? 1)]
+    return [...bucket(request.policy, request.key), tokens(amount, amount === 'cost' ? request.cost ?? 1 : request[amount])]
   } catch (error) {
     return error
   }

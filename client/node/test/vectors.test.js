@@ -132,3 +132,20 @@ test('peekMany answers each request as peek does', async () => {
   assert.deepEqual(await new Limiter({ query: () => assert.fail('a call') }).peekMany([]), [])
   await assert.rejects(limiter.peekMany({ policy, key: 'k' }), InvalidArgument)
 })
+
+test('acquireUpToMany takes from each bucket as acquireUpTo does', async () => {
+  await setClock(0)
+  const policy = await definePolicy(10), slots = await defineSlots(3), limiter = new Limiter(pool)
+  const { InvalidArgument, UnknownPolicy } = pgratelimit
+  const table = [[policy, 'k', 4n, 4], [policy, 'k', 9, 6], [policy, 'k', 1, 0], [policy, 'é', 99, 10], [slots, 'k', 1, InvalidArgument],
+    ['none', 'k', 1, UnknownPolicy], [policy, 'k', 0, InvalidArgument], [policy, 'k', undefined, InvalidArgument], [policy, '\0', 1, InvalidArgument]]
+  const shown = (answer) => answer instanceof Error ? { ...answer, message: answer.message, kind: answer.constructor } : answer
+  const many = await limiter.acquireUpToMany(table.map(([policy, key, atMost]) => ({ policy, key, atMost })))
+  assert.equal(many.length, table.length)
+  for (const key of ['k', 'é']) await limiter.refund(policy, key, 10)
+  for (const [i, [policy, key, atMost, expected]] of table.entries()) {
+    assert.deepEqual(shown(many[i]), shown(await limiter.acquireUpTo(policy, key, atMost).catch((error) => error)))
+    assert.equal(many[i].taken ?? many[i].constructor, expected, `${policy} ${key} ${atMost}`)
+  }
+  await assert.rejects(limiter.acquireUpToMany([null]), /atMost: 1/)
+})

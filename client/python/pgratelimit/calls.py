@@ -71,29 +71,36 @@ def peek(policy: str, key: str, cost: int) -> Call[Decision]:
     return Call("peek", DECISION, function, (*bucket(policy, key), whole("cost", cost)), answers.decision, True)
 
 
-MANY = (
-    "pg_catalog.json_agg(pg_catalog.json_build_array(error_code, error_message, error_detail, error_hint, "
-    f"{DECISION}) order by request)::text"
-)
-
-
 def peek_many(requests: Iterable[Charge]) -> Call[list[Decision | Error]]:
+    return _many("peek", DECISION, "ratelimit_peek_many", answers.decision, requests, "cost", True)
+
+
+def acquire_up_to_many(requests: Iterable[Charge]) -> Call[list[PartialDecision | Error]]:
+    return _many("acquire up to", DECISION + ", taken", "ratelimit_acquire_up_to_many", answers.partial, requests, "at_most", False)
+
+
+def _many(
+    operation: str, columns: str, function: str, decode_one: Callable[[Sequence[Any]], T], requests: Iterable[Charge], tokens: str, once: bool
+) -> Call[list[T | Error]]:
     """A request that cannot be sent has its error in its place."""
-    asked = [_charged_or_error(r) for r in requests]
+    asked = [_charged_or_error(r, tokens) for r in requests]
     sent = [r for r in asked if isinstance(r, Charge)]
 
-    def decode(row: Sequence[Any]) -> list[Decision | Error]:
-        found: list[Decision | Error] = [
-            answers.decision(columns) if code is None else of_server("peek", code, message, detail, hint)
+    def decode(row: Sequence[Any]) -> list[T | Error]:
+        found: list[T | Error] = [
+            decode_one(columns) if code is None else of_server(operation, code, message, detail, hint)
             for code, message, detail, hint, *columns in json.loads(row[0] or "[]")  # null: all errors were found before
         ]
         if len(found) != len(sent):
-            raise Error(f"pgratelimit: peek: {len(found)} answers to {len(sent)} requests")
+            raise Error(f"pgratelimit: {operation}: {len(found)} answers to {len(sent)} requests")
         rest = iter(found)
         return [next(rest) if isinstance(r, Charge) else r for r in asked]
 
-    function = "ratelimit_peek_many($1::text::text[], $2::text::text[], $3::text::bigint[])"
-    return Call("peek", MANY, function, arrays(sent), decode, True)
+    columns = (
+        "pg_catalog.json_agg(pg_catalog.json_build_array(error_code, error_message, error_detail, error_hint, "
+        f"{columns}) order by request)::text"
+    )
+    return Call(operation, columns, function + "($1::text::text[], $2::text::text[], $3::text::bigint[])", arrays(sent), decode, once)
 
 
 def refund(policy: str, key: str, amount: int) -> Call[Decision]:
@@ -211,18 +218,18 @@ def whole(name: str, value: Any) -> int:
     return n
 
 
-def charged(charge: Sequence[Any]) -> Charge:
+def charged(charge: Sequence[Any], tokens: str = "cost") -> Charge:
     """The charge that a caller has passed as any tuple, checked."""
     try:
         c = Charge(*charge)
     except TypeError:
-        raise invalid("a charge is not (policy, key) or (policy, key, cost)") from None
-    return Charge(*bucket(c.policy, c.key), whole("cost", c.cost))
+        raise invalid(f"a charge is not (policy, key) or (policy, key, {tokens})") from None
+    return Charge(*bucket(c.policy, c.key), whole(tokens, c.cost))
 
 
-def _charged_or_error(charge: Sequence[Any]) -> Charge | InvalidArgument:
+def _charged_or_error(charge: Sequence[Any], tokens: str) -> Charge | InvalidArgument:
     try:
-        return charged(charge)
+        return charged(charge, tokens)
     except InvalidArgument as error:
         return error
 

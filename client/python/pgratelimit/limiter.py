@@ -6,7 +6,7 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -78,17 +78,7 @@ class Limiter:
     def peek_many(self, requests: Iterable[Charge]) -> list[Decision | Error]:
         """Return for each request, in one call, what peek would return, or the error that it would raise. Each is asked alone: two
         about one bucket get the same answer. An error is true, so look for errors before you look at decisions."""
-        asked = list(requests)
-        if not asked:
-            return []
-        try:
-            return self._run(calls.peek_many(asked))
-        except InvalidArgument as error:
-            if not (errors.is_text(error) and self._driver.is_alone()):
-                raise
-            if len(asked) == 1:
-                return [error]
-        return [answer for r in asked for answer in self.peek_many([r])]  # only the request with that text is to fail
+        return self._many(calls.peek_many, requests)
 
     def charge(self, policy: str, key: str, cost: int, *, idempotency_key: str | None = None) -> Decision:
         """Take tokens even if the bucket holds fewer: missing tokens are debt, which refill pays first. Raises IdempotencyMismatch."""
@@ -112,6 +102,11 @@ class Limiter:
     ) -> PartialDecision:
         """Take as many tokens as the bucket holds, up to at_most, or a denial if it holds fewer than at_least. Errors as acquire."""
         return self._run(calls.acquire_up_to(policy, key, at_most, at_least, idempotency_key))
+
+    def acquire_up_to_many(self, requests: Iterable[Charge]) -> list[PartialDecision | Error]:
+        """Take as many tokens from each bucket as it holds, in one call: requests are (policy, key, at_most). Return for each what
+        acquire_up_to would return, one after another, or the error that it would raise. An error is true, as in peek_many."""
+        return self._many(calls.acquire_up_to_many, requests)
 
     def refund(self, policy: str, key: str, amount: int) -> Decision:
         """Give tokens back to the bucket, never above its capacity. A refund that is sent twice gives back twice."""
@@ -187,6 +182,19 @@ class Limiter:
         returns False."""
         return self._run(calls.release(policy, key, holder))
 
+    def _many(self, call_of: Callable[[Iterable[Charge]], Call[list[T | Error]]], requests: Iterable[Charge]) -> list[T | Error]:
+        asked = list(requests)
+        if not asked:
+            return []
+        try:
+            return self._run(call_of(asked))
+        except InvalidArgument as error:
+            if not (errors.is_text(error) and self._driver.is_alone()):
+                raise
+            if len(asked) == 1:
+                return [error]
+        return [answer for r in asked for answer in self._many(call_of, [r])]  # only the request with that text is to fail
+
     def _run(self, call: Call[T]) -> T:
         tries = _Tries(call, self._driver)
         sql = calls.statement(self._schema, call.columns, call.function, self._driver.percent)
@@ -222,17 +230,7 @@ class AsyncLimiter:
 
     async def peek_many(self, requests: Iterable[Charge]) -> list[Decision | Error]:
         """As Limiter.peek_many."""
-        asked = list(requests)
-        if not asked:
-            return []
-        try:
-            return await self._run(calls.peek_many(asked))
-        except InvalidArgument as error:
-            if not (errors.is_text(error) and self._driver.is_alone()):
-                raise
-            if len(asked) == 1:
-                return [error]
-        return [answer for r in asked for answer in await self.peek_many([r])]  # only the request with that text is to fail
+        return await self._many(calls.peek_many, requests)
 
     async def charge(self, policy: str, key: str, cost: int, *, idempotency_key: str | None = None) -> Decision:
         """As Limiter.charge."""
@@ -251,6 +249,10 @@ class AsyncLimiter:
     ) -> PartialDecision:
         """As Limiter.acquire_up_to."""
         return await self._run(calls.acquire_up_to(policy, key, at_most, at_least, idempotency_key))
+
+    async def acquire_up_to_many(self, requests: Iterable[Charge]) -> list[PartialDecision | Error]:
+        """As Limiter.acquire_up_to_many."""
+        return await self._many(calls.acquire_up_to_many, requests)
 
     async def refund(self, policy: str, key: str, amount: int) -> Decision:
         """As Limiter.refund."""
@@ -307,6 +309,19 @@ class AsyncLimiter:
     async def release(self, policy: str, key: str, holder: str) -> bool:
         """As Limiter.release."""
         return await self._run(calls.release(policy, key, holder))
+
+    async def _many(self, call_of: Callable[[Iterable[Charge]], Call[list[T | Error]]], requests: Iterable[Charge]) -> list[T | Error]:
+        asked = list(requests)
+        if not asked:
+            return []
+        try:
+            return await self._run(call_of(asked))
+        except InvalidArgument as error:
+            if not (errors.is_text(error) and self._driver.is_alone()):
+                raise
+            if len(asked) == 1:
+                return [error]
+        return [answer for r in asked for answer in await self._many(call_of, [r])]  # only the request with that text is to fail
 
     async def _run(self, call: Call[T]) -> T:
         tries = _Tries(call, self._driver)

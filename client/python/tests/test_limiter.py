@@ -194,6 +194,27 @@ class SyncTest(unittest.TestCase):
         with patch.object(limiter, "_run", self.fail):
             self.assertEqual([], limiter.peek_many([]))
 
+    def test_acquire_up_to_many_takes_from_each_as_acquire_up_to_does(self):
+        limiter = Limiter(self.pool)
+        execute("select ratelimit_define_policy('watched', 2, 1, '1 hour', shadow => true)")
+        with stopped_clock() as set_clock:
+            set_clock(0)
+            p, none = self.policy, "none"
+            asked = [(p, "k", 4), (none, "k", 1), Charge(p, "k", 9), (p, "k"), ("watched", "k", 5), (p, "k", 0), (p, "k", 1.5), (p, "\0", 1)]
+            many = limiter.acquire_up_to_many(iter(asked))
+            execute("select ratelimit_reset(%s::text, 'k'), ratelimit_reset('watched', 'k')", p)
+            for request, got in zip(asked, many, strict=True):
+                with self.subTest(request):
+                    try:
+                        one = limiter.acquire_up_to(*(*request, 1)[:3])
+                    except pgratelimit.Error as error:
+                        one = error
+                    self.assertEqual(shown(one), shown(got))
+            self.assertEqual([4, 6, 0, 5], [answer.taken for answer in many if not isinstance(answer, pgratelimit.Error)])
+        limiter = type("", (Latin1, Limiter), {})(self.pool)
+        got = limiter.acquire_up_to_many([(self.policy, key, 99) for key in ("a", "🪣", "b")])
+        self.assertEqual([10, "22P05", 10], [getattr(answer, "taken", None) or answer.sqlstate for answer in got])
+
     def test_a_connection_without_autocommit_takes_nothing_until_it_commits(self):
         Limiter(self.conn).acquire(self.policy, "k")
         self.conn.rollback()
@@ -399,6 +420,9 @@ class AsyncTest(AsyncCase):
                 got = await limiter.peek_many([(self.policy, key) for key in ("a", "🪣", "b")])
                 self.assertEqual([None, "22P05", None], [getattr(answer, "sqlstate", None) for answer in got])
                 self.assertEqual([], await limiter.peek_many([]))
+                got = await limiter.acquire_up_to_many([(self.policy, "up to", 4), (self.policy, "up to", 9), ("none", "k", 1)])
+                self.assertEqual([4, 6, "RL001"], [getattr(answer, "taken", None) or answer.sqlstate for answer in got])
+                execute("select ratelimit_reset(%s::text, 'up to')", self.policy)
 
     async def test_a_connection_is_in_the_callers_transaction(self):
         async with transaction() as conn:
