@@ -164,10 +164,13 @@ class SyncTest(unittest.TestCase):
         self.assertTrue(r and 3500 < r.wait <= 3600)
         self.assertEqual(-1, r.remaining)
         self.assertFalse(limiter.reserve(p, "k", 0.5, 5))
+        self.assertTrue(1.5 <= (d := limiter.pause(p, "paused", 1.5)).retry_after and not d and d.remaining == 0)
         d = limiter.acquire_all([Charge(p, "a", 3), (p, "b"), (p, "a", 3)])
         self.assertEqual((True, 0, [4, 9, 4]), (d.allowed, d.binding, [each.remaining for each in d.decisions]))
         with self.assertRaises(InvalidArgument):
             limiter.reserve(p, "k", float("nan"))
+        with self.assertRaises(InvalidArgument):
+            limiter.pause(p, "k", 0)
         with self.assertRaises(InvalidArgument):
             limiter.acquire_all([])
 
@@ -387,6 +390,7 @@ class AsyncTest(AsyncCase):
             limiter = AsyncLimiter(db)
             self.assertEqual(7, (await limiter.acquire(p, "k", 3)).remaining)
             self.assertFalse(await limiter.peek(p, "k", 8))
+            self.assertFalse(await limiter.pause(p, "paused", 1.5))
             self.assertEqual(-2, (await limiter.charge(p, "k", 9, idempotency_key="job")).remaining)
             self.assertEqual(5, (await limiter.settle(p, "k", "job", 2)).remaining)
             self.assertEqual(5, (await limiter.acquire_up_to(p, "k", 6)).taken)
