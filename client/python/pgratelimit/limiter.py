@@ -268,17 +268,24 @@ class AsyncLimiter:
         while True:
             max_wait, name = next(rounds)
             reservation = None
+            reserving = asyncio.ensure_future(self.reserve(policy, key, max_wait, cost, idempotency_key=name))
             try:
-                reservation = await self.reserve(policy, key, max_wait, cost, idempotency_key=name)
+                reservation = await asyncio.shield(reserving)
                 for pause in _pauses(reservation, max_wait, cost):
                     await asyncio.sleep(pause)
             except BaseException as error:
                 if _may_hold(reservation, error):
                     with suppress(Exception):
-                        await asyncio.wait_for(self.settle(policy, key, name, 0), GIVE_BACK_TIMEOUT)
+                        await asyncio.wait_for(self._give_back(reserving, policy, key, name), GIVE_BACK_TIMEOUT)
                 raise
             if reservation:
                 return reservation
+
+    async def _give_back(self, reserving: asyncio.Future[Reservation], policy: str, key: str, name: str) -> None:
+        """Settles with 0 once the reserve has its answer: a connection whose call is cancelled may take no other."""
+        with suppress(Exception):
+            await reserving
+        await self.settle(policy, key, name, 0)
 
     @asynccontextmanager
     async def hold(self, policy: str, key: str, cost: int = 1) -> AsyncIterator[AsyncHeld]:
