@@ -237,7 +237,10 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *kit.
 	case refunds:
 		left[0], d = s.Refund(p, now, op.Cost)
 	case pauses:
-		left[0], d = s.Pause(p, now, op.maxWait)
+		if err = model.InvalidArgument; p.Refill > 0 {
+			left[0], d = s.Pause(p, now, op.maxWait)
+			err = nil
+		}
 	case cleansUp:
 		return s.CleanUps(r.policy, p, now)
 	case charges:

@@ -716,11 +716,12 @@ func (op *operation) answered(d kit.Decision, err error) error {
 	return err
 }
 
-// errorAnswer is the answer that an error is: that of an idempotency key, or of a policy that was dropped. It is nil for other errors.
+// errorAnswer is the answer that an error is: that of an idempotency key, of a policy that was dropped, or of a pause that nothing would
+// follow. It is nil for other errors.
 func errorAnswer(err error) *kit.Answer {
 	for code, is := range map[model.Error]error{
 		model.IdempotencyMismatch: client.ErrIdempotencyMismatch, model.UnknownPolicy: client.ErrUnknownPolicy, model.NoGrant: client.ErrNoGrant,
-		model.Settled: client.ErrSettled,
+		model.Settled: client.ErrSettled, model.InvalidArgument: client.ErrInvalidArgument,
 	} {
 		if kit.SQLState(err) == string(code) || errors.Is(err, is) {
 			return &kit.Answer{Error: fmt.Sprintf("%s: %v", code, err)}
@@ -1294,12 +1295,9 @@ func (a *actor) decide(kind string) error {
 	}, op)
 }
 
-// pause stops a bucket for some milliseconds. A quota has no refill that could follow.
+// pause stops a bucket for some milliseconds, unless its numbers do not refill.
 func (a *actor) pause() error {
 	op := a.operation(pauses, a.bucket())
-	if strings.HasPrefix(op.Policy, "quota") {
-		return a.decide(peeks)
-	}
 	op.maxWait = model.Micros(1_000 + a.random.IntN(10_000))
 	return a.transact(func() error { return op.answered(kit.Pause(a, op.Policy, op.Key, op.maxWait)) }, op)
 }
