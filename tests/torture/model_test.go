@@ -613,7 +613,7 @@ func (m *modelRun) meetPauses(t *rapid.T) {
 	}
 	m.defineAs(t, "d", model.Definition{Numbers: model.Numbers{Capacity: new(int64(0))}}) // of which all buckets are full
 	m.sendPause(t, model.BucketID{Policy: "d", Key: "p"}, kit.Day)
-	m.setClock(t, model.Micros(kit.Day / 2).After(m.now))
+	m.setClock(t, model.Micros(kit.Day/2).After(m.now))
 	m.cleanUp(t)
 	require.NotZero(t, m.met["pauses"])
 }

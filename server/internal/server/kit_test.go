@@ -191,7 +191,7 @@ func (s *testServer) get(path string, headers ...string) answer {
 
 var (
 	grpcNames = strings.NewReplacer(`"key":`, `"logical_key":`, `"idempotency_key":`, `"request_id":`)
-	seconds   = regexp.MustCompile(`"max_wait":([-0-9.]+)`)
+	seconds   = regexp.MustCompile(`"(max_wait|pause_for)":([-0-9.]+)`)
 )
 
 // asGRPC returns the method that has the name of a path of JSON, and the body as it takes it.
@@ -200,7 +200,7 @@ func asGRPC(path, body string) (protoreflect.MethodDescriptor, string) {
 	for i := range service.Methods().Len() {
 		method := service.Methods().Get(i)
 		if strings.EqualFold(string(method.Name()), strings.ReplaceAll(path, "_", "")) {
-			return method, seconds.ReplaceAllString(grpcNames.Replace(body), `"max_wait":"${1}s"`)
+			return method, seconds.ReplaceAllString(grpcNames.Replace(body), `"$1":"${2}s"`)
 		}
 	}
 	panic("no method is called " + path)
