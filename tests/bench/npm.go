@@ -2,10 +2,8 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/url"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -115,13 +113,10 @@ func npmPackages(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if _, err := os.Stat(filepath.Join(dir, "node_modules")); err == nil {
-		return dir, nil
-	}
-	install := exec.CommandContext(ctx, "npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
-	install.Dir = dir
+	install := exec.CommandContext(ctx, "make", "--no-print-directory", "tests/bench/node/node_modules")
+	install.Dir = filepath.Join(dir, "../../..")
 	if text, err := install.CombinedOutput(); err != nil {
-		return "", errors.Join(fmt.Errorf("npm ci: %w\n%s", err, text), os.RemoveAll(filepath.Join(dir, "node_modules")))
+		return "", fmt.Errorf("npm install: %w\n%s", err, text)
 	}
 	return dir, nil
 }
