@@ -106,11 +106,12 @@ func TestAcquireUpToMany_IsAnAcquireUpToOfEach(t *testing.T) {
 		for name, answers := range many {
 			require.Equal(t, want, client.PartialDecision{Decision: answers[i].Decision, Taken: answers[i].Taken}, "%s: %+v", name, c)
 			require.Equal(t, []string{c.Policy, "acquire up to"}, []string{answers[i].Policy, answers[i].Operation})
-			if err == nil {
+			switch {
+			case err == nil:
 				require.NoError(t, answers[i].Err, "%s: %+v", name, c)
-			} else if name == "fake" {
+			case name == "fake":
 				require.EqualError(t, answers[i].Err, err.Error(), "%+v", c)
-			} else {
+			default:
 				require.Equal(t, errors.Is(err, client.ErrUnknownPolicy), errors.Is(answers[i].Err, client.ErrUnknownPolicy), "%+v", c)
 				require.Equal(t, errors.Is(err, client.ErrInvalidArgument), errors.Is(answers[i].Err, client.ErrInvalidArgument), "%+v", c)
 			}
