@@ -12,6 +12,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 func environment(pairs ...string) func(string) (string, bool) {
@@ -34,8 +35,7 @@ func file(t *testing.T, lines ...string) string {
 
 func TestLoad_Defaults(t *testing.T) {
 	t.Parallel()
-	c, err := config.Load("", environment("DATABASE_URL=postgres://db"))
-	require.NoError(t, err)
+	c := kit.NoError(config.Load("", environment("DATABASE_URL=postgres://db")))(t)
 	require.Equal(t, config.Config{
 		Databases: config.Databases{URLs: []string{"postgres://db"}}, GRPCAddr: "127.0.0.1:8081", HTTPAddr: "127.0.0.1:8080",
 		MaxMessageBytes: 1 << 20, MaxStreams: 1000, MaxCalls: 1000,
@@ -46,8 +46,7 @@ func TestLoad_Defaults(t *testing.T) {
 func TestLoad_TheEnvironmentComesBeforeTheFile(t *testing.T) {
 	t.Parallel()
 	path := file(t, "# settings", "", `DATABASE_URL="postgres://file?a=b"`, "GRPC_ADDR=off", "TOKENS='a, b'", "CALL_TIMEOUT=1s", "NO_FLUSH=true")
-	c, err := config.Load(path, environment("CALL_TIMEOUT=3s", "LOCK_TIMEOUT=0"))
-	require.NoError(t, err)
+	c := kit.NoError(config.Load(path, environment("CALL_TIMEOUT=3s", "LOCK_TIMEOUT=0")))(t)
 	require.Equal(t, []string{"postgres://file?a=b"}, c.URLs)
 	require.Empty(t, c.GRPCAddr)
 	require.Equal(t, []string{"a", "b"}, c.Tokens)
@@ -73,8 +72,7 @@ func TestLoad_Mistakes(t *testing.T) {
 		require.ErrorContains(t, err, name+": a URL of a database begins with postgres://")
 		require.NotContains(t, err.Error(), "secret")
 	}
-	_, err = config.Load("", environment("DATABASE_URL=host=db application_name=a://b"))
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(config.Load("", environment("DATABASE_URL=host=db application_name=a://b"))))
 
 	path := file(t, "MAX_CALLS", "", "MAX_CALL=5", "MAX_CALLS=5", "MAX_CALLS=6")
 	_, err = config.Load(path, environment("DATABASE_URL=postgres://db"))
@@ -126,8 +124,7 @@ func TestLoad_NumbersHaveBounds(t *testing.T) {
 func TestLoad_QuotesComeOffInPairs(t *testing.T) {
 	t.Parallel()
 	for value, want := range map[string]string{`"a"`: "a", `'a'`: "a", `"a'`: `"a'`, `a"`: `a"`, `'a`: `'a`, `"'a'"`: "'a'", `""a""`: `"a"`, `"`: `"`} {
-		c, err := config.Load(file(t, "DATABASE_URL=postgres://db", "TOKENS="+value), environment())
-		require.NoError(t, err)
+		c := kit.NoError(config.Load(file(t, "DATABASE_URL=postgres://db", "TOKENS="+value), environment()))(t)
 		require.Equal(t, []string{want}, c.Tokens)
 	}
 }
@@ -165,13 +162,11 @@ func TestLoad_DefaultPolicy(t *testing.T) {
 
 func TestLoad_Shards(t *testing.T) {
 	t.Parallel()
-	c, err := config.Load(file(t, `SHARD_URLS="postgres://a/0 postgres://b/1"`), environment())
-	require.NoError(t, err)
+	c := kit.NoError(config.Load(file(t, `SHARD_URLS="postgres://a/0 postgres://b/1"`), environment()))(t)
 	require.Equal(t, config.Databases{URLs: []string{"postgres://a/0", "postgres://b/1"}, AreShards: true}, c.Databases)
-	c, err = config.Load("", environment("SHARD_URLS=\n  postgres://a/0\n  postgres://a/1\n  postgres://b/2\n  postgres://b/3\n"))
-	require.NoError(t, err)
+	c = kit.NoError(config.Load("", environment("SHARD_URLS=\n  postgres://a/0\n  postgres://a/1\n  postgres://b/2\n  postgres://b/3\n")))(t)
 	require.Len(t, c.URLs, 4)
-	_, err = config.Load("", environment("SHARD_URLS=postgres://a/0 postgres://a/1 postgres://a/2"))
+	_, err := config.Load("", environment("SHARD_URLS=postgres://a/0 postgres://a/1 postgres://a/2"))
 	require.ErrorContains(t, err, "SHARD_URLS: it lists 3 databases, and the number of shards is a power of two")
 	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "SHARD_URLS=postgres://a/0 postgres://a/1"))
 	require.ErrorContains(t, err, "DATABASE_URL, SHARD_URLS: set one of them")
@@ -182,12 +177,10 @@ func TestLoad_Leases(t *testing.T) {
 	load := func(leases string, more ...string) (config.Config, error) {
 		return config.Load("", environment(append(more, "DATABASE_URL=postgres://db", "LEASES="+leases)...))
 	}
-	c, err := load("api, search=0.05,edge.remote_address,all=1", "DATABASE_CALLS=3")
-	require.NoError(t, err)
+	c := kit.NoError(load("api, search=0.05,edge.remote_address,all=1", "DATABASE_CALLS=3"))(t)
 	require.Equal(t, []client.Lease{{Policy: "api"}, {Policy: "search", MaxShare: 0.05}, {Policy: "edge.remote_address"}, {Policy: "all", MaxShare: 1}}, c.Leases)
 	require.Equal(t, 5, c.SharedConnections())
-	c, err = load("")
-	require.NoError(t, err)
+	c = kit.NoError(load(""))(t)
 	require.Equal(t, 2, c.SharedConnections())
 	for bad, want := range map[string]string{
 		"api,": "empty", "=0.1": "empty", "api,search,api=0.1": `policy "api" is there twice`,

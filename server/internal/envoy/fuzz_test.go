@@ -19,6 +19,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 const fuzzed = `
@@ -45,8 +46,7 @@ func FuzzDescriptors(f *testing.F) {
 		{{Entries: of("a", "1").Entries, HitsAddend: wrapperspb.UInt64(0)}, {Entries: of("b", "1").Entries, HitsAddend: wrapperspb.UInt64(math.MaxUint64)}},
 		{{Entries: of("a", "1").Entries, HitsAddend: wrapperspb.UInt64(math.MaxUint64)}, {Entries: of("a", "1").Entries, HitsAddend: wrapperspb.UInt64(6)}},
 	} {
-		seed, err := proto.Marshal(&pb.RateLimitRequest{Domain: "d", Descriptors: descriptors})
-		require.NoError(f, err)
+		seed := kit.NoError(proto.Marshal(&pb.RateLimitRequest{Domain: "d", Descriptors: descriptors}))(f)
 		f.Add(seed)
 	}
 	rules := read(f, fuzzed)
@@ -163,8 +163,7 @@ func levels(t *testing.T, fake *clienttest.Fake, charges []service.GateCharge) m
 	t.Helper()
 	levels := make(map[bucket]int64)
 	for _, charge := range charges {
-		d, err := fake.Peek(t.Context(), charge.Policy, charge.Key)
-		require.NoError(t, err)
+		d := kit.NoError(fake.Peek(t.Context(), charge.Policy, charge.Key))(t)
 		levels[bucket{charge.Policy, charge.Key}] = d.Remaining
 	}
 	return levels

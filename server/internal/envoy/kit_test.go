@@ -14,6 +14,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 func folder(t testing.TB, files map[string]string) string {
@@ -29,8 +30,7 @@ func folder(t testing.TB, files map[string]string) string {
 // read reads rules that are right.
 func read(t testing.TB, text string) *envoy.Rules {
 	t.Helper()
-	rules, err := envoy.Read(t.Context(), filepath.Join(folder(t, map[string]string{"rules.yaml": text}), "rules.yaml"))
-	require.NoError(t, err)
+	rules := kit.NoError(envoy.Read(t.Context(), filepath.Join(folder(t, map[string]string{"rules.yaml": text}), "rules.yaml")))(t)
 	return rules
 }
 
@@ -68,8 +68,7 @@ func (b *book) Unmatched(asked func() (domain, keys string)) {
 func ask(t testing.TB, rules *envoy.Rules, descriptors ...*common.RateLimitDescriptor) (*pb.RateLimitResponse, *book) {
 	t.Helper()
 	b := &book{}
-	answer, err := envoy.New(b, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: descriptors})
-	require.NoError(t, err)
+	answer := kit.NoError(envoy.New(b, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: descriptors}))(t)
 	return answer, b
 }
 

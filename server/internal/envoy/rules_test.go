@@ -26,6 +26,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 const matching = `
@@ -230,8 +231,7 @@ func TestAnswer_TimesAreWholeSecondsRoundedUp(t *testing.T) {
 		0: 0, 1: 1, time.Microsecond: 1, time.Second: 1, time.Second + 1: 2, 2900 * time.Millisecond: 3, math.MaxInt64: 9223372037,
 	} {
 		for _, d := range []client.Decision{{Allowed: true, ResetAfter: wait}, {RetryAfter: wait}} {
-			answer, err := envoy.New(fixed{Decision: d}, rules).ShouldRateLimit(t.Context(), q)
-			require.NoError(t, err)
+			answer := kit.NoError(envoy.New(fixed{Decision: d}, rules).ShouldRateLimit(t.Context(), q))(t)
 			require.Equal(t, want, answer.GetStatuses()[0].GetDurationUntilReset().GetSeconds(), wait)
 			require.Zero(t, answer.GetStatuses()[0].GetDurationUntilReset().GetNanos(), wait)
 		}
@@ -280,18 +280,15 @@ func TestRead_Folders(t *testing.T) {
 
 func TestDocs_Examples(t *testing.T) {
 	t.Parallel()
-	page, err := os.ReadFile("../../../docs/envoy.md")
-	require.NoError(t, err)
+	page := kit.NoError(os.ReadFile("../../../docs/envoy.md"))(t)
 	blocks := regexp.MustCompile("(?s)```yaml\n(.*?)```").FindAllStringSubmatch(string(page), -1)
 	require.Len(t, blocks, 1)
 	require.Equal(t, 2, read(t, blocks[0][1]).Count())
 
-	file, err := os.ReadFile("../../../docs/envoy/envoy.yaml")
-	require.NoError(t, err)
+	file := kit.NoError(os.ReadFile("../../../docs/envoy/envoy.yaml"))(t)
 	var config any
 	require.NoError(t, yaml.Unmarshal(file, &config))
-	text, err := json.Marshal(config)
-	require.NoError(t, err)
+	text := kit.NoError(json.Marshal(config))(t)
 	var b bootstrap.Bootstrap
 	require.NoError(t, protojson.Unmarshal(text, &b))
 	require.NoError(t, b.ValidateAll())

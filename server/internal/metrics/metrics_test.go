@@ -21,12 +21,12 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 func newMetrics(t *testing.T) *metrics.Metrics {
 	t.Helper()
-	m, err := metrics.New()
-	require.NoError(t, err)
+	m := kit.NoError(metrics.New())(t)
 	t.Cleanup(func() { require.NoError(t, m.Close(t.Context())) })
 	return m
 }
@@ -120,8 +120,7 @@ func TestMetrics_KeysAreNoLabels(t *testing.T) {
 	}
 	callers.Wait()
 	parser := expfmt.NewTextParser(model.UTF8Validation)
-	families, err := parser.TextToMetricFamilies(strings.NewReader(scrape(m)))
-	require.NoError(t, err)
+	families := kit.NoError(parser.TextToMetricFamilies(strings.NewReader(scrape(m))))(t)
 	counts := map[string]float64{}
 	for name, family := range families {
 		if !strings.HasPrefix(name, "ratelimit_") {
@@ -199,8 +198,7 @@ func TestOTLP_TheEnvironmentNamesTheService(t *testing.T) {
 	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
 	t.Setenv("OTEL_SERVICE_NAME", "limits of the edge")
 	t.Setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=pod-7")
-	options, err := metrics.OTLP(t.Context())
-	require.NoError(t, err)
+	options := kit.NoError(metrics.OTLP(t.Context()))(t)
 	reader := sdk.NewManualReader()
 	provider := sdk.NewMeterProvider(append(options, sdk.WithReader(reader))...)
 	ended, cancel := context.WithCancel(t.Context())

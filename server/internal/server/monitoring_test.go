@@ -89,7 +89,7 @@ func TestMetrics_CountWhatCallersGot(t *testing.T) {
 	s.mustPost("/v1/acquire", `{"policy":"nobody","key":"k"}`)
 	s.mustPost("/v1/acquire", `{"policy":"api"}`)
 	s.mustPost("/v1/peek", `{"policy":"api","key":"k"}`)
-	s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"api","key":"k"},{"policy":"budget","key":"k"}]}`)
+	s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"budget","key":"k"},{"policy":"api","key":"k"}]}`)
 	for _, path := range []string{"hold", "hold", "renew", "release"} {
 		s.mustPost("/v1/"+path, `{"policy":"jobs","key":"k","holder":"a secret holder"}`)
 	}

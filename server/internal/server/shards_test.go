@@ -54,38 +54,19 @@ func TestShards_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 	require.Contains(t, a.body["detail"], "charge 0 to shard 0 and charge 1 to shard 1 of 4")
 }
 
+// tests/client has every mistake in a list. With one URL of several, the keys of the other shards would have full buckets.
 func TestShards_MistakesAreSeenAtTheStart(t *testing.T) {
 	t.Parallel()
-	dbs, _ := newShards(t, 4)
-	bare := pgtest.New(t)
-	list := func(dbs ...*pgtest.DB) string {
-		var urls []string
-		for _, db := range dbs {
-			urls = append(urls, db.URL)
-		}
-		return "SHARD_URLS=" + strings.Join(urls, " ")
-	}
-	for name, test := range map[string]struct{ setting, says string }{
-		"swapped":    {list(dbs[0], dbs[2], dbs[1], dbs[3]), "shard 1 of 4: "},
-		"too few":    {list(dbs[0], dbs[1]), "List all 4 databases"},
-		"one":        {list(dbs[0]), "List all 4 databases"},
-		"unnumbered": {list(dbs[0], dbs[1], dbs[2], bare), "select ratelimit_define_shard(3, 4);"},
-	} {
-		err := startError(t, "", test.setting)
-		require.ErrorIs(t, err, client.ErrWrongShard, name)
-		require.ErrorContains(t, err, test.says, name)
-	}
-}
-
-// With one URL of several, the keys of the other shards would have full buckets.
-func TestShards_OneAloneIsRefused(t *testing.T) {
-	t.Parallel()
 	dbs, _ := newShards(t, 2)
-	err := startError(t, dbs[1].URL)
-	require.ErrorIs(t, err, client.ErrWrongShard)
-	require.ErrorContains(t, err, "is shard 1 of 2")
-	require.ErrorContains(t, err, "List all 2 databases, in SHARD_URLS")
-
+	for setting, says := range map[string]string{
+		"SHARD_URLS=" + dbs[1].URL + " " + dbs[0].URL: "shard 1 of 2: ",
+		"SHARD_URLS=" + dbs[0].URL:                    "List all 2 databases",
+		"DATABASE_URL=" + dbs[1].URL:                  "would be full here. List all 2 databases, in SHARD_URLS",
+	} {
+		err := startError(t, "", setting)
+		require.ErrorIs(t, err, client.ErrWrongShard, says)
+		require.ErrorContains(t, err, says)
+	}
 	_, _, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed")
 	s := start(t, url) // which may not ask
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)

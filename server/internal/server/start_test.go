@@ -52,6 +52,7 @@ func TestStart_DefinesTheDefaultPolicyOnce(t *testing.T) {
 	s := start(t, db.URL, "DEFAULT_CAPACITY=30", "DEFAULT_REFILL_RATE=1")
 	require.EqualValues(t, 20, s.acquire("", "k").GetCapacity())
 	require.EqualValues(t, 19, s.mustPost("/v1/peek", `{"key":"k"}`).body["remaining"])
+	require.EqualValues(t, 18, s.mustPost("/v1/acquire_all", `{"charges":[{"key":"k"}]}`).body["remaining"])
 	var refill, every int64
 	require.NoError(t, db.Pool.QueryRow(t.Context(), "select refill, extract(epoch from every)::bigint from ratelimit_policies() where policy = 'default'").Scan(&refill, &every))
 	require.EqualValues(t, 1, refill)

@@ -1,6 +1,7 @@
 package service_test
 
 import (
+	"cmp"
 	"context"
 	"io"
 	"math"
@@ -17,6 +18,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 var roomy = service.Limits{Calls: 100, OwnConnections: 10, Time: time.Minute}
@@ -112,29 +114,8 @@ func TestErrors_TheEndOfAContext(t *testing.T) {
 	gone, leave := context.WithCancel(t.Context())
 	leave()
 	for ctx, kind := range map[context.Context]service.Kind{late: service.DeadlineExceeded, gone: service.Canceled} {
-		requireKind(t, kind, errorOf(s.Acquire(ctx, service.Request{Policy: "nobody", Key: "k"})))
+		requireKind(t, kind, kit.ErrorOf(s.Acquire(ctx, service.Request{Policy: "nobody", Key: "k"})))
 	}
-}
-
-func TestRequests_WhatIsLeftOut(t *testing.T) {
-	t.Parallel()
-	var seen recorder
-	s := service.New(newFake(t), roomy, seen.observe)
-	ctx := t.Context()
-
-	d, err := s.Acquire(ctx, service.Request{Key: "k"})
-	require.NoError(t, err)
-	require.EqualValues(t, 9, d.Remaining, "a cost of 1")
-	require.Equal(t, service.DefaultPolicy, seen.last().Policy)
-
-	d, err = s.Peek(ctx, service.Request{Key: "k", Cost: new(int64(10))})
-	require.NoError(t, err)
-	require.False(t, d.Allowed)
-
-	joint, err := s.AcquireAll(ctx, service.JointRequest{Charges: []service.Request{{Key: "k"}, {Policy: "api", Key: "k", Cost: new(int64(10))}}})
-	require.NoError(t, err)
-	require.EqualValues(t, 8, joint.Decisions[0].Remaining)
-	require.Equal(t, "api", seen.last().Policy, "that of the binding charge")
 }
 
 // leased is a limiter that grants from leases.
@@ -150,17 +131,13 @@ func TestObserve_TellsGrantsFromLeases(t *testing.T) {
 	t.Parallel()
 	var seen recorder
 	s := service.New(leased{newFake(t)}, roomy, seen.observe)
-	d, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})
-	require.NoError(t, err)
+	d := kit.NoError(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"}))(t)
 	require.True(t, d.Estimated && seen.last().Leased)
-	_, err = s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false)
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false)))
 	require.True(t, seen.last().Leased)
-	_, err = s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k", Cost: new(int64(10))})
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k", Cost: new(int64(10))})))
 	require.False(t, seen.last().Leased, "a denial")
-	_, err = s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"})
-	require.NoError(t, err)
+	require.NoError(t, kit.ErrorOf(s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"})))
 	require.False(t, seen.last().Leased)
 }
 
@@ -178,22 +155,21 @@ func TestObserve_HasTheResultOfEachCall(t *testing.T) {
 		{service.Request{Policy: "api", Key: "k"}, client.ResultDenied},
 		{service.Request{Policy: "watched", Key: "k", Cost: new(int64(11))}, client.ResultShadowed},
 		{service.Request{Policy: "nobody", Key: "k"}, client.ResultError},
+		{service.Request{Key: "k"}, client.ResultAllowed},
 	} {
 		_, err := s.Acquire(t.Context(), test.request)
 		require.Equal(t, test.result == client.ResultError, err != nil)
 		require.Equal(t, test.result, seen.last().Result)
-		require.Equal(t, test.request.Policy, seen.last().Policy)
+		require.Equal(t, cmp.Or(test.request.Policy, service.DefaultPolicy), seen.last().Policy)
 		require.Equal(t, err != nil, seen.last().Err != nil)
 	}
 	jobs := service.Request{Policy: "jobs", Key: "k", Holder: "h", Cost: new(int64(2))}
 	for _, result := range []client.Result{client.ResultAllowed, client.ResultReplayed} {
-		_, err := s.Hold(t.Context(), jobs)
-		require.NoError(t, err)
+		require.NoError(t, kit.ErrorOf(s.Hold(t.Context(), jobs)))
 		require.Equal(t, []any{"jobs", result}, []any{seen.last().Policy, seen.last().Result})
 	}
 	jobs.Holder = "i"
-	d, err := s.Hold(t.Context(), jobs)
-	require.NoError(t, err)
+	d := kit.NoError(s.Hold(t.Context(), jobs))(t)
 	require.Equal(t, []any{time.Minute, client.ResultDenied}, []any{d.RetryAfter, seen.last().Result})
 	for _, o := range []service.Operation{service.Hold, service.Renew, service.Release} {
 		require.Equal(t, o == service.Hold, o.Takes())
@@ -250,8 +226,6 @@ func requireKind(t *testing.T, kind service.Kind, err error, about ...any) {
 	require.Equal(t, kind.Reason(), e.Kind.Reason(), about...)
 }
 
-func errorOf[T any](_ T, err error) error { return err }
-
 func TestLimits_OneCallTooManyIsRefusedAtOnce(t *testing.T) {
 	t.Parallel()
 	limiter := newStuck(t)
@@ -259,17 +233,16 @@ func TestLimits_OneCallTooManyIsRefusedAtOnce(t *testing.T) {
 	r := service.Request{Policy: "api", Key: "k"}
 	var callers sync.WaitGroup
 	for range 2 {
-		callers.Go(func() { assert.NoError(t, errorOf(s.Acquire(t.Context(), r))) })
+		callers.Go(func() { assert.NoError(t, kit.ErrorOf(s.Acquire(t.Context(), r))) })
 		<-limiter.asked
 	}
 	for range 10 {
-		requireKind(t, service.Overloaded, errorOf(s.Acquire(t.Context(), r)))
+		requireKind(t, service.Overloaded, kit.ErrorOf(s.Acquire(t.Context(), r)))
 	}
 	require.EqualValues(t, 2, s.UnderWay())
 	close(limiter.let)
 	callers.Wait()
-	d, err := s.Acquire(t.Context(), r)
-	require.NoError(t, err)
+	d := kit.NoError(s.Acquire(t.Context(), r))(t)
 	require.EqualValues(t, 7, d.Remaining, "a call that was refused took nothing")
 }
 
@@ -286,11 +259,10 @@ func TestLimits_OfOneShardRefuseItsOwnRequests(t *testing.T) {
 	}
 	var caller sync.WaitGroup
 	caller.Go(func() {
-		assert.NoError(t, errorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: keys[1]})))
+		assert.NoError(t, kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: keys[1]})))
 	})
 	<-limiter.asked
-	answers, err := s.AcquireMany(t.Context(), []service.Request{{Policy: "api", Key: keys[1]}, {Policy: "api", Key: keys[0]}})
-	require.NoError(t, err)
+	answers := kit.NoError(s.AcquireMany(t.Context(), []service.Request{{Policy: "api", Key: keys[1]}, {Policy: "api", Key: keys[0]}}))(t)
 	requireKind(t, service.Overloaded, answers[0].Err)
 	require.Nil(t, answers[1].Err)
 	require.EqualValues(t, 9, answers[1].Decision.Remaining)
@@ -309,18 +281,20 @@ func TestLimits_CallsOfTheirOwnWaitForEachOther(t *testing.T) {
 	limiter := newStuck(t)
 	s := service.New(limiter, service.Limits{Calls: 100, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
 	var callers sync.WaitGroup
-	callers.Go(func() { assert.NoError(t, errorOf(s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"}))) })
+	callers.Go(func() { assert.NoError(t, kit.ErrorOf(s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"}))) })
 	<-limiter.asked
 
 	short, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	requireKind(t, service.DeadlineExceeded, errorOf(s.Peek(short, service.Request{Policy: "api", Key: "k"})))
+	requireKind(t, service.DeadlineExceeded, kit.ErrorOf(s.Peek(short, service.Request{Policy: "api", Key: "k"})))
 	short, cancel = context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	requireKind(t, service.DeadlineExceeded, errorOf(s.Acquire(short, service.Request{Policy: "api", Key: strings.Repeat("k", 513)})), "nobody can share its call")
+	requireKind(t, service.DeadlineExceeded, kit.ErrorOf(s.Acquire(short, service.Request{Policy: "api", Key: strings.Repeat("k", 513)})), "nobody can share its call")
 	require.Empty(t, limiter.asked, "neither has asked")
 
-	callers.Go(func() { assert.NoError(t, errorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"}))) })
+	callers.Go(func() {
+		assert.NoError(t, kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})))
+	})
 	<-limiter.asked // beside the Peek that is stuck
 	close(limiter.let)
 	callers.Wait()
@@ -339,8 +313,7 @@ func TestLimits_NoCallHasMoreTime(t *testing.T) {
 
 func left(t *testing.T, fake *clienttest.Fake, policy, key string) int64 {
 	t.Helper()
-	d, err := fake.Peek(t.Context(), policy, key)
-	require.NoError(t, err)
+	d := kit.NoError(fake.Peek(t.Context(), policy, key))(t)
 	return d.Remaining
 }
 
@@ -367,8 +340,7 @@ func TestAdmit_IsOneCall(t *testing.T) {
 		{[]service.GateCharge{{Policy: "watched", Key: "o", Cost: 11, Shadow: true}, {Policy: "api", Key: "o", Cost: 1}}, false, "watched", client.ResultShadowed},
 	} {
 		before := len(r.calls)
-		p, err := s.Admit(t.Context(), test.charges, test.blocked)
-		require.NoError(t, err)
+		p := kit.NoError(s.Admit(t.Context(), test.charges, test.blocked))(t)
 		require.Len(t, p.Decisions, len(test.charges))
 		require.Len(t, r.calls, before+1)
 		call := r.last()
@@ -386,8 +358,7 @@ func TestAdmit_ALookNeedsAToken(t *testing.T) {
 	for level, isAllowed := range map[float64]bool{1: true, 0.999999: false, 0: false, -1: false} {
 		require.NoError(t, fake.SetLevel("api", "k", level))
 		for range 2 {
-			p, err := s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k"}}, false)
-			require.NoError(t, err)
+			p := kit.NoError(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k"}}, false))(t)
 			require.Equal(t, isAllowed, p.Allowed, level)
 			require.Equal(t, isAllowed, p.Decisions[0].Allowed, level)
 		}
@@ -401,16 +372,14 @@ func TestAdmit_BlockedRequestsNeedTheSumOfTheirCharges(t *testing.T) {
 	s := service.New(fake, roomy, func(service.Call) {})
 	require.NoError(t, fake.SetLevel("api", "k", 8))
 	twice := []service.GateCharge{{Policy: "api", Key: "k", Cost: 6}, {Policy: "api", Key: "k", Cost: 4}, {Policy: "api", Key: "o", Cost: 4}}
-	p, err := s.Admit(t.Context(), twice, true)
-	require.NoError(t, err)
+	p := kit.NoError(s.Admit(t.Context(), twice, true))(t)
 	require.Equal(t, []bool{false, false, true}, []bool{p.Decisions[0].Allowed, p.Decisions[1].Allowed, p.Decisions[2].Allowed})
 	require.Equal(t, 2*time.Second, p.Decisions[0].RetryAfter)
 	require.Equal(t, p.Decisions[0], p.Decisions[1])
 	require.EqualValues(t, 8, left(t, fake, "api", "k"))
 
 	most := service.GateCharge{Policy: "api", Key: "k", Cost: math.MaxInt64}
-	p, err = s.Admit(t.Context(), []service.GateCharge{most, most}, true)
-	require.NoError(t, err)
+	p = kit.NoError(s.Admit(t.Context(), []service.GateCharge{most, most}, true))(t)
 	require.Equal(t, []bool{false, false}, []bool{p.Decisions[0].Allowed, p.Decisions[1].Allowed}, "the sum is the largest there is, and not below zero")
 }
 
@@ -422,8 +391,7 @@ func TestAdmit_ARefusalStaysOne(t *testing.T) {
 	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Second}))
 	require.NoError(t, fake.SetLevel("api", "k", 0))
 	s := service.New(latePeek{fake, func() { now = now.Add(time.Hour) }}, roomy, func(service.Call) {})
-	p, err := s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k"}}, false)
-	require.NoError(t, err)
+	p := kit.NoError(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k"}}, false))(t)
 	require.False(t, p.Allowed)
 	require.False(t, p.Decisions[0].Allowed)
 }
@@ -461,7 +429,7 @@ func TestAdmit_WaitsForAConnection(t *testing.T) {
 	s := service.New(limiter, service.Limits{Calls: 10, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
 	var callers sync.WaitGroup
 	callers.Go(func() {
-		assert.NoError(t, errorOf(s.RefundAll(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}})))
+		assert.NoError(t, kit.ErrorOf(s.RefundAll(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}})))
 	})
 	<-limiter.asked
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
@@ -470,7 +438,7 @@ func TestAdmit_WaitsForAConnection(t *testing.T) {
 	require.Zero(t, d)
 	requireKind(t, service.DeadlineExceeded, err)
 	callers.Go(func() {
-		assert.NoError(t, errorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "j", Cost: 1}}, false)))
+		assert.NoError(t, kit.ErrorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "j", Cost: 1}}, false)))
 	})
 	<-limiter.asked // this shares a connection
 	close(limiter.let)
