@@ -265,8 +265,6 @@ func TestEnvoy_RemainingIsClamped(t *testing.T) {
 
 func TestEnvoy_Invalid(t *testing.T) {
 	e := startEdge(t, edgeRules)
-	own := of("user", "ann")
-	own.Limit = &common.RateLimitDescriptor_RateLimitOverride{RequestsPerUnit: 1_000_000}
 	many := make(list, 1001)
 	for i := range many {
 		many[i] = of("user", strings.Repeat("x", i))
@@ -274,7 +272,6 @@ func TestEnvoy_Invalid(t *testing.T) {
 	for name, q := range map[string]*envoypb.RateLimitRequest{
 		"no domain":      {Descriptors: list{of("user", "ann")}},
 		"no descriptors": {Domain: "edge"},
-		"its own limit":  {Domain: "edge", Descriptors: list{own}},
 		"too many":       {Domain: "edge", Descriptors: many},
 	} {
 		_, err := e.envoy.ShouldRateLimit(t.Context(), q)
