@@ -168,8 +168,8 @@ func TestRoundTrip_ReturnsTheAnswerIfThePauseFails(t *testing.T) {
 	in(t, func(t *testing.T, w *world) {
 		w.answers, w.lost = []http.Header{{"Retry-After": {"3"}}}, errors.New("lost")
 		var seen error
-		response := w.send(t.Context(), w.process(OnError(func(_ *http.Request, err error) { seen = err })), "/a")
-		require.Equal(t, http.StatusTooManyRequests, response.StatusCode)
+		status := w.send(t.Context(), w.process(OnError(func(_ *http.Request, err error) { seen = err })), "/a")
+		require.Equal(t, http.StatusTooManyRequests, status)
 		require.ErrorIs(t, seen, w.lost)
 	})
 }

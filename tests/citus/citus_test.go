@@ -53,7 +53,7 @@ func testCitusInstalls(t *testing.T, c *kit.Citus) {
 	c.Install(t, "installs") // so that PUBLIC may execute nothing there
 	for n, node := range db {
 		require.Equal(t, []string{
-			"acquire_here", "acquire_up_to_here", "charge_here", "decide_here", "hold_here", "peek_here", "refund_here", "release_here", "renew_here",
+			"acquire_here", "acquire_up_to_here", "charge_here", "decide_here", "hold_here", "pause_here", "peek_here", "refund_here", "release_here", "renew_here",
 			"reserve_here", "reset_here", "settle_here",
 		}, node.Strings(`
 			select p.proname::text
@@ -525,7 +525,7 @@ func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 	rendered := string(files["citus/citus.sql"])
 	require.NotRegexp(t, `[^\x00-\x7f]`, rendered, "psql takes the file to be in the encoding of its locale")
 	for _, function := range []string{
-		"acquire_here", "peek_here", "refund_here", "reset_here", "charge_here", "settle_here", "reserve_here", "acquire_up_to_here",
+		"acquire_here", "peek_here", "pause_here", "refund_here", "reset_here", "charge_here", "settle_here", "reserve_here", "acquire_up_to_here",
 		"hold_here", "renew_here", "release_here",
 		"decide_here", "decide_in_order", "look_at_buckets", "rows_of_buckets", "live_idempotency_keys", "lock_buckets", "create_buckets",
 		"write_buckets", "remember_idempotency_keys", "rows_of_ephemeral_buckets", "live_ephemeral_idempotency_keys", "lock_ephemeral_buckets",
