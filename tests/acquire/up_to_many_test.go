@@ -88,10 +88,10 @@ func TestAcquireUpToMany_TakesWhatOthersLeave(t *testing.T) {
 
 // Callers take the same buckets in opposite orders, beside calls that take all of several: nobody deadlocks, and what was taken is what is gone.
 func TestAcquireUpToMany_NeverDeadlocksAndNeverTakesMore(t *testing.T) {
-	const callers, batches, buckets = 8, 40, 6
+	const callers, batches, buckets = 8, 100, 20
 	db := kit.ParallelDB(t)
 	for _, policy := range []string{"p", "q"} {
-		db.DefinePolicy(policy, 60, 1, 1000*time.Hour)
+		db.DefinePolicy(policy, 3000, 1, 1000*time.Hour)
 	}
 	db.Warm(callers)
 	taken := make([]int64, callers)
@@ -100,7 +100,7 @@ func TestAcquireUpToMany_NeverDeadlocksAndNeverTakesMore(t *testing.T) {
 			var requests []kit.NullableRequest
 			var whole []string
 			for i := range buckets {
-				requests = append(requests, kit.RequestOf([]string{"p", "q"}[i%2], fmt.Sprintf("%d/%d", batch, i), int64(1+rand.IntN(20))))
+				requests = append(requests, kit.RequestOf([]string{"p", "q"}[i%2], fmt.Sprint(batch/90, "/", i), int64(1+rand.IntN(20))))
 				whole = append(whole, *requests[i].Policy+" "+*requests[i].Key)
 			}
 			if rand.IntN(4) == 0 {
@@ -131,6 +131,6 @@ func TestAcquireUpToMany_NeverDeadlocksAndNeverTakesMore(t *testing.T) {
 	for _, n := range taken {
 		sum += n
 	}
-	require.Equal(t, sum, db.Number("select sum(60 - level / 1000000) from ratelimit.buckets"))
+	require.Equal(t, sum, db.Number("select sum(3000 - level / 1000000) from ratelimit.buckets"))
 	require.Zero(t, db.Number("select count(*) from ratelimit.buckets where level < 0"))
 }
