@@ -22,7 +22,7 @@
 //
 // An answer pauses the bucket of the first charge for as long as [RetryAfter] returns: see [client.Limiter.Pause]. So name first the
 // bucket that all requests to the upstream are charged to. Its policy must refill, and is no quota. What was granted before the pause is
-// sent: requests, reservations, and leased tokens of a [client.Leaser] for up to a second.
+// sent: requests, reservations, and for up to a second the requests of a program that has leased tokens by [client.Leaser.Acquire].
 //
 // There are no retries. The caller gets each answer, a 429 too, when its pause is committed. To send the request again, it waits
 // for its tokens again.
