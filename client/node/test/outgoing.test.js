@@ -2,7 +2,7 @@ import assert from 'node:assert/strict'
 import test from 'node:test'
 import { Combiner, InvalidArgument, Limiter, TooLate, UnknownPolicy } from '../index.js'
 import { limitedFetch, retryAfter } from '../outgoing.js'
-import { definePolicy, eventually, left, pool, withLocked } from './kit.js'
+import { definePolicy, eventually, left, pool, stuck, turn, withLocked } from './kit.js'
 
 /** An upstream that sees requests, and refuses those whose path has the fields of a refusal. */
 function upstream(limiter, policy, options) {
@@ -27,13 +27,26 @@ test('a request is sent as it is when all its tokens are there', async () => {
 })
 
 test('requests with the same buckets wait in line, and one of them asks', async () => {
-  const policy = await definePolicy(1, 20, '1 second'), limiter = new Limiter(pool)
-  let calls = 0
-  const counting = { __proto__: limiter, acquireAll: (charges) => (calls++, limiter.acquireAll(charges)), pause() {} }
-  const { seen, send } = upstream(counting, policy)
-  await Promise.all(['/a', '/b', '/c', '/d', '/e'].map((path) => send(path)))
-  assert.deepEqual(seen.map(({ path }) => path), ['/a', '/b', '/c', '/d', '/e'])
-  assert.ok(calls <= 9, `${calls} calls`)
+  const policy = await definePolicy(1, 20, '1 second'), limiter = new Limiter(pool), leaving = new AbortController()
+  let calls = 0, open = 0, go
+  const ready = new Promise((resolve) => { go = resolve })
+  const { seen, send } = upstream({
+    async acquireAll(charges) {
+      assert.equal(++open, 1)
+      calls++
+      await ready
+      return limiter.acquireAll(charges).finally(() => open--)
+    },
+    pause() {},
+  }, policy)
+  const sent = ['/a', '/b', '/c', '/d', '/e'].map((path) => send(path, { signal: path === '/c' ? leaving.signal : undefined }))
+  await turn()
+  leaving.abort()
+  await assert.rejects(sent.splice(2, 1)[0], { name: 'AbortError' })
+  await turn().then(go)
+  await Promise.all(sent)
+  assert.deepEqual(seen.map(({ path }) => path), ['/a', '/b', '/d', '/e'])
+  assert.ok(calls <= 7, `${calls} calls`)
 })
 
 test('one response stops all processes, and is returned', async () => {
@@ -75,13 +88,15 @@ test('nothing is sent or taken without the tokens', async () => {
 })
 
 test('tokens that are granted after an abort are refunded', async () => {
-  const policy = await definePolicy(5), leaving = new AbortController(), { seen, send } = upstream(new Limiter(pool), policy)
+  const limiter = new class extends Limiter { acquireAll(charges) { return this.asked = super.acquireAll(charges) } }(pool)
+  const policy = await definePolicy(5), leaving = new AbortController(), { seen, send } = upstream(limiter, policy)
   await withLocked(policy, 'k', async () => {
     const sent = assert.rejects(send('/a', { signal: leaving.signal, cost: 2 }), /gone/)
-    await eventually(async () => (await pool.query("select from pg_stat_activity where wait_event_type = 'Lock' and query like '%acquire_all%' and datname = current_database()")).rowCount > 0)
+    await eventually(async () => (await stuck('ratelimit_acquire_all')).length > 0)
     leaving.abort(new Error('gone'))
     await sent
   })
+  assert.ok((await limiter.asked).allowed)
   await eventually(async () => await left(policy, 'k') === 4 && await left(policy, 'other') === 5)
   assert.deepEqual(seen, [])
 })
