@@ -3,12 +3,12 @@ package queues
 import (
 	"context"
 	"fmt"
-	"maps"
 	"os"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -72,11 +72,16 @@ func fetchedBy(q kit.RowsQuerier, call string, args ...any) ([]fetched, error) {
 // work fetches with four workers as the page says, until as many jobs as are wanted have started; another tenant's job counts nothing.
 func (g *gated) work(fetch fetcher, wanted int64, counts func(tenant string) bool) {
 	var started atomic.Int64
+	var limited sync.Map // denied tenants, and until when
 	kit.Crowd(g.T, 4, func(int) error {
-		limited := map[string]time.Time{} // until when
 		for after, idle := "", true; started.Load() < wanted; {
-			maps.DeleteFunc(limited, func(_ string, until time.Time) bool { return time.Now().After(until) })
-			answer, err := fetch(g.Pool, after, slices.AppendSeq([]string{}, maps.Keys(limited)), 20, 5)
+			skip := []string{}
+			for tenant, until := range limited.Range {
+				if time.Now().Before(until.(time.Time)) {
+					skip = append(skip, tenant.(string))
+				}
+			}
+			answer, err := fetch(g.Pool, after, skip, 20, 5)
 			if err != nil {
 				return err
 			}
@@ -86,7 +91,7 @@ func (g *gated) work(fetch fetcher, wanted int64, counts func(tenant string) boo
 				case row.Error != nil:
 					return fmt.Errorf("%s: %s", row.Tenant, *row.Error)
 				case row.ID == nil:
-					limited[row.Tenant] = time.Now().Add(*row.RetryAfter)
+					limited.Store(row.Tenant, time.Now().Add(*row.RetryAfter))
 				default:
 					idle = false
 					if counts(row.Tenant) {
