@@ -52,7 +52,7 @@ test('requests with the same buckets wait in line, and one of them asks', async 
 test('one response stops all processes, and is returned', async () => {
   const policy = await definePolicy(5, 100, '1 second')
   const one = upstream(new Limiter(pool), policy), other = upstream(new Combiner(pool), policy)
-  const refused = await one.send('{"Retry-After": "1"}'), begin = performance.now()
+  const begin = performance.now(), refused = await one.send('{"Retry-After": "1"}') // the pause begins before its answer comes
   assert.equal(refused.status, 429)
   await Promise.all(['/a', '/b'].map((path) => other.send(path)))
   const [first, second] = other.seen.map(({ at }) => at - begin)
