@@ -95,6 +95,11 @@ const stories = {
     ['Refund', budget('charge', { amount: 9999 }), { remaining: 950 }],
     ['Refund', budget('charge', { amount: 51 }), { remaining: 1000 }],
   ],
+  'AcquireUpToMany takes what there is': [
+    ['AcquireUpToMany', { requests: [budget('many', { at_most: 600 }), budget('many', { at_most: 600 })] }, {
+      answers: (answers) => answers.map((a) => a.taken).join() === '600,400',
+    }],
+  ],
   'Pause stops a bucket': [
     ['Pause', api('pause', { pause_for: { seconds: 3600 } }), { verdict: 'DENIED', remaining: 0 }],
   ],

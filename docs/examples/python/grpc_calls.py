@@ -67,6 +67,7 @@ check([a.decision.verdict for a in call("PeekMany", requests=[api, budget]).answ
 check(call("Refund", **api, amount=10).remaining, 10)
 check(call("AcquireAll", charges=[api, budget]).whole.verdict, ALLOWED)
 check(call("AcquireUpTo", **api, at_most=20).taken, 9)
+check([a.taken for a in call("AcquireUpToMany", requests=[dict(budget, logical_key="many", at_most=n) for n in (600, 600, 1)]).answers], [600, 400, 0])
 check(call("Reserve", **api, max_wait={"seconds": 2 * 86400}).wait.seconds // 3600, 23)
 check(call("Charge", **budget, cost=99, request_id="job").remaining, 900)
 check(call("Settle", **budget, cost=0, request_id="job").remaining, 999)
@@ -86,6 +87,6 @@ check(call("Hold", **dict(job, holder="attempt 2")).verdict, DENIED)
 check(call("Renew", **job).held_for.seconds, 60)
 check(call("Release", **job).released, True)
 check(call("Renew", **job).HasField("held_for"), False)
-check(set(methods), {"Acquire", "AcquireAll", "AcquireMany", "AcquireStream", "AcquireUpTo", "Reserve", "Charge", "Settle", "Peek", "PeekMany", "Refund", "Pause",
+check(set(methods), {"Acquire", "AcquireAll", "AcquireMany", "AcquireStream", "AcquireUpTo", "AcquireUpToMany", "Reserve", "Charge", "Settle", "Peek", "PeekMany", "Refund", "Pause",
                      "Hold", "Renew", "Release"})
 print("all calls are answered")

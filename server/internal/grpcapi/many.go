@@ -27,6 +27,13 @@ func (a api) PeekMany(ctx context.Context, q *pb.PeekManyRequest) (*pb.PeekManyR
 	return &pb.PeekManyResponse{Answers: answers(list)}, err
 }
 
+func (a api) AcquireUpToMany(ctx context.Context, q *pb.AcquireUpToManyRequest) (*pb.AcquireUpToManyResponse, error) {
+	list, err := a.service.AcquireUpToMany(ctx, requests(q.GetRequests(), func(q *pb.UpTo) service.Request {
+		return service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.AtMost}
+	}))
+	return &pb.AcquireUpToManyResponse{Answers: answers(list)}, err
+}
+
 type acquireStream = grpc.BidiStreamingServer[pb.AcquireStreamRequest, pb.AcquireStreamResponse]
 
 // AcquireStream answers messages side by side. It ends when all that it has begun to answer is answered.
@@ -105,7 +112,7 @@ func answers(list []service.Answer) []*pb.Answer {
 		if a.Err != nil {
 			answers[i].Error = errorOf(a.Err)
 		} else {
-			answers[i].Decision = all[i].decision(a.Decision)
+			answers[i].Decision, answers[i].Taken = all[i].decision(a.Decision), a.Taken
 		}
 	}
 	return answers

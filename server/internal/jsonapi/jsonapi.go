@@ -77,6 +77,11 @@ func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 	}) (any, error) {
 		return newAnswers(s.PeekMany(ctx, services(r.Requests)))
 	}))
+	mux.Handle("/v1/acquire_up_to_many", endpoint(maxBytes, func(ctx context.Context, r struct {
+		Requests []upToOfMany `json:"requests"`
+	}) (any, error) {
+		return newAnswers(s.AcquireUpToMany(ctx, services(r.Requests)))
+	}))
 	mux.Handle("/v1/acquire_all", endpoint(maxBytes, func(ctx context.Context, r jointRequest) (any, error) {
 		d, err := s.AcquireAll(ctx, r.service())
 		return NewJointDecision(d), err
@@ -116,6 +121,16 @@ type upToRequest struct {
 	AtMost         *int64  `json:"at_most"`
 	AtLeast        *int64  `json:"at_least"`
 	IdempotencyKey *string `json:"idempotency_key"`
+}
+
+type upToOfMany struct {
+	Policy string `json:"policy"`
+	Key    string `json:"key"`
+	AtMost *int64 `json:"at_most"`
+}
+
+func (r upToOfMany) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.AtMost}
 }
 
 type reserveRequest struct {
@@ -412,9 +427,10 @@ type answers struct {
 	Answers []answer `json:"answers"`
 }
 
-// An answer has one of both.
+// An answer has a decision or an error.
 type answer struct {
 	Decision *Decision `json:"decision,omitzero"`
+	Taken    *int64    `json:"taken,omitempty"`
 	Error    *Problem  `json:"error,omitzero"`
 }
 
@@ -424,7 +440,7 @@ func newAnswers(list []service.Answer, err error) (answers, error) {
 		if a.Err != nil {
 			all.Answers[i].Error = new(NewProblem(a.Err))
 		} else {
-			all.Answers[i].Decision = new(NewDecision(a.Decision))
+			all.Answers[i].Decision, all.Answers[i].Taken = new(NewDecision(a.Decision)), a.Taken
 		}
 	}
 	return all, err

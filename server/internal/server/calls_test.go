@@ -29,20 +29,21 @@ const freeze = "create or replace function ratelimit.clock() returns timestamptz
 
 // everyCall has a body for each call. That of settle needs a grant under the idempotency key i.
 var everyCall = map[string]string{
-	"acquire":       `{"policy":"api","key":"k"}`,
-	"acquire_all":   `{"charges":[{"policy":"api","key":"k"}]}`,
-	"acquire_many":  `{"requests":[{"policy":"api","key":"k"}]}`,
-	"acquire_up_to": `{"policy":"api","key":"k","at_most":1}`,
-	"reserve":       `{"policy":"api","key":"k","max_wait":60}`,
-	"charge":        `{"policy":"api","key":"k","cost":1}`,
-	"settle":        `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
-	"peek":          `{"policy":"api","key":"k"}`,
-	"peek_many":     `{"requests":[{"policy":"api","key":"k"}]}`,
-	"refund":        `{"policy":"api","key":"k","amount":1}`,
-	"pause":         `{"policy":"api","key":"k","pause_for":1}`,
-	"hold":          `{"policy":"jobs","key":"k","holder":"h"}`,
-	"renew":         `{"policy":"jobs","key":"k","holder":"h"}`,
-	"release":       `{"policy":"jobs","key":"k","holder":"h"}`,
+	"acquire":            `{"policy":"api","key":"k"}`,
+	"acquire_all":        `{"charges":[{"policy":"api","key":"k"}]}`,
+	"acquire_many":       `{"requests":[{"policy":"api","key":"k"}]}`,
+	"acquire_up_to":      `{"policy":"api","key":"k","at_most":1}`,
+	"reserve":            `{"policy":"api","key":"k","max_wait":60}`,
+	"charge":             `{"policy":"api","key":"k","cost":1}`,
+	"settle":             `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
+	"peek":               `{"policy":"api","key":"k"}`,
+	"peek_many":          `{"requests":[{"policy":"api","key":"k"}]}`,
+	"refund":             `{"policy":"api","key":"k","amount":1}`,
+	"acquire_up_to_many": `{"requests":[{"policy":"api","key":"k","at_most":1}]}`,
+	"pause":              `{"policy":"api","key":"k","pause_for":1}`,
+	"hold":               `{"policy":"jobs","key":"k","holder":"h"}`,
+	"renew":              `{"policy":"jobs","key":"k","holder":"h"}`,
+	"release":            `{"policy":"jobs","key":"k","holder":"h"}`,
 }
 
 // asJSON has the values of an answer by gRPC as the call by JSON writes them.
@@ -111,6 +112,9 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 			`{"allowed":true,"remaining":-3,"retry_after":0,"reset_after":1123200,"capacity":10,"replayed":false,"shadowed":false}`},
 		{"refund", `{"policy":"api","key":"k","amount":8}`,
 			`{"allowed":true,"remaining":5,"retry_after":0,"reset_after":432000,"capacity":10,"replayed":false,"shadowed":false}`},
+		{"acquire_up_to_many", `{"requests":[{"policy":"odd","key":"many","at_most":5},{"policy":"odd","key":"many","at_most":5}]}`,
+			`{"answers":[{"decision":{"allowed":true,"remaining":2,"retry_after":0,"reset_after":1.666667,"capacity":7,"replayed":false,"shadowed":false},"taken":5},` +
+				`{"decision":{"allowed":true,"remaining":0,"retry_after":0,"reset_after":2.333334,"capacity":7,"replayed":false,"shadowed":false},"taken":2}]}`},
 		{"pause", `{"policy":"odd","key":"paused","pause_for":1.5}`,
 			`{"allowed":false,"remaining":0,"retry_after":1.833334,"reset_after":3.833334,"capacity":7,"replayed":false,"shadowed":false}`},
 		{"acquire", `{"policy":"budget","key":"k"}`,

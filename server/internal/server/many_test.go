@@ -30,7 +30,7 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 	db, s := parallel(t)
 	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)))
 	const good = `{"policy":"api","key":"k"},`
-	for _, path := range []string{"acquire_many", "peek_many"} {
+	for _, path := range []string{"acquire_many", "peek_many", "acquire_up_to_many"} {
 		for bad, want := range map[string]struct {
 			code          codes.Code
 			status        int
@@ -47,10 +47,15 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 			`{"policy":"api","key":"k","idempotency_key":""}`:              {codes.InvalidArgument, 422, "INVALID_ARGUMENT", "22023", "requests[1].idempotency_key is", false},
 			`{"policy":"api","key":"k","cost":2,"idempotency_key":"used"}`: {codes.AlreadyExists, 409, "IDEMPOTENCY_MISMATCH", "RL002", "used before with another cost", false},
 		} {
-			if path == "peek_many" && !want.isOfPeekToo {
+			if path != "acquire_many" && !want.isOfPeekToo {
 				continue
 			}
-			body := `{"requests":[` + good + bad + `,{"policy":"budget","key":"k"}]}`
+			says, list := want.says, good+bad+`,{"policy":"budget","key":"k"}`
+			if path == "acquire_up_to_many" {
+				list = strings.ReplaceAll(strings.ReplaceAll(list, `"cost"`, `"at_most"`), `"}`, `","at_most":1}`)
+				says = strings.Replace(says, "cost", "at_most", 1)
+			}
+			body := `{"requests":[` + list + `]}`
 			db.Exec(t, "select ratelimit_reset('api', 'k')")
 			out := kit.NoError(s.call(t.Context(), path, body))(t)
 			var answers []*pb.Answer
@@ -59,22 +64,24 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 				answers = out.GetAnswers()
 			case *pb.PeekManyResponse:
 				answers = out.GetAnswers()
+			case *pb.AcquireUpToManyResponse:
+				answers = out.GetAnswers()
 			}
 			require.Len(t, answers, 3)
 			require.Equal(t, pb.Verdict_ALLOWED, answers[0].GetDecision().GetVerdict())
 			require.Equal(t, pb.Verdict_ALLOWED, answers[2].GetDecision().GetVerdict())
 			e := answers[1].GetError()
 			require.Equal(t, []any{int32(want.code), want.reason, want.state}, []any{e.GetCode(), e.GetReason(), e.GetSqlstate()}, "%s: %v", bad, e)
-			require.Contains(t, e.GetMessage(), want.says)
+			require.Contains(t, e.GetMessage(), says)
 
 			a := s.mustPost("/v1/"+path, body)
 			require.Equal(t, http.StatusOK, a.status)
-			list := a.body["answers"].([]any)
-			require.NotContains(t, list[0], "error")
-			problem := list[1].(map[string]any)["error"].(map[string]any)
+			inJSON := a.body["answers"].([]any)
+			require.NotContains(t, inJSON[0], "error")
+			problem := inJSON[1].(map[string]any)["error"].(map[string]any)
 			require.EqualValues(t, want.status, problem["status"])
 			require.Equal(t, want.state, problem["sqlstate"])
-			require.Contains(t, fmt.Sprint(problem["title"], problem["detail"]), want.says)
+			require.Contains(t, fmt.Sprint(problem["title"], problem["detail"]), says)
 		}
 	}
 }

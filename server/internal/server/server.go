@@ -236,7 +236,7 @@ func (s *Server) newHTTP() *http.Server {
 		calls.Handle("/json", envoy.Handler(s.envoy, int64(c.MaxMessageBytes)))
 	}
 	calls.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
-		jsonapi.Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/acquire, acquire_all, acquire_many, acquire_up_to, reserve, charge, settle, peek, peek_many, refund and pause."}.Write(w)
+		jsonapi.Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/acquire, acquire_all, acquire_many, acquire_up_to, acquire_up_to_many, reserve, charge, settle, peek, peek_many, refund and pause."}.Write(w)
 	})
 	local := func(next http.Handler) http.Handler { return next } // health tells strangers nothing, and the page sees to itself
 	if len(c.Tokens) == 0 && s.httpListener.Addr().(*net.TCPAddr).IP.IsLoopback() {

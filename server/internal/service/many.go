@@ -16,26 +16,53 @@ const maxRequests = 1000
 // An Answer is to one of several requests.
 type Answer struct {
 	Decision client.Decision
+	Taken    *int64 // beside a decision of AcquireUpToMany
 	Err      *Error // nil for a decision
 }
 
 // AcquireMany answers each request as Acquire does, in their order. The requests of a shard are one call within its limits.
 func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	return s.many(ctx, AcquireMany, requests, s.limiter.AcquireMany)
+	return s.many(ctx, AcquireMany, requests, func(ctx context.Context, requests []client.Request) []client.PartialAnswer {
+		return partial(s.limiter.AcquireMany(ctx, requests))
+	})
+}
+
+// AcquireUpToMany answers each request as AcquireUpTo with the Cost as at_most, in their order. The requests of a shard are one call.
+func (s *Service) AcquireUpToMany(ctx context.Context, requests []Request) ([]Answer, error) {
+	some := make([]Request, len(requests))
+	for i, r := range requests {
+		some[i] = r
+		some[i].Cost = cmp.Or(r.Cost, new(int64)) // 0 is refused
+	}
+	return s.many(ctx, AcquireUpToMany, some, func(ctx context.Context, requests []client.Request) []client.PartialAnswer {
+		return s.limiter.AcquireUpToMany(ctx, chargesOf(requests))
+	})
 }
 
 // PeekMany answers each request as Peek does, in their order. The requests of a shard are one call.
 func (s *Service) PeekMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	return s.many(ctx, PeekMany, requests, func(ctx context.Context, requests []client.Request) []client.Answer {
-		charges := make([]client.Charge, len(requests))
-		for i, r := range requests {
-			charges[i] = client.Charge{Policy: r.Policy, Key: r.Key, Cost: r.Cost}
-		}
-		return s.limiter.PeekMany(ctx, charges)
+	return s.many(ctx, PeekMany, requests, func(ctx context.Context, requests []client.Request) []client.PartialAnswer {
+		return partial(s.limiter.PeekMany(ctx, chargesOf(requests)))
 	})
 }
 
-type askMany = func(context.Context, []client.Request) []client.Answer
+func chargesOf(requests []client.Request) []client.Charge {
+	charges := make([]client.Charge, len(requests))
+	for i, r := range requests {
+		charges[i] = client.Charge{Policy: r.Policy, Key: r.Key, Cost: r.Cost}
+	}
+	return charges
+}
+
+func partial(list []client.Answer) []client.PartialAnswer {
+	answers := make([]client.PartialAnswer, len(list))
+	for i, a := range list {
+		answers[i].Answer = a
+	}
+	return answers
+}
+
+type askMany = func(context.Context, []client.Request) []client.PartialAnswer
 
 func (s *Service) many(ctx context.Context, o Operation, requests []Request, ask askMany) ([]Answer, error) {
 	if err := s.checkCount(o, requests); err != nil {
@@ -78,7 +105,10 @@ func (s *Service) some(ctx context.Context, o Operation, shard *shard, requests 
 	}
 	err := s.within(ctx, shard, shares, func(ctx context.Context) error {
 		for i, a := range ask(ctx, some) {
-			answers[numbers[i]] = Answer{a.Decision, errorOf(ctx, a.Err).of(numbers[i])}
+			answers[numbers[i]] = Answer{Decision: a.Decision, Err: errorOf(ctx, a.Err).of(numbers[i])}
+			if o == AcquireUpToMany {
+				answers[numbers[i]].Taken = &a.Taken
+			}
 		}
 		return nil
 	})

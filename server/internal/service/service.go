@@ -14,6 +14,7 @@ type Limiter interface {
 	client.Acquirer
 	AcquireMany(ctx context.Context, requests []client.Request) []client.Answer
 	AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...client.CallOption) (client.PartialDecision, error)
+	AcquireUpToMany(ctx context.Context, charges []client.Charge) []client.PartialAnswer
 	Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...client.CallOption) (client.Reservation, error)
 	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.CallOption) (client.Decision, error)
 	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)

@@ -643,9 +643,11 @@ func (x *AcquireStreamResponse) GetError() *Error {
 
 // The answer to one of several requests has either.
 type Answer struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Decision      *Decision              `protobuf:"bytes,1,opt,name=decision,proto3" json:"decision,omitempty"`
-	Error         *Error                 `protobuf:"bytes,2,opt,name=error,proto3" json:"error,omitempty"`
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Decision *Decision              `protobuf:"bytes,1,opt,name=decision,proto3" json:"decision,omitempty"`
+	Error    *Error                 `protobuf:"bytes,2,opt,name=error,proto3" json:"error,omitempty"`
+	// Beside a decision of AcquireUpToMany: the tokens taken, 0 of a denial.
+	Taken         *int64 `protobuf:"varint,3,opt,name=taken,proto3,oneof" json:"taken,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -692,6 +694,13 @@ func (x *Answer) GetError() *Error {
 		return x.Error
 	}
 	return nil
+}
+
+func (x *Answer) GetTaken() int64 {
+	if x != nil && x.Taken != nil {
+		return *x.Taken
+	}
+	return 0
 }
 
 // The reason why one of several requests has no decision.
@@ -900,6 +909,158 @@ func (x *PartialDecision) GetTaken() int64 {
 	return 0
 }
 
+type AcquireUpToManyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 1 to 1,000.
+	Requests      []*UpTo `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AcquireUpToManyRequest) Reset() {
+	*x = AcquireUpToManyRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AcquireUpToManyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AcquireUpToManyRequest) ProtoMessage() {}
+
+func (x *AcquireUpToManyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AcquireUpToManyRequest.ProtoReflect.Descriptor instead.
+func (*AcquireUpToManyRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *AcquireUpToManyRequest) GetRequests() []*UpTo {
+	if x != nil {
+		return x.Requests
+	}
+	return nil
+}
+
+type UpTo struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	LogicalKey string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
+	// Whole tokens, 1 or more. Obligatory.
+	AtMost *int64 `protobuf:"varint,2,opt,name=at_most,json=atMost,proto3,oneof" json:"at_most,omitempty"`
+	// "default" when empty.
+	Policy        string `protobuf:"bytes,3,opt,name=policy,proto3" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpTo) Reset() {
+	*x = UpTo{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpTo) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpTo) ProtoMessage() {}
+
+func (x *UpTo) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpTo.ProtoReflect.Descriptor instead.
+func (*UpTo) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *UpTo) GetLogicalKey() string {
+	if x != nil {
+		return x.LogicalKey
+	}
+	return ""
+}
+
+func (x *UpTo) GetAtMost() int64 {
+	if x != nil && x.AtMost != nil {
+		return *x.AtMost
+	}
+	return 0
+}
+
+func (x *UpTo) GetPolicy() string {
+	if x != nil {
+		return x.Policy
+	}
+	return ""
+}
+
+type AcquireUpToManyResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In the order of the requests.
+	Answers       []*Answer `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AcquireUpToManyResponse) Reset() {
+	*x = AcquireUpToManyResponse{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AcquireUpToManyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AcquireUpToManyResponse) ProtoMessage() {}
+
+func (x *AcquireUpToManyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AcquireUpToManyResponse.ProtoReflect.Descriptor instead.
+func (*AcquireUpToManyResponse) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *AcquireUpToManyResponse) GetAnswers() []*Answer {
+	if x != nil {
+		return x.Answers
+	}
+	return nil
+}
+
 type ReserveRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// As in AcquireRequest. A repeat has the rest of the wait. To give the tokens back, settle at a cost of 0 under it.
@@ -917,7 +1078,7 @@ type ReserveRequest struct {
 
 func (x *ReserveRequest) Reset() {
 	*x = ReserveRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -929,7 +1090,7 @@ func (x *ReserveRequest) String() string {
 func (*ReserveRequest) ProtoMessage() {}
 
 func (x *ReserveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -942,7 +1103,7 @@ func (x *ReserveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReserveRequest.ProtoReflect.Descriptor instead.
 func (*ReserveRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{13}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ReserveRequest) GetRequestId() string {
@@ -999,7 +1160,7 @@ type Reservation struct {
 
 func (x *Reservation) Reset() {
 	*x = Reservation{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1011,7 +1172,7 @@ func (x *Reservation) String() string {
 func (*Reservation) ProtoMessage() {}
 
 func (x *Reservation) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1024,7 +1185,7 @@ func (x *Reservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reservation.ProtoReflect.Descriptor instead.
 func (*Reservation) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{14}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Reservation) GetVerdict() Verdict {
@@ -1091,7 +1252,7 @@ type ChargeRequest struct {
 
 func (x *ChargeRequest) Reset() {
 	*x = ChargeRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1103,7 +1264,7 @@ func (x *ChargeRequest) String() string {
 func (*ChargeRequest) ProtoMessage() {}
 
 func (x *ChargeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1116,7 +1277,7 @@ func (x *ChargeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ChargeRequest.ProtoReflect.Descriptor instead.
 func (*ChargeRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{15}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ChargeRequest) GetRequestId() string {
@@ -1162,7 +1323,7 @@ type SettleRequest struct {
 
 func (x *SettleRequest) Reset() {
 	*x = SettleRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1174,7 +1335,7 @@ func (x *SettleRequest) String() string {
 func (*SettleRequest) ProtoMessage() {}
 
 func (x *SettleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1187,7 +1348,7 @@ func (x *SettleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SettleRequest.ProtoReflect.Descriptor instead.
 func (*SettleRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{16}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SettleRequest) GetRequestId() string {
@@ -1231,7 +1392,7 @@ type PeekRequest struct {
 
 func (x *PeekRequest) Reset() {
 	*x = PeekRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1243,7 +1404,7 @@ func (x *PeekRequest) String() string {
 func (*PeekRequest) ProtoMessage() {}
 
 func (x *PeekRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1256,7 +1417,7 @@ func (x *PeekRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeekRequest.ProtoReflect.Descriptor instead.
 func (*PeekRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{17}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *PeekRequest) GetLogicalKey() string {
@@ -1290,7 +1451,7 @@ type PeekManyRequest struct {
 
 func (x *PeekManyRequest) Reset() {
 	*x = PeekManyRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1302,7 +1463,7 @@ func (x *PeekManyRequest) String() string {
 func (*PeekManyRequest) ProtoMessage() {}
 
 func (x *PeekManyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1315,7 +1476,7 @@ func (x *PeekManyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeekManyRequest.ProtoReflect.Descriptor instead.
 func (*PeekManyRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{18}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *PeekManyRequest) GetRequests() []*PeekRequest {
@@ -1335,7 +1496,7 @@ type PeekManyResponse struct {
 
 func (x *PeekManyResponse) Reset() {
 	*x = PeekManyResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1347,7 +1508,7 @@ func (x *PeekManyResponse) String() string {
 func (*PeekManyResponse) ProtoMessage() {}
 
 func (x *PeekManyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1360,7 +1521,7 @@ func (x *PeekManyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeekManyResponse.ProtoReflect.Descriptor instead.
 func (*PeekManyResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{19}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PeekManyResponse) GetAnswers() []*Answer {
@@ -1383,7 +1544,7 @@ type RefundRequest struct {
 
 func (x *RefundRequest) Reset() {
 	*x = RefundRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1395,7 +1556,7 @@ func (x *RefundRequest) String() string {
 func (*RefundRequest) ProtoMessage() {}
 
 func (x *RefundRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1408,7 +1569,7 @@ func (x *RefundRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RefundRequest.ProtoReflect.Descriptor instead.
 func (*RefundRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{20}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *RefundRequest) GetLogicalKey() string {
@@ -1445,7 +1606,7 @@ type PauseRequest struct {
 
 func (x *PauseRequest) Reset() {
 	*x = PauseRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1457,7 +1618,7 @@ func (x *PauseRequest) String() string {
 func (*PauseRequest) ProtoMessage() {}
 
 func (x *PauseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1470,7 +1631,7 @@ func (x *PauseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
 func (*PauseRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *PauseRequest) GetLogicalKey() string {
@@ -1510,7 +1671,7 @@ type HoldRequest struct {
 
 func (x *HoldRequest) Reset() {
 	*x = HoldRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1522,7 +1683,7 @@ func (x *HoldRequest) String() string {
 func (*HoldRequest) ProtoMessage() {}
 
 func (x *HoldRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1535,7 +1696,7 @@ func (x *HoldRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HoldRequest.ProtoReflect.Descriptor instead.
 func (*HoldRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{22}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *HoldRequest) GetLogicalKey() string {
@@ -1588,7 +1749,7 @@ type HoldDecision struct {
 
 func (x *HoldDecision) Reset() {
 	*x = HoldDecision{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1600,7 +1761,7 @@ func (x *HoldDecision) String() string {
 func (*HoldDecision) ProtoMessage() {}
 
 func (x *HoldDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1613,7 +1774,7 @@ func (x *HoldDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HoldDecision.ProtoReflect.Descriptor instead.
 func (*HoldDecision) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{23}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *HoldDecision) GetVerdict() Verdict {
@@ -1678,7 +1839,7 @@ type RenewRequest struct {
 
 func (x *RenewRequest) Reset() {
 	*x = RenewRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1690,7 +1851,7 @@ func (x *RenewRequest) String() string {
 func (*RenewRequest) ProtoMessage() {}
 
 func (x *RenewRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1703,7 +1864,7 @@ func (x *RenewRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewRequest.ProtoReflect.Descriptor instead.
 func (*RenewRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{24}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *RenewRequest) GetLogicalKey() string {
@@ -1737,7 +1898,7 @@ type RenewResponse struct {
 
 func (x *RenewResponse) Reset() {
 	*x = RenewResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1749,7 +1910,7 @@ func (x *RenewResponse) String() string {
 func (*RenewResponse) ProtoMessage() {}
 
 func (x *RenewResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1762,7 +1923,7 @@ func (x *RenewResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewResponse.ProtoReflect.Descriptor instead.
 func (*RenewResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{25}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *RenewResponse) GetHeldFor() *durationpb.Duration {
@@ -1785,7 +1946,7 @@ type ReleaseRequest struct {
 
 func (x *ReleaseRequest) Reset() {
 	*x = ReleaseRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1797,7 +1958,7 @@ func (x *ReleaseRequest) String() string {
 func (*ReleaseRequest) ProtoMessage() {}
 
 func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1810,7 +1971,7 @@ func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{26}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ReleaseRequest) GetLogicalKey() string {
@@ -1844,7 +2005,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[27]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1856,7 +2017,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[27]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1869,7 +2030,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{27}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ReleaseResponse) GetReleased() bool {
@@ -1929,10 +2090,12 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\x15AcquireStreamResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x120\n" +
 	"\aanswers\x18\x02 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\x12+\n" +
-	"\x05error\x18\x03 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\"k\n" +
+	"\x05error\x18\x03 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\"\x90\x01\n" +
 	"\x06Answer\x124\n" +
 	"\bdecision\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionR\bdecision\x12+\n" +
-	"\x05error\x18\x02 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\"i\n" +
+	"\x05error\x18\x02 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\x12\x19\n" +
+	"\x05taken\x18\x03 \x01(\x03H\x00R\x05taken\x88\x01\x01B\b\n" +
+	"\x06_taken\"i\n" +
 	"\x05Error\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
@@ -1952,7 +2115,18 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\t_at_least\"]\n" +
 	"\x0fPartialDecision\x124\n" +
 	"\bdecision\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionR\bdecision\x12\x14\n" +
-	"\x05taken\x18\x02 \x01(\x03R\x05taken\"\xd4\x01\n" +
+	"\x05taken\x18\x02 \x01(\x03R\x05taken\"J\n" +
+	"\x16AcquireUpToManyRequest\x120\n" +
+	"\brequests\x18\x01 \x03(\v2\x14.pgratelimit.v1.UpToR\brequests\"i\n" +
+	"\x04UpTo\x12\x1f\n" +
+	"\vlogical_key\x18\x01 \x01(\tR\n" +
+	"logicalKey\x12\x1c\n" +
+	"\aat_most\x18\x02 \x01(\x03H\x00R\x06atMost\x88\x01\x01\x12\x16\n" +
+	"\x06policy\x18\x03 \x01(\tR\x06policyB\n" +
+	"\n" +
+	"\b_at_most\"K\n" +
+	"\x17AcquireUpToManyResponse\x120\n" +
+	"\aanswers\x18\x01 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\"\xd4\x01\n" +
 	"\x0eReserveRequest\x12\"\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x1f\n" +
@@ -2045,14 +2219,15 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\x13VERDICT_UNSPECIFIED\x10\x00\x12\v\n" +
 	"\aALLOWED\x10\x01\x12\n" +
 	"\n" +
-	"\x06DENIED\x10\x022\xe5\b\n" +
+	"\x06DENIED\x10\x022\xc9\t\n" +
 	"\vRateLimiter\x12C\n" +
 	"\aAcquire\x12\x1e.pgratelimit.v1.AcquireRequest\x1a\x18.pgratelimit.v1.Decision\x12N\n" +
 	"\n" +
 	"AcquireAll\x12!.pgratelimit.v1.AcquireAllRequest\x1a\x1d.pgratelimit.v1.JointDecision\x12V\n" +
 	"\vAcquireMany\x12\".pgratelimit.v1.AcquireManyRequest\x1a#.pgratelimit.v1.AcquireManyResponse\x12`\n" +
 	"\rAcquireStream\x12$.pgratelimit.v1.AcquireStreamRequest\x1a%.pgratelimit.v1.AcquireStreamResponse(\x010\x01\x12R\n" +
-	"\vAcquireUpTo\x12\".pgratelimit.v1.AcquireUpToRequest\x1a\x1f.pgratelimit.v1.PartialDecision\x12F\n" +
+	"\vAcquireUpTo\x12\".pgratelimit.v1.AcquireUpToRequest\x1a\x1f.pgratelimit.v1.PartialDecision\x12b\n" +
+	"\x0fAcquireUpToMany\x12&.pgratelimit.v1.AcquireUpToManyRequest\x1a'.pgratelimit.v1.AcquireUpToManyResponse\x12F\n" +
 	"\aReserve\x12\x1e.pgratelimit.v1.ReserveRequest\x1a\x1b.pgratelimit.v1.Reservation\x12A\n" +
 	"\x06Charge\x12\x1d.pgratelimit.v1.ChargeRequest\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
 	"\x06Settle\x12\x1d.pgratelimit.v1.SettleRequest\x1a\x18.pgratelimit.v1.Decision\x12=\n" +
@@ -2077,43 +2252,46 @@ func file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP() []byte {
 }
 
 var file_pgratelimit_v1_ratelimiter_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
+var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
 var file_pgratelimit_v1_ratelimiter_proto_goTypes = []any{
-	(Verdict)(0),                  // 0: pgratelimit.v1.Verdict
-	(*Decision)(nil),              // 1: pgratelimit.v1.Decision
-	(*AcquireRequest)(nil),        // 2: pgratelimit.v1.AcquireRequest
-	(*AcquireAllRequest)(nil),     // 3: pgratelimit.v1.AcquireAllRequest
-	(*Charge)(nil),                // 4: pgratelimit.v1.Charge
-	(*JointDecision)(nil),         // 5: pgratelimit.v1.JointDecision
-	(*AcquireManyRequest)(nil),    // 6: pgratelimit.v1.AcquireManyRequest
-	(*AcquireManyResponse)(nil),   // 7: pgratelimit.v1.AcquireManyResponse
-	(*AcquireStreamRequest)(nil),  // 8: pgratelimit.v1.AcquireStreamRequest
-	(*AcquireStreamResponse)(nil), // 9: pgratelimit.v1.AcquireStreamResponse
-	(*Answer)(nil),                // 10: pgratelimit.v1.Answer
-	(*Error)(nil),                 // 11: pgratelimit.v1.Error
-	(*AcquireUpToRequest)(nil),    // 12: pgratelimit.v1.AcquireUpToRequest
-	(*PartialDecision)(nil),       // 13: pgratelimit.v1.PartialDecision
-	(*ReserveRequest)(nil),        // 14: pgratelimit.v1.ReserveRequest
-	(*Reservation)(nil),           // 15: pgratelimit.v1.Reservation
-	(*ChargeRequest)(nil),         // 16: pgratelimit.v1.ChargeRequest
-	(*SettleRequest)(nil),         // 17: pgratelimit.v1.SettleRequest
-	(*PeekRequest)(nil),           // 18: pgratelimit.v1.PeekRequest
-	(*PeekManyRequest)(nil),       // 19: pgratelimit.v1.PeekManyRequest
-	(*PeekManyResponse)(nil),      // 20: pgratelimit.v1.PeekManyResponse
-	(*RefundRequest)(nil),         // 21: pgratelimit.v1.RefundRequest
-	(*PauseRequest)(nil),          // 22: pgratelimit.v1.PauseRequest
-	(*HoldRequest)(nil),           // 23: pgratelimit.v1.HoldRequest
-	(*HoldDecision)(nil),          // 24: pgratelimit.v1.HoldDecision
-	(*RenewRequest)(nil),          // 25: pgratelimit.v1.RenewRequest
-	(*RenewResponse)(nil),         // 26: pgratelimit.v1.RenewResponse
-	(*ReleaseRequest)(nil),        // 27: pgratelimit.v1.ReleaseRequest
-	(*ReleaseResponse)(nil),       // 28: pgratelimit.v1.ReleaseResponse
-	(*durationpb.Duration)(nil),   // 29: google.protobuf.Duration
+	(Verdict)(0),                    // 0: pgratelimit.v1.Verdict
+	(*Decision)(nil),                // 1: pgratelimit.v1.Decision
+	(*AcquireRequest)(nil),          // 2: pgratelimit.v1.AcquireRequest
+	(*AcquireAllRequest)(nil),       // 3: pgratelimit.v1.AcquireAllRequest
+	(*Charge)(nil),                  // 4: pgratelimit.v1.Charge
+	(*JointDecision)(nil),           // 5: pgratelimit.v1.JointDecision
+	(*AcquireManyRequest)(nil),      // 6: pgratelimit.v1.AcquireManyRequest
+	(*AcquireManyResponse)(nil),     // 7: pgratelimit.v1.AcquireManyResponse
+	(*AcquireStreamRequest)(nil),    // 8: pgratelimit.v1.AcquireStreamRequest
+	(*AcquireStreamResponse)(nil),   // 9: pgratelimit.v1.AcquireStreamResponse
+	(*Answer)(nil),                  // 10: pgratelimit.v1.Answer
+	(*Error)(nil),                   // 11: pgratelimit.v1.Error
+	(*AcquireUpToRequest)(nil),      // 12: pgratelimit.v1.AcquireUpToRequest
+	(*PartialDecision)(nil),         // 13: pgratelimit.v1.PartialDecision
+	(*AcquireUpToManyRequest)(nil),  // 14: pgratelimit.v1.AcquireUpToManyRequest
+	(*UpTo)(nil),                    // 15: pgratelimit.v1.UpTo
+	(*AcquireUpToManyResponse)(nil), // 16: pgratelimit.v1.AcquireUpToManyResponse
+	(*ReserveRequest)(nil),          // 17: pgratelimit.v1.ReserveRequest
+	(*Reservation)(nil),             // 18: pgratelimit.v1.Reservation
+	(*ChargeRequest)(nil),           // 19: pgratelimit.v1.ChargeRequest
+	(*SettleRequest)(nil),           // 20: pgratelimit.v1.SettleRequest
+	(*PeekRequest)(nil),             // 21: pgratelimit.v1.PeekRequest
+	(*PeekManyRequest)(nil),         // 22: pgratelimit.v1.PeekManyRequest
+	(*PeekManyResponse)(nil),        // 23: pgratelimit.v1.PeekManyResponse
+	(*RefundRequest)(nil),           // 24: pgratelimit.v1.RefundRequest
+	(*PauseRequest)(nil),            // 25: pgratelimit.v1.PauseRequest
+	(*HoldRequest)(nil),             // 26: pgratelimit.v1.HoldRequest
+	(*HoldDecision)(nil),            // 27: pgratelimit.v1.HoldDecision
+	(*RenewRequest)(nil),            // 28: pgratelimit.v1.RenewRequest
+	(*RenewResponse)(nil),           // 29: pgratelimit.v1.RenewResponse
+	(*ReleaseRequest)(nil),          // 30: pgratelimit.v1.ReleaseRequest
+	(*ReleaseResponse)(nil),         // 31: pgratelimit.v1.ReleaseResponse
+	(*durationpb.Duration)(nil),     // 32: google.protobuf.Duration
 }
 var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	0,  // 0: pgratelimit.v1.Decision.verdict:type_name -> pgratelimit.v1.Verdict
-	29, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
-	29, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
+	32, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
+	32, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
 	4,  // 3: pgratelimit.v1.AcquireAllRequest.charges:type_name -> pgratelimit.v1.Charge
 	1,  // 4: pgratelimit.v1.JointDecision.whole:type_name -> pgratelimit.v1.Decision
 	1,  // 5: pgratelimit.v1.JointDecision.decisions:type_name -> pgratelimit.v1.Decision
@@ -2125,52 +2303,56 @@ var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	1,  // 11: pgratelimit.v1.Answer.decision:type_name -> pgratelimit.v1.Decision
 	11, // 12: pgratelimit.v1.Answer.error:type_name -> pgratelimit.v1.Error
 	1,  // 13: pgratelimit.v1.PartialDecision.decision:type_name -> pgratelimit.v1.Decision
-	29, // 14: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
-	0,  // 15: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
-	29, // 16: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
-	29, // 17: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
-	18, // 18: pgratelimit.v1.PeekManyRequest.requests:type_name -> pgratelimit.v1.PeekRequest
-	10, // 19: pgratelimit.v1.PeekManyResponse.answers:type_name -> pgratelimit.v1.Answer
-	29, // 20: pgratelimit.v1.PauseRequest.pause_for:type_name -> google.protobuf.Duration
-	0,  // 21: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
-	29, // 22: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
-	29, // 23: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
-	29, // 24: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
-	2,  // 25: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.AcquireRequest
-	3,  // 26: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
-	6,  // 27: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
-	8,  // 28: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
-	12, // 29: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
-	14, // 30: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
-	16, // 31: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.ChargeRequest
-	17, // 32: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.SettleRequest
-	18, // 33: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.PeekRequest
-	19, // 34: pgratelimit.v1.RateLimiter.PeekMany:input_type -> pgratelimit.v1.PeekManyRequest
-	21, // 35: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
-	22, // 36: pgratelimit.v1.RateLimiter.Pause:input_type -> pgratelimit.v1.PauseRequest
-	23, // 37: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
-	25, // 38: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.RenewRequest
-	27, // 39: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.ReleaseRequest
-	1,  // 40: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
-	5,  // 41: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
-	7,  // 42: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.AcquireManyResponse
-	9,  // 43: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
-	13, // 44: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
-	15, // 45: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
-	1,  // 46: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
-	1,  // 47: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
-	1,  // 48: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
-	20, // 49: pgratelimit.v1.RateLimiter.PeekMany:output_type -> pgratelimit.v1.PeekManyResponse
-	1,  // 50: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
-	1,  // 51: pgratelimit.v1.RateLimiter.Pause:output_type -> pgratelimit.v1.Decision
-	24, // 52: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
-	26, // 53: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
-	28, // 54: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
-	40, // [40:55] is the sub-list for method output_type
-	25, // [25:40] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	15, // 14: pgratelimit.v1.AcquireUpToManyRequest.requests:type_name -> pgratelimit.v1.UpTo
+	10, // 15: pgratelimit.v1.AcquireUpToManyResponse.answers:type_name -> pgratelimit.v1.Answer
+	32, // 16: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
+	0,  // 17: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
+	32, // 18: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
+	32, // 19: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
+	21, // 20: pgratelimit.v1.PeekManyRequest.requests:type_name -> pgratelimit.v1.PeekRequest
+	10, // 21: pgratelimit.v1.PeekManyResponse.answers:type_name -> pgratelimit.v1.Answer
+	32, // 22: pgratelimit.v1.PauseRequest.pause_for:type_name -> google.protobuf.Duration
+	0,  // 23: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
+	32, // 24: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
+	32, // 25: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
+	32, // 26: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
+	2,  // 27: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.AcquireRequest
+	3,  // 28: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
+	6,  // 29: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
+	8,  // 30: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
+	12, // 31: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
+	14, // 32: pgratelimit.v1.RateLimiter.AcquireUpToMany:input_type -> pgratelimit.v1.AcquireUpToManyRequest
+	17, // 33: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
+	19, // 34: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.ChargeRequest
+	20, // 35: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.SettleRequest
+	21, // 36: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.PeekRequest
+	22, // 37: pgratelimit.v1.RateLimiter.PeekMany:input_type -> pgratelimit.v1.PeekManyRequest
+	24, // 38: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
+	25, // 39: pgratelimit.v1.RateLimiter.Pause:input_type -> pgratelimit.v1.PauseRequest
+	26, // 40: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
+	28, // 41: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.RenewRequest
+	30, // 42: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.ReleaseRequest
+	1,  // 43: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
+	5,  // 44: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
+	7,  // 45: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.AcquireManyResponse
+	9,  // 46: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
+	13, // 47: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
+	16, // 48: pgratelimit.v1.RateLimiter.AcquireUpToMany:output_type -> pgratelimit.v1.AcquireUpToManyResponse
+	18, // 49: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
+	1,  // 50: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
+	1,  // 51: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
+	1,  // 52: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
+	23, // 53: pgratelimit.v1.RateLimiter.PeekMany:output_type -> pgratelimit.v1.PeekManyResponse
+	1,  // 54: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
+	1,  // 55: pgratelimit.v1.RateLimiter.Pause:output_type -> pgratelimit.v1.Decision
+	27, // 56: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
+	29, // 57: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
+	31, // 58: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
+	43, // [43:59] is the sub-list for method output_type
+	27, // [27:43] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_pgratelimit_v1_ratelimiter_proto_init() }
@@ -2181,20 +2363,22 @@ func file_pgratelimit_v1_ratelimiter_proto_init() {
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[1].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[2].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[3].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[9].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[11].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[13].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[15].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[14].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[16].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[17].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[18].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[19].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[20].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[22].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[23].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[25].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_pgratelimit_v1_ratelimiter_proto_rawDesc), len(file_pgratelimit_v1_ratelimiter_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   28,
+			NumMessages:   31,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

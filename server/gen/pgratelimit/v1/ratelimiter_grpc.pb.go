@@ -21,21 +21,22 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	RateLimiter_Acquire_FullMethodName       = "/pgratelimit.v1.RateLimiter/Acquire"
-	RateLimiter_AcquireAll_FullMethodName    = "/pgratelimit.v1.RateLimiter/AcquireAll"
-	RateLimiter_AcquireMany_FullMethodName   = "/pgratelimit.v1.RateLimiter/AcquireMany"
-	RateLimiter_AcquireStream_FullMethodName = "/pgratelimit.v1.RateLimiter/AcquireStream"
-	RateLimiter_AcquireUpTo_FullMethodName   = "/pgratelimit.v1.RateLimiter/AcquireUpTo"
-	RateLimiter_Reserve_FullMethodName       = "/pgratelimit.v1.RateLimiter/Reserve"
-	RateLimiter_Charge_FullMethodName        = "/pgratelimit.v1.RateLimiter/Charge"
-	RateLimiter_Settle_FullMethodName        = "/pgratelimit.v1.RateLimiter/Settle"
-	RateLimiter_Peek_FullMethodName          = "/pgratelimit.v1.RateLimiter/Peek"
-	RateLimiter_PeekMany_FullMethodName      = "/pgratelimit.v1.RateLimiter/PeekMany"
-	RateLimiter_Refund_FullMethodName        = "/pgratelimit.v1.RateLimiter/Refund"
-	RateLimiter_Pause_FullMethodName         = "/pgratelimit.v1.RateLimiter/Pause"
-	RateLimiter_Hold_FullMethodName          = "/pgratelimit.v1.RateLimiter/Hold"
-	RateLimiter_Renew_FullMethodName         = "/pgratelimit.v1.RateLimiter/Renew"
-	RateLimiter_Release_FullMethodName       = "/pgratelimit.v1.RateLimiter/Release"
+	RateLimiter_Acquire_FullMethodName         = "/pgratelimit.v1.RateLimiter/Acquire"
+	RateLimiter_AcquireAll_FullMethodName      = "/pgratelimit.v1.RateLimiter/AcquireAll"
+	RateLimiter_AcquireMany_FullMethodName     = "/pgratelimit.v1.RateLimiter/AcquireMany"
+	RateLimiter_AcquireStream_FullMethodName   = "/pgratelimit.v1.RateLimiter/AcquireStream"
+	RateLimiter_AcquireUpTo_FullMethodName     = "/pgratelimit.v1.RateLimiter/AcquireUpTo"
+	RateLimiter_AcquireUpToMany_FullMethodName = "/pgratelimit.v1.RateLimiter/AcquireUpToMany"
+	RateLimiter_Reserve_FullMethodName         = "/pgratelimit.v1.RateLimiter/Reserve"
+	RateLimiter_Charge_FullMethodName          = "/pgratelimit.v1.RateLimiter/Charge"
+	RateLimiter_Settle_FullMethodName          = "/pgratelimit.v1.RateLimiter/Settle"
+	RateLimiter_Peek_FullMethodName            = "/pgratelimit.v1.RateLimiter/Peek"
+	RateLimiter_PeekMany_FullMethodName        = "/pgratelimit.v1.RateLimiter/PeekMany"
+	RateLimiter_Refund_FullMethodName          = "/pgratelimit.v1.RateLimiter/Refund"
+	RateLimiter_Pause_FullMethodName           = "/pgratelimit.v1.RateLimiter/Pause"
+	RateLimiter_Hold_FullMethodName            = "/pgratelimit.v1.RateLimiter/Hold"
+	RateLimiter_Renew_FullMethodName           = "/pgratelimit.v1.RateLimiter/Renew"
+	RateLimiter_Release_FullMethodName         = "/pgratelimit.v1.RateLimiter/Release"
 )
 
 // RateLimiterClient is the client API for RateLimiter service.
@@ -72,6 +73,9 @@ type RateLimiterClient interface {
 	AcquireStream(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AcquireStreamRequest, AcquireStreamResponse], error)
 	// AcquireUpTo takes as many tokens as the bucket holds, within bounds.
 	AcquireUpTo(ctx context.Context, in *AcquireUpToRequest, opts ...grpc.CallOption) (*PartialDecision, error)
+	// AcquireUpToMany answers several requests, each as AcquireUpTo with at_least 1. Of two requests about one bucket, the second takes from
+	// what the first left.
+	AcquireUpToMany(ctx context.Context, in *AcquireUpToManyRequest, opts ...grpc.CallOption) (*AcquireUpToManyResponse, error)
 	// Reserve takes tokens now that the bucket will have within max_wait, and answers how long to wait before acting.
 	Reserve(ctx context.Context, in *ReserveRequest, opts ...grpc.CallOption) (*Reservation, error)
 	// Charge takes tokens whatever the bucket holds. What it does not hold is debt.
@@ -150,6 +154,16 @@ func (c *rateLimiterClient) AcquireUpTo(ctx context.Context, in *AcquireUpToRequ
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(PartialDecision)
 	err := c.cc.Invoke(ctx, RateLimiter_AcquireUpTo_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rateLimiterClient) AcquireUpToMany(ctx context.Context, in *AcquireUpToManyRequest, opts ...grpc.CallOption) (*AcquireUpToManyResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(AcquireUpToManyResponse)
+	err := c.cc.Invoke(ctx, RateLimiter_AcquireUpToMany_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -290,6 +304,9 @@ type RateLimiterServer interface {
 	AcquireStream(grpc.BidiStreamingServer[AcquireStreamRequest, AcquireStreamResponse]) error
 	// AcquireUpTo takes as many tokens as the bucket holds, within bounds.
 	AcquireUpTo(context.Context, *AcquireUpToRequest) (*PartialDecision, error)
+	// AcquireUpToMany answers several requests, each as AcquireUpTo with at_least 1. Of two requests about one bucket, the second takes from
+	// what the first left.
+	AcquireUpToMany(context.Context, *AcquireUpToManyRequest) (*AcquireUpToManyResponse, error)
 	// Reserve takes tokens now that the bucket will have within max_wait, and answers how long to wait before acting.
 	Reserve(context.Context, *ReserveRequest) (*Reservation, error)
 	// Charge takes tokens whatever the bucket holds. What it does not hold is debt.
@@ -335,6 +352,9 @@ func (UnimplementedRateLimiterServer) AcquireStream(grpc.BidiStreamingServer[Acq
 }
 func (UnimplementedRateLimiterServer) AcquireUpTo(context.Context, *AcquireUpToRequest) (*PartialDecision, error) {
 	return nil, status.Error(codes.Unimplemented, "method AcquireUpTo not implemented")
+}
+func (UnimplementedRateLimiterServer) AcquireUpToMany(context.Context, *AcquireUpToManyRequest) (*AcquireUpToManyResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method AcquireUpToMany not implemented")
 }
 func (UnimplementedRateLimiterServer) Reserve(context.Context, *ReserveRequest) (*Reservation, error) {
 	return nil, status.Error(codes.Unimplemented, "method Reserve not implemented")
@@ -462,6 +482,24 @@ func _RateLimiter_AcquireUpTo_Handler(srv interface{}, ctx context.Context, dec 
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(RateLimiterServer).AcquireUpTo(ctx, req.(*AcquireUpToRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RateLimiter_AcquireUpToMany_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AcquireUpToManyRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RateLimiterServer).AcquireUpToMany(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RateLimiter_AcquireUpToMany_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RateLimiterServer).AcquireUpToMany(ctx, req.(*AcquireUpToManyRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -668,6 +706,10 @@ var RateLimiter_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "AcquireUpTo",
 			Handler:    _RateLimiter_AcquireUpTo_Handler,
+		},
+		{
+			MethodName: "AcquireUpToMany",
+			Handler:    _RateLimiter_AcquireUpToMany_Handler,
 		},
 		{
 			MethodName: "Reserve",
