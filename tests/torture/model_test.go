@@ -589,16 +589,16 @@ func (m *modelRun) meetPauses(t *rapid.T) {
 		m.sendPause(t, id, 10*second)
 		m.sendPause(t, id, 5*second)
 		m.sendSpending(t, kit.Spending{Function: "settle", BucketID: id, Cost: 1, IdempotencyKey: "p"})
-		want, wantErr := m.model.Refund(m.now, id, 2)
-		got, err := kit.Refund(m.session, id.Policy, id.Key, 2)
-		m.same(t, want, got, wantErr, err)
 		for _, later := range []model.Micros{0, 5 * second, 5*second - 1, 1, second} {
 			m.setClock(t, later.After(m.now))
+			want, wantErr := m.model.Refund(m.now, id, 2)
+			got, err := kit.Refund(m.session, id.Policy, id.Key, 2)
+			m.same(t, want, got, wantErr, err)
 			ask(1)
 		}
 
 		id, ask = paused("o") // whose other numbers end in the pause
-		m.setOverride(t, id, model.Numbers{Every: new(second / 10)}, second.After(m.now))
+		m.setOverride(t, id, model.Numbers{Every: new(3 * second / 10)}, second.After(m.now))
 		m.sendPause(t, id, 2*second)
 		for range 9 {
 			m.setClock(t, (second / 2).After(m.now))
