@@ -171,8 +171,8 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 		"a settlement that ends a pause":  {"ratelimit_settle", kit.Mutation{Pattern: `v_paused_until > v_now`, Replacement: "false"}},
 		"many take what is not there":     {"ratelimit.take_up_to_from_buckets", kit.Mutation{Pattern: `least\(u\.wanted, b\.held\)`, Replacement: "u.wanted"}},
 		"many take by no override":        {"ratelimit.take_up_to_from_buckets", kit.Mutation{Pattern: `when not v_others then`, Replacement: "when true then"}},
-		"many take from a quota what refills": {"ratelimit.take_up_to_from_buckets", kit.Mutation{
-			Pattern: `level_now\((b\.level, b\.refilled_at, v_now, u\.p)\)`, Replacement: "refilled($1)",
+		"many store of a quota what is left": {"ratelimit.take_up_to_from_buckets", kit.Mutation{
+			Pattern: `stored_level\((u\.held - microtokens\(u\.taken\)), u\.p\)`, Replacement: "$1",
 		}},
 		"many tell what a shadow has taken": {"ratelimit.take_up_to_from_buckets", kit.Mutation{Pattern: `when v_policy\.shadow then`, Replacement: "when false then"}},
 		"what a shadow takes is what it had": {"ratelimit.decide_in_order", kit.Mutation{
