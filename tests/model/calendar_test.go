@@ -115,47 +115,6 @@ func TestQuota(t *testing.T) {
 	require.EqualValues(t, 500, ask(turn.Add(time.Hour), 0).Remaining)
 }
 
-func TestQuota_Spending(t *testing.T) {
-	t.Parallel()
-	m := aMonth(t)
-	acquire := func(cost int64, key string) {
-		d, err := m.Acquire(t0, quota, cost, key)
-		require.NoError(t, err)
-		require.True(t, d.Allowed)
-	}
-	remaining := func(want int64) func(model.Decision, error) {
-		return func(d model.Decision, err error) {
-			require.NoError(t, err)
-			require.Equal(t, want, d.Remaining)
-		}
-	}
-	acquire(100, "gives back")
-	acquire(100, "gives back later")
-	acquire(100, "owes more")
-	remaining(780)(m.Settle(t0, quota, "gives back", 20))
-	remaining(1000)(m.Settle(turn, quota, "gives back later", 20))
-	remaining(950)(m.Settle(turn, quota, "owes more", 150))
-	remaining(960)(m.Refund(turn, quota, 10))
-	remaining(1000)(m.Refund(turn, quota, 2000))
-	remaining(-500)(m.Charge(turn, quota, 1500, ""))
-	remaining(1000)(m.Refund(turn, quota, 1500)) // more than the capacity was used
-	remaining(-500)(m.Charge(turn, quota, 1500, ""))
-	remaining(1000 - 9_000_000_000_000)(m.Charge(turn, quota, 9_000_000_000_000, ""))
-
-	d, err := m.Reserve(turn, quota, 300*24*3600*second, 1, "")
-	require.NoError(t, err)
-	wait := model.Micros(30*24*3600) * second
-	require.Equal(t, denied(1000-9_000_000_000_000, wait, wait, 1000), d)
-	require.NoError(t, m.Reset(quota))
-	d, err = m.Reserve(turn, quota, 0, 1000, "")
-	require.NoError(t, err)
-	require.Equal(t, allowed(0, wait, 1000), d)
-	d, taken, err := m.AcquireUpTo(wait.After(turn), quota, 2000, 1, "")
-	require.NoError(t, err)
-	require.EqualValues(t, 1000, taken)
-	require.True(t, d.Allowed)
-}
-
 // An override's zone and anchor are its own until it ends, and stay where the next override names none.
 func TestQuota_Override(t *testing.T) {
 	t.Parallel()
