@@ -132,28 +132,32 @@ func (s *Sharded) AcquireMany(ctx context.Context, requests []Request) []Answer 
 }
 
 // askShards asks each shard, once it is known to be this shard, for the requests of its keys. The shards are asked at the same time.
-func askShards[R any](ctx context.Context, s *Sharded, verb string, requests []R, bucketOf func(R) bucket, ask func(*shard, []R) []Answer) []Answer {
+func askShards[R, A any, P interface {
+	*A
+	common() *Answer
+}](ctx context.Context, s *Sharded, verb string, requests []R, bucketOf func(R) bucket, ask func(*shard, []R) []A) []A {
 	of := make([][]int, len(s.shards))
 	for i, r := range requests {
 		n := ShardOf(bucketOf(r).key, len(s.shards))
 		of[n] = append(of[n], i)
 	}
-	answers := make([]Answer, len(requests))
+	answers := make([]A, len(requests))
 	var asking sync.WaitGroup
 	for n, shard := range s.shards {
 		if len(of[n]) > 0 {
 			asking.Go(func() {
-				answerSome(answers, requests, of[n], func(own []R) []Answer {
-					some := make([]Answer, len(own))
+				answerSome(answers, requests, of[n], func(own []R) []A {
+					some := make([]A, len(own))
 					if err := shard.check(ctx); err == nil {
 						some = ask(shard, own)
 					} else {
 						for i, r := range own {
-							some[i] = Answer{Operation: verb, Policy: bucketOf(r).policy, Err: err}
+							*P(&some[i]).common() = Answer{Operation: verb, Policy: bucketOf(r).policy, Err: err}
 						}
 					}
 					for i := range some {
-						some[i].Err = shard.failed(some[i].Err)
+						a := P(&some[i]).common()
+						a.Err = shard.failed(a.Err)
 					}
 					return some
 				})
@@ -165,7 +169,7 @@ func askShards[R any](ctx context.Context, s *Sharded, verb string, requests []R
 }
 
 // answerSome asks for the requests of some numbers, and puts their answers in their places.
-func answerSome[R any](answers []Answer, requests []R, numbers []int, ask func([]R) []Answer) {
+func answerSome[R, A any](answers []A, requests []R, numbers []int, ask func([]R) []A) {
 	some := make([]R, len(numbers))
 	for i, n := range numbers {
 		some[i] = requests[n]

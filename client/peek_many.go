@@ -127,32 +127,19 @@ func orNever(microseconds *int64) time.Duration {
 //
 // Errors: as [Sharded.Acquire].
 func (s *Sharded) PeekMany(ctx context.Context, charges []Charge) []Answer {
-	bucketOf := func(c Charge) bucket { return bucket{c.Policy, c.Key} }
-	return askShards(ctx, s, verbPeek, charges, bucketOf, func(on *shard, own []Charge) []Answer { return on.PeekMany(ctx, own) })
+	return askShards(ctx, s, verbPeek, charges, bucketOfCharge, func(on *shard, own []Charge) []Answer { return on.PeekMany(ctx, own) })
 }
 
 // AcquireUpToMany is [Limiter.AcquireUpToMany] on the shards of the keys, at the same time.
 //
 // Errors: as [Sharded.Acquire].
 func (s *Sharded) AcquireUpToMany(ctx context.Context, charges []Charge) []PartialAnswer {
-	taken, numbers := make([]int64, len(charges)), make([]int, len(charges))
-	for i := range numbers {
-		numbers[i] = i
-	}
-	bucketOf := func(i int) bucket { return bucket{charges[i].Policy, charges[i].Key} }
-	answers := make([]PartialAnswer, len(charges))
-	for i, a := range askShards(ctx, s, verbAcquireUpTo, numbers, bucketOf, func(on *shard, own []int) []Answer {
-		ownCharges := make([]Charge, len(own))
-		for n, i := range own {
-			ownCharges[n] = charges[i]
-		}
-		some := on.AcquireUpToMany(ctx, ownCharges)
-		for n, i := range own {
-			taken[i] = some[n].Taken
-		}
-		return answersOf(some)
-	}) {
-		answers[i] = PartialAnswer{a, taken[i]}
-	}
-	return answers
+	return askShards(ctx, s, verbAcquireUpTo, charges, bucketOfCharge, func(on *shard, own []Charge) []PartialAnswer {
+		return on.AcquireUpToMany(ctx, own)
+	})
 }
+
+func bucketOfCharge(c Charge) bucket { return bucket{c.Policy, c.Key} }
+
+// common is the part that answers of all kinds have.
+func (a *Answer) common() *Answer { return a }

@@ -80,7 +80,7 @@ func (p Policy) Refilled(b Bucket, now time.Time) Bucket {
 // most is how much a bucket may hold after tokens were given back.
 func (p Policy) most(b Bucket, now time.Time) *big.Int {
 	if now.Before(b.paused) {
-		return least(p.full(), new(big.Int))
+		return new(big.Int)
 	}
 	return p.full()
 }

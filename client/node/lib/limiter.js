@@ -220,7 +220,7 @@ function text(name, value) {
 
 const bucket = (policy, key) => [text('policy', policy), text('key', key)]
 
-/** The values of one of many peeks, or its error, which is not to fail the others. */
+/** The values of one of many requests, or its error, which is not to fail the others. */
 function askable(request, amount) {
   try {
     return [...bucket(request.policy, request.key), tokens(amount, amount === 'cost' ? request.cost ?? 1 : request[amount])]

@@ -116,9 +116,7 @@ func services[R interface{ service() service.Request }](list []R) []service.Requ
 }
 
 type upToRequest struct {
-	Policy         string  `json:"policy"`
-	Key            string  `json:"key"`
-	AtMost         *int64  `json:"at_most"`
+	upToOfMany
 	AtLeast        *int64  `json:"at_least"`
 	IdempotencyKey *string `json:"idempotency_key"`
 }

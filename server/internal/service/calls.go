@@ -222,24 +222,22 @@ type Operation string
 
 // The operations.
 const (
-	Acquire     Operation = "acquire"
-	AcquireAll  Operation = "acquire_all"
-	AcquireMany Operation = "acquire_many" // each of its requests is a Call
-	AcquireUpTo Operation = "acquire_up_to"
-	Reserve     Operation = "reserve"
-
+	Acquire         Operation = "acquire"
+	AcquireAll      Operation = "acquire_all"
+	AcquireMany     Operation = "acquire_many" // each of its requests is a Call
+	AcquireUpTo     Operation = "acquire_up_to"
 	AcquireUpToMany Operation = "acquire_up_to_many" // each of its requests is a Call
-
-	Charge   Operation = "charge"
-	Settle   Operation = "settle"
-	Peek     Operation = "peek"
-	PeekMany Operation = "peek_many" // each of its requests is a Call
-	Refund   Operation = "refund"
-	Pause    Operation = "pause"
-	Hold     Operation = "hold"
-	Renew    Operation = "renew"
-	Release  Operation = "release"
-	Gate     Operation = "gate" // Envoy's ShouldRateLimit
+	Reserve         Operation = "reserve"
+	Charge          Operation = "charge"
+	Settle          Operation = "settle"
+	Peek            Operation = "peek"
+	PeekMany        Operation = "peek_many" // each of its requests is a Call
+	Refund          Operation = "refund"
+	Pause           Operation = "pause"
+	Hold            Operation = "hold"
+	Renew           Operation = "renew"
+	Release         Operation = "release"
+	Gate            Operation = "gate" // Envoy's ShouldRateLimit
 )
 
 // Takes reports whether the call asks for tokens or slots.

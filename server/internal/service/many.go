@@ -22,27 +22,26 @@ type Answer struct {
 
 // AcquireMany answers each request as Acquire does, in their order. The requests of a shard are one call within its limits.
 func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	return s.many(ctx, AcquireMany, requests, func(ctx context.Context, requests []client.Request) []client.PartialAnswer {
-		return partial(s.limiter.AcquireMany(ctx, requests))
+	return s.many(ctx, AcquireMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
+		return s.limiter.AcquireMany(ctx, requests), nil
 	})
 }
 
 // AcquireUpToMany answers each request as AcquireUpTo with the Cost as at_most, in their order. The requests of a shard are one call.
 func (s *Service) AcquireUpToMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	some := make([]Request, len(requests))
-	for i, r := range requests {
-		some[i] = r
-		some[i].Cost = cmp.Or(r.Cost, new(int64)) // 0 is refused
-	}
-	return s.many(ctx, AcquireUpToMany, some, func(ctx context.Context, requests []client.Request) []client.PartialAnswer {
-		return s.limiter.AcquireUpToMany(ctx, chargesOf(requests))
+	return s.many(ctx, AcquireUpToMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
+		answers, taken := make([]client.Answer, len(requests)), make([]int64, len(requests))
+		for i, a := range s.limiter.AcquireUpToMany(ctx, chargesOf(requests)) {
+			answers[i], taken[i] = a.Answer, a.Taken
+		}
+		return answers, taken
 	})
 }
 
 // PeekMany answers each request as Peek does, in their order. The requests of a shard are one call.
 func (s *Service) PeekMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	return s.many(ctx, PeekMany, requests, func(ctx context.Context, requests []client.Request) []client.PartialAnswer {
-		return partial(s.limiter.PeekMany(ctx, chargesOf(requests)))
+	return s.many(ctx, PeekMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
+		return s.limiter.PeekMany(ctx, chargesOf(requests)), nil
 	})
 }
 
@@ -54,15 +53,8 @@ func chargesOf(requests []client.Request) []client.Charge {
 	return charges
 }
 
-func partial(list []client.Answer) []client.PartialAnswer {
-	answers := make([]client.PartialAnswer, len(list))
-	for i, a := range list {
-		answers[i].Answer = a
-	}
-	return answers
-}
-
-type askMany = func(context.Context, []client.Request) []client.PartialAnswer
+// askMany returns the answers, and what each request took if the answers tell that.
+type askMany = func(context.Context, []client.Request) (answers []client.Answer, taken []int64)
 
 func (s *Service) many(ctx context.Context, o Operation, requests []Request, ask askMany) ([]Answer, error) {
 	if err := s.checkCount(o, requests); err != nil {
@@ -98,16 +90,20 @@ func (s *Service) some(ctx context.Context, o Operation, shard *shard, requests 
 	for i, n := range numbers {
 		r := requests[n]
 		some[i] = client.Request{Policy: cmp.Or(r.Policy, DefaultPolicy), Key: r.Key, IdempotencyKey: r.IdempotencyKey}
-		if r.Cost != nil {
+		switch {
+		case r.Cost != nil:
 			some[i].Cost = client.Cost(*r.Cost)
+		case o == AcquireUpToMany:
+			some[i].Cost = client.Cost(0) // an at_most that is missing is refused
 		}
 		shares = shares && r.canShare()
 	}
 	err := s.within(ctx, shard, shares, func(ctx context.Context) error {
-		for i, a := range ask(ctx, some) {
+		list, taken := ask(ctx, some)
+		for i, a := range list {
 			answers[numbers[i]] = Answer{Decision: a.Decision, Err: errorOf(ctx, a.Err).of(numbers[i])}
-			if o == AcquireUpToMany {
-				answers[numbers[i]].Taken = &a.Taken
+			if taken != nil {
+				answers[numbers[i]].Taken = &taken[i]
 			}
 		}
 		return nil
