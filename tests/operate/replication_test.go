@@ -10,6 +10,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // published are the tables of a copy. The schema version stays out: its table has no key, so an upgrade of the publisher would fail.
@@ -49,4 +50,23 @@ func TestReplication_ALogicalCopyTakesOver(t *testing.T) {
 	require.Equal(t, "false", replica.Text("select allowed::text from ratelimit_hold('jobs', 'k', 'b', 2)"))
 	replica.DefinePolicy("new", 1, 1, time.Hour)
 	require.True(t, replica.Acquire("new", "k", 1).Allowed)
+}
+
+// A server recovered to a point in time knows the grants before it, none after it, and has all buckets of ephemeral policies full.
+func TestPointInTimeRecovery(t *testing.T) {
+	t.Parallel()
+	db, primary := kit.NewPrivateDB(t)
+	db.Policy("durable", 10, 1, kit.ADay).Policy("ephemeral", 10, 1, kit.ADay, kit.Ephemeral)
+	recovered := pgtest.Standby(t, primary, "recovery_target_name=before", "recovery_target_action=promote")
+	db.Take("durable", "k", 3, "early").Take("ephemeral", "k", 3)
+	db.Execute("select pg_create_restore_point('before')")
+	db.Take("durable", "k", 2, "late")
+
+	db = kit.Reopen(t, recovered)
+	db.Await(t, kit.Patience, "select not pg_is_in_recovery()")
+	db = kit.Reopen(t, recovered)
+	require.EqualValues(t, 7, db.Left("durable", "k"))
+	require.True(t, db.Acquire("durable", "k", 3, "early").Replayed)
+	require.False(t, db.Acquire("durable", "k", 2, "late").Replayed)
+	require.EqualValues(t, 10, db.Left("ephemeral", "k"))
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -60,8 +61,11 @@ func copyPrograms(t testing.TB, bin string) (copied, extensions string, err erro
 		os.MkdirAll(in(bin), 0o755),
 		os.Symlink(filepath.Join(bin, "../lib"), filepath.Join(in(bin), "../lib")),
 		copyTree(share, in(share)))
-	for _, program := range []string{"initdb", "pg_ctl", "postgres"} {
-		err = errors.Join(err, copyFile(filepath.Join(bin, program), filepath.Join(in(bin), program)))
+	for _, program := range []string{"initdb", "pg_ctl", "postgres", // and what pg_upgrade needs, where it is
+		"pg_controldata", "pg_dump", "pg_dumpall", "pg_resetwal", "pg_restore", "pg_upgrade", "psql", "vacuumdb"} {
+		if failed := copyFile(filepath.Join(bin, program), filepath.Join(in(bin), program)); !errors.Is(failed, fs.ErrNotExist) {
+			err = errors.Join(err, failed)
+		}
 	}
 	return in(bin), filepath.Join(in(share), "extension"), err
 }
