@@ -156,11 +156,10 @@ lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgs
 proto: ## Write server/gen anew, from server/proto
 	cd server && rm -rf gen && go run $(BUF) generate proto
 
-release-schema: ## Freeze the newest migration, and sql/ as its snapshot: they never change from then on
+release-schema: ## Freeze the newest migration, and sql/ as its snapshot: a test fails if they change from then on
 	@cd migrations; newest=$$(ls [0-9]*.sql | tail -1); snapshot=snapshots/$${newest%%_*}; \
 	! grep -q " $$newest$$" released.sha256 || { echo "$$newest is released already." >&2; exit 1; }; \
-	if [ -L "$$snapshot" ]; then rm "$$snapshot"; cp -r ../sql "$$snapshot"; rm "$$snapshot"/*.go; fi; \
-	{ echo "$$newest"; find "$$snapshot" -type f 2>/dev/null | LC_ALL=C sort; } | xargs sha256sum >> released.sha256
+	{ echo "$$newest"; find -L "$$snapshot" -name '*.sql' | LC_ALL=C sort; } | xargs sha256sum >> released.sha256
 
 psql: ## Write sql/copies.sql and migrations/psql anew, from the migrations and sql/
 	go run ./migrations/cmd copies sql
@@ -207,8 +206,9 @@ need-%:
 
 NAME := bench
 
-bench: ## Measure everything, beside Redis and others, in half an hour, and renew docs/performance.md; NAME=bench-… for another processor
+bench: ## Measure everything, beside Redis and others, in an hour, and renew docs/performance.md; NAME=bench-… for another processor
 	@go run ./tests/bench -results tests/bench/results -name '$(NAME)'
+	@go run ./tests/bench -results tests/bench/results -name '$(NAME:bench%=redis%)' -only 'combined_*' -runs 5
 	@$(MAKE) --no-print-directory bench-page
 
 bench-page: ## Write the figures and plots of docs/performance.md anew, from tests/bench/results

@@ -13,7 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Databases have run what is released: it stays as it is, and nothing joins it.
+// Databases have run what is released: it stays as it is, and nothing joins it. The snapshot of the newest release is a link to sql/, which
+// the next version makes a copy: see CONTRIBUTING.md.
 func TestReleased_NeverChanges(t *testing.T) {
 	t.Parallel()
 	require.Empty(t, changed(t, os.DirFS(".")))
@@ -62,8 +63,8 @@ func changed(t *testing.T, migrations fs.FS) (differences []string) {
 		}
 	}
 	for snapshot := range frozen {
-		require.NoError(t, fs.WalkDir(migrations, snapshot, func(name string, entry fs.DirEntry, err error) error {
-			if err == nil && !entry.IsDir() && !released[name] {
+		require.NoError(t, fs.WalkDir(migrations, snapshot, func(name string, _ fs.DirEntry, err error) error {
+			if err == nil && strings.HasSuffix(name, ".sql") && !released[name] {
 				differences = append(differences, name+" is new")
 			}
 			return err
