@@ -32,6 +32,7 @@ func (g *grid) addDenied(pool *pgxpool.Pool, pid int) {
 			return wantDenied(d.Allowed, err)
 		}
 	}
+	g.flood = ask(cached)
 	for name, share := range deniedShares {
 		g.opponents[name+"-combined"] = &opponent{mixed(share, ask(plain), pgratelimit(plain)), pid}
 		g.opponents[name+"-cached"] = &opponent{mixed(share, ask(cached), pgratelimit(cached)), pid}

@@ -47,6 +47,7 @@ func (l *lab) close() (err error) {
 	if l.pg != nil {
 		err = errors.Join(err, l.pg.Close())
 	}
+	l.pg, l.redis = nil, nil
 	return err
 }
 
@@ -64,6 +65,7 @@ func (s *stage) close(ctx context.Context) (err error) {
 	for _, name := range s.databases {
 		err = errors.Join(err, s.pg.drop(ctx, name))
 	}
+	s.closers, s.databases = nil, nil
 	return err
 }
 

@@ -1,11 +1,11 @@
 // Command bench measures pgratelimit beside redis_rate and others, and against the bare statements underneath. It starts a throw-away
 // PostgreSQL and Redis on unix sockets and measures in rounds in which all take turns.
 //
-//	go run ./tests/bench                       everything, about half an hour
+//	go run ./tests/bench                       everything, about forty minutes
 //	go run ./tests/bench -only 'combined_*'    some cells and ratios, and the tables that they fill; -list names them
 //
 // make bench publishes: it measures everything and writes the figures of docs/performance.md. What does not belong to this module
-// is got when it is needed: rate-limiter-flexible from npm, valgrind and Redis by apt-get, Envoy's service by go.
+// is got when it is needed: rate-limiter-flexible from npm, valgrind, Redis and python3-asyncpg by apt-get, Envoy's service by go.
 package main
 
 import (
@@ -23,12 +23,14 @@ import (
 type options struct {
 	only    string
 	list    bool
+	runs    int
 	rounds  int
 	window  time.Duration
 	held    time.Duration
 	results string
 	name    string
 	page    string
+	soak    string
 	record  string
 	reason  string
 }
@@ -44,12 +46,14 @@ func main() {
 	var o options
 	flag.StringVar(&o.only, "only", "", "measure only these cells and ratios: names or patterns, separated by commas")
 	flag.BoolVar(&o.list, "list", false, "list the cells and the ratios, and exit")
+	flag.IntVar(&o.runs, "runs", 1, "runs, each with servers of its own: above 1, figures are medians of theirs")
 	flag.IntVar(&o.rounds, "rounds", 3, "rounds")
-	flag.DurationVar(&o.window, "window", 500*time.Millisecond, "how long each cell runs in a round")
+	flag.DurationVar(&o.window, "window", time.Second, "how long each cell runs in a round")
 	flag.DurationVar(&o.held, "snapshot", time.Minute, "how long a snapshot is held in the cells snapshot*")
 	flag.StringVar(&o.results, "results", "build", "directory of the figures")
 	flag.StringVar(&o.name, "name", "bench", "what the files are called: bench and, for another processor, bench-…")
 	flag.StringVar(&o.page, "page", "", "write the figures and plots of this page anew, from all that -results has, and exit")
+	flag.StringVar(&o.soak, "soak", "", "plot soak.csv of make proof into -results, and exit")
 	flag.StringVar(&o.record, "record", "", "count the instructions of calls, write them into this file, and exit")
 	flag.StringVar(&o.reason, "reason", "", "why some of them rose")
 	flag.Parse()
@@ -75,6 +79,9 @@ func run(o options) (err error) {
 	if o.page != "" {
 		return rewritePage(o.page, o.results)
 	}
+	if o.soak != "" {
+		return plotSoak(o.soak, o.results)
+	}
 	lab := &lab{window: o.window, snapshotHeld: o.held}
 	defer func() { err = errors.Join(err, lab.close()) }()
 	experiments := experiments(lab)
@@ -92,6 +99,16 @@ func run(o options) (err error) {
 		return nil
 	}
 	rounds, err := measureAll(ctx, o.rounds, experiments, cells)
+	if o.runs > 1 {
+		rounds = []round{medians(rounds)}
+	}
+	for err == nil && len(rounds) < o.runs {
+		var further []round
+		if err = lab.close(); err == nil {
+			further, err = measureAll(ctx, o.rounds, experiments, cells)
+		}
+		rounds = append(rounds, medians(further))
+	}
 	if err != nil {
 		return cmp.Or(context.Cause(ctx), err)
 	}

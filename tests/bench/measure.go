@@ -13,14 +13,14 @@ func experiments(l *lab) []experiment {
 	on := func() stage { return stage{lab: l} }
 	return []experiment{
 		&bare{on()}, &grid{stage: on()}, &served{stage: on()}, &leases{stage: on()}, &processes{stage: on()}, &npm{stage: on()},
-		&python{npm{stage: on()}}, &snapshot{stage: on()}, &cleanup{stage: on()}, &buckets{on()}, &shardsCost{stage: on()},
+		&python{npm{stage: on()}}, &snapshot{stage: on()}, &cleanup{stage: on()}, &buckets{on()}, &shardsCost{stage: on()}, &cores{stage: on()},
 	}
 }
 
-// hasToBeAsked tells the cells that are measured only if -only names them: not every server has what shards take, not every machine has
-// asyncpg, and slots beside a snapshot take minutes.
+// hasToBeAsked tells the cells that are measured only if -only names them: not every server has what shards take, and slots beside a
+// snapshot take minutes.
 func hasToBeAsked(cell string) bool {
-	return strings.HasPrefix(cell, "shards/") || strings.HasPrefix(cell, "python/") || strings.HasPrefix(cell, "snapshot/")
+	return strings.HasPrefix(cell, "shards/") || strings.HasPrefix(cell, "snapshot/")
 }
 
 // A ratio is of two metrics from the same round. A metric is named cell/name.

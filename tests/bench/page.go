@@ -46,6 +46,13 @@ func readResults(dir string) (all []processor, err error) {
 		if err := json.Unmarshal(text, p.report); err != nil {
 			return nil, fmt.Errorf("%s: %w", file, err)
 		}
+		if text, err = os.ReadFile(filepath.Join(dir, strings.Replace(p.file, "bench", "redis", 1)+".json")); err == nil {
+			var runs report // several, for the ratios to Redis
+			if err := json.Unmarshal(text, &runs); err != nil {
+				return nil, fmt.Errorf("%s, ratios to Redis: %w", file, err)
+			}
+			maps.Copy(p.Ratios, runs.Ratios)
+		}
 		all = append(all, p)
 	}
 	if len(all) == 0 {
@@ -119,14 +126,14 @@ var pageBlocks = map[string]func(processor) string{
 		{"the same, appendfsync always", "redis-aof-pipelined/*"},
 		{"SQL of five statements", "statements/*"},
 	}),
-	"redis": table("combined, to redis_rate", ratioOf, []pageRow{
-		{"16 callers, many keys", "combined_16_many_keys_to_redis"},
-		{"64 callers, many keys", "combined_64_many_keys_to_redis"},
-		{"the same, p99", "combined_64_p99_to_redis"},
-		{"256 callers, many keys", "combined_256_many_keys_to_redis"},
-		{"256 callers, many keys, flushed", "combined_256_many_keys_flushed_to_redis"},
-		{"256 callers, one key", "combined_256_hot_key_to_redis"},
-		{"256 callers, one key, flushed", "combined_256_hot_key_flushed_to_redis"},
+	"redis": table("combined, to redis_rate, five runs", []pageColumn{{"median", ""}, {"least", "/from"}, {"most", "/to"}}, []pageRow{
+		{"16 callers, many keys", "combined_16_many_keys_to_redis*"},
+		{"64 callers, many keys", "combined_64_many_keys_to_redis*"},
+		{"the same, p99", "combined_64_p99_to_redis*"},
+		{"256 callers, many keys", "combined_256_many_keys_to_redis*"},
+		{"256 callers, many keys, flushed", "combined_256_many_keys_flushed_to_redis*"},
+		{"256 callers, one key", "combined_256_hot_key_to_redis*"},
+		{"256 callers, one key, flushed", "combined_256_hot_key_flushed_to_redis*"},
 	}),
 	"joint": table("a request of three limits", byCallers, []pageRow{
 		{"`Combiner.AcquireAll`, all or nothing", "joint-combined-noflush/uniform/*"},
@@ -205,6 +212,12 @@ var pageBlocks = map[string]func(processor) string{
 		{"plain", "plain-noflush/uniform/256/*"},
 		{"combined", "combined-noflush/uniform/256/*"},
 		{"redis_rate", "redis/uniform/256/*"},
+	}),
+	"cores": table("256 callers, many keys", []pageColumn{{"decisions per second", "rate"}, {"CPU of the server, µs", "cpu_server"}, {"of the client", "cpu_client"}}, []pageRow{
+		{"combined: PostgreSQL on one core, the client on the other", "cores/1/combined/*"},
+		{"combined: both on two cores", "cores/2/combined/*"},
+		{"plain: PostgreSQL on one core, the client on the other", "cores/1/plain/*"},
+		{"plain: both on two cores", "cores/2/plain/*"},
 	}),
 	"space": table("", []pageColumn{{"bytes", "bytes"}, {"to the formula", "to_formula"}}, []pageRow{
 		{"a bucket", "buckets/1m/*"},

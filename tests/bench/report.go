@@ -16,7 +16,8 @@ import (
 // A report is what a run found out, and where. Figures are medians of the rounds, rounded to five digits.
 type report struct {
 	When    time.Time
-	Rounds  int
+	Runs    int // each with servers of its own
+	Rounds  int // of each run
 	Window  string
 	Machine map[string]string
 	Ratios  map[string]span   // by name
@@ -28,19 +29,29 @@ type span struct{ Median, From, To float64 }
 
 func newReport(l *lab, o options, rounds []round, chosen []ratio) *report {
 	r := &report{
-		When: time.Now().UTC().Truncate(time.Second), Rounds: o.rounds, Window: o.window.String(),
-		Machine: l.describe(), Ratios: map[string]span{}, Cells: map[string]sample{},
+		When: time.Now().UTC().Truncate(time.Second), Runs: o.runs, Rounds: o.rounds, Window: o.window.String(),
+		Machine: l.describe(), Ratios: map[string]span{},
 	}
 	for _, c := range chosen {
 		r.Ratios[c.name] = spanOf(rounds, func(r round) float64 { return r.value(c.over) / r.value(c.under) })
 	}
+	r.Cells = medians(rounds)
+	return r
+}
+
+// medians are those of rounds.
+func medians(rounds []round) round {
+	of := round{}
+	if len(rounds) == 0 {
+		return of // an error ended the run
+	}
 	for cell, metrics := range rounds[0] {
-		r.Cells[cell] = sample{}
+		of[cell] = sample{}
 		for name := range metrics {
-			r.Cells[cell][name] = spanOf(rounds, func(r round) float64 { return r[cell][name] }).Median
+			of[cell][name] = spanOf(rounds, func(r round) float64 { return r[cell][name] }).Median
 		}
 	}
-	return r
+	return of
 }
 
 func spanOf(rounds []round, of func(round) float64) span {
@@ -98,6 +109,10 @@ func (r *report) write(dir, name string) error {
 func (r *report) find(name string) (value float64, ok bool) {
 	cell, metric := splitMetric(name)
 	if value, ok = r.Cells[cell][metric]; ok {
+		return value, ok
+	}
+	if s, ok := r.Ratios[cell]; ok {
+		value, ok = map[string]float64{"from": s.From, "to": s.To}[metric]
 		return value, ok
 	}
 	s, ok := r.Ratios[name]
