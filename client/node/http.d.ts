@@ -27,11 +27,14 @@ export interface HttpOptions<Args extends unknown[]> {
 /** Middleware of Express, Connect, or node:http. A denial is 429, with the fields of docs/http.md. */
 export function limit<Request extends NodeRequest, Response extends NodeResponse>(
   limiter: Limiter, options: HttpOptions<[Request, Response]>,
-): (request: Request, response: Response, next: (error?: unknown) => void) => Promise<void>
+): (request: Request, response: Response, next: (error?: any) => void) => Promise<void>
 
-/** A fetch handler that is asked when the limit allows it. */
+/** A fetch handler that is asked when the limit allows it. The charges get the same arguments, such as the context of Next.js. */
+export function limitFetch<Handler extends (request: Request, ...more: any[]) => Response | Promise<Response>>(
+  limiter: Limiter, options: HttpOptions<Parameters<Handler>>, handler: Handler,
+): (...request: Parameters<Handler>) => Promise<Response>
 export function limitFetch<More extends unknown[]>(
-  limiter: Limiter, options: HttpOptions<[Request, ...More]>, handler: (request: Request, ...more: More) => Response | Promise<Response>,
+  limiter: Limiter, options: HttpOptions<[Request, ...More]>, handler: (request: Request) => Response | Promise<Response>,
 ): (request: Request, ...more: More) => Promise<Response>
 
 /** Charges tokens of a policy, 1 by default, to the bucket that key names. */

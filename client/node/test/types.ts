@@ -38,6 +38,10 @@ export const handler = limitFetch(limiter, {
   charges: (request: Request, info: { address: string }) => [{ policy: 'api', key: byUser(() => request.headers.get('x'), () => addressKey(info.address))() }],
   failure: 'closed',
 }, () => new Response('hello'))
+export const route = limitFetch(limiter, { charges: (request) => [{ policy: 'api', key: request.url }], failure: 'open' },
+  async (_request, context: { params: Promise<{ id: string }> }) => Response.json(await context.params))
+type Exchange = Parameters<typeof middleware>
+export const hook = (request: Exchange[0], response: Exchange[1], done: (error?: Error) => void) => { middleware(request, response, done) }
 // @ts-expect-error there is no default for when there is no database
 limit(limiter, { charges: per('api', byIP()) })
 
