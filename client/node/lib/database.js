@@ -42,7 +42,7 @@ export class Database {
       try {
         result = await (timeout === Infinity ? this.#db.query(text, values) : this.#sendInTime(text, values, timeout, unended)) ?? null
       } catch (error) {
-        if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error)))) throw translate(error)
+        if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error)))) throw withHint(translate(error), call)
         await sleep(Math.random() * MAX_BACKOFF * tries) // so that calls that collided do not meet again
       }
     }
@@ -60,6 +60,16 @@ export class Database {
       ended.then(resolve, reject).finally(() => clearTimeout(timer))
     })
   }
+}
+
+/** The error of a call, with the remedy where the server's hint is missing, or would mislead. */
+function withHint(error, call) {
+  if (error.code === '42883') { // undefined_function
+    error.hint = 'Install pgratelimit in this database, put its schema on search_path, or name it with the option schema.'
+  } else if (error.code === '42501' && error.message.includes(/^\w+/.exec(call))) { // insufficient_privilege
+    error.hint = `Its owner can run: grant execute on function ${call.replace(/\$\d+::(\S+::)?/g, '')} to <role>;`
+  }
+  return error
 }
 
 /** Sends a statement on a connection that can be destroyed, which pool.query() does not show. */

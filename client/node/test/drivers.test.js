@@ -3,7 +3,7 @@ import assert from 'node:assert/strict'
 import test, { after } from 'node:test'
 import { PGlite } from '@electric-sql/pglite'
 import postgres from 'postgres'
-import { Combiner, InvalidArgument, UnknownPolicy } from '../index.js'
+import { Combiner, InvalidArgument, Limiter, UnknownPolicy } from '../index.js'
 import { definePolicy, installation, pool } from './kit.js'
 
 const sql = postgres({ max: 3 })
@@ -29,6 +29,20 @@ for (const [driver, db] of Object.entries(drivers)) {
     await combiner.close()
   })
 }
+
+test('a missing grant or installation has the remedy as its hint', async () => {
+  const connection = await pool.connect()
+  const hint = (options) => new Limiter(connection, options).reserve('p', 'k', 1).catch((error) => error.hint)
+  try {
+    await connection.query('begin; create role stranger; set local role stranger')
+    assert.equal(await hint(), 'Its owner can run: grant execute on function ratelimit_reserve(text, text, interval, bigint, text) to <role>;')
+    await connection.query('rollback; begin')
+    assert.match(await hint({ schema: 'pg_catalog' }), /^Install pgratelimit in this database/)
+  } finally {
+    await connection.query('rollback')
+    connection.release()
+  }
+})
 
 test('PGlite answers like a server', async () => {
   const db = await PGlite.create()
