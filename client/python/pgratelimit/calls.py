@@ -163,11 +163,11 @@ def hold(policy: str, key: str, holder: str, cost: int) -> Call[Sequence[Any]]:
     return Call("hold", HOLD, function, (*bucket(policy, key), holder, whole("cost", cost)), lambda row: row, True)
 
 
-def renew(policy: str, key: str, holder: str) -> Call[Any]:
-    """The lease in microseconds, or None."""
+def renew(policy: str, key: str, holder: str, decode: Callable[[Any], T]) -> Call[T]:
+    """What decode makes of the lease, which is microseconds or None."""
     function = "ratelimit_renew($1::text, $2::text, $3::text)"
     args = *bucket(policy, key), text("holder", holder)
-    return Call("renew", microseconds("ratelimit_renew"), function, args, operator.itemgetter(0), True)
+    return Call("renew", microseconds("ratelimit_renew"), function, args, lambda row: decode(row[0]), True)
 
 
 def release(policy: str, key: str, holder: str) -> Call[bool]:

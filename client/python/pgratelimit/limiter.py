@@ -1,14 +1,15 @@
 """Limiters that make calls one by one. A Limiter and an AsyncLimiter differ in how they send, and in nothing else."""
 
 import asyncio
+import functools
 import math
 import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from . import calls, drivers, errors, hold
 from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation, seconds
@@ -17,6 +18,7 @@ from .errors import Error, InvalidArgument, TooLate
 from .hold import AsyncHeld, Held
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 MAX_TRIES = 3
 LONGEST_WAIT = 365 * 86400.0  # that the server accepts
@@ -34,9 +36,9 @@ class Acquirer(Protocol):
 class AsyncAcquirer(Protocol):
     """The methods that AsyncLimiter and Combiner share with fakes."""
 
-    async def acquire(self, policy: str, key: str, cost: int = 1, *, idempotency_key: str | None = None) -> Decision: ...
+    def acquire(self, policy: str, key: str, cost: int = 1, *, idempotency_key: str | None = None) -> Awaitable[Decision]: ...
 
-    async def acquire_all(self, charges: Iterable[Charge], *, idempotency_key: str | None = None) -> JointDecision: ...
+    def acquire_all(self, charges: Iterable[Charge], *, idempotency_key: str | None = None) -> Awaitable[JointDecision]: ...
 
 
 class Limiter:
@@ -162,7 +164,7 @@ class Limiter:
                 with suppress(Exception):
                     self.release(policy, key, holder)
             raise
-        renewal, end = calls.renew(policy, key, holder), calls.release(policy, key, holder)
+        renewal, end = calls.renew(policy, key, holder, lambda us: us), calls.release(policy, key, holder)
         held = Held(holder, sent, row, lambda: self._run(renewal), lambda: self._run(end))
         try:
             yield held
@@ -175,7 +177,7 @@ class Limiter:
     def renew(self, policy: str, key: str, holder: str) -> float | None:
         """Begin the lease of a holder of your own anew, and return its seconds; None if it does not hold, or not any more: stop what it
         does. It never takes slots."""
-        return seconds(self._run(calls.renew(policy, key, holder)))
+        return self._run(calls.renew(policy, key, holder, seconds))
 
     def release(self, policy: str, key: str, holder: str) -> bool:
         """Free the slots of a holder of your own, and return whether it held them until now. After a lost answer it is sent again, and
@@ -206,6 +208,16 @@ class Limiter:
             time.sleep(pause)
 
 
+def _awaited(method: Callable[Concatenate[Limiter, P], T]) -> Callable[Concatenate["AsyncLimiter", P], Coroutine[Any, Any, T]]:
+    """A method of AsyncLimiter: the Limiter's, with its call awaited."""
+
+    @functools.wraps(method)
+    async def awaited(self: "AsyncLimiter", *args: P.args, **kwargs: P.kwargs) -> T:
+        return await cast(Any, method)(self, *args, **kwargs)
+
+    return awaited
+
+
 class AsyncLimiter:
     """Limiter for asyncio, on a connection or pool of psycopg 3's async classes or of asyncpg: each method is as the Limiter's, awaited.
 
@@ -216,51 +228,19 @@ class AsyncLimiter:
         self._driver = drivers.async_driver(db)
         self._schema = schema
 
-    async def acquire(self, policy: str, key: str, cost: int = 1, *, idempotency_key: str | None = None) -> Decision:
-        """As Limiter.acquire."""
-        return await self._run(calls.acquire(policy, key, cost, idempotency_key))
-
-    async def acquire_all(self, charges: Iterable[Charge], *, idempotency_key: str | None = None) -> JointDecision:
-        """As Limiter.acquire_all."""
-        return await self._run(calls.acquire_all([calls.charged(c) for c in charges], idempotency_key))
-
-    async def peek(self, policy: str, key: str, cost: int = 1) -> Decision:
-        """As Limiter.peek."""
-        return await self._run(calls.peek(policy, key, cost))
-
-    async def peek_many(self, requests: Iterable[Charge]) -> list[Decision | Error]:
-        """As Limiter.peek_many."""
-        return await self._many(calls.peek_many, requests)
-
-    async def charge(self, policy: str, key: str, cost: int, *, idempotency_key: str | None = None) -> Decision:
-        """As Limiter.charge."""
-        return await self._run(calls.charge(policy, key, cost, idempotency_key))
-
-    async def settle(self, policy: str, key: str, idempotency_key: str, cost: int) -> Decision:
-        """As Limiter.settle."""
-        return await self._run(calls.settle(policy, key, idempotency_key, cost))
-
-    async def reserve(self, policy: str, key: str, max_wait: float, cost: int = 1, *, idempotency_key: str | None = None) -> Reservation:
-        """As Limiter.reserve."""
-        return await self._run(calls.reserve(policy, key, max_wait, cost, idempotency_key))
-
-    async def acquire_up_to(
-        self, policy: str, key: str, at_most: int, at_least: int = 1, *, idempotency_key: str | None = None
-    ) -> PartialDecision:
-        """As Limiter.acquire_up_to."""
-        return await self._run(calls.acquire_up_to(policy, key, at_most, at_least, idempotency_key))
-
-    async def acquire_up_to_many(self, requests: Iterable[Charge]) -> list[PartialDecision | Error]:
-        """As Limiter.acquire_up_to_many."""
-        return await self._many(calls.acquire_up_to_many, requests)
-
-    async def refund(self, policy: str, key: str, amount: int) -> Decision:
-        """As Limiter.refund."""
-        return await self._run(calls.refund(policy, key, amount))
-
-    async def pause(self, policy: str, key: str, pause_for: float) -> Decision:
-        """As Limiter.pause."""
-        return await self._run(calls.pause(policy, key, pause_for))
+    acquire = _awaited(Limiter.acquire)
+    acquire_all = _awaited(Limiter.acquire_all)
+    peek = _awaited(Limiter.peek)
+    peek_many = _awaited(Limiter.peek_many)
+    charge = _awaited(Limiter.charge)
+    settle = _awaited(Limiter.settle)
+    reserve = _awaited(Limiter.reserve)
+    acquire_up_to = _awaited(Limiter.acquire_up_to)
+    acquire_up_to_many = _awaited(Limiter.acquire_up_to_many)
+    refund = _awaited(Limiter.refund)
+    pause = _awaited(Limiter.pause)
+    renew = _awaited(Limiter.renew)
+    release = _awaited(Limiter.release)
 
     async def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
         """As Limiter.wait. A cancelled wait takes up to 5 seconds to give the tokens back."""
@@ -299,7 +279,7 @@ class AsyncLimiter:
                 with suppress(Exception):
                     await asyncio.wait_for(self.release(policy, key, holder), GIVE_BACK_TIMEOUT)
             raise
-        renewal, end = calls.renew(policy, key, holder), calls.release(policy, key, holder)
+        renewal, end = calls.renew(policy, key, holder, lambda us: us), calls.release(policy, key, holder)
         held = AsyncHeld(holder, sent, row, lambda: self._run(renewal), lambda: self._run(end))
         try:
             yield held
@@ -308,14 +288,6 @@ class AsyncLimiter:
                 await asyncio.wait_for(held._finish(), GIVE_BACK_TIMEOUT)
             raise
         await held.release()
-
-    async def renew(self, policy: str, key: str, holder: str) -> float | None:
-        """As Limiter.renew."""
-        return seconds(await self._run(calls.renew(policy, key, holder)))
-
-    async def release(self, policy: str, key: str, holder: str) -> bool:
-        """As Limiter.release."""
-        return await self._run(calls.release(policy, key, holder))
 
     async def _many(self, call_of: Callable[[Iterable[Charge]], Call[list[T | Error]]], requests: Iterable[Charge]) -> list[T | Error]:
         asked = list(requests)

@@ -8,7 +8,6 @@ import unittest
 from contextlib import redirect_stdout
 from fractions import Fraction
 from pathlib import Path
-from unittest.mock import patch
 
 import asyncpg
 import psycopg
@@ -140,7 +139,205 @@ class Latin1:
     def _run(self, call):
         if "🪣" in call.args[1]:
             raise InvalidArgument("not in LATIN1", "22P05")
+        assert call.args[1] != "{}", "a call about nothing"
         return super()._run(call)
+
+
+class Awaited:
+    """A Limiter whose methods are awaited: what it has in common with an AsyncLimiter is tested once."""
+
+    def __init__(self, limiter):
+        self._limiter = limiter
+
+    def __getattr__(self, name):
+        async def method(*args, **kwargs):
+            return getattr(self._limiter, name)(*args, **kwargs)
+
+        return method
+
+
+async def error_or(call):
+    """What can be compared of the answer to a call, or of its error."""
+    (answer,) = await gather(call)
+    return shown(answer)
+
+
+class EachTest(AsyncCase):
+    """What a Limiter and an AsyncLimiter do alike, on a pool and a connection of each driver."""
+
+    async def asyncSetUp(self):
+        await super().asyncSetUp()
+        self.policy = self.id()
+        define(self.policy, 10, 1, "1 hour")
+
+    async def handles(self):
+        """A pool and a connection of each driver for asyncio."""
+        for pool in (psycopg_pool_of, asyncpg_pool_of):
+            async with pool(2) as pool:
+                yield pool
+        async with await psycopg.AsyncConnection.connect("application_name=test", autocommit=True) as conn:
+            yield conn
+        conn = await asyncpg.connect(server_settings={"application_name": "test"})
+        yield conn
+        await conn.close()
+
+    async def limiters(self, *mixins):
+        def of(kind, db):
+            return type(kind.__name__, (*mixins, kind), {})(db)
+
+        with psycopg_pool.ConnectionPool(min_size=1, max_size=2) as pool, psycopg.connect(autocommit=True) as conn:
+            yield Awaited(of(Limiter, pool))
+            yield Awaited(of(Limiter, conn))
+        async for db in self.handles():
+            yield of(AsyncLimiter, db)
+
+    async def test_every_call(self):
+        p = self.policy
+        async for limiter in self.limiters():
+            d = await limiter.acquire(p, "k", 3)
+            self.assertEqual((True, 7, 0.0), (d.allowed, d.remaining, d.retry_after))
+            d = await limiter.peek(p, "k", 8)
+            self.assertEqual((False, 7), (d.allowed, d.remaining))
+            self.assertFalse(d, "a denial is false")
+            self.assertTrue(0 < d.retry_after <= 3600 and 0 < d.reset_after <= 10800)
+            d = await limiter.pause(p, "paused", 1.5)
+            self.assertTrue(1.5 <= d.retry_after and not d and d.remaining == 0)
+            self.assertEqual(-2, (await limiter.charge(p, "k", 9, idempotency_key="job")).remaining)
+            self.assertEqual(5, (await limiter.settle(p, "k", "job", 2)).remaining)
+            d = await limiter.acquire_up_to(p, "k", 6)
+            self.assertEqual((5, 0), (d.taken, d.remaining))
+            self.assertEqual(4, (await limiter.refund(p, "k", 4)).remaining)
+            r = await limiter.reserve(p, "k", 7200, 5)
+            self.assertTrue(r and 3500 < r.wait <= 3600)
+            self.assertEqual(-1, r.remaining)
+            self.assertFalse(await limiter.reserve(p, "k", 0.5, 5))
+            d = await limiter.acquire_all([Charge(p, "a", 3), (p, "b"), (p, "a", 3)])
+            self.assertEqual((True, 0, [4, 9, 4]), (d.allowed, d.binding, [each.remaining for each in d.decisions]))
+            for error, sqlstate, call in (
+                (UnknownPolicy, "RL001", limiter.acquire("none", "k")),
+                (IdempotencyMismatch, "RL002", limiter.charge(p, "k", 1, idempotency_key="job")),
+                (NoGrant, "RL003", limiter.settle(p, "k", "none", 1)),
+                (InvalidArgument, "22023", limiter.refund(p, "k", -1)),
+                (InvalidArgument, "22023", limiter.pause(p, "k", 0)),
+                (InvalidArgument, "22023", limiter.acquire_all([])),
+                (InvalidArgument, None, limiter.reserve(p, "k", float("nan"))),
+            ):
+                with self.assertRaises(error) as raised:
+                    await call
+                self.assertEqual(sqlstate, raised.exception.sqlstate)
+                self.assertTrue(raised.exception.message and (raised.exception.hint or sqlstate is None))
+            for key in ("k", "a", "b", "paused"):
+                execute("select ratelimit_reset(%s::text, %s::text)", p, key)
+            execute("delete from ratelimit.idempotency_keys")
+
+    async def test_peek_many_answers_each_request_as_peek_does(self):
+        with stopped_clock() as set_clock:
+            set_clock(0)
+            table = many_peeks(self.policy)
+            async for limiter in self.limiters(Latin1):
+                many = await limiter.peek_many(iter(table))
+                for (request, expected), got in zip(table.items(), many, strict=True):
+                    self.assertEqual(await error_or(limiter.peek(*request)), shown(got), request)
+                    self.assertEqual(expected, type(got) if isinstance(got, pgratelimit.Error) else got.allowed)
+                got = await limiter.peek_many([(self.policy, key) for key in ("a", "🪣", "b")])
+                self.assertEqual([None, "22P05", None], [getattr(answer, "sqlstate", None) for answer in got])
+                self.assertEqual([], await limiter.peek_many([]))
+
+    async def test_acquire_up_to_many_takes_from_each_as_acquire_up_to_does(self):
+        p = self.policy
+        execute("select ratelimit_define_policy('watched', 2, 1, '1 hour', shadow => true)")
+        asked = [(p, "k", 4), ("none", "k", 1), Charge(p, "k", 9), (p, "k"), ("watched", "k", 5), (p, "k", 0), (p, "k", 1.5), (p, "\0", 1)]
+
+        def reset():
+            execute("select ratelimit_reset(%s::text, key) from unnest(array['k', 'a', 'b']) as key", p)
+            execute("select ratelimit_reset('watched', 'k')")
+
+        with stopped_clock() as set_clock:
+            set_clock(0)
+            async for limiter in self.limiters(Latin1):
+                many = await limiter.acquire_up_to_many(iter(asked))
+                reset()
+                for request, got in zip(asked, many, strict=True):
+                    self.assertEqual(await error_or(limiter.acquire_up_to(*(*request, 1)[:3])), shown(got), request)
+                self.assertEqual([4, 6, 0, 5], [answer.taken for answer in many if not isinstance(answer, pgratelimit.Error)])
+                got = await limiter.acquire_up_to_many([(p, key, 99) for key in ("a", "🪣", "b")])
+                self.assertEqual([10, "22P05", 10], [getattr(answer, "taken", None) or answer.sqlstate for answer in got])
+                reset()
+
+    async def test_a_connection_is_in_the_callers_transaction(self):
+        async def use(limiter):
+            self.assertTrue(await limiter.acquire(self.policy, "k"))
+            with self.assertRaisesRegex(InvalidArgument, "outside a transaction"):
+                await limiter.wait(self.policy, "k")
+
+        async with transaction() as conn:
+            await use(AsyncLimiter(conn))
+        async with await psycopg.AsyncConnection.connect() as conn:
+            await use(AsyncLimiter(conn))
+            await conn.rollback()
+        with psycopg.connect() as conn:  # it opens a transaction by itself
+            await use(Awaited(Limiter(conn)))
+            conn.rollback()
+            self.assertEqual(0, taken(self.policy))
+            await use(Awaited(Limiter(conn)))
+            conn.commit()
+        self.assertEqual(1, taken(self.policy))
+
+    async def test_a_serialization_failure_is_repeated_where_the_call_is_alone(self):
+        async def fails(limiter, error):
+            execute("alter sequence fails restart")
+            with self.assertRaises(error):
+                await limiter.acquire(self.policy, "k")
+
+        fails_once(self, "40001")
+        async for limiter in self.limiters():
+            execute("alter sequence fails restart")
+            self.assertTrue(await limiter.acquire(self.policy, "k"))
+        async with transaction() as conn:
+            await fails(AsyncLimiter(conn), asyncpg.SerializationError)
+        with psycopg.connect(autocommit=True) as conn, conn.transaction(force_rollback=True):
+            await fails(Awaited(Limiter(conn)), psycopg.errors.SerializationFailure)
+        with psycopg.connect() as conn:
+            await fails(Awaited(Limiter(conn)), psycopg.errors.SerializationFailure)
+        self.assertEqual(6, taken(self.policy))
+
+    async def test_a_cancelled_wait_gives_the_tokens_back(self):
+        async for db in self.handles():
+            limiter = AsyncLimiter(db)
+            await limiter.charge(self.policy, "k", 10)
+            waiting = asyncio.create_task(limiter.wait(self.policy, "k", 5))
+            await until("select remaining < 0 from ratelimit_peek(%s::text, 'k')", self.policy)
+            waiting.cancel()
+            with self.assertRaises(asyncio.CancelledError):
+                await waiting
+            self.assertEqual(0, execute("select remaining from ratelimit_peek(%s::text, 'k')", self.policy)[0][0])
+            execute("select ratelimit_reset(%s::text, 'k')", self.policy)
+
+    async def test_a_cancelled_call_is_stopped_in_the_server(self):
+        for pool in (psycopg_pool_of, asyncpg_pool_of):
+            async with pool(1) as pool, locked(self.policy, "k"):
+                call = asyncio.create_task(AsyncLimiter(pool).acquire(self.policy, "k"))
+                await until_blocked()
+                call.cancel()
+                with self.assertRaises(asyncio.CancelledError):
+                    await call
+                await until_blocked(0)
+                self.assertTrue(await AsyncLimiter(pool).acquire(self.policy, "other"), "the pool has its connection")
+
+    async def test_a_lost_connection_of_a_pool(self):
+        for pool in (psycopg_pool_of, asyncpg_pool_of):
+            async with pool(3) as pool:
+                async with locked(self.policy, "k"):
+                    limiter = AsyncLimiter(pool)
+                    calls = [limiter.acquire(self.policy, "k"), limiter.acquire(self.policy, "k", idempotency_key=repr(pool))]
+                    both = asyncio.gather(*calls, return_exceptions=True)
+                    await until_blocked(2)
+                    execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'test' and wait_event_type = 'Lock'")
+                    await until_blocked(1)
+                plain, keyed = await both
+                self.assertIsInstance(plain, (psycopg.OperationalError, asyncpg.PostgresError))
+                self.assertTrue(keyed)
+        self.assertEqual(4, taken(self.policy), "the locks' two and the keyed two")
 
 
 class SyncTest(unittest.TestCase):
@@ -149,82 +346,6 @@ class SyncTest(unittest.TestCase):
         define(self.policy, 10, 1, "1 hour")
         self.pool = self.enterContext(psycopg_pool.ConnectionPool(min_size=1, max_size=2))
         self.conn = self.enterContext(psycopg.connect())
-
-    def test_every_call(self):
-        p, limiter = self.policy, Limiter(self.pool)
-        self.assertEqual((True, 7, 0.0), ((d := limiter.acquire(p, "k", 3)).allowed, d.remaining, d.retry_after))
-        self.assertEqual((False, 7), ((d := limiter.peek(p, "k", 8)).allowed, d.remaining))
-        self.assertFalse(d, "a denial is false")
-        self.assertTrue(0 < d.retry_after <= 3600 and 0 < d.reset_after <= 10800)
-        self.assertEqual(-2, limiter.charge(p, "k", 9, idempotency_key="job").remaining)
-        self.assertEqual(5, limiter.settle(p, "k", "job", 2).remaining)
-        self.assertEqual((5, 0), ((d := limiter.acquire_up_to(p, "k", 6)).taken, d.remaining))
-        self.assertEqual(4, limiter.refund(p, "k", 4).remaining)
-        r = limiter.reserve(p, "k", 7200, 5)
-        self.assertTrue(r and 3500 < r.wait <= 3600)
-        self.assertEqual(-1, r.remaining)
-        self.assertFalse(limiter.reserve(p, "k", 0.5, 5))
-        self.assertTrue(1.5 <= (d := limiter.pause(p, "paused", 1.5)).retry_after and not d and d.remaining == 0)
-        d = limiter.acquire_all([Charge(p, "a", 3), (p, "b"), (p, "a", 3)])
-        self.assertEqual((True, 0, [4, 9, 4]), (d.allowed, d.binding, [each.remaining for each in d.decisions]))
-        with self.assertRaises(InvalidArgument):
-            limiter.reserve(p, "k", float("nan"))
-        with self.assertRaises(InvalidArgument):
-            limiter.pause(p, "k", 0)
-        with self.assertRaises(InvalidArgument):
-            limiter.acquire_all([])
-
-    def test_peek_many_answers_each_request_as_peek_does(self):
-        limiter = Limiter(self.pool)
-        with stopped_clock() as set_clock:
-            set_clock(0)
-            table = many_peeks(self.policy)
-            many = limiter.peek_many(iter(table))
-            self.assertEqual(len(table), len(many))
-            for (request, expected), got in zip(table.items(), many):
-                with self.subTest(request):
-                    try:
-                        one = limiter.peek(*request)
-                    except pgratelimit.Error as error:
-                        one = error
-                    self.assertEqual(shown(one), shown(got))
-                    self.assertEqual(expected, type(got) if isinstance(got, pgratelimit.Error) else got.allowed)
-
-    def test_peek_many_of_nothing_and_of_text_that_the_database_cannot_hold(self):
-        limiter = type("", (Latin1, Limiter), {})(self.pool)
-        got = limiter.peek_many([(self.policy, key) for key in ("a", "🪣", "b")])
-        self.assertEqual([None, "22P05", None], [getattr(answer, "sqlstate", None) for answer in got])
-        with patch.object(limiter, "_run", self.fail):
-            self.assertEqual([], limiter.peek_many([]))
-
-    def test_acquire_up_to_many_takes_from_each_as_acquire_up_to_does(self):
-        limiter = Limiter(self.pool)
-        execute("select ratelimit_define_policy('watched', 2, 1, '1 hour', shadow => true)")
-        with stopped_clock() as set_clock:
-            set_clock(0)
-            p, none = self.policy, "none"
-            asked = [(p, "k", 4), (none, "k", 1), Charge(p, "k", 9), (p, "k"), ("watched", "k", 5), (p, "k", 0), (p, "k", 1.5), (p, "\0", 1)]
-            many = limiter.acquire_up_to_many(iter(asked))
-            execute("select ratelimit_reset(%s::text, 'k'), ratelimit_reset('watched', 'k')", p)
-            for request, got in zip(asked, many, strict=True):
-                with self.subTest(request):
-                    try:
-                        one = limiter.acquire_up_to(*(*request, 1)[:3])
-                    except pgratelimit.Error as error:
-                        one = error
-                    self.assertEqual(shown(one), shown(got))
-            self.assertEqual([4, 6, 0, 5], [answer.taken for answer in many if not isinstance(answer, pgratelimit.Error)])
-        limiter = type("", (Latin1, Limiter), {})(self.pool)
-        got = limiter.acquire_up_to_many([(self.policy, key, 99) for key in ("a", "🪣", "b")])
-        self.assertEqual([10, "22P05", 10], [getattr(answer, "taken", None) or answer.sqlstate for answer in got])
-
-    def test_a_connection_without_autocommit_takes_nothing_until_it_commits(self):
-        Limiter(self.conn).acquire(self.policy, "k")
-        self.conn.rollback()
-        self.assertEqual(0, taken(self.policy))
-        Limiter(self.conn).acquire(self.policy, "k")
-        self.conn.commit()
-        self.assertEqual(1, taken(self.policy))
 
     def test_a_call_on_a_pool_is_committed_and_leaves_the_connection_as_it_was(self):
         limiter = Limiter(self.pool)
@@ -245,22 +366,6 @@ class SyncTest(unittest.TestCase):
                 self.assertTrue(limiter.acquire_all([(self.policy, '{"%s", \\')]))
                 prepared = conn.execute("select statement from pg_prepared_statements where statement ~ 'ratelimit_'", prepare=False)
                 self.assertEqual([], prepared.fetchall())
-
-    def test_a_serialization_failure_is_repeated_where_the_call_is_alone(self):
-        fails_once(self, "40001")
-        for db in (self.pool, psycopg.connect(autocommit=True)):
-            execute("alter sequence fails restart")
-            self.assertTrue(Limiter(db).acquire(self.policy, "k"))
-        with db.transaction():
-            execute("alter sequence fails restart")
-            with self.assertRaises(psycopg.errors.SerializationFailure):
-                Limiter(db).acquire(self.policy, "k")
-            raise psycopg.Rollback
-        db.close()
-        execute("alter sequence fails restart")
-        with self.assertRaises(psycopg.errors.SerializationFailure):
-            Limiter(self.conn).acquire(self.policy, "k")
-        self.assertEqual(2, taken(self.policy))
 
     def test_locked(self):
         with psycopg.connect(autocommit=True) as conn, self.conn as holder:
@@ -365,126 +470,3 @@ class PackageTest(unittest.TestCase):
             self.assertRegex(out.getvalue(), "^(9995 tokens left|one of 3|True)$")
         for fragment in blocks:
             compile(fragment, "README.md", "exec")
-
-
-class AsyncTest(AsyncCase):
-    async def asyncSetUp(self):
-        await super().asyncSetUp()
-        self.policy = self.id()
-        define(self.policy, 10, 1, "1 hour")
-
-    async def handles(self):
-        """A pool and a connection of each driver."""
-        for pool in (psycopg_pool_of, asyncpg_pool_of):
-            async with pool(2) as pool:
-                yield pool
-        async with await psycopg.AsyncConnection.connect("application_name=test", autocommit=True) as conn:
-            yield conn
-        conn = await asyncpg.connect(server_settings={"application_name": "test"})
-        yield conn
-        await conn.close()
-
-    async def test_every_call(self):
-        p = self.policy
-        async for db in self.handles():
-            limiter = AsyncLimiter(db)
-            self.assertEqual(7, (await limiter.acquire(p, "k", 3)).remaining)
-            self.assertFalse(await limiter.peek(p, "k", 8))
-            self.assertFalse(await limiter.pause(p, "paused", 1.5))
-            self.assertEqual(-2, (await limiter.charge(p, "k", 9, idempotency_key="job")).remaining)
-            self.assertEqual(5, (await limiter.settle(p, "k", "job", 2)).remaining)
-            self.assertEqual(5, (await limiter.acquire_up_to(p, "k", 6)).taken)
-            self.assertEqual(4, (await limiter.refund(p, "k", 4)).remaining)
-            self.assertTrue(3500 < (await limiter.reserve(p, "k", 7200, 5)).wait <= 3600)
-            self.assertEqual([4, 9], [d.remaining for d in (await limiter.acquire_all([(p, "a", 6), (p, "b")])).decisions])
-            for error, call in (
-                (UnknownPolicy, limiter.acquire("none", "k")),
-                (IdempotencyMismatch, limiter.charge(p, "k", 1, idempotency_key="job")),
-                (NoGrant, limiter.settle(p, "k", "none", 1)),
-                (InvalidArgument, limiter.refund(p, "k", -1)),
-            ):
-                with self.assertRaises(error) as raised:
-                    await call
-                self.assertTrue(raised.exception.hint and raised.exception.sqlstate and raised.exception.message)
-            for key in "kab":
-                execute("select ratelimit_reset(%s::text, %s::text)", p, key)
-            execute("delete from ratelimit.idempotency_keys")
-
-    async def test_peek_many_answers_each_request_as_peek_does(self):
-        with stopped_clock() as set_clock:
-            set_clock(0)
-            table = many_peeks(self.policy)
-            async for db in self.handles():
-                limiter = type("", (Latin1, AsyncLimiter), {})(db)
-                many = await limiter.peek_many(table)
-                for (request, expected), got in zip(table.items(), many, strict=True):
-                    (one,) = await gather(limiter.peek(*request))
-                    self.assertEqual(shown(one), shown(got), request)
-                    self.assertEqual(expected, type(got) if isinstance(got, pgratelimit.Error) else got.allowed)
-                got = await limiter.peek_many([(self.policy, key) for key in ("a", "🪣", "b")])
-                self.assertEqual([None, "22P05", None], [getattr(answer, "sqlstate", None) for answer in got])
-                self.assertEqual([], await limiter.peek_many([]))
-                got = await limiter.acquire_up_to_many([(self.policy, "up to", 4), (self.policy, "up to", 9), ("none", "k", 1)])
-                self.assertEqual([4, 6, "RL001"], [getattr(answer, "taken", None) or answer.sqlstate for answer in got])
-                execute("select ratelimit_reset(%s::text, 'up to')", self.policy)
-
-    async def test_a_connection_is_in_the_callers_transaction(self):
-        async with transaction() as conn:
-            await AsyncLimiter(conn).acquire(self.policy, "k")
-            with self.assertRaises(InvalidArgument):
-                await AsyncLimiter(conn).wait(self.policy, "k")
-        async with await psycopg.AsyncConnection.connect() as conn:
-            await AsyncLimiter(conn).acquire(self.policy, "k")
-            with self.assertRaises(InvalidArgument):
-                await AsyncLimiter(conn).wait(self.policy, "k")
-            await conn.rollback()
-        self.assertEqual(0, taken(self.policy))
-
-    async def test_a_serialization_failure_is_repeated_where_the_call_is_alone(self):
-        fails_once(self, "40001")
-        async for db in self.handles():
-            execute("alter sequence fails restart")
-            self.assertTrue(await AsyncLimiter(db).acquire(self.policy, "k"))
-        async with transaction() as conn:
-            execute("alter sequence fails restart")
-            with self.assertRaises(asyncpg.SerializationError):
-                await AsyncLimiter(conn).acquire(self.policy, "k")
-        self.assertEqual(4, taken(self.policy))
-
-    async def test_a_cancelled_wait_gives_the_tokens_back(self):
-        async for db in self.handles():
-            limiter = AsyncLimiter(db)
-            await limiter.charge(self.policy, "k", 10)
-            waiting = asyncio.create_task(limiter.wait(self.policy, "k", 5))
-            await until("select remaining < 0 from ratelimit_peek(%s::text, 'k')", self.policy)
-            waiting.cancel()
-            with self.assertRaises(asyncio.CancelledError):
-                await waiting
-            self.assertEqual(0, execute("select remaining from ratelimit_peek(%s::text, 'k')", self.policy)[0][0])
-            execute("select ratelimit_reset(%s::text, 'k')", self.policy)
-
-    async def test_a_cancelled_call_is_stopped_in_the_server(self):
-        for pool in (psycopg_pool_of, asyncpg_pool_of):
-            async with pool(1) as pool, locked(self.policy, "k"):
-                call = asyncio.create_task(AsyncLimiter(pool).acquire(self.policy, "k"))
-                await until_blocked()
-                call.cancel()
-                with self.assertRaises(asyncio.CancelledError):
-                    await call
-                await until_blocked(0)
-                self.assertTrue(await AsyncLimiter(pool).acquire(self.policy, "other"), "the pool has its connection")
-
-    async def test_a_lost_connection_of_a_pool(self):
-        for pool in (psycopg_pool_of, asyncpg_pool_of):
-            async with pool(3) as pool:
-                async with locked(self.policy, "k"):
-                    limiter = AsyncLimiter(pool)
-                    calls = [limiter.acquire(self.policy, "k"), limiter.acquire(self.policy, "k", idempotency_key=repr(pool))]
-                    both = asyncio.gather(*calls, return_exceptions=True)
-                    await until_blocked(2)
-                    execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'test' and wait_event_type = 'Lock'")
-                    await until_blocked(1)
-                plain, keyed = await both
-                self.assertIsInstance(plain, (psycopg.OperationalError, asyncpg.PostgresError))
-                self.assertTrue(keyed)
-        self.assertEqual(4, taken(self.policy), "the locks' two and the keyed two")
