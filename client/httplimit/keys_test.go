@@ -2,8 +2,11 @@ package httplimit_test
 
 import (
 	"crypto/sha256"
+	"encoding/json"
 	"fmt"
+	"net"
 	"net/http"
+	"os"
 	"strings"
 	"testing"
 
@@ -16,35 +19,22 @@ func from(remote string, forwarded ...string) *http.Request {
 	return &http.Request{Method: http.MethodGet, RemoteAddr: remote, Header: http.Header{"X-Forwarded-For": forwarded}}
 }
 
+// Each client has the same key for an address: tests/vectors.
 func TestByIP(t *testing.T) {
 	t.Parallel()
-	const peer = "192.0.2.9:4711"
-	for name, test := range map[string]struct {
-		proxies int
-		request *http.Request
-		want    string
-	}{
-		"no proxy":                      {0, from(peer), "ip:192.0.2.9"},
-		"no proxy, and a liar":          {0, from(peer, "203.0.113.1"), "ip:192.0.2.9"},
-		"IPv6 by its /64":               {0, from("[2001:db8:1:2:3:4:5:6]:80"), "ip:2001:db8:1:2::/64"},
-		"IPv6 with a zone":              {0, from("[fe80::1%eth0]:80"), "ip:fe80::/64"},
-		"IPv4 as IPv6":                  {0, from("[::ffff:192.0.2.9]:80"), "ip:192.0.2.9"},
-		"a socket of the machine":       {0, from("@"), "ip:unknown"},
-		"one proxy":                     {1, from(peer, "203.0.113.1"), "ip:203.0.113.1"},
-		"one proxy, and a liar":         {1, from(peer, "198.51.100.1, 203.0.113.1"), "ip:203.0.113.1"},
-		"one proxy, a line of its own":  {1, from(peer, "198.51.100.1", "203.0.113.1"), "ip:203.0.113.1"},
-		"two proxies":                   {2, from(peer, "198.51.100.1, 203.0.113.1,192.0.2.1"), "ip:203.0.113.1"},
-		"two proxies, in two lines":     {2, from(peer, "198.51.100.1,\t203.0.113.1 ", "192.0.2.1"), "ip:203.0.113.1"},
-		"two proxies, one of them past": {2, from(peer, "203.0.113.1"), "ip:192.0.2.9"},
-		"past all proxies":              {1, from(peer), "ip:192.0.2.9"},
-		"an empty line":                 {1, from(peer, ""), "ip:192.0.2.9"},
-		"no address":                    {1, from(peer, "203.0.113.1, unknown"), "ip:192.0.2.9"},
-		"with a port":                   {1, from(peer, "203.0.113.1:1234"), "ip:203.0.113.1"},
-		"IPv6 with a port":              {1, from(peer, "[2001:db8::1]:1234"), "ip:2001:db8::/64"},
-		"IPv6 in brackets":              {1, from(peer, "[2001:db8::1]"), "ip:2001:db8::/64"},
-		"IPv6 bare":                     {1, from(peer, "2001:db8::1"), "ip:2001:db8::/64"},
-	} {
-		require.Equal(t, test.want, httplimit.ByIP(test.proxies)(test.request), name)
+	var vectors []struct {
+		Peer      string
+		Forwarded []string
+		Proxies   int
+		Key       string
+	}
+	require.NoError(t, json.Unmarshal(noError(os.ReadFile("../../tests/vectors/addresses.json"))(t), &vectors))
+	for _, v := range vectors {
+		remote := "@" // a socket of the machine
+		if v.Peer != "" {
+			remote = net.JoinHostPort(v.Peer, "4711")
+		}
+		require.Equal(t, v.Key, httplimit.ByIP(v.Proxies)(from(remote, v.Forwarded...)), "%+v", v)
 	}
 }
 

@@ -2,10 +2,12 @@ package outgoing
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -225,42 +227,24 @@ func TestRoundTrip_FailsUnsentAndTakesNothing(t *testing.T) {
 	}
 }
 
+// Each client reads the same pause in an answer: tests/vectors.
 func TestRetryAfter(t *testing.T) {
 	t.Parallel()
-	const date, later = "Wed, 25 Nov 2026 11:00:00 GMT", "Wed, 25 Nov 2026 11:00:30 GMT"
-	for _, test := range []struct {
-		status int
-		header string
-		want   time.Duration
-	}{
-		{429, "", 0},
-		{429, "Retry-After: 30", 30 * time.Second},
-		{503, "Retry-After: 1.5", 1500 * time.Millisecond},
-		{202, "Retry-After: 30", 0},
-		{429, "Retry-After: -5", 0},
-		{429, "Retry-After: soon", 0},
-		{429, "Retry-After: NaN", 0},
-		{429, "Retry-After: 99999999999999999999", 1e9 * time.Second},
-		{429, "Retry-After: " + later + "|Date: " + date, 30 * time.Second},
-		{429, "Retry-After: " + date + "|Date: " + later, 0},
-		{429, "Retry-After: Wed, 25 Nov 2020 11:00:00 GMT", 0},
-		{200, `RateLimit: "default";r=0;t=30`, 30 * time.Second},
-		{200, `RateLimit: "default";r=5;t=30`, 0},
-		{200, `RateLimit: "default";r=0`, 0},
-		{200, `RateLimit: "a";r=0;t=2, "b,c"; t=7; r=0;x, "d";r=1;t=60`, 7 * time.Second},
-		{200, `RateLimit: "a";r=0;t=2|RateLimit: "b";r=0;t=3`, 3 * time.Second},
-		{200, "RateLimit: limit=50, remaining=0, reset=30", 30 * time.Second},
-		{200, "RateLimit: limit=50, remaining=1, reset=30", 0},
-		{200, "RateLimit-Remaining: 0|RateLimit-Reset: 30", 30 * time.Second},
-		{200, "RateLimit-Remaining: 3|RateLimit-Reset: 30", 0},
-		{429, `Retry-After: 3|RateLimit: "default";r=0;t=30`, 30 * time.Second},
-	} {
+	text, err := os.ReadFile("../../tests/vectors/pauses.json")
+	require.NoError(t, err)
+	var vectors []struct {
+		Status  int
+		Fields  []string
+		Seconds float64
+	}
+	require.NoError(t, json.Unmarshal(text, &vectors))
+	for _, v := range vectors {
 		h := http.Header{}
-		for line := range strings.SplitSeq(test.header, "|") {
-			name, value, _ := strings.Cut(line, ": ")
+		for _, field := range v.Fields {
+			name, value, _ := strings.Cut(field, ": ")
 			h.Add(name, value)
 		}
-		require.Equal(t, test.want, RetryAfter(&http.Response{StatusCode: test.status, Header: h}), "%d %s", test.status, test.header)
+		require.Equal(t, time.Duration(v.Seconds*1e9), RetryAfter(&http.Response{StatusCode: v.Status, Header: h}), "%+v", v)
 	}
 	inAMinute := http.Header{"Retry-After": {time.Now().Add(time.Minute).UTC().Format(http.TimeFormat)}}
 	require.InDelta(t, time.Minute, RetryAfter(&http.Response{StatusCode: http.StatusTooManyRequests, Header: inAMinute}), float64(5*time.Second))

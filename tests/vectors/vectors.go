@@ -1,4 +1,6 @@
-// Package vectors has what the clients of all languages must answer alike: the files beside it.
+// Package vectors has what the clients of all languages must answer alike: the files beside it. The clients' own tests
+// read addresses.json, the key of a peer and lines of X-Forwarded-For behind so many proxies, and pauses.json, the wait that the fields of
+// an answer name.
 package vectors
 
 import (

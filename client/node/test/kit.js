@@ -18,6 +18,9 @@ export const installation = () => {
   return read('install.sql').replace(/^\\ir (.*)$/gm, (_, file) => read(file)).replace(/^\\gset$/gm, ';').replace(/^\\.*$/gm, '')
 }
 
+/** What the clients of all languages answer alike. */
+export const vectors = (name) => JSON.parse(readFileSync(new URL(`../../../tests/vectors/${name}.json`, import.meta.url)))
+
 let policies = 0
 
 /** Defines a policy that is new, by further arguments of the function, and returns its name. */

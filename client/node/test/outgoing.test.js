@@ -2,7 +2,7 @@ import assert from 'node:assert/strict'
 import test from 'node:test'
 import { Combiner, InvalidArgument, Limiter, TooLate, UnknownPolicy } from '../index.js'
 import { limitedFetch, retryAfter } from '../outgoing.js'
-import { definePolicy, eventually, left, pool, stuck, turn, withLocked } from './kit.js'
+import { definePolicy, eventually, left, pool, stuck, turn, vectors, withLocked } from './kit.js'
 
 /** An upstream that sees requests, and refuses those whose path has the fields of a refusal. */
 function upstream(limiter, policy, options) {
@@ -101,16 +101,10 @@ test('tokens that are granted after an abort are refunded', async () => {
   assert.deepEqual(seen, [])
 })
 
-test('a response names its pause', () => {
-  const now = 'Wed, 25 Nov 2026 11:00:00 GMT', later = 'Wed, 25 Nov 2026 11:00:30 GMT'
-  for (const [status, headers, want] of [
-    [429, {}, 0], [429, { 'Retry-After': '30' }, 30], [503, { 'Retry-After': '1.5' }, 1.5], [202, { 'Retry-After': '30' }, 0],
-    [429, { 'Retry-After': 'soon' }, 0], [429, { 'Retry-After': '-5' }, 0], [429, { 'Retry-After': '9'.repeat(20) }, 1e9],
-    [429, { 'Retry-After': later, Date: now }, 30], [429, { 'Retry-After': now, Date: later }, 0], [429, { 'Retry-After': now }, 0],
-    [200, { RateLimit: '"default";r=0;t=30' }, 30], [200, { RateLimit: '"default";r=5;t=30' }, 0], [200, { RateLimit: '"default";r=0' }, 0],
-    [200, { RateLimit: '"a";r=0;t=2, "b,c"; r=0; t=7;x, "d";r=1;t=60' }, 7], [200, { RateLimit: 'limit=50, remaining=0, reset=30' }, 30],
-    [200, { 'RateLimit-Remaining': '0', 'RateLimit-Reset': '30' }, 30], [200, { 'RateLimit-Remaining': '3', 'RateLimit-Reset': '30' }, 0],
-  ]) assert.equal(retryAfter({ status, headers: new Headers(headers) }), want, JSON.stringify(headers))
+test('a response names the pause of the shared vectors', () => {
+  for (const { status, fields, seconds } of vectors('pauses')) {
+    assert.equal(retryAfter({ status, headers: new Headers(fields.map((field) => field.split(': '))) }), seconds, JSON.stringify(fields))
+  }
 })
 
 test('a fetch is refused what it cannot work with', async () => {

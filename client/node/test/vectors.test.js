@@ -1,11 +1,9 @@
 // The calls and errors that the clients of all languages answer alike: tests/vectors. They set the clock.
 import assert from 'node:assert/strict'
-import { readFileSync } from 'node:fs'
 import test, { after, before } from 'node:test'
 import * as pgratelimit from '../index.js'
-import { definePolicy, defineQuota, defineSlots, pool } from './kit.js'
+import { definePolicy, defineQuota, defineSlots, pool, vectors } from './kit.js'
 
-const read = (name) => JSON.parse(readFileSync(new URL(`../../../tests/vectors/${name}.json`, import.meta.url)))
 const T0 = Date.parse('2024-03-30T12:00:00Z')
 const { Combiner, Limiter } = pgratelimit
 
@@ -58,7 +56,7 @@ for (const [name, limiter] of Object.entries(limiters)) {
         return limiter.peek(policy, 'k', { cost: 0 })
       },
     }
-    for (const bucket of read('buckets')) {
+    for (const bucket of vectors('buckets')) {
       await setClock(0)
       const policy = await definePolicy(bucket.capacity, bucket.refill, `${bucket.every} ms`, bucket.stepped)
       if (bucket.taken > 0) await call.acquire(policy, bucket.taken)
@@ -83,7 +81,7 @@ for (const [name, limiter] of Object.entries(limiters)) {
       select ratelimit_define_policy('api', 10, 1, '1 hour');
       select ratelimit_acquire('api', 'user:42', 2, 'once'), ratelimit_acquire('api', 'user:42', 2, 'over');
       select ratelimit_settle('api', 'user:42', 'over', 0)`)
-    for (const { name, call, policy, key, cost, idempotency_key: idempotencyKey, error, sqlstate } of read('errors')) {
+    for (const { name, call, policy, key, cost, idempotency_key: idempotencyKey, error, sqlstate } of vectors('errors')) {
       const asked = {
         acquire: () => limiter.acquire(policy, key, { cost, idempotencyKey }),
         settle: () => limiter.settle(policy, key, idempotencyKey, cost),

@@ -11,7 +11,7 @@ from pgratelimit.asgi import RateLimit as Asgi
 from pgratelimit.asgi import by_ip as scope_ip
 from pgratelimit.wsgi import RateLimit as Wsgi
 from pgratelimit.wsgi import by_ip as environ_ip
-from tests.kit import AsyncCase, asyncpg_pool_of, define, execute, locked, psycopg_pool_of
+from tests.kit import AsyncCase, asyncpg_pool_of, define, execute, locked, psycopg_pool_of, vectors
 
 
 async def asgi_get(app, path="/", headers=()):
@@ -157,20 +157,8 @@ class WsgiTest(unittest.TestCase):
                 self.assertEqual("500 Internal Server Error", wsgi_get(app, "/two")[0])
 
     def test_keys(self):
-        for peer, forwarded, proxies, key in (
-            ("192.0.2.1", [], 0, "ip:192.0.2.1"),
-            ("2001:db8::1:2:3:4", [], 0, "ip:2001:db8::/64"),
-            ("::ffff:192.0.2.1", [], 0, "ip:192.0.2.1"),
-            ("fe80::1%eth0", [], 0, "ip:fe80::/64"),
-            ("", [], 0, "ip:unknown"),
-            (None, ["1.1.1.1"], 0, "ip:unknown"),
-            ("10.0.0.1", ["9.9.9.9, 198.51.100.7"], 1, "ip:198.51.100.7"),
-            ("10.0.0.1", ["9.9.9.9", " 198.51.100.7:1234 "], 1, "ip:198.51.100.7"),
-            ("10.0.0.1", ["9.9.9.9, [2001:db8:0:1::5]:443, 10.0.0.2"], 2, "ip:2001:db8:0:1::/64"),
-            ("10.0.0.1", ["9.9.9.9"], 2, "ip:10.0.0.1"),
-            ("10.0.0.1", ["who knows"], 1, "ip:10.0.0.1"),
-        ):
-            self.assertEqual(key, http.key_of_address(peer, forwarded, proxies))
+        for v in vectors("addresses.json"):
+            self.assertEqual(v["key"], http.key_of_address(v["peer"] or None, v["forwarded"], v["proxies"]), v)
         self.assertEqual("ip:198.51.100.7", scope_ip({"client": None, "headers": [(b"x-forwarded-for", b"198.51.100.7")]}, 1))
         self.assertEqual("ip:198.51.100.7", environ_ip({"HTTP_X_FORWARDED_FOR": "198.51.100.7"}, 1))
         self.assertEqual("user:42", http.named("user", "42"))
