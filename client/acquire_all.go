@@ -112,10 +112,9 @@ func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) 
 			return JointDecision{}, failed(r.verb(), zeroByteIn(i))
 		}
 	}
-	var whole decisionRow
 	var binding int64
 	var numbers array[pgtype.Int8]
-	err := l.query(ctx, call{
+	whole, err := l.decide(ctx, call{
 		verb:     r.verb(),
 		columns:  jointColumns,
 		function: "ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[], $4::text)",
@@ -123,7 +122,7 @@ func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) 
 		tokens:   true,
 		once:     r.keyed(),
 		err:      r.err,
-	}, append(whole.columns(), &binding, &numbers)...)
+	}, &binding, &numbers)
 	if err != nil {
 		return JointDecision{}, err
 	}
@@ -131,7 +130,7 @@ func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) 
 		return JointDecision{}, failed(r.verb(), fmt.Errorf("%d numbers about %d charges, of which %d is the binding one",
 			len(numbers), len(r.charges), binding))
 	}
-	d := JointDecision{Decision: whole.decision(), Binding: int(binding) - 1, Decisions: make([]Decision, len(r.charges))}
+	d := JointDecision{Decision: whole, Binding: int(binding) - 1, Decisions: make([]Decision, len(r.charges))}
 	for i := range d.Decisions {
 		n := numbers[fieldsOfDecision*i:]
 		d.Decisions[i] = Decision{

@@ -126,13 +126,9 @@ func (l *limiter) ask(ctx context.Context, r request) (Decision, error) {
 func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	var s settings
 	s.read("Peek", opts, "Cost")
-	c := peekCall(policy, key, s.cost.Tokens())
+	c := newCall(verbPeek, "ratelimit_peek($1::text, $2::text, $3::bigint)", policy, key, s.cost.Tokens())
 	c.err = s.err
 	return l.answer(ctx, policy, c)
-}
-
-func peekCall(policy, key string, cost int64) call {
-	return call{verb: verbPeek, function: "ratelimit_peek($1::text, $2::text, $3::bigint)", args: []any{policy, key, cost}}
 }
 
 // Refund gives tokens back to the bucket of key, never above its capacity, and returns its new state.
@@ -145,12 +141,7 @@ func peekCall(policy, key string, cost int64) call {
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
 	defer l.denials.forget(policy, key)
-	return l.answer(ctx, policy, call{
-		verb:     verbRefund,
-		function: "ratelimit_refund($1::text, $2::text, $3::bigint)",
-		args:     []any{policy, key, amount},
-		tokens:   true,
-	})
+	return l.answer(ctx, policy, tokenCall(verbRefund, "ratelimit_refund($1::text, $2::text, $3::bigint)", policy, key, amount))
 }
 
 // Pause stops the bucket of key until pauseFor is over, such as the Retry-After of an upstream, and returns what Peek returns
@@ -169,12 +160,7 @@ func (l *limiter) Pause(ctx context.Context, policy, key string, pauseFor time.D
 	if rest := pauseFor % time.Microsecond; rest > 0 {
 		pauseFor += time.Microsecond - rest
 	}
-	return l.answer(ctx, policy, call{
-		verb:     verbPause,
-		function: "ratelimit_pause($1::text, $2::text, $3::text::interval)",
-		args:     []any{policy, key, interval(pauseFor)},
-		tokens:   true,
-	})
+	return l.answer(ctx, policy, tokenCall(verbPause, "ratelimit_pause($1::text, $2::text, $3::text::interval)", policy, key, interval(pauseFor)))
 }
 
 // Reset makes the bucket of key full again. Idempotency keys stay.
@@ -184,12 +170,7 @@ func (l *limiter) Pause(ctx context.Context, policy, key string, pauseFor time.D
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Reset(ctx context.Context, policy, key string) error {
 	defer l.denials.forget(policy, key)
-	return l.run(ctx, call{
-		verb:     "reset",
-		function: "ratelimit_reset($1::text, $2::text)",
-		args:     []any{policy, key},
-		tokens:   true,
-	})
+	return l.run(ctx, tokenCall("reset", "ratelimit_reset($1::text, $2::text)", policy, key))
 }
 
 // ResetAll makes all buckets of a policy full again, as [Limiter.Reset] does with one, in batches that are committed one by one.
@@ -206,11 +187,7 @@ func (l *limiter) Reset(ctx context.Context, policy, key string) error {
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) ResetAll(ctx context.Context, policy string) error {
 	defer l.denials.forgetAll()
-	err := l.query(ctx, call{
-		verb:     "reset all",
-		function: "ratelimit_reset_all($1::text)",
-		args:     []any{policy},
-	})
+	err := l.query(ctx, newCall("reset all", "ratelimit_reset_all($1::text)", policy))
 	if errors.Is(err, pgx.ErrNoRows) { // a procedure returns no row
 		return nil
 	}
@@ -262,11 +239,7 @@ func (l *limiter) Cleanup(ctx context.Context, opts ...CallOption) (c Cleaned, e
 func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...CallOption) {
 	report := runCleanup(every, opts)
 	for ctx.Err() == nil {
-		err := l.query(ctx, call{
-			verb:     "clean up",
-			function: "ratelimit_cleanup_all($1::text::interval)",
-			args:     []any{interval(max(every, time.Microsecond))},
-		})
+		err := l.query(ctx, newCall("clean up", "ratelimit_cleanup_all($1::text::interval)", interval(max(every, time.Microsecond))))
 		if err != nil && !errors.Is(err, pgx.ErrNoRows) && ctx.Err() == nil { // a procedure returns no row
 			report(err)
 		}
@@ -300,6 +273,15 @@ type call struct {
 	tokens   bool  // takes tokens or gives them back: NoFlush is about these
 	once     bool  // does the same however often it is sent
 	err      error // why it is not to be sent
+}
+
+func newCall(verb, function string, args ...any) call {
+	return call{verb: verb, function: function, args: args}
+}
+
+// tokenCall is a call that takes tokens or gives them back.
+func tokenCall(verb, function string, args ...any) call {
+	return call{verb: verb, function: function, args: args, tokens: true}
 }
 
 // microseconds selects an interval, or a time, as a bigint. The factor is numeric, as extract is: for an integer,
@@ -342,11 +324,13 @@ func (l *limiter) answer(ctx context.Context, policy string, c call) (Decision, 
 	return d, err
 }
 
-// decide makes a call that returns one decision.
-func (l *limiter) decide(ctx context.Context, c call) (Decision, error) {
+// decide makes a call that returns one decision, and perhaps more columns, which c names then.
+func (l *limiter) decide(ctx context.Context, c call, more ...any) (Decision, error) {
 	var row decisionRow
-	c.columns = decisionColumns
-	if err := l.query(ctx, c, row.columns()...); err != nil {
+	if c.columns == "" {
+		c.columns = decisionColumns
+	}
+	if err := l.query(ctx, c, append(row.columns(), more...)...); err != nil {
 		return Decision{}, err
 	}
 	return row.decision(), nil

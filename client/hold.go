@@ -264,14 +264,9 @@ func (l *limiter) holdAs(ctx context.Context, policy, key, holder string, s sett
 	var retryAfter pgtype.Int8
 	var heldFor int64
 	begin := l.hooks.begin()
-	err = l.query(ctx, call{
-		verb:     verbHold,
-		columns:  holdColumns,
-		function: "ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)",
-		args:     []any{policy, key, holder, s.cost.Tokens()},
-		once:     true,
-		err:      s.err,
-	}, &d.Allowed, &d.Remaining, &retryAfter, &heldFor, &d.Capacity, &d.Renewed, &d.Shadowed)
+	c := newCall(verbHold, "ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)", policy, key, holder, s.cost.Tokens())
+	c.columns, c.once, c.err = holdColumns, true, s.err
+	err = l.query(ctx, c, &d.Allowed, &d.Remaining, &retryAfter, &heldFor, &d.Capacity, &d.Renewed, &d.Shadowed)
 	if err != nil {
 		d = HoldDecision{}
 	} else {
@@ -288,13 +283,9 @@ func (l *limiter) holdAs(ctx context.Context, policy, key, holder string, s sett
 func (l *limiter) Renew(ctx context.Context, policy, key, holder string) (heldFor time.Duration, err error) {
 	var left pgtype.Int8 // null: it does not hold
 	begin := l.hooks.begin()
-	err = l.query(ctx, call{
-		verb:     verbRenew,
-		columns:  microseconds("ratelimit_renew"),
-		function: "ratelimit_renew($1::text, $2::text, $3::text)",
-		args:     []any{policy, key, holder},
-		once:     true,
-	}, &left)
+	c := newCall(verbRenew, "ratelimit_renew($1::text, $2::text, $3::text)", policy, key, holder)
+	c.columns, c.once = microseconds("ratelimit_renew"), true
+	err = l.query(ctx, c, &left)
 	l.hooks.answered(ctx, verbRenew, policy, begin, Decision{Allowed: left.Valid}, err)
 	return duration(left.Int64), err
 }
@@ -305,13 +296,9 @@ func (l *limiter) Renew(ctx context.Context, policy, key, holder string) (heldFo
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Release(ctx context.Context, policy, key, holder string) (held bool, err error) {
 	begin := l.hooks.begin()
-	err = l.query(ctx, call{
-		verb:     verbRelease,
-		columns:  "ratelimit_release",
-		function: "ratelimit_release($1::text, $2::text, $3::text)",
-		args:     []any{policy, key, holder},
-		once:     true,
-	}, &held)
+	c := newCall(verbRelease, "ratelimit_release($1::text, $2::text, $3::text)", policy, key, holder)
+	c.columns, c.once = "ratelimit_release", true
+	err = l.query(ctx, c, &held)
 	l.hooks.answered(ctx, verbRelease, policy, begin, Decision{Allowed: held}, err)
 	return held, err
 }

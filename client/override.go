@@ -70,12 +70,9 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
 	defer l.denials.forget(policy, key)
-	err = l.query(ctx, call{
-		verb:     "remove override",
-		columns:  "ratelimit_remove_override",
-		function: "ratelimit_remove_override($1::text, $2::text)",
-		args:     []any{policy, key},
-	}, &removed)
+	c := newCall("remove override", "ratelimit_remove_override($1::text, $2::text)", policy, key)
+	c.columns = "ratelimit_remove_override"
+	err = l.query(ctx, c, &removed)
 	return removed, err
 }
 
@@ -105,13 +102,9 @@ func newList(method string, opts []CallOption) settings {
 
 // listKeyed lists rows about keys by a function that takes the options of newList.
 func listKeyed[Row any](ctx context.Context, l *limiter, verb, columns, function string, s settings) ([]Row, error) {
-	return list[Row](ctx, l, call{
-		verb:     verb,
-		columns:  columns,
-		function: function + "($1::text, $2::text, $3::bigint::integer)",
-		args:     []any{s.policy, s.key, int64(s.maxRows)},
-		err:      s.err,
-	})
+	c := newCall(verb, function+"($1::text, $2::text, $3::bigint::integer)", s.policy, s.key, int64(s.maxRows))
+	c.columns, c.err = columns, s.err
+	return list[Row](ctx, l, c)
 }
 
 // Overrides lists overrides that have not expired, ordered by policy and key, as they can be passed to

@@ -184,11 +184,7 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) DropPolicy(ctx context.Context, name string) error {
 	defer l.denials.forgetAll()
-	return l.run(ctx, call{
-		verb:     "drop policy",
-		function: "ratelimit_drop_policy($1::text)",
-		args:     []any{name},
-	})
+	return l.run(ctx, newCall("drop policy", "ratelimit_drop_policy($1::text)", name))
 }
 
 var policyColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(

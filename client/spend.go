@@ -22,14 +22,9 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 	var s settings
 	s.read("Charge", opts, "IdempotencyKey")
 	defer l.denials.forget(policy, key)
-	return l.answer(ctx, policy, call{
-		verb:     verbCharge,
-		function: "ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)",
-		args:     []any{policy, key, cost, s.idempotencyKey},
-		tokens:   true,
-		once:     s.idempotencyKey != nil,
-		err:      s.err,
-	})
+	c := tokenCall(verbCharge, "ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)", policy, key, cost, s.idempotencyKey)
+	c.once, c.err = s.idempotencyKey != nil, s.err
+	return l.answer(ctx, policy, c)
 }
 
 // Settle replaces the cost of a grant by its real cost, and returns the new state of the bucket. The grant was made
@@ -50,13 +45,9 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 // Errors: [ErrNoGrant], [ErrUnknownPolicy], [ErrIdempotencyMismatch], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (Decision, error) {
 	defer l.denials.forget(policy, key)
-	return l.answer(ctx, policy, call{
-		verb:     verbSettle,
-		function: "ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)",
-		args:     []any{policy, key, idempotencyKey, cost},
-		tokens:   true,
-		once:     true,
-	})
+	c := tokenCall(verbSettle, "ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)", policy, key, idempotencyKey, cost)
+	c.once = true
+	return l.answer(ctx, policy, c)
 }
 
 // A Reservation is the answer to [Limiter.Reserve]. Times count from the moment the server decided.
@@ -123,8 +114,7 @@ func (l *limiter) reserve(ctx context.Context, r request, maxWait time.Duration)
 	if maxWait%time.Microsecond != 0 {
 		return Decision{}, failed(verbReserve, fmt.Errorf("%w: maxWait %v must be whole microseconds", ErrInvalidArgument, maxWait))
 	}
-	var row decisionRow
-	err := l.query(ctx, call{
+	return l.decide(ctx, call{
 		verb:     verbReserve,
 		columns:  reservationColumns,
 		function: "ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)",
@@ -132,11 +122,7 @@ func (l *limiter) reserve(ctx context.Context, r request, maxWait time.Duration)
 		tokens:   true,
 		once:     r.keyed(),
 		err:      r.err,
-	}, row.columns()...)
-	if err != nil {
-		return Decision{}, err
-	}
-	return row.decision(), nil
+	})
 }
 
 // A PartialDecision is the answer to [Limiter.AcquireUpTo].
@@ -163,10 +149,9 @@ var partialColumns = decisionColumns + ", taken"
 func (l *limiter) AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...CallOption) (PartialDecision, error) {
 	s := settings{atLeast: 1}
 	s.read("AcquireUpTo", opts, "AtLeast", "IdempotencyKey")
-	var row decisionRow
-	var d PartialDecision
 	begin := l.hooks.begin()
-	err := l.query(ctx, call{
+	var taken int64
+	d, err := l.decide(ctx, call{
 		verb:     verbAcquireUpTo,
 		columns:  partialColumns,
 		function: "ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)",
@@ -174,12 +159,10 @@ func (l *limiter) AcquireUpTo(ctx context.Context, policy, key string, atMost in
 		tokens:   true,
 		once:     s.idempotencyKey != nil,
 		err:      s.err,
-	}, append(row.columns(), &d.Taken)...)
+	}, &taken)
 	if err != nil {
-		d = PartialDecision{}
-	} else {
-		d.Decision = row.decision()
+		taken = 0 // a row comes before the commit, which may fail
 	}
-	l.hooks.answered(ctx, verbAcquireUpTo, policy, begin, d.Decision, err)
-	return d, err
+	l.hooks.answered(ctx, verbAcquireUpTo, policy, begin, d, err)
+	return PartialDecision{d, taken}, err
 }
