@@ -1,8 +1,7 @@
 package client_test
 
 import (
-	"errors"
-	"math"
+	"fmt"
 	"testing"
 	"time"
 
@@ -12,62 +11,14 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-func TestAcquireAll_SendsArraysAndReadsNumbers(t *testing.T) {
+// Package clienttest compares what is read of answers that fit.
+func TestAcquireAll_RefusesAMisshapenAnswer(t *testing.T) {
 	t.Parallel()
-	numbers := func(numbers ...int64) (array []pgtype.Int8) {
-		for _, n := range numbers {
-			array = append(array, pgtype.Int8{Int64: n, Valid: n >= 0})
-		}
-		return array
-	}
-	db := &fakeDB{answers: []any{
-		row{false, int64(5), nil, nil, int64(6), false, false, int64(2), numbers(1, 2, 0, 3, 4, 1, 0, 0, 5, -1, -1, 6, 0, 0)},
-		row{true, int64(2), int64(0), int64(3), int64(4), true, true, int64(1), numbers(1, 2, 0, 3, 4, 0, 1)},
-	}}
-	limiter := client.New(db)
-	charges := []client.Charge{{Policy: "p", Key: "k"}, {Policy: "q", Key: "l", Cost: client.Cost(0)}}
-	got := noError(limiter.AcquireAll(t.Context(), charges, client.IdempotencyKey("once")))(t)
-	binding := client.Decision{Remaining: 5, RetryAfter: math.MaxInt64, ResetAfter: math.MaxInt64, Capacity: 6}
-	require.Equal(t, client.JointDecision{
-		Decision: binding, Binding: 1,
-		Decisions: []client.Decision{{Allowed: true, Remaining: 2, ResetAfter: 3 * time.Microsecond, Capacity: 4, Replayed: true}, binding},
-	}, got)
-	require.True(t, got.Never() && got.NeverFull())
-	require.Equal(t, []any{[]string{"p", "q"}, []string{"k", "l"}, []int64{1, 0}, "once"}, db.sent()[0].args)
-
-	got = noError(limiter.AcquireAll(t.Context(), charges[:1]))(t)
-	require.True(t, got.Replayed && got.Shadowed)
-	require.Equal(t, []client.Decision{{Allowed: true, Remaining: 2, ResetAfter: 3 * time.Microsecond, Capacity: 4, Shadowed: true}}, got.Decisions)
-	require.Equal(t, []any{[]string{"p"}, []string{"k"}, []int64{1}, nil}, db.sent()[1].args)
-	_, err := limiter.AcquireAll(t.Context(), charges)
-	require.EqualError(t, err, "pgratelimit: acquire all: 7 numbers about 2 charges, of which 1 is the binding one")
-}
-
-func TestAcquireAll_IsRepeatedAsAcquireIs(t *testing.T) {
-	t.Parallel()
-	for name, test := range map[string]struct {
-		db    interface{ sent() []query }
-		opts  []client.CallOption
-		err   error
-		calls int
-	}{
-		"a conflict on a pool":        {&fakePool{}, nil, pgError("40001"), 3},
-		"a conflict in a transaction": {&fakeDB{}, nil, pgError("40001"), 1},
-		"a lost connection":           {&fakePool{}, nil, errors.New("reset"), 1},
-		"that, with idempotency key":  {&fakePool{}, []client.CallOption{client.IdempotencyKey("i")}, errors.New("reset"), 3},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			switch db := test.db.(type) {
-			case *fakePool:
-				db.answers = []any{test.err}
-			case *fakeDB:
-				db.answers = []any{test.err}
-			}
-			_, err := client.New(test.db.(client.Querier)).AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "k"}}, test.opts...)
-			require.ErrorIs(t, err, test.err)
-			require.Len(t, test.db.sent(), test.calls)
-		})
+	charges := []client.Charge{{Policy: "p", Key: "k"}, {Policy: "q", Key: "l"}}
+	for binding, numbers := range map[int64]int{1: 7, 0: 14, 3: 14} {
+		db := &fakeDB{answers: []any{append(granted(1), binding, make([]pgtype.Int8, numbers))}}
+		_, err := client.New(db).AcquireAll(t.Context(), charges)
+		require.EqualError(t, err, fmt.Sprintf("pgratelimit: acquire all: %d numbers about 2 charges, of which %d is the binding one", numbers, binding))
 	}
 }
 

@@ -59,22 +59,6 @@ func TestAcquireMany_RequestsShareOneCallAndAreAnsweredInOrder(t *testing.T) {
 	}, client.Observe(hooks))
 }
 
-// A request that waits for a locked bucket holds up the requests of its own call of AcquireMany, and of no other.
-func TestAcquireMany_AStalledBucketHoldsUpItsCallerOnly(t *testing.T) {
-	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		held := askMany(t.Context(), limiter, requests("k1", "k2"))
-		stalled := db.only(t)
-		free := askMany(t.Context(), limiter, requests("k3", "k4"))
-		for _, call := range db.beside(stalled) {
-			call.grant()
-		}
-		require.Len(t, <-free, 2)
-		require.Empty(t, held)
-		stalled.grant()
-		require.Len(t, <-held, 2)
-	})
-}
-
 func TestAcquireMany_TheEndOfContextEndsTheWait(t *testing.T) {
 	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 		ctx, leave := context.WithCancel(t.Context())

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -104,37 +103,34 @@ func TestCombiner_AfterASharedCallARequestQueues(t *testing.T) {
 	})
 }
 
-// Text that would fail or burden a call for others.
-func TestCombiner_UnfitTextTravelsAlone(t *testing.T) {
+// What the server would refuse, or what would fail or burden a call for others.
+func TestCombiner_UnfitRequestsTravelAlone(t *testing.T) {
 	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		for n, unfit := range []string{"\xff", strings.Repeat("k", 513)} {
-			_ = ask(t.Context(), limiter, unfit)
-			require.Len(t, db.underWay(), 2*n+2)
-			_ = ask(t.Context(), limiter, "k2", client.IdempotencyKey(unfit))
-			require.Len(t, db.underWay(), 2*n+3)
+		ctx, alone := t.Context(), 1
+		for _, unfit := range []string{"\xff", strings.Repeat("k", 513)} {
+			_ = ask(ctx, limiter, unfit)
+			_ = ask(ctx, limiter, "k2", client.IdempotencyKey(unfit))
+			_ = askAll(ctx, limiter, []string{"k1", unfit})
+			alone += 3
+			require.Len(t, db.underWay(), alone)
 		}
-		fit := ask(t.Context(), limiter, strings.Repeat("k", 512))
-		require.Len(t, db.underWay(), 5)
+		for _, charges := range [][]string{{}, make([]string, 1001)} {
+			_ = askAll(ctx, limiter, charges)
+			alone++
+			require.Len(t, db.underWay(), alone)
+		}
+		require.ErrorIs(t, (<-askAll(ctx, limiter, []string{"k1", "\x00"})).err, client.ErrInvalidArgument)
+		fit := ask(ctx, limiter, strings.Repeat("k", 512))
+		_ = askAll(ctx, limiter, make([]string, 1000))
+		require.Len(t, db.underWay(), alone)
 		for _, call := range db.underWay() {
 			require.False(t, call.batch)
-			call.grant()
+			call.answer <- pgError("22023")
 		}
-		db.only(t).grant()
+		call := db.next(t)
 		requireGranted(t, fit)
-	})
-}
-
-func TestCombiner_WhoLeftHasNoShare(t *testing.T) {
-	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		ctx, cancel := context.WithCancel(t.Context())
-		for n := 0; n < 200; n += 5 {
-			askKeys(t.Context(), limiter, n, 3)
-			askKeys(ctx, limiter, n+3, 2)
-		}
-		askKeys(t.Context(), limiter, 200, 2)
-		cancel()
-		require.Len(t, db.second(t).keys, 61)
-		db.grantAll()
+		require.Len(t, call.keys, 1000)
+		call.grant()
 	})
 }
 
@@ -165,30 +161,6 @@ func TestCombiner_AStalledCallLeavesTheWayToOthers(t *testing.T) {
 			stalled.grant()
 			db.only(t).grant()
 			requireGranted(t, same)
-		})
-	}
-}
-
-// With slots to spare, a few requests wait a moment for company, and not for calls that stall.
-func TestCombiner_StalledCallsHoldUpOthersForAMomentOnly(t *testing.T) {
-	t.Parallel()
-	for _, requests := range []int{1, 2, 4, 6} {
-		synctest.Test(t, func(t *testing.T) {
-			db, limiter := gated(t, client.CallsInFlight(8))
-			askKeys(t.Context(), limiter, 1000, requests)
-			time.Sleep(time.Second)
-			stalled := len(db.underWay()) // all of them
-			require.Less(t, stalled, 8)
-			got := askKeys(t.Context(), limiter, 1, 3)
-			time.Sleep(20 * time.Millisecond)
-			require.Greater(t, len(db.underWay()), stalled, "%d requests in %d calls that stall", requests, stalled)
-			for range 2 { // at most two calls carry the three
-				for _, call := range db.underWay()[stalled:] {
-					call.grant()
-				}
-			}
-			requireGranted(t, got...)
-			db.grantAll()
 		})
 	}
 }
@@ -392,60 +364,6 @@ func TestCombiner_CloseWaitsAndRefuses(t *testing.T) {
 	}, client.DenialCache())
 }
 
-func TestCombiner_AFailedCallFailsEachOfItsCallers(t *testing.T) {
-	t.Parallel()
-	broken, fatal, conflict := errors.New("connection reset"), pgError("57P01"), pgError("40001")
-	fatal.Severity, fatal.SeverityUnlocalized = "FATAL", "FATAL"
-	for name, test := range map[string]struct {
-		opts    []client.CallOption
-		answers []error
-		err     error
-	}{
-		"an error of the server":           {nil, []error{pgError("57014")}, pgError("57014")},
-		"that again, with idempotency key": {once, []error{pgError("57014")}, pgError("57014")},
-		"an unknown outcome":               {nil, []error{broken}, broken},
-		"that again, end of the session":   {nil, []error{fatal}, fatal},
-		"an unknown outcome, settled":      {once, []error{broken, nil}, nil},
-		"end of the session, settled":      {once, []error{fatal, nil}, nil},
-		"an unknown outcome, and another":  {once, []error{broken, fatal, broken}, broken},
-		"a conflict":                       {nil, []error{conflict, nil}, nil},
-		"a conflict, with idempotency key": {once, []error{conflict, nil}, nil},
-		"conflicts":                        {nil, []error{conflict, conflict, conflict}, conflict},
-		"a conflict, then an unknown end":  {nil, []error{conflict, broken}, broken},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			for _, alone := range []bool{true, false} {
-				synctest.Test(t, func(t *testing.T) {
-					db, limiter := gated(t, client.CallsInFlight(1))
-					got := []<-chan answer{ask(t.Context(), limiter, "k1", test.opts...)}
-					if !alone {
-						got = []<-chan answer{ask(t.Context(), limiter, "k2", test.opts...), ask(t.Context(), limiter, "k3", test.opts...)}
-						db.only(t).grant()
-					}
-					for n, answer := range test.answers {
-						if n > 0 {
-							time.Sleep(time.Second) // the pause before another try
-						}
-						call := db.only(t)
-						require.Equal(t, !alone, call.batch)
-						call.answer <- answer
-					}
-					for _, got := range got {
-						got := <-got
-						if test.err == nil {
-							require.NoError(t, got.err)
-						} else {
-							require.EqualError(t, got.err, "pgratelimit: acquire: "+test.err.Error())
-							require.Zero(t, got.Decision)
-						}
-					}
-				})
-			}
-		})
-	}
-}
-
 // Text that only the database can tell from good text.
 func TestCombiner_TextTheDatabaseCannotHoldFailsItsOwnerOnly(t *testing.T) {
 	t.Parallel()
@@ -464,99 +382,6 @@ func TestCombiner_TextTheDatabaseCannotHoldFailsItsOwnerOnly(t *testing.T) {
 	}
 }
 
-func TestCombiner_CountsAnswers(t *testing.T) {
-	t.Parallel()
-	for _, keys := range [][]string{{"k2"}, {"k2", "k3", "k4"}} {
-		synctest.Test(t, func(t *testing.T) {
-			db, limiter := gated(t, client.CallsInFlight(1))
-			_ = ask(t.Context(), limiter, "k1")
-			two, three := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
-			call := db.next(t)
-			call.keys = keys
-			call.grant()
-			for _, got := range []<-chan answer{two, three} {
-				require.EqualError(t, (<-got).err, fmt.Sprintf("pgratelimit: acquire: %d answers to 2 requests", len(keys)))
-			}
-		})
-	}
-}
-
-// A bucket of everybody's does not part the callers of AcquireAll, and they do not wait for each other: they share
-// calls as those of Acquire do.
-func TestCombiner_CallersOfAcquireAllShareCalls(t *testing.T) {
-	atGate(t, 2, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		var answers []<-chan answer
-		for n := range 102 {
-			answers = append(answers, askAll(t.Context(), limiter, []string{"k9", fmt.Sprint("k", 1000+n)}))
-		}
-		for _, call := range db.underWay() {
-			require.False(t, call.batch, "the first two ask for themselves")
-			require.Contains(t, call.sql, `"s".ratelimit_acquire_all(`)
-			require.Contains(t, call.sql, "synchronous_commit")
-		}
-		first := 1002
-		for _, share := range []int{51, 49} {
-			call := db.second(t)
-			require.True(t, call.batch)
-			require.Contains(t, call.sql, `"s".ratelimit_acquire_packed(`)
-			require.Len(t, call.sizes, share)
-			require.Equal(t, int64(2), call.sizes[0])
-			require.Equal(t, []string{"k9", fmt.Sprint("k", first), "k9", fmt.Sprint("k", first+1)}, call.keys[:4])
-			require.Equal(t, []int64{1, 2}, call.costs[:2])
-			first += share
-		}
-		db.grantAll()
-		left := func(n int64) client.Decision { return client.Decision{Allowed: true, Remaining: n, Capacity: 1000} }
-		for n, got := range answers {
-			own := left(int64(1000 + n))
-			require.Equal(t, answer{client.JointDecision{Decision: own, Binding: 1, Decisions: []client.Decision{left(9), own}}, nil}, <-got)
-		}
-	}, client.Schema("s"), client.NoFlush())
-}
-
-// One call has either requests of Acquire or of AcquireAll, and either all of them have idempotency keys or none has.
-func TestCombiner_OnlyRequestsOfOneKindShareACall(t *testing.T) {
-	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		_ = askAll(t.Context(), limiter, []string{"k2", "k3"})
-		_ = ask(t.Context(), limiter, "k4")
-		_ = askAll(t.Context(), limiter, []string{"k5"}, client.IdempotencyKey("a"))
-		_ = ask(t.Context(), limiter, "k6", client.IdempotencyKey("c"))
-		_ = askAll(t.Context(), limiter, []string{"k7"})
-		_ = ask(t.Context(), limiter, "k8")
-		_ = askAll(t.Context(), limiter, []string{"k9"}, client.IdempotencyKey("b"))
-		_ = ask(t.Context(), limiter, "k10", client.IdempotencyKey(""))
-		for _, want := range []gatedCall{
-			{keys: []string{"k2", "k3", "k7"}, sizes: []int64{2, 1}},
-			{keys: []string{"k4", "k8"}},
-			{keys: []string{"k5", "k9"}, once: []string{"a", "b"}, sizes: []int64{1, 1}},
-			{keys: []string{"k6", "k10"}, once: []string{"c", ""}},
-		} {
-			call := db.next(t)
-			require.Equal(t, want, gatedCall{keys: call.keys, once: call.once, sizes: call.sizes})
-		}
-		db.grantAll()
-	})
-}
-
-// What the server would refuse, or what would burden a call for others.
-func TestCombiner_UnfitChargesTravelAlone(t *testing.T) {
-	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		for n, keys := range [][]string{{}, make([]string, 1001), {"k1", "\xff"}, {strings.Repeat("k", 513), "k1"}} {
-			_ = askAll(t.Context(), limiter, keys)
-			require.Len(t, db.underWay(), n+2)
-		}
-		_ = askAll(t.Context(), limiter, make([]string, 1000))
-		require.ErrorIs(t, (<-askAll(t.Context(), limiter, []string{"k1", "\x00"})).err, client.ErrInvalidArgument)
-		require.Len(t, db.underWay(), 5)
-		for _, call := range db.underWay()[1:] {
-			call.answer <- pgError("22023")
-		}
-		call := db.next(t)
-		require.Len(t, call.keys, 1000)
-		call.grant()
-	})
-}
-
 // Who has left may use its charges again.
 func TestCombiner_KeepsNoCharges(t *testing.T) {
 	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
@@ -568,61 +393,6 @@ func TestCombiner_KeepsNoCharges(t *testing.T) {
 		call := db.next(t)
 		require.Equal(t, []string{"k2", "k4"}, call.keys)
 		call.grant()
-	})
-}
-
-// What a request is told when others of its call are refused, replayed or shadowed.
-func TestCombiner_ReadsPackedAnswers(t *testing.T) {
-	t.Parallel()
-	us, never := time.Microsecond, time.Duration(math.MaxInt64)
-	text := func(s string) pgtype.Text { return pgtype.Text{String: s, Valid: true} }
-	refuse := func(p *packedAnswer, number int64) {
-		p.refused = []int64{number}
-		p.codes, p.messages, p.details, p.hints = []pgtype.Text{text("RL001")}, []pgtype.Text{text("m")}, []pgtype.Text{text("D.")}, []pgtype.Text{{}}
-	}
-	first := client.Decision{Allowed: true, Remaining: 1, ResetAfter: 7 * us, Capacity: 10, Replayed: true}
-	second := client.Decision{Remaining: 2, RetryAfter: never, ResetAfter: never, Capacity: 20}
-	third := client.Decision{Allowed: true, Remaining: 3, ResetAfter: 9 * us, Capacity: 30, Shadowed: true}
-	all := packedAnswer{
-		elements: []int64{4, 1, 2}, remaining: []int64{3, 1, 2}, capacity: []int64{30, 10, 20},
-		retryAfter: []pgtype.Int8{number(0), number(0), {}}, resetAfter: []pgtype.Int8{number(9), number(7), {}},
-		replayed: []bool{false, true, false}, shadowed: []bool{true, false, false},
-	}
-	refuse(&all, 3)
-	const refused = "pgratelimit: %s: ERROR: m (SQLSTATE RL001). D."
-
-	t.Run("acquire", func(t *testing.T) {
-		behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-			answers := askKeys(t.Context(), limiter, 2, 4)
-			db.next(t).grantWith(func(p *packedAnswer) { *p = all })
-			for i, want := range []client.Decision{first, second, {}, third} {
-				got := <-answers[i]
-				require.Equal(t, want, got.Decision)
-				require.Equal(t, i == 2, errors.Is(got.err, client.ErrUnknownPolicy))
-				if got.err != nil {
-					require.EqualError(t, got.err, fmt.Sprintf(refused, "acquire"))
-				}
-			}
-		})
-	})
-	t.Run("acquire all", func(t *testing.T) {
-		behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-			var answers []<-chan answer
-			for _, keys := range [][]string{{"k2", "k3"}, {"k4"}, {"k5"}} {
-				answers = append(answers, askAll(t.Context(), limiter, keys))
-			}
-			db.next(t).grantWith(func(joint *packedAnswer) {
-				*joint = all
-				joint.requests, joint.bindings = []int64{3, 1}, []int32{1, 2}
-				joint.requestsAllowed, joint.requestsShadowed = []bool{true, false}, []bool{true, false}
-				refuse(joint, 2) // which has element 3
-			})
-			require.Equal(t, answer{client.JointDecision{Decision: second, Binding: 1, Decisions: []client.Decision{first, second}}, nil}, <-answers[0])
-			got := <-answers[1]
-			require.EqualError(t, got.err, fmt.Sprintf(refused, "acquire all"))
-			require.Zero(t, got.JointDecision)
-			require.Equal(t, answer{client.JointDecision{Decision: third, Decisions: []client.Decision{third}}, nil}, <-answers[2])
-		})
 	})
 }
 
@@ -685,14 +455,19 @@ func TestCombiner_AWholeHasMarksAndDecisionsOfItsOwn(t *testing.T) {
 	})
 }
 
-// A request that the server passes over fails. It is no denial.
+// A request that the server passes over fails, and with a wrong number of answers all do. It is no denial.
 func TestCombiner_ARequestWithoutAnAnswerFails(t *testing.T) {
-	behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		one, two := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
-		db.next(t).grantWith(func(packed *packedAnswer) { packed.elements = []int64{1, 1} })
-		requireGranted(t, one)
-		require.EqualError(t, (<-two).err, "pgratelimit: acquire: no answer")
-	})
+	t.Parallel()
+	for says, elements := range map[string][]int64{"no answer": {1, 1}, "1 answers to 2 requests": {1}, "3 answers to 2 requests": {1, 2, 2}} {
+		t.Run(says, func(t *testing.T) {
+			behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+				one, two := ask(t.Context(), limiter, "k2"), ask(t.Context(), limiter, "k3")
+				db.next(t).grantWith(func(packed *packedAnswer) { packed.elements = elements })
+				require.Equal(t, says == "no answer", (<-one).err == nil)
+				require.EqualError(t, (<-two).err, "pgratelimit: acquire: "+says)
+			})
+		})
+	}
 }
 
 // An answer to a request of one bucket has only a Decision, and perhaps an error.

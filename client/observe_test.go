@@ -7,7 +7,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -145,24 +144,4 @@ func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
 		require.ElementsMatch(t, []int{1, 1, 3, 2}, s.calls)
 		require.Len(t, s.answers, 7)
 	}, client.Observe(s.hooks()))
-}
-
-// A txOf is a transaction of a database.
-type txOf struct {
-	pgx.Tx
-	db *fakeDB
-}
-
-func (tx txOf) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	return tx.db.QueryRow(ctx, sql, args...)
-}
-
-func TestObserve_InATransaction(t *testing.T) {
-	t.Parallel()
-	var s seen
-	db := &fakeDB{answers: []any{granted(1)}}
-	limiter := client.New(&fakePool{}, client.Observe(s.hooks())).WithTx(txOf{db: db})
-	noError(limiter.Acquire(t.Context(), "api", "k"))(t)
-	require.Len(t, s.answers, 1)
-	require.Equal(t, client.ResultAllowed, s.answers[0].Result())
 }

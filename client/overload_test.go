@@ -260,23 +260,6 @@ func TestCombiner_TheQueueIsBounded(t *testing.T) {
 	}, client.MaxWaiting(300))
 }
 
-// However slow the database was: when it is quick again, somebody finds out.
-func TestCombiner_ForgetsThatTheDatabaseWasSlow(t *testing.T) {
-	paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
-		db.set(5*time.Second, 0)
-		patient := &crowd{limiter: limiter}
-		patient.arrive(10, 20*time.Second)
-		patient.callers.Wait()
-
-		db.set(0, 0)
-		c := &crowd{limiter: limiter, within: time.Second}
-		quick := c.arrive(1000, 3*time.Second)
-		c.callers.Wait()
-		granted, refused, late := c.count(quick.Add(500*time.Millisecond), time.Now())
-		require.Zero(t, refused+late, "of %d", granted)
-	})
-}
-
 // An impatient caller is refused before it waits, and told how long the answer would have taken.
 func TestCombiner_RefusesWhatItCannotAnswerInTime(t *testing.T) {
 	paced(t, func(t *testing.T, _ *pacedPool, limiter *client.Combiner) {
@@ -298,33 +281,6 @@ func TestCombiner_RefusesWhatItCannotAnswerInTime(t *testing.T) {
 		require.ErrorIs(t, acquireWithin(t, limiter, "k2", 80*time.Millisecond), context.DeadlineExceeded)
 		requireGranted(t, underWay)
 	}, client.CallsInFlight(1))
-}
-
-// Calls that were slow for once refuse nobody: neither the first ones, which connect, nor some that stall together.
-func TestCombiner_SlowCallsNowAndThenRefuseNobody(t *testing.T) {
-	t.Parallel()
-	for _, calls := range []int{1, 2, 8} {
-		t.Run(fmt.Sprint(calls, " calls"), func(t *testing.T) {
-			paced(t, func(t *testing.T, db *pacedPool, limiter *client.Combiner) {
-				c := &crowd{limiter: limiter, within: 2 * time.Second}
-				db.set(500*time.Millisecond, 0)
-				for range calls { // at a time
-					c.callers.Go(func() { c.ask("slow") })
-				}
-				c.callers.Wait()
-				db.set(0, 0)
-				c.arrive(paceOf(calls)/2, time.Second)
-				c.callers.Wait()
-				db.set(500*time.Millisecond, 0)
-				c.arrive(1000, 5*time.Millisecond) // one round of calls that stall together
-				db.set(0, 0)
-				c.arrive(paceOf(calls)/2, time.Second)
-				c.callers.Wait()
-				_, refused, late := c.count(time.Time{}, time.Now().Add(time.Hour))
-				require.Zero(t, refused+late, "of %d", len(c.outcomes))
-			}, client.CallsInFlight(calls))
-		})
-	}
 }
 
 // Who is refused after a while in the queue is told how long a call takes.

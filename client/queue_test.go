@@ -463,6 +463,25 @@ func TestPace_ACallHasStalledAfterTwiceTheUsualTime(t *testing.T) {
 	require.Zero(t, p.left(time.Hour, now.Add(paceLife+1)), "what is known is too old")
 }
 
+// The quickest of the last calls counts, so all calls at a time may be slow twice: the first ones, which connect, or some that stall.
+func TestPace_SlowCallsNowAndThenDoNotCount(t *testing.T) {
+	t.Parallel()
+	now := time.Unix(0, 0)
+	for _, limit := range []int{1, 2, 8} {
+		p := newPace(limit)
+		observe := func(calls int, took time.Duration) time.Duration {
+			for range calls {
+				p.observe(took, false, now)
+			}
+			return p.call(now)
+		}
+		observe(2*limit, 500*time.Millisecond)
+		require.Equal(t, 50*time.Millisecond, observe(paceCalls, 50*time.Millisecond))
+		require.Equal(t, 50*time.Millisecond, observe(2*limit, 500*time.Millisecond))
+		require.Equal(t, 500*time.Millisecond, observe(paceCalls, 500*time.Millisecond), "all are slow now")
+	}
+}
+
 // A denial that is renewed takes the place of the one before, and a new one that of a denial that ends soon.
 func TestDenialCache_IsBoundedAndKeepsDenialsThatLast(t *testing.T) {
 	t.Parallel()

@@ -3,8 +3,8 @@ package client_test
 import (
 	"context"
 	"errors"
+	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -13,74 +13,98 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-func TestRetry_Policy(t *testing.T) {
+// A request of any kind is sent again where that can do no harm. The answer to the last try is that of the request.
+func TestRetry_WhereItDoesNoHarm(t *testing.T) {
 	t.Parallel()
-	conflict, deadlock, other := pgError("40001"), pgError("40P01"), pgError("57014")
-	broken := errors.New("connection reset")
+	conflict, deadlock, refused, broken := pgError("40001"), pgError("40P01"), pgError("57014"), errors.New("connection reset")
+	fatal, panicked := pgError("57P01"), pgError("XX000")
+	fatal.SeverityUnlocalized, panicked.SeverityUnlocalized = "FATAL", "PANIC"
+	sends := map[string]func(*testing.T, *gatedPool, *client.Combiner, ...client.CallOption) []<-chan answer{
+		"acquire": func(t *testing.T, db *gatedPool, _ *client.Combiner, opts ...client.CallOption) []<-chan answer {
+			return []<-chan answer{ask(t.Context(), client.New(db), "k1", opts...)}
+		},
+		"acquire all": func(t *testing.T, db *gatedPool, _ *client.Combiner, opts ...client.CallOption) []<-chan answer {
+			return []<-chan answer{askAll(t.Context(), client.New(db), []string{"k1"}, opts...)}
+		},
+		"acquire, alone in a Combiner": func(t *testing.T, _ *gatedPool, limiter *client.Combiner, opts ...client.CallOption) []<-chan answer {
+			return []<-chan answer{ask(t.Context(), limiter, "k1", opts...)}
+		},
+		"acquire, in a shared call": func(t *testing.T, db *gatedPool, limiter *client.Combiner, opts ...client.CallOption) []<-chan answer {
+			_ = ask(t.Context(), limiter, "k1")
+			answers := []<-chan answer{ask(t.Context(), limiter, "k2", opts...), ask(t.Context(), limiter, "k3", opts...)}
+			db.only(t).grant()
+			return answers
+		},
+	}
 	for name, test := range map[string]struct {
-		answers []any
-		tries   int
-		err     error
+		opts     []client.CallOption
+		failures []error // of the tries; a request that succeeds is granted after them
+		err      error
 	}{
-		"a grant":               {[]any{granted(9)}, 1, nil},
-		"a conflict":            {[]any{conflict, granted(9)}, 2, nil},
-		"a deadlock":            {[]any{deadlock, granted(9)}, 2, nil},
-		"both":                  {[]any{deadlock, conflict, granted(9)}, 3, nil},
-		"three are enough":      {[]any{conflict, conflict, deadlock, granted(9)}, 3, deadlock},
-		"another error":         {[]any{other, granted(9)}, 1, other},
-		"another error, later":  {[]any{conflict, other, granted(9)}, 2, other},
-		"an unknown outcome":    {[]any{broken, granted(9)}, 1, broken},
-		"a denial is an answer": {[]any{row{false, int64(0), int64(1), int64(1), int64(10), false, false}, granted(9)}, 1, nil},
+		"a grant":                           {nil, nil, nil},
+		"a conflict":                        {nil, []error{conflict}, nil},
+		"a conflict, with idempotency key":  {once, []error{conflict}, nil},
+		"both":                              {nil, []error{deadlock, conflict}, nil},
+		"three are enough":                  {nil, []error{conflict, conflict, deadlock}, deadlock},
+		"another error":                     {nil, []error{refused}, refused},
+		"that again, with idempotency key":  {once, []error{refused}, refused},
+		"another error, later":              {nil, []error{conflict, refused}, refused},
+		"a conflict, then an unknown end":   {nil, []error{conflict, broken}, broken},
+		"an unknown outcome":                {nil, []error{broken}, broken},
+		"the end of the session":            {nil, []error{fatal}, fatal},
+		"an unknown outcome, settled":       {once, []error{broken}, nil},
+		"the end of the session, settled":   {once, []error{fatal}, nil},
+		"the end of the server, settled":    {once, []error{panicked}, nil},
+		"an unknown outcome, and two again": {once, []error{broken, fatal, broken}, broken},
 	} {
-		t.Run(name, func(t *testing.T) {
-			inBubble(t, func(t *testing.T) {
-				db := &fakePool{fakeDB{answers: test.answers}}
-				start := time.Now()
-				_, err := client.New(db).Acquire(t.Context(), "p", "k")
-				require.Len(t, db.sent(), test.tries)
-				for _, again := range db.sent()[1:] {
-					require.Equal(t, db.sent()[0], again)
-				}
-				require.ErrorIs(t, err, test.err)
-				require.LessOrEqual(t, time.Since(start), 150*time.Millisecond)
+		for way, send := range sends {
+			t.Run(name+"/"+way, func(t *testing.T) {
+				atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+					answers := send(t, db, limiter, test.opts...)
+					first := db.only(t)
+					require.Len(t, first.keys, len(answers))
+					for _, failure := range test.failures {
+						call := db.only(t)
+						require.Equal(t, []any{first.sql, first.keys, first.once}, []any{call.sql, call.keys, call.once})
+						call.answer <- failure
+						time.Sleep(100 * time.Millisecond) // the longest pause before another try
+					}
+					if test.err == nil {
+						db.only(t).grant()
+					}
+					require.Empty(t, db.underWay())
+					verb, _, _ := strings.Cut(way, ",")
+					for _, got := range answers {
+						got := <-got
+						require.ErrorIs(t, got.err, test.err)
+						if test.err != nil {
+							require.EqualError(t, got.err, "pgratelimit: "+verb+": "+test.err.Error())
+							require.Zero(t, got.JointDecision)
+						}
+					}
+				})
 			})
-		})
+		}
 	}
 }
 
-// After the loss of a connection nobody knows: only a request that can be sent twice is, and only where
-// there are other connections.
-func TestRetry_AnUnknownOutcome(t *testing.T) {
+// After the loss of a connection nobody knows: a request that can be sent twice is, but only where there are other connections, and a
+// caller that waits.
+func TestRetry_AnUnknownOutcomeIsOfNoUse(t *testing.T) {
 	t.Parallel()
-	broken, fatal, panicked := errors.New("connection reset"), pgError("57P01"), pgError("XX000")
-	fatal.SeverityUnlocalized, panicked.SeverityUnlocalized = "FATAL", "PANIC"
-	for _, lost := range []error{broken, fatal, panicked} {
-		synctest.Test(t, func(t *testing.T) {
-			for _, opts := range [][]client.CallOption{nil, once} {
-				db := &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
-				_, err := client.New(db).Acquire(t.Context(), "p", "k", opts...)
-				require.Len(t, db.sent(), 1+len(opts))
-				if opts == nil {
-					require.ErrorIs(t, err, lost)
-				} else {
-					require.NoError(t, err)
-				}
-			}
-			db := &fakeDB{answers: []any{lost, granted(9)}}
-			require.ErrorIs(t, errOf(client.New(db).Acquire(t.Context(), "p", "k", once...)), lost)
-			require.Len(t, db.sent(), 1, "it may be a connection")
-
-			pool := &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
-			ctx, cancel := context.WithCancel(t.Context())
-			cancel()
-			require.EqualError(t, errOf(client.New(pool).Acquire(ctx, "p", "k", once...)), "pgratelimit: acquire: "+lost.Error())
-			require.Len(t, pool.sent(), 1)
-
-			pool = &fakePool{fakeDB{answers: []any{lost, granted(9)}}}
-			require.ErrorIs(t, errOf(client.New(pool).Refund(t.Context(), "p", "k", 1)), lost)
-			require.Len(t, pool.sent(), 1)
-		})
+	lost := errors.New("connection reset")
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	db, pool := &fakeDB{answers: []any{lost}}, &fakePool{fakeDB{answers: []any{lost}}}
+	for n, err := range []error{
+		errOf(client.New(db).Acquire(t.Context(), "p", "k", once...)), // it may be a connection
+		errOf(client.New(pool).Acquire(ended, "p", "k", once...)),
+		errOf(client.New(pool).Refund(t.Context(), "p", "k", 1)),
+	} {
+		require.EqualError(t, err, []string{"pgratelimit: acquire: ", "pgratelimit: acquire: ", "pgratelimit: refund: "}[n]+lost.Error())
 	}
+	require.Len(t, db.sent(), 1)
+	require.Len(t, pool.sent(), 2)
 }
 
 func TestRetry_BackoffIsRandomAndBounded(t *testing.T) {

@@ -7,9 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
 	"os"
-	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -58,21 +56,6 @@ func shardIs(t *testing.T, shard, of int, err error) {
 	require.ErrorAs(t, err, &e)
 	require.Equal(t, [2]int{shard, of}, [2]int{e.Shard, e.Of}, "%v", err)
 	require.ErrorContains(t, err, fmt.Sprintf("pgratelimit: shard %d of %d: ", shard, of))
-}
-
-// A set that has one answer however it is asked: of 2, of 4, and so on, with keys spread evenly.
-func TestShardOf_SpreadsKeys(t *testing.T) {
-	t.Parallel()
-	count := map[int]int{}
-	const keys, of = 16_000, 16
-	for i := range keys {
-		key := fmt.Sprint("user:", i)
-		shard := client.ShardOf(key, of)
-		count[shard]++
-		require.Equal(t, shard%2, client.ShardOf(key, 2))
-	}
-	require.Len(t, count, of)
-	require.Greater(t, slices.Min(slices.Collect(maps.Values(count))), keys/of*8/10)
 }
 
 // A numberedShard is a pool whose database says which shard it is, or fails to. It has overrides in their order, and other calls

@@ -9,7 +9,6 @@ import (
 	"net/http/httptest"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -150,24 +149,15 @@ func TestLeased_IsCountedByPolicy(t *testing.T) {
 
 func TestHooks_RecordWaits(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		m, reader := newMetrics(t)
-		fake := clienttest.New(time.Now, client.Observe(m.Hooks()))
-		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Capacity: 1, Refill: 1, Every: time.Second}))
-		for range 2 {
-			_, err := fake.Wait(t.Context(), "line", "k")
-			require.NoError(t, err)
-		}
-		ctx, cancel := context.WithCancel(t.Context())
-		time.AfterFunc(time.Second/4, cancel)
-		_, err := fake.Wait(ctx, "line", "k")
-		require.ErrorIs(t, err, context.Canceled)
-		waits := histogram(t, reader, "ratelimit.wait.duration")
-		require.EqualValues(t, 2, waits["allowed"].Count)
-		require.Equal(t, 1.0, waits["allowed"].Sum)
-		require.Equal(t, 0.25, waits["error"].Sum)
-		require.Equal(t, map[string]int64{"line allowed": 3}, requests(t, reader), "each Wait is one request")
-	})
+	m, reader := newMetrics(t)
+	hooks := m.Hooks()
+	hooks.Waited(t.Context(), "line", 0, nil)
+	hooks.Waited(t.Context(), "line", time.Second, nil)
+	hooks.Waited(t.Context(), "line", time.Second/4, context.Canceled)
+	waits := histogram(t, reader, "ratelimit.wait.duration")
+	require.EqualValues(t, 2, waits["allowed"].Count)
+	require.Equal(t, 1.0, waits["allowed"].Sum)
+	require.Equal(t, 0.25, waits["error"].Sum)
 }
 
 func TestHooks_RecordTheSizeOfCalls(t *testing.T) {

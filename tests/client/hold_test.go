@@ -273,21 +273,3 @@ func TestHold_AFrozenProcess(t *testing.T) {
 		require.NoError(t, next.Release(t.Context()))
 	}
 }
-
-// A process that is killed frees its slot when its lease ends, and not before.
-func TestHold_AKilledProcess(t *testing.T) {
-	pgtest.OncePerServer(t)
-	t.Parallel()
-	const lease = time.Second
-	db := newJobs(t, 1, lease)
-	p := startHolder(t, db, lease)
-	require.NoError(t, p.Process.Kill())
-	killed := time.Now()
-	_ = p.Wait()
-	next, _, err := client.New(db.Pool).HoldWait(t.Context(), "jobs", "k")
-	require.NoError(t, err)
-	waited := time.Since(killed)
-	require.Greater(t, waited, lease/3, "it had renewed when a third was over")
-	require.Less(t, waited, lease+5*time.Second)
-	require.NoError(t, next.Release(t.Context()))
-}

@@ -132,18 +132,21 @@ func TestNoFlush_IsRefusedInATransaction(t *testing.T) {
 	}
 }
 
-// The commit decides, and nothing has to be known about the type of a transaction.
+// The commit decides, and nothing has to be known about the type of a transaction. Hooks are those of the pool.
 func TestWithTx_LeavesTheFlushToTheCommit(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
 	ctx := t.Context()
 	tx := begin(t, db.Pool)
-	limiter := client.New(db.Pool, client.NoFlush()).WithTx(tx)
+	var seen []string
+	hooks := client.Hooks{Answered: func(_ context.Context, a client.Answer) { seen = append(seen, a.Operation+" "+string(a.Result())) }}
+	limiter := client.New(db.Pool, client.NoFlush(), client.Observe(hooks)).WithTx(tx)
 	kit.NoError(limiter.Acquire(ctx, "api", "k"))(t)
 	kit.NoError(limiter.Refund(ctx, "api", "k", 1))(t)
 	require.NoError(t, limiter.Reset(ctx, "api", "k"))
 	require.Equal(t, "on", kit.One[string](t, tx, "show synchronous_commit"))
+	require.Equal(t, []string{"acquire allowed", "refund allowed"}, seen)
 }
 
 // positions tells up to where the log is written, and up to where it is flushed to disk.
