@@ -5,7 +5,6 @@ import { Combiner, Denied, IdempotencyMismatch, InvalidArgument, Limiter, Locked
 import { connect, definePolicy, defineQuota, eventually, installation, left, pool, stuck, withLocked } from './kit.js'
 
 const PACKED = 'ratelimit_acquire_packed'
-const keys = (n) => Array.from({ length: n }, (_, i) => `k${i}`)
 
 /** Asks for keys in one call of several, one that a held bucket stalls. */
 async function stall(combiner, policy, keys, options) {
@@ -16,21 +15,6 @@ async function stall(combiner, policy, keys, options) {
 }
 
 const kill = (pid) => pool.query('select pg_terminate_backend($1)', [pid])
-
-test('a bucket that a transaction has locked holds up its own call only', async () => {
-  const policy = await definePolicy(), combiner = new Combiner(pool)
-  await withLocked(policy, 'held', async (unlock) => {
-    const { answers } = await stall(combiner, policy, ['held', 'beside'])
-    const others = await Promise.all(keys(31).map((key) => combiner.acquire(policy, key)))
-    assert.ok(others.every((d) => d.allowed && d.remaining === 999))
-    const again = await Promise.all(keys(31).map((key) => combiner.acquire(policy, key)))
-    assert.ok(again.every((d) => d.remaining === 998))
-    assert.equal((await stuck(PACKED)).length, 1, 'it is still locked')
-    await unlock()
-    assert.ok((await Promise.all(answers)).every((d) => d.allowed))
-  })
-  await combiner.close()
-})
 
 test('a call without an answer within callTimeout has its connection destroyed, and its slot is free', async (t) => {
   const policy = await definePolicy(), own = connect({ max: 2, idleTimeoutMillis: 0 })
