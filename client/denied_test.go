@@ -48,34 +48,22 @@ func TestDenied_TellsWhatTheErrorTells(t *testing.T) {
 
 const longest = math.MaxInt64 / 1000 * time.Microsecond
 
+// Nothing is never, and no time that a Duration cannot hold is. Package clienttest compares the other fields.
 func TestDecision_Decodes(t *testing.T) {
 	t.Parallel()
-	const us, null = time.Microsecond, -1
-	sent := func(allowed bool, remaining, retryAfter, resetAfter int64, replayed, shadowed bool) row {
-		columns := row{allowed, remaining, retryAfter, resetAfter, int64(10), replayed, shadowed}
-		for i := range columns[2:4] {
-			if columns[2+i] == int64(null) {
-				columns[2+i] = nil
-			}
-		}
-		return columns
-	}
 	const most = math.MaxInt64 / 1000
 	for name, test := range map[string]struct {
 		answer row
 		want   client.Decision // of capacity 10
 	}{
-		"grant":                         {sent(true, 7, 0, 1_500_000, false, false), client.Decision{Allowed: true, Remaining: 7, ResetAfter: 1_500_000 * us}},
-		"denial":                        {sent(false, 0, 1, 2, false, false), client.Decision{RetryAfter: us, ResetAfter: 2 * us}},
-		"replay":                        {sent(true, 7, 0, 3, true, false), client.Decision{Allowed: true, Remaining: 7, ResetAfter: 3 * us, Replayed: true}},
-		"never":                         {sent(false, 10, null, 0, false, false), client.Decision{Remaining: 10, RetryAfter: math.MaxInt64}},
-		"a denial without refill":       {sent(false, 3, null, null, false, false), client.Decision{Remaining: 3, RetryAfter: math.MaxInt64, ResetAfter: math.MaxInt64}},
-		"a grant without refill":        {sent(true, 3, 0, null, false, false), client.Decision{Allowed: true, Remaining: 3, ResetAfter: math.MaxInt64}},
-		"a denial that is only watched": {sent(true, 0, 0, 5, false, true), client.Decision{Allowed: true, ResetAfter: 5 * us, Shadowed: true}},
-		"debt":                          {sent(false, -3, 4, 5, false, false), client.Decision{Remaining: -3, RetryAfter: 4 * us, ResetAfter: 5 * us}},
-		"the longest durations":         {sent(false, 0, most, most-1, false, false), client.Decision{RetryAfter: longest, ResetAfter: longest - us}},
-		"durations beyond that are not never": {
-			sent(false, 0, most+1, math.MaxInt64, false, false), client.Decision{RetryAfter: longest, ResetAfter: longest},
+		"never":                  {never, client.Decision{Remaining: 10, RetryAfter: math.MaxInt64}},
+		"a grant without refill": {row{true, int64(3), int64(0), nil, int64(10), false, false}, client.Decision{Allowed: true, Remaining: 3, ResetAfter: math.MaxInt64}},
+		"the longest durations": {
+			row{false, int64(-3), int64(most), int64(most - 1), int64(10), false, false},
+			client.Decision{Remaining: -3, RetryAfter: longest, ResetAfter: longest - time.Microsecond},
+		},
+		"durations beyond that": {
+			row{false, int64(0), int64(most + 1), int64(math.MaxInt64), int64(10), false, false}, client.Decision{RetryAfter: longest, ResetAfter: longest},
 		},
 	} {
 		test.want.Capacity = 10
