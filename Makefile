@@ -150,11 +150,14 @@ lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgs
 	go run $(GOLANGCI_LINT) run $(MODULES:%=%/...)
 	for module in $(MODULES); do GOWORK=off go -C $$module mod tidy -diff; done
 	rm -rf build/_proto # Go does not look into it
-	cd server && go run $(BUF) lint proto && go run $(BUF) generate proto --output ../build/_proto
+	cd server && go run $(BUF) lint proto && $(GENERATE) --output ../build/_proto
 	diff -r build/_proto/gen server/gen || { echo 'make proto' >&2; exit 1; }
 
+# Without the comments, which server/proto has.
+GENERATE = go run $(BUF) build proto --exclude-source-info -o - | go run $(BUF) generate -
+
 proto: ## Write server/gen anew, from server/proto
-	cd server && rm -rf gen && go run $(BUF) generate proto
+	cd server && rm -rf gen && $(GENERATE)
 
 release-schema: ## Freeze the newest migration, and sql/ as its snapshot: a test fails if they change from then on
 	@cd migrations; newest=$$(ls [0-9]*.sql | tail -1); snapshot=snapshots/$${newest%%_*}; \
