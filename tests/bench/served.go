@@ -95,7 +95,7 @@ func (s *served) open(ctx context.Context, cells []string) error {
 func overGRPC(conns [servedConnections]*grpc.ClientConn) acquirer {
 	return func(ctx context.Context, key string) error {
 		conn := conns[int(key[len(key)-1])%servedConnections]
-		d, err := pb.NewRateLimiterClient(conn).Acquire(ctx, &pb.AcquireRequest{Policy: "durable", LogicalKey: key})
+		d, err := pb.NewRateLimiterClient(conn).Acquire(ctx, &pb.Request{Policy: "durable", LogicalKey: key})
 		if err == nil && d.GetVerdict() != pb.Verdict_ALLOWED {
 			err = errDenied
 		}
@@ -125,8 +125,8 @@ func manyOverGRPC(ctx context.Context, conns [servedConnections]*grpc.ClientConn
 		go streams[i].receive()
 	}
 	var turn atomic.Uint64
-	requests := func(keys []string) []*pb.AcquireRequest {
-		list, all := make([]*pb.AcquireRequest, len(keys)), make([]pb.AcquireRequest, len(keys))
+	requests := func(keys []string) []*pb.Request {
+		list, all := make([]*pb.Request, len(keys)), make([]pb.Request, len(keys))
 		for i, key := range keys {
 			list[i] = &all[i]
 			list[i].Policy, list[i].LogicalKey = "durable", key

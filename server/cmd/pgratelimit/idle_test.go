@@ -34,7 +34,7 @@ func TestServe_TenThousandIdleConnections(t *testing.T) {
 	defer client.Close()
 	call := func() {
 		t.Helper()
-		d := kit.NoError(pb.NewRateLimiterClient(client).Acquire(t.Context(), &pb.AcquireRequest{Policy: "budget", LogicalKey: "k"}))(t)
+		d := kit.NoError(pb.NewRateLimiterClient(client).Acquire(t.Context(), &pb.Request{Policy: "budget", LogicalKey: "k"}))(t)
 		require.Equal(t, pb.Verdict_ALLOWED, d.GetVerdict())
 		_, text := s.ask(t, "/v1/acquire", `{"policy":"budget","key":"k"}`)
 		require.Contains(t, text, `"allowed":true`)

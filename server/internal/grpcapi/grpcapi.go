@@ -26,28 +26,29 @@ func Register(server grpc.ServiceRegistrar, s *service.Service, stopping <-chan 
 
 // An api converts requests and answers. Its methods return errors of the service, which have a status of gRPC.
 type api struct {
-	pb.UnimplementedRateLimiterServer
 	service  *service.Service
 	stopping <-chan struct{}
 }
 
-func (a api) Acquire(ctx context.Context, q *pb.AcquireRequest) (*pb.Decision, error) {
-	return reply(a.service.Acquire(ctx, acquireRequest(q)))
+func (a api) Acquire(ctx context.Context, q *pb.Request) (*pb.Decision, error) {
+	return reply(a.service.Acquire(ctx, request(q)))
 }
 
-func acquireRequest(q *pb.AcquireRequest) service.Request {
+func request(q *pb.Request) service.Request {
 	return service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId}
 }
 
 func (a api) AcquireUpTo(ctx context.Context, q *pb.AcquireUpToRequest) (*pb.PartialDecision, error) {
-	r := service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), IdempotencyKey: q.RequestId}
-	d, err := a.service.AcquireUpTo(ctx, r, q.AtMost, q.AtLeast)
+	d, err := a.service.AcquireUpTo(ctx, service.Request{
+		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.AtMost, AtLeast: q.AtLeast, IdempotencyKey: q.RequestId,
+	})
 	return &pb.PartialDecision{Decision: decision(d.Decision), Taken: d.Taken}, err
 }
 
 func (a api) Reserve(ctx context.Context, q *pb.ReserveRequest) (*pb.Reservation, error) {
-	r := service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId}
-	d, err := a.service.Reserve(ctx, r, span(q.GetMaxWait()))
+	d, err := a.service.Reserve(ctx, service.Request{
+		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId, Time: span(q.GetMaxWait()),
+	})
 	like := decision(client.Decision{Allowed: d.Allowed, RetryAfter: d.Wait, ResetAfter: d.ResetAfter})
 	return &pb.Reservation{
 		Verdict: like.Verdict, Wait: like.RetryAfter, Remaining: d.Remaining, ResetAfter: like.ResetAfter,
@@ -62,23 +63,19 @@ func span(d *durationpb.Duration) *time.Duration {
 	return new(d.AsDuration())
 }
 
-func (a api) Charge(ctx context.Context, q *pb.ChargeRequest) (*pb.Decision, error) {
-	return reply(a.service.Charge(ctx, service.Request{
-		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId,
-	}))
+func (a api) Charge(ctx context.Context, q *pb.Request) (*pb.Decision, error) {
+	return reply(a.service.Charge(ctx, request(q)))
 }
 
-func (a api) Settle(ctx context.Context, q *pb.SettleRequest) (*pb.Decision, error) {
-	return reply(a.service.Settle(ctx, service.Request{
-		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId,
-	}))
+func (a api) Settle(ctx context.Context, q *pb.Request) (*pb.Decision, error) {
+	return reply(a.service.Settle(ctx, request(q)))
 }
 
-func (a api) Peek(ctx context.Context, q *pb.PeekRequest) (*pb.Decision, error) {
-	return reply(a.service.Peek(ctx, peekRequest(q)))
+func (a api) Peek(ctx context.Context, q *pb.Charge) (*pb.Decision, error) {
+	return reply(a.service.Peek(ctx, charge(q)))
 }
 
-func peekRequest(q *pb.PeekRequest) service.Request {
+func charge(q *pb.Charge) service.Request {
 	return service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost}
 }
 
@@ -87,7 +84,7 @@ func (a api) Refund(ctx context.Context, q *pb.RefundRequest) (*pb.Decision, err
 }
 
 func (a api) Pause(ctx context.Context, q *pb.PauseRequest) (*pb.Decision, error) {
-	return reply(a.service.Pause(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey()}, span(q.GetPauseFor())))
+	return reply(a.service.Pause(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Time: span(q.GetPauseFor())}))
 }
 
 func (a api) Hold(ctx context.Context, q *pb.HoldRequest) (*pb.HoldDecision, error) {
@@ -99,30 +96,26 @@ func (a api) Hold(ctx context.Context, q *pb.HoldRequest) (*pb.HoldDecision, err
 	}, err
 }
 
-func (a api) Renew(ctx context.Context, q *pb.RenewRequest) (*pb.RenewResponse, error) {
-	heldFor, err := a.service.Renew(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder()})
+func (a api) Renew(ctx context.Context, q *pb.Holder) (*pb.RenewResponse, error) {
+	heldFor, err := a.service.Renew(ctx, holder(q))
 	if heldFor == 0 {
 		return &pb.RenewResponse{}, err
 	}
 	return &pb.RenewResponse{HeldFor: durationpb.New(heldFor)}, err
 }
 
-func (a api) Release(ctx context.Context, q *pb.ReleaseRequest) (*pb.ReleaseResponse, error) {
-	held, err := a.service.Release(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder()})
+func (a api) Release(ctx context.Context, q *pb.Holder) (*pb.ReleaseResponse, error) {
+	held, err := a.service.Release(ctx, holder(q))
 	return &pb.ReleaseResponse{Released: held}, err
 }
 
+func holder(q *pb.Holder) service.Request {
+	return service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder()}
+}
+
 func (a api) AcquireAll(ctx context.Context, q *pb.AcquireAllRequest) (*pb.JointDecision, error) {
-	r := service.JointRequest{Charges: make([]service.Request, len(q.GetCharges())), IdempotencyKey: q.RequestId}
-	for i, c := range q.GetCharges() {
-		r.Charges[i] = service.Request{Policy: c.GetPolicy(), Key: c.GetLogicalKey(), Cost: c.Cost}
-	}
-	d, err := a.service.AcquireAll(ctx, r)
-	whole := &pb.JointDecision{Whole: decision(d.Decision), Binding: int32(d.Binding), Decisions: make([]*pb.Decision, len(d.Decisions))}
-	for i := range d.Decisions {
-		whole.Decisions[i] = decision(d.Decisions[i])
-	}
-	return whole, err
+	d, err := a.service.AcquireAll(ctx, service.JointRequest{Charges: each(q.GetCharges(), charge), IdempotencyKey: q.RequestId})
+	return &pb.JointDecision{Whole: decision(d.Decision), Binding: int32(d.Binding), Decisions: each(d.Decisions, decision)}, err
 }
 
 func reply(d client.Decision, err error) (*pb.Decision, error) { return decision(d), err }

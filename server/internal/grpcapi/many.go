@@ -17,21 +17,21 @@ import (
 // maxUnderWay is how many messages of a stream are answered at a time.
 const maxUnderWay = 100
 
-func (a api) AcquireMany(ctx context.Context, q *pb.AcquireManyRequest) (*pb.AcquireManyResponse, error) {
-	list, err := a.service.AcquireMany(ctx, requests(q.GetRequests(), acquireRequest))
-	return &pb.AcquireManyResponse{Answers: answers(list)}, err
+func (a api) AcquireMany(ctx context.Context, q *pb.AcquireManyRequest) (*pb.Answers, error) {
+	list, err := a.service.AcquireMany(ctx, each(q.GetRequests(), request))
+	return &pb.Answers{Answers: answers(list)}, err
 }
 
-func (a api) PeekMany(ctx context.Context, q *pb.PeekManyRequest) (*pb.PeekManyResponse, error) {
-	list, err := a.service.PeekMany(ctx, requests(q.GetRequests(), peekRequest))
-	return &pb.PeekManyResponse{Answers: answers(list)}, err
+func (a api) PeekMany(ctx context.Context, q *pb.PeekManyRequest) (*pb.Answers, error) {
+	list, err := a.service.PeekMany(ctx, each(q.GetRequests(), charge))
+	return &pb.Answers{Answers: answers(list)}, err
 }
 
-func (a api) AcquireUpToMany(ctx context.Context, q *pb.AcquireUpToManyRequest) (*pb.AcquireUpToManyResponse, error) {
-	list, err := a.service.AcquireUpToMany(ctx, requests(q.GetRequests(), func(q *pb.UpTo) service.Request {
+func (a api) AcquireUpToMany(ctx context.Context, q *pb.AcquireUpToManyRequest) (*pb.Answers, error) {
+	list, err := a.service.AcquireUpToMany(ctx, each(q.GetRequests(), func(q *pb.UpTo) service.Request {
 		return service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.AtMost}
 	}))
-	return &pb.AcquireUpToManyResponse{Answers: answers(list)}, err
+	return &pb.Answers{Answers: answers(list)}, err
 }
 
 type acquireStream = grpc.BidiStreamingServer[pb.AcquireStreamRequest, pb.AcquireStreamResponse]
@@ -92,7 +92,7 @@ var errStopping = service.StatusWith(codes.Unavailable, "the server stops: messa
 
 func (a api) answer(ctx context.Context, q *pb.AcquireStreamRequest) *pb.AcquireStreamResponse {
 	response := &pb.AcquireStreamResponse{Id: q.GetId()}
-	list, err := a.service.AcquireMany(ctx, requests(q.GetRequests(), acquireRequest))
+	list, err := a.service.AcquireMany(ctx, each(q.GetRequests(), request))
 	if e, ok := errors.AsType[*service.Error](err); ok {
 		response.Error = errorOf(e)
 	} else {
@@ -122,10 +122,10 @@ func errorOf(e *service.Error) *pb.Error {
 	return &pb.Error{Code: int32(e.Kind.Code()), Message: e.Error(), Reason: e.Kind.Reason(), Sqlstate: e.SQLState}
 }
 
-func requests[Q any](list []Q, request func(Q) service.Request) []service.Request {
-	requests := make([]service.Request, len(list))
-	for i, q := range list {
-		requests[i] = request(q)
+func each[From, To any](list []From, convert func(From) To) []To {
+	converted := make([]To, len(list))
+	for i, from := range list {
+		converted[i] = convert(from)
 	}
-	return requests
+	return converted
 }

@@ -25,81 +25,39 @@ import (
 
 // Register adds s to mux, below /v1/. maxBytes bounds a request.
 func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
-	one := func(ask func(context.Context, service.Request) (client.Decision, error)) func(context.Context, request) (any, error) {
-		return func(ctx context.Context, r request) (any, error) {
-			d, err := ask(ctx, r.service())
-			return NewDecision(d), err
-		}
-	}
-	mux.Handle("/v1/acquire", endpoint(maxBytes, one(s.Acquire)))
-	mux.Handle("/v1/charge", endpoint(maxBytes, one(s.Charge)))
-	mux.Handle("/v1/settle", endpoint(maxBytes, one(s.Settle)))
-	mux.Handle("/v1/peek", endpoint(maxBytes, func(ctx context.Context, r unkeyedRequest) (any, error) {
-		d, err := s.Peek(ctx, r.service())
-		return NewDecision(d), err
-	}))
-	mux.Handle("/v1/refund", endpoint(maxBytes, func(ctx context.Context, r refundRequest) (any, error) {
-		return one(s.Refund)(ctx, request{unkeyedRequest: unkeyedRequest{r.Policy, r.Key, r.Amount}})
-	}))
-	mux.Handle("/v1/pause", endpoint(maxBytes, func(ctx context.Context, r pauseRequest) (any, error) {
-		d, err := s.Pause(ctx, service.Request{Policy: r.Policy, Key: r.Key}, duration(r.PauseFor))
-		return NewDecision(d), err
-	}))
-	mux.Handle("/v1/acquire_up_to", endpoint(maxBytes, func(ctx context.Context, r upToRequest) (any, error) {
-		d, err := s.AcquireUpTo(ctx, service.Request{Policy: r.Policy, Key: r.Key, IdempotencyKey: r.IdempotencyKey}, r.AtMost, r.AtLeast)
-		return partialDecision{NewDecision(d.Decision), d.Taken}, err
-	}))
-	mux.Handle("/v1/reserve", endpoint(maxBytes, func(ctx context.Context, r reserveRequest) (any, error) {
-		d, err := s.Reserve(ctx, r.service(), duration(r.MaxWait))
-		return newReservation(d), err
-	}))
-	mux.Handle("/v1/hold", endpoint(maxBytes, func(ctx context.Context, r holdRequest) (any, error) {
-		q := r.service()
-		q.Cost = r.Cost
-		d, err := s.Hold(ctx, q)
-		return newHoldDecision(d), err
-	}))
-	mux.Handle("/v1/renew", endpoint(maxBytes, func(ctx context.Context, r holderRequest) (any, error) {
-		heldFor, err := s.Renew(ctx, r.service())
-		return newRenewal(heldFor), err
-	}))
-	mux.Handle("/v1/release", endpoint(maxBytes, func(ctx context.Context, r holderRequest) (any, error) {
-		held, err := s.Release(ctx, r.service())
-		return release{held}, err
-	}))
-	mux.Handle("/v1/acquire_many", endpoint(maxBytes, func(ctx context.Context, r struct {
-		Requests []request `json:"requests"`
-	}) (any, error) {
-		return newAnswers(s.AcquireMany(ctx, services(r.Requests)))
-	}))
-	mux.Handle("/v1/peek_many", endpoint(maxBytes, func(ctx context.Context, r struct {
-		Requests []unkeyedRequest `json:"requests"`
-	}) (any, error) {
-		return newAnswers(s.PeekMany(ctx, services(r.Requests)))
-	}))
-	mux.Handle("/v1/acquire_up_to_many", endpoint(maxBytes, func(ctx context.Context, r struct {
-		Requests []upToOfMany `json:"requests"`
-	}) (any, error) {
-		return newAnswers(s.AcquireUpToMany(ctx, services(r.Requests)))
-	}))
-	mux.Handle("/v1/acquire_all", endpoint(maxBytes, func(ctx context.Context, r jointRequest) (any, error) {
-		d, err := s.AcquireAll(ctx, r.service())
-		return NewJointDecision(d), err
-	}))
+	mux.Handle("/v1/acquire", endpoint[request](maxBytes, s.Acquire, NewDecision))
+	mux.Handle("/v1/acquire_all", endpoint[jointRequest](maxBytes, s.AcquireAll, newJointDecision))
+	mux.Handle("/v1/acquire_many", endpoint[many[request]](maxBytes, s.AcquireMany, newAnswers))
+	mux.Handle("/v1/acquire_up_to", endpoint[upToAlone](maxBytes, s.AcquireUpTo, newPartialDecision))
+	mux.Handle("/v1/acquire_up_to_many", endpoint[many[upTo]](maxBytes, s.AcquireUpToMany, newAnswers))
+	mux.Handle("/v1/reserve", endpoint[reserve](maxBytes, s.Reserve, newReservation))
+	mux.Handle("/v1/charge", endpoint[request](maxBytes, s.Charge, NewDecision))
+	mux.Handle("/v1/settle", endpoint[request](maxBytes, s.Settle, NewDecision))
+	mux.Handle("/v1/peek", endpoint[charge](maxBytes, s.Peek, NewDecision))
+	mux.Handle("/v1/peek_many", endpoint[many[charge]](maxBytes, s.PeekMany, newAnswers))
+	mux.Handle("/v1/refund", endpoint[refund](maxBytes, s.Refund, NewDecision))
+	mux.Handle("/v1/pause", endpoint[pause](maxBytes, s.Pause, NewDecision))
+	mux.Handle("/v1/hold", endpoint[hold](maxBytes, s.Hold, newHoldDecision))
+	mux.Handle("/v1/renew", endpoint[holder](maxBytes, s.Renew, newRenewal))
+	mux.Handle("/v1/release", endpoint[holder](maxBytes, s.Release, newRelease))
 }
 
-type unkeyedRequest struct {
+type bucket struct {
 	Policy string `json:"policy"`
 	Key    string `json:"key"`
-	Cost   *int64 `json:"cost"`
 }
 
-func (r unkeyedRequest) service() service.Request {
+type charge struct {
+	bucket
+	Cost *int64 `json:"cost"`
+}
+
+func (r charge) service() service.Request {
 	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost}
 }
 
 type request struct {
-	unkeyedRequest
+	charge
 	IdempotencyKey *string `json:"idempotency_key"`
 }
 
@@ -107,39 +65,89 @@ func (r request) service() service.Request {
 	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost, IdempotencyKey: r.IdempotencyKey}
 }
 
-func services[R interface{ service() service.Request }](list []R) []service.Request {
-	requests := make([]service.Request, len(list))
-	for i, r := range list {
-		requests[i] = r.service()
-	}
-	return requests
+type upTo struct {
+	bucket
+	AtMost *int64 `json:"at_most"`
 }
 
-type upToRequest struct {
-	upToOfMany
+func (r upTo) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.AtMost}
+}
+
+type upToAlone struct {
+	upTo
 	AtLeast        *int64  `json:"at_least"`
 	IdempotencyKey *string `json:"idempotency_key"`
 }
 
-type upToOfMany struct {
-	Policy string `json:"policy"`
-	Key    string `json:"key"`
-	AtMost *int64 `json:"at_most"`
+func (r upToAlone) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.AtMost, AtLeast: r.AtLeast, IdempotencyKey: r.IdempotencyKey}
 }
 
-func (r upToOfMany) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.AtMost}
-}
-
-type reserveRequest struct {
+type reserve struct {
 	request
 	MaxWait *float64 `json:"max_wait"` // seconds
 }
 
-type pauseRequest struct {
-	Policy   string   `json:"policy"`
-	Key      string   `json:"key"`
+func (r reserve) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost, IdempotencyKey: r.IdempotencyKey, Time: duration(r.MaxWait)}
+}
+
+type refund struct {
+	bucket
+	Amount *int64 `json:"amount"`
+}
+
+func (r refund) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Amount}
+}
+
+type pause struct {
+	bucket
 	PauseFor *float64 `json:"pause_for"` // seconds
+}
+
+func (r pause) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Time: duration(r.PauseFor)}
+}
+
+type holder struct {
+	bucket
+	Holder string `json:"holder"`
+}
+
+func (r holder) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Holder: r.Holder}
+}
+
+type hold struct {
+	holder
+	Cost *int64 `json:"cost"`
+}
+
+func (r hold) service() service.Request {
+	return service.Request{Policy: r.Policy, Key: r.Key, Holder: r.Holder, Cost: r.Cost}
+}
+
+type many[R asks[service.Request]] struct {
+	Requests []R `json:"requests"`
+}
+
+func (r many[R]) service() []service.Request {
+	requests := make([]service.Request, len(r.Requests))
+	for i, one := range r.Requests {
+		requests[i] = one.service()
+	}
+	return requests
+}
+
+type jointRequest struct {
+	Charges        []charge `json:"charges"`
+	IdempotencyKey *string  `json:"idempotency_key"`
+}
+
+func (r jointRequest) service() service.JointRequest {
+	return service.JointRequest{Charges: many[charge]{r.Charges}.service(), IdempotencyKey: r.IdempotencyKey}
 }
 
 // duration rounds to microseconds.
@@ -151,38 +159,11 @@ func duration(seconds *float64) *time.Duration {
 	return new(time.Duration(math.Round(1e6*min(max(*seconds, -most), most))) * time.Microsecond)
 }
 
-type refundRequest struct {
-	Policy string `json:"policy"`
-	Key    string `json:"key"`
-	Amount *int64 `json:"amount"`
-}
+// asks is a request in JSON, which becomes one of the service.
+type asks[Q any] interface{ service() Q }
 
-type holderRequest struct {
-	Policy string `json:"policy"`
-	Key    string `json:"key"`
-	Holder string `json:"holder"`
-}
-
-func (r holderRequest) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Holder: r.Holder}
-}
-
-type holdRequest struct {
-	holderRequest
-	Cost *int64 `json:"cost"`
-}
-
-type jointRequest struct {
-	Charges        []unkeyedRequest `json:"charges"`
-	IdempotencyKey *string          `json:"idempotency_key"`
-}
-
-func (r jointRequest) service() service.JointRequest {
-	return service.JointRequest{Charges: services(r.Charges), IdempotencyKey: r.IdempotencyKey}
-}
-
-// endpoint reads a request, and writes the decision or a [Problem].
-func endpoint[R any](maxBytes int64, ask func(context.Context, R) (any, error)) http.HandlerFunc {
+// endpoint reads a request, and writes the answer or a [Problem].
+func endpoint[R asks[Q], Q, D, A any](maxBytes int64, ask func(context.Context, Q) (D, error), convert func(D) A) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if !isPost(w, r) {
 			return
@@ -195,12 +176,12 @@ func endpoint[R any](maxBytes int64, ask func(context.Context, R) (any, error)) 
 			Unreadable(err).Write(w)
 			return
 		}
-		answer, err := ask(r.Context(), q)
+		d, err := ask(r.Context(), q.service())
 		if err != nil {
 			NewProblem(err).Write(w)
 			return
 		}
-		text, err := json.Marshal(answer)
+		text, err := json.Marshal(convert(d))
 		if err != nil {
 			NewProblem(err).Write(w)
 			return
@@ -374,6 +355,10 @@ type partialDecision struct {
 	Taken int64 `json:"taken"`
 }
 
+func newPartialDecision(d client.PartialDecision) partialDecision {
+	return partialDecision{NewDecision(d.Decision), d.Taken}
+}
+
 // A reservation is client.Reservation in JSON.
 type reservation struct {
 	Allowed    bool     `json:"allowed"`
@@ -421,6 +406,8 @@ type release struct {
 	Released bool `json:"released"`
 }
 
+func newRelease(held bool) release { return release{held} }
+
 type answers struct {
 	Answers []answer `json:"answers"`
 }
@@ -432,7 +419,7 @@ type answer struct {
 	Error    *Problem  `json:"error,omitzero"`
 }
 
-func newAnswers(list []service.Answer, err error) (answers, error) {
+func newAnswers(list []service.Answer) answers {
 	all := answers{make([]answer, len(list))}
 	for i, a := range list {
 		if a.Err != nil {
@@ -441,19 +428,18 @@ func newAnswers(list []service.Answer, err error) (answers, error) {
 			all.Answers[i].Decision, all.Answers[i].Taken = new(NewDecision(a.Decision)), a.Taken
 		}
 	}
-	return all, err
+	return all
 }
 
-// A JointDecision is client.JointDecision in JSON.
-type JointDecision struct {
+// A jointDecision is client.JointDecision in JSON.
+type jointDecision struct {
 	Decision
 	Binding   int        `json:"binding"`
 	Decisions []Decision `json:"decisions"`
 }
 
-// NewJointDecision converts d.
-func NewJointDecision(d client.JointDecision) JointDecision {
-	j := JointDecision{Decision: NewDecision(d.Decision), Binding: d.Binding, Decisions: make([]Decision, len(d.Decisions))}
+func newJointDecision(d client.JointDecision) jointDecision {
+	j := jointDecision{Decision: NewDecision(d.Decision), Binding: d.Binding, Decisions: make([]Decision, len(d.Decisions))}
 	for i := range d.Decisions {
 		j.Decisions[i] = NewDecision(d.Decisions[i])
 	}

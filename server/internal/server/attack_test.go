@@ -144,7 +144,7 @@ func (p *peer) swallow() (ended <-chan struct{}) {
 
 func acquireMessage(t *testing.T, key string) []byte {
 	t.Helper()
-	return kit.NoError(proto.Marshal(&pb.AcquireRequest{Policy: "budget", LogicalKey: key}))(t)
+	return kit.NoError(proto.Marshal(&pb.Request{Policy: "budget", LogicalKey: key}))(t)
 }
 
 // many writes frames until the server ends the connection.
@@ -283,7 +283,7 @@ func TestAttack_SlowReaders(t *testing.T) {
 func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 	db, s := parallel(t)
 	long := strings.Repeat("k", 1_000_000)
-	bad := []*pb.AcquireRequest{
+	bad := []*pb.Request{
 		{Policy: "budget", LogicalKey: ""},
 		{Policy: "budget", LogicalKey: "\x00"},
 		{Policy: "budget", LogicalKey: "a\x00b"},

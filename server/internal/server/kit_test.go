@@ -245,13 +245,13 @@ func (s *testServer) beginPost(ctx context.Context, path, body string) <-chan er
 // acquire takes one token by gRPC.
 func (s *testServer) acquire(policy, key string) *pb.Decision {
 	s.t.Helper()
-	return kit.NoError(s.rpc.Acquire(s.t.Context(), &pb.AcquireRequest{Policy: policy, LogicalKey: key}))(s.t)
+	return kit.NoError(s.rpc.Acquire(s.t.Context(), &pb.Request{Policy: policy, LogicalKey: key}))(s.t)
 }
 
 // take takes one token, by gRPC for callers of an even number and else by JSON. It may be called beside the test.
 func (s *testServer) take(ctx context.Context, caller int, policy, key string) (allowed, estimated bool, err error) {
 	if caller%2 == 0 {
-		d, err := s.rpc.Acquire(ctx, &pb.AcquireRequest{Policy: policy, LogicalKey: key})
+		d, err := s.rpc.Acquire(ctx, &pb.Request{Policy: policy, LogicalKey: key})
 		return d.GetVerdict() == pb.Verdict_ALLOWED, d.GetEstimated(), err
 	}
 	a, err := s.post(ctx, "/v1/acquire", fmt.Sprintf(`{"policy":%q,"key":%q}`, policy, key))
@@ -263,7 +263,7 @@ func (s *testServer) take(ctx context.Context, caller int, policy, key string) (
 
 func (s *testServer) remaining(policy, key string) int64 {
 	s.t.Helper()
-	d := kit.NoError(s.rpc.Peek(s.t.Context(), &pb.PeekRequest{Policy: policy, LogicalKey: key}))(s.t)
+	d := kit.NoError(s.rpc.Peek(s.t.Context(), &pb.Charge{Policy: policy, LogicalKey: key}))(s.t)
 	return d.GetRemaining()
 }
 

@@ -14,13 +14,14 @@ import (
 	"google.golang.org/grpc/status"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
 // manyRequests has one request for each key.
-func manyRequests(policy string, keys ...string) (list []*pb.AcquireRequest) {
+func manyRequests(policy string, keys ...string) (list []*pb.Request) {
 	for _, key := range keys {
-		list = append(list, &pb.AcquireRequest{Policy: policy, LogicalKey: key})
+		list = append(list, &pb.Request{Policy: policy, LogicalKey: key})
 	}
 	return list
 }
@@ -32,22 +33,19 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 	const good = `{"policy":"api","key":"k"},`
 	for _, path := range []string{"acquire_many", "peek_many", "acquire_up_to_many"} {
 		for bad, want := range map[string]struct {
-			code          codes.Code
-			status        int
-			reason, state string
-			says          string
-			isOfPeekToo   bool
+			kind        service.Kind
+			state, says string
 		}{
-			`{"policy":"nobody","key":"k"}`:        {codes.NotFound, 404, "UNKNOWN_POLICY", "RL001", "No policy is named 'nobody'", true},
-			`{"key":"k"}`:                          {codes.NotFound, 404, "UNKNOWN_POLICY", "RL001", "No policy is named 'default'", true},
-			`{"policy":"api","key":"k","cost":-1}`: {codes.InvalidArgument, 422, "INVALID_ARGUMENT", "22023", "requests[1].cost is -1", true},
-			`{"policy":"api"}`:                     {codes.InvalidArgument, 422, "INVALID_ARGUMENT", "22023", "requests[1].key is empty", true},
-			`{"policy":"api","key":"` + strings.Repeat("k", 513) + `"}`:    {codes.InvalidArgument, 422, "INVALID_ARGUMENT", "22023", "requests[1].key is 513 bytes", true},
-			`{"policy":"api","key":"a\u0000b"}`:                            {codes.InvalidArgument, 422, "INVALID_ARGUMENT", "22023", "requests[1]: ", true},
-			`{"policy":"api","key":"k","idempotency_key":""}`:              {codes.InvalidArgument, 422, "INVALID_ARGUMENT", "22023", "requests[1].idempotency_key is", false},
-			`{"policy":"api","key":"k","cost":2,"idempotency_key":"used"}`: {codes.AlreadyExists, 409, "IDEMPOTENCY_MISMATCH", "RL002", "used before with another cost", false},
+			`{"policy":"nobody","key":"k"}`:        {service.UnknownPolicy, "RL001", "No policy is named 'nobody'"},
+			`{"key":"k"}`:                          {service.UnknownPolicy, "RL001", "No policy is named 'default'"},
+			`{"policy":"api","key":"k","cost":-1}`: {service.InvalidArgument, "22023", "requests[1].cost is -1"},
+			`{"policy":"api"}`:                     {service.InvalidArgument, "22023", "requests[1].key is empty"},
+			`{"policy":"api","key":"` + strings.Repeat("k", 513) + `"}`:    {service.InvalidArgument, "22023", "requests[1].key is 513 bytes"},
+			`{"policy":"api","key":"a\u0000b"}`:                            {service.InvalidArgument, "22023", "requests[1]: "},
+			`{"policy":"api","key":"k","idempotency_key":""}`:              {service.InvalidArgument, "22023", "requests[1].idempotency_key is"},
+			`{"policy":"api","key":"k","cost":2,"idempotency_key":"used"}`: {service.IdempotencyMismatch, "RL002", "used before with another cost"},
 		} {
-			if path != "acquire_many" && !want.isOfPeekToo {
+			if path != "acquire_many" && strings.Contains(bad, "idempotency_key") {
 				continue
 			}
 			says, list := want.says, good+bad+`,{"policy":"budget","key":"k"}`
@@ -58,20 +56,12 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 			body := `{"requests":[` + list + `]}`
 			db.Exec(t, "select ratelimit_reset('api', 'k')")
 			out := kit.NoError(s.call(t.Context(), path, body))(t)
-			var answers []*pb.Answer
-			switch out := out.(type) {
-			case *pb.AcquireManyResponse:
-				answers = out.GetAnswers()
-			case *pb.PeekManyResponse:
-				answers = out.GetAnswers()
-			case *pb.AcquireUpToManyResponse:
-				answers = out.GetAnswers()
-			}
+			answers := out.(*pb.Answers).GetAnswers()
 			require.Len(t, answers, 3)
 			require.Equal(t, pb.Verdict_ALLOWED, answers[0].GetDecision().GetVerdict())
 			require.Equal(t, pb.Verdict_ALLOWED, answers[2].GetDecision().GetVerdict())
 			e := answers[1].GetError()
-			require.Equal(t, []any{int32(want.code), want.reason, want.state}, []any{e.GetCode(), e.GetReason(), e.GetSqlstate()}, "%s: %v", bad, e)
+			require.Equal(t, []any{int32(want.kind.Code()), want.kind.Reason(), want.state}, []any{e.GetCode(), e.GetReason(), e.GetSqlstate()}, "%s: %v", bad, e)
 			require.Contains(t, e.GetMessage(), says)
 
 			a := s.mustPost("/v1/"+path, body)
@@ -79,7 +69,7 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 			inJSON := a.body["answers"].([]any)
 			require.NotContains(t, inJSON[0], "error")
 			problem := inJSON[1].(map[string]any)["error"].(map[string]any)
-			require.EqualValues(t, want.status, problem["status"])
+			require.EqualValues(t, want.kind.Status(), problem["status"])
 			require.Equal(t, want.state, problem["sqlstate"])
 			require.Contains(t, fmt.Sprint(problem["title"], problem["detail"]), says)
 		}

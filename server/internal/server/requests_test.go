@@ -173,23 +173,16 @@ func TestHTTP_NotForPagesOfOtherSites(t *testing.T) {
 
 func TestMessages_TooLarge(t *testing.T) {
 	_, s := parallel(t, "MAX_MESSAGE_BYTES=2000")
-	key := strings.Repeat("k", 500)
-	charges := func(n int) (rpc []*pb.Charge, body string) {
-		var parts []string
-		for range n {
-			rpc = append(rpc, &pb.Charge{Policy: "api", LogicalKey: key})
-			parts = append(parts, `{"policy":"api","key":"`+key+`"}`)
-		}
-		return rpc, `{"charges":[` + strings.Join(parts, ",") + `]}`
+	charges := func(n int) string {
+		charge := `{"policy":"api","key":"` + strings.Repeat("k", 500) + `"}`
+		return `{"charges":[` + charge + strings.Repeat(","+charge, n-1) + `]}`
 	}
-	rpc, body := charges(3)
-	require.NoError(t, kit.ErrorOf(s.rpc.AcquireAll(t.Context(), &pb.AcquireAllRequest{Charges: rpc})))
-	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire_all", body).status)
+	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire_all", charges(3))))
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire_all", charges(3)).status)
 
-	rpc, body = charges(4)
-	_, err := s.rpc.AcquireAll(t.Context(), &pb.AcquireAllRequest{Charges: rpc})
+	_, err := s.call(t.Context(), "acquire_all", charges(4))
 	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
-	requireProblem(t, s.mustPost("/v1/acquire_all", body), http.StatusRequestEntityTooLarge, "")
+	requireProblem(t, s.mustPost("/v1/acquire_all", charges(4)), http.StatusRequestEntityTooLarge, "")
 	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 2001)), http.StatusRequestEntityTooLarge, "")
 	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 1_000_000)), http.StatusRequestEntityTooLarge, "")
 

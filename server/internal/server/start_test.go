@@ -87,7 +87,7 @@ func TestStart_TLS(t *testing.T) {
 	cert, key, pool := kit.Certificate(t)
 	trust := &tls.Config{RootCAs: pool}
 	s := startWith(t, load(t, newDB(t).URL, "TLS_CERT_FILE="+cert, "TLS_KEY_FILE="+key), grpc.WithTransportCredentials(credentials.NewTLS(trust)))
-	require.NoError(t, kit.ErrorOf(s.rpc.Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})))
+	require.NoError(t, kit.ErrorOf(s.rpc.Acquire(t.Context(), &pb.Request{Policy: "api", LogicalKey: "k"})))
 
 	require.Equal(t, http.StatusBadRequest, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status, "in the clear")
 	s.url = "https://" + s.HTTPAddr().String()
@@ -107,7 +107,7 @@ func TestStart_TLS(t *testing.T) {
 
 	stranger := kit.NoError(grpc.NewClient(s.GRPCAddr().String(), grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{}))))(t)
 	defer stranger.Close()
-	_, err = pb.NewRateLimiterClient(stranger).Acquire(t.Context(), &pb.AcquireRequest{Policy: "api", LogicalKey: "k"})
+	_, err = pb.NewRateLimiterClient(stranger).Acquire(t.Context(), &pb.Request{Policy: "api", LogicalKey: "k"})
 	require.Equal(t, codes.Unavailable, status.Code(err), "a client that does not know the certificate")
 }
 

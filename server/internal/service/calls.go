@@ -18,7 +18,9 @@ type Request struct {
 	Key            string
 	Cost           *int64
 	IdempotencyKey *string
-	Holder         string // of slots
+	Holder         string         // of slots
+	AtLeast        *int64         // of AcquireUpTo, which takes at most Cost
+	Time           *time.Duration // the longest wait of Reserve; the length of a Pause
 }
 
 // A JointRequest is about several buckets. Its charges have no idempotency keys of their own.
@@ -92,32 +94,32 @@ func (s *Service) Charge(ctx context.Context, r Request) (client.Decision, error
 	})
 }
 
-// AcquireUpTo takes as many tokens as the bucket holds, between atLeast, or 1, and atMost. The request has no Cost.
-func (s *Service) AcquireUpTo(ctx context.Context, r Request, atMost, atLeast *int64) (d client.PartialDecision, err error) {
+// AcquireUpTo takes as many tokens as the bucket holds, between AtLeast, or 1, and Cost.
+func (s *Service) AcquireUpTo(ctx context.Context, r Request) (d client.PartialDecision, err error) {
 	_, err = s.one(ctx, AcquireUpTo, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
-		if atMost == nil {
+		if r.Cost == nil {
 			return client.Decision{}, missing("at_most")
 		}
-		opts := r.options()
-		if atLeast != nil {
-			opts = append(opts, client.AtLeast(*atLeast))
+		opts := Request{IdempotencyKey: r.IdempotencyKey}.options()
+		if r.AtLeast != nil {
+			opts = append(opts, client.AtLeast(*r.AtLeast))
 		}
-		d, err = s.limiter.AcquireUpTo(ctx, policy, r.Key, *atMost, opts...)
+		d, err = s.limiter.AcquireUpTo(ctx, policy, r.Key, *r.Cost, opts...)
 		return d.Decision, err
 	})
 	return d, err
 }
 
-// Reserve takes Cost tokens, or 1, if the bucket will have them within maxWait.
-func (s *Service) Reserve(ctx context.Context, r Request, maxWait *time.Duration) (d client.Reservation, err error) {
+// Reserve takes Cost tokens, or 1, if the bucket will have them within Time.
+func (s *Service) Reserve(ctx context.Context, r Request) (d client.Reservation, err error) {
 	_, err = s.one(ctx, Reserve, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
 		switch {
-		case maxWait == nil:
+		case r.Time == nil:
 			return client.Decision{}, missing("max_wait")
-		case *maxWait%time.Microsecond != 0:
-			return client.Decision{}, Invalid("invalid max_wait", fmt.Sprintf("max_wait is %v.", *maxWait), "Wait for whole microseconds, up to 365 days.")
+		case *r.Time%time.Microsecond != 0:
+			return client.Decision{}, Invalid("invalid max_wait", fmt.Sprintf("max_wait is %v.", *r.Time), "Wait for whole microseconds, up to 365 days.")
 		}
-		d, err = s.limiter.Reserve(ctx, policy, r.Key, *maxWait, r.options()...)
+		d, err = s.limiter.Reserve(ctx, policy, r.Key, *r.Time, r.options()...)
 		return client.Decision{Allowed: d.Allowed, Replayed: d.Replayed, Shadowed: d.Shadowed}, err
 	})
 	return d, err
@@ -153,13 +155,13 @@ func (s *Service) Refund(ctx context.Context, r Request) (client.Decision, error
 	})
 }
 
-// Pause stops the bucket.
-func (s *Service) Pause(ctx context.Context, r Request, pauseFor *time.Duration) (client.Decision, error) {
+// Pause stops the bucket for Time.
+func (s *Service) Pause(ctx context.Context, r Request) (client.Decision, error) {
 	return s.one(ctx, Pause, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
-		if pauseFor == nil {
+		if r.Time == nil {
 			return client.Decision{}, missing("pause_for")
 		}
-		return s.limiter.Pause(ctx, policy, r.Key, *pauseFor)
+		return s.limiter.Pause(ctx, policy, r.Key, *r.Time)
 	})
 }
 

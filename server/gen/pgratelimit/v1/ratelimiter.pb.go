@@ -171,7 +171,7 @@ func (x *Decision) GetEstimated() bool {
 	return false
 }
 
-type AcquireRequest struct {
+type Request struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	RequestId     *string                `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3,oneof" json:"request_id,omitempty"`
 	LogicalKey    string                 `protobuf:"bytes,2,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
@@ -181,20 +181,20 @@ type AcquireRequest struct {
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *AcquireRequest) Reset() {
-	*x = AcquireRequest{}
+func (x *Request) Reset() {
+	*x = Request{}
 	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[1]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *AcquireRequest) String() string {
+func (x *Request) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*AcquireRequest) ProtoMessage() {}
+func (*Request) ProtoMessage() {}
 
-func (x *AcquireRequest) ProtoReflect() protoreflect.Message {
+func (x *Request) ProtoReflect() protoreflect.Message {
 	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[1]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -206,33 +206,33 @@ func (x *AcquireRequest) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use AcquireRequest.ProtoReflect.Descriptor instead.
-func (*AcquireRequest) Descriptor() ([]byte, []int) {
+// Deprecated: Use Request.ProtoReflect.Descriptor instead.
+func (*Request) Descriptor() ([]byte, []int) {
 	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{1}
 }
 
-func (x *AcquireRequest) GetRequestId() string {
+func (x *Request) GetRequestId() string {
 	if x != nil && x.RequestId != nil {
 		return *x.RequestId
 	}
 	return ""
 }
 
-func (x *AcquireRequest) GetLogicalKey() string {
+func (x *Request) GetLogicalKey() string {
 	if x != nil {
 		return x.LogicalKey
 	}
 	return ""
 }
 
-func (x *AcquireRequest) GetCost() int64 {
+func (x *Request) GetCost() int64 {
 	if x != nil && x.Cost != nil {
 		return *x.Cost
 	}
 	return 0
 }
 
-func (x *AcquireRequest) GetPolicy() string {
+func (x *Request) GetPolicy() string {
 	if x != nil {
 		return x.Policy
 	}
@@ -413,7 +413,7 @@ func (x *JointDecision) GetDecisions() []*Decision {
 
 type AcquireManyRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Requests      []*AcquireRequest      `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
+	Requests      []*Request             `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -448,53 +448,9 @@ func (*AcquireManyRequest) Descriptor() ([]byte, []int) {
 	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{5}
 }
 
-func (x *AcquireManyRequest) GetRequests() []*AcquireRequest {
+func (x *AcquireManyRequest) GetRequests() []*Request {
 	if x != nil {
 		return x.Requests
-	}
-	return nil
-}
-
-type AcquireManyResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Answers       []*Answer              `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *AcquireManyResponse) Reset() {
-	*x = AcquireManyResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *AcquireManyResponse) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*AcquireManyResponse) ProtoMessage() {}
-
-func (x *AcquireManyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use AcquireManyResponse.ProtoReflect.Descriptor instead.
-func (*AcquireManyResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{6}
-}
-
-func (x *AcquireManyResponse) GetAnswers() []*Answer {
-	if x != nil {
-		return x.Answers
 	}
 	return nil
 }
@@ -502,14 +458,14 @@ func (x *AcquireManyResponse) GetAnswers() []*Answer {
 type AcquireStreamRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
-	Requests      []*AcquireRequest      `protobuf:"bytes,2,rep,name=requests,proto3" json:"requests,omitempty"`
+	Requests      []*Request             `protobuf:"bytes,2,rep,name=requests,proto3" json:"requests,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AcquireStreamRequest) Reset() {
 	*x = AcquireStreamRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -521,7 +477,7 @@ func (x *AcquireStreamRequest) String() string {
 func (*AcquireStreamRequest) ProtoMessage() {}
 
 func (x *AcquireStreamRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -534,7 +490,7 @@ func (x *AcquireStreamRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcquireStreamRequest.ProtoReflect.Descriptor instead.
 func (*AcquireStreamRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{7}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *AcquireStreamRequest) GetId() uint64 {
@@ -544,7 +500,7 @@ func (x *AcquireStreamRequest) GetId() uint64 {
 	return 0
 }
 
-func (x *AcquireStreamRequest) GetRequests() []*AcquireRequest {
+func (x *AcquireStreamRequest) GetRequests() []*Request {
 	if x != nil {
 		return x.Requests
 	}
@@ -562,7 +518,7 @@ type AcquireStreamResponse struct {
 
 func (x *AcquireStreamResponse) Reset() {
 	*x = AcquireStreamResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -574,7 +530,7 @@ func (x *AcquireStreamResponse) String() string {
 func (*AcquireStreamResponse) ProtoMessage() {}
 
 func (x *AcquireStreamResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -587,7 +543,7 @@ func (x *AcquireStreamResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcquireStreamResponse.ProtoReflect.Descriptor instead.
 func (*AcquireStreamResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{8}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *AcquireStreamResponse) GetId() uint64 {
@@ -622,7 +578,7 @@ type Answer struct {
 
 func (x *Answer) Reset() {
 	*x = Answer{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[9]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -634,7 +590,7 @@ func (x *Answer) String() string {
 func (*Answer) ProtoMessage() {}
 
 func (x *Answer) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[9]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -647,7 +603,7 @@ func (x *Answer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Answer.ProtoReflect.Descriptor instead.
 func (*Answer) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{9}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Answer) GetDecision() *Decision {
@@ -669,6 +625,50 @@ func (x *Answer) GetTaken() int64 {
 		return *x.Taken
 	}
 	return 0
+}
+
+type Answers struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Answers       []*Answer              `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Answers) Reset() {
+	*x = Answers{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Answers) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Answers) ProtoMessage() {}
+
+func (x *Answers) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Answers.ProtoReflect.Descriptor instead.
+func (*Answers) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *Answers) GetAnswers() []*Answer {
+	if x != nil {
+		return x.Answers
+	}
+	return nil
 }
 
 type Error struct {
@@ -971,50 +971,6 @@ func (x *UpTo) GetPolicy() string {
 	return ""
 }
 
-type AcquireUpToManyResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Answers       []*Answer              `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *AcquireUpToManyResponse) Reset() {
-	*x = AcquireUpToManyResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *AcquireUpToManyResponse) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*AcquireUpToManyResponse) ProtoMessage() {}
-
-func (x *AcquireUpToManyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use AcquireUpToManyResponse.ProtoReflect.Descriptor instead.
-func (*AcquireUpToManyResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{15}
-}
-
-func (x *AcquireUpToManyResponse) GetAnswers() []*Answer {
-	if x != nil {
-		return x.Answers
-	}
-	return nil
-}
-
 type ReserveRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	RequestId     *string                `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3,oneof" json:"request_id,omitempty"`
@@ -1028,7 +984,7 @@ type ReserveRequest struct {
 
 func (x *ReserveRequest) Reset() {
 	*x = ReserveRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1040,7 +996,7 @@ func (x *ReserveRequest) String() string {
 func (*ReserveRequest) ProtoMessage() {}
 
 func (x *ReserveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1053,7 +1009,7 @@ func (x *ReserveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReserveRequest.ProtoReflect.Descriptor instead.
 func (*ReserveRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{16}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ReserveRequest) GetRequestId() string {
@@ -1106,7 +1062,7 @@ type Reservation struct {
 
 func (x *Reservation) Reset() {
 	*x = Reservation{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1118,7 +1074,7 @@ func (x *Reservation) String() string {
 func (*Reservation) ProtoMessage() {}
 
 func (x *Reservation) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1131,7 +1087,7 @@ func (x *Reservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reservation.ProtoReflect.Descriptor instead.
 func (*Reservation) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{17}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Reservation) GetVerdict() Verdict {
@@ -1183,212 +1139,16 @@ func (x *Reservation) GetShadowed() bool {
 	return false
 }
 
-type ChargeRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	RequestId     *string                `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3,oneof" json:"request_id,omitempty"`
-	LogicalKey    string                 `protobuf:"bytes,2,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
-	Cost          *int64                 `protobuf:"varint,3,opt,name=cost,proto3,oneof" json:"cost,omitempty"`
-	Policy        string                 `protobuf:"bytes,4,opt,name=policy,proto3" json:"policy,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *ChargeRequest) Reset() {
-	*x = ChargeRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *ChargeRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*ChargeRequest) ProtoMessage() {}
-
-func (x *ChargeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use ChargeRequest.ProtoReflect.Descriptor instead.
-func (*ChargeRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{18}
-}
-
-func (x *ChargeRequest) GetRequestId() string {
-	if x != nil && x.RequestId != nil {
-		return *x.RequestId
-	}
-	return ""
-}
-
-func (x *ChargeRequest) GetLogicalKey() string {
-	if x != nil {
-		return x.LogicalKey
-	}
-	return ""
-}
-
-func (x *ChargeRequest) GetCost() int64 {
-	if x != nil && x.Cost != nil {
-		return *x.Cost
-	}
-	return 0
-}
-
-func (x *ChargeRequest) GetPolicy() string {
-	if x != nil {
-		return x.Policy
-	}
-	return ""
-}
-
-type SettleRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	RequestId     *string                `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3,oneof" json:"request_id,omitempty"`
-	LogicalKey    string                 `protobuf:"bytes,2,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
-	Cost          *int64                 `protobuf:"varint,3,opt,name=cost,proto3,oneof" json:"cost,omitempty"`
-	Policy        string                 `protobuf:"bytes,4,opt,name=policy,proto3" json:"policy,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *SettleRequest) Reset() {
-	*x = SettleRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *SettleRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*SettleRequest) ProtoMessage() {}
-
-func (x *SettleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use SettleRequest.ProtoReflect.Descriptor instead.
-func (*SettleRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{19}
-}
-
-func (x *SettleRequest) GetRequestId() string {
-	if x != nil && x.RequestId != nil {
-		return *x.RequestId
-	}
-	return ""
-}
-
-func (x *SettleRequest) GetLogicalKey() string {
-	if x != nil {
-		return x.LogicalKey
-	}
-	return ""
-}
-
-func (x *SettleRequest) GetCost() int64 {
-	if x != nil && x.Cost != nil {
-		return *x.Cost
-	}
-	return 0
-}
-
-func (x *SettleRequest) GetPolicy() string {
-	if x != nil {
-		return x.Policy
-	}
-	return ""
-}
-
-type PeekRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	LogicalKey    string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
-	Cost          *int64                 `protobuf:"varint,2,opt,name=cost,proto3,oneof" json:"cost,omitempty"`
-	Policy        string                 `protobuf:"bytes,3,opt,name=policy,proto3" json:"policy,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *PeekRequest) Reset() {
-	*x = PeekRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *PeekRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*PeekRequest) ProtoMessage() {}
-
-func (x *PeekRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use PeekRequest.ProtoReflect.Descriptor instead.
-func (*PeekRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{20}
-}
-
-func (x *PeekRequest) GetLogicalKey() string {
-	if x != nil {
-		return x.LogicalKey
-	}
-	return ""
-}
-
-func (x *PeekRequest) GetCost() int64 {
-	if x != nil && x.Cost != nil {
-		return *x.Cost
-	}
-	return 0
-}
-
-func (x *PeekRequest) GetPolicy() string {
-	if x != nil {
-		return x.Policy
-	}
-	return ""
-}
-
 type PeekManyRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Requests      []*PeekRequest         `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
+	Requests      []*Charge              `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PeekManyRequest) Reset() {
 	*x = PeekManyRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1400,7 +1160,7 @@ func (x *PeekManyRequest) String() string {
 func (*PeekManyRequest) ProtoMessage() {}
 
 func (x *PeekManyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1413,56 +1173,12 @@ func (x *PeekManyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeekManyRequest.ProtoReflect.Descriptor instead.
 func (*PeekManyRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{17}
 }
 
-func (x *PeekManyRequest) GetRequests() []*PeekRequest {
+func (x *PeekManyRequest) GetRequests() []*Charge {
 	if x != nil {
 		return x.Requests
-	}
-	return nil
-}
-
-type PeekManyResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Answers       []*Answer              `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *PeekManyResponse) Reset() {
-	*x = PeekManyResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *PeekManyResponse) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*PeekManyResponse) ProtoMessage() {}
-
-func (x *PeekManyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use PeekManyResponse.ProtoReflect.Descriptor instead.
-func (*PeekManyResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{22}
-}
-
-func (x *PeekManyResponse) GetAnswers() []*Answer {
-	if x != nil {
-		return x.Answers
 	}
 	return nil
 }
@@ -1478,7 +1194,7 @@ type RefundRequest struct {
 
 func (x *RefundRequest) Reset() {
 	*x = RefundRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1490,7 +1206,7 @@ func (x *RefundRequest) String() string {
 func (*RefundRequest) ProtoMessage() {}
 
 func (x *RefundRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1503,7 +1219,7 @@ func (x *RefundRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RefundRequest.ProtoReflect.Descriptor instead.
 func (*RefundRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{23}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *RefundRequest) GetLogicalKey() string {
@@ -1538,7 +1254,7 @@ type PauseRequest struct {
 
 func (x *PauseRequest) Reset() {
 	*x = PauseRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1550,7 +1266,7 @@ func (x *PauseRequest) String() string {
 func (*PauseRequest) ProtoMessage() {}
 
 func (x *PauseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1563,7 +1279,7 @@ func (x *PauseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
 func (*PauseRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{24}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PauseRequest) GetLogicalKey() string {
@@ -1599,7 +1315,7 @@ type HoldRequest struct {
 
 func (x *HoldRequest) Reset() {
 	*x = HoldRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1611,7 +1327,7 @@ func (x *HoldRequest) String() string {
 func (*HoldRequest) ProtoMessage() {}
 
 func (x *HoldRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[25]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1624,7 +1340,7 @@ func (x *HoldRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HoldRequest.ProtoReflect.Descriptor instead.
 func (*HoldRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{25}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *HoldRequest) GetLogicalKey() string {
@@ -1670,7 +1386,7 @@ type HoldDecision struct {
 
 func (x *HoldDecision) Reset() {
 	*x = HoldDecision{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1682,7 +1398,7 @@ func (x *HoldDecision) String() string {
 func (*HoldDecision) ProtoMessage() {}
 
 func (x *HoldDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[26]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1695,7 +1411,7 @@ func (x *HoldDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HoldDecision.ProtoReflect.Descriptor instead.
 func (*HoldDecision) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{26}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *HoldDecision) GetVerdict() Verdict {
@@ -1747,7 +1463,7 @@ func (x *HoldDecision) GetShadowed() bool {
 	return false
 }
 
-type RenewRequest struct {
+type Holder struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	LogicalKey    string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
 	Holder        string                 `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`
@@ -1756,21 +1472,21 @@ type RenewRequest struct {
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *RenewRequest) Reset() {
-	*x = RenewRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[27]
+func (x *Holder) Reset() {
+	*x = Holder{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *RenewRequest) String() string {
+func (x *Holder) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*RenewRequest) ProtoMessage() {}
+func (*Holder) ProtoMessage() {}
 
-func (x *RenewRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[27]
+func (x *Holder) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1781,26 +1497,26 @@ func (x *RenewRequest) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use RenewRequest.ProtoReflect.Descriptor instead.
-func (*RenewRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{27}
+// Deprecated: Use Holder.ProtoReflect.Descriptor instead.
+func (*Holder) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{22}
 }
 
-func (x *RenewRequest) GetLogicalKey() string {
+func (x *Holder) GetLogicalKey() string {
 	if x != nil {
 		return x.LogicalKey
 	}
 	return ""
 }
 
-func (x *RenewRequest) GetHolder() string {
+func (x *Holder) GetHolder() string {
 	if x != nil {
 		return x.Holder
 	}
 	return ""
 }
 
-func (x *RenewRequest) GetPolicy() string {
+func (x *Holder) GetPolicy() string {
 	if x != nil {
 		return x.Policy
 	}
@@ -1816,7 +1532,7 @@ type RenewResponse struct {
 
 func (x *RenewResponse) Reset() {
 	*x = RenewResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[28]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1828,7 +1544,7 @@ func (x *RenewResponse) String() string {
 func (*RenewResponse) ProtoMessage() {}
 
 func (x *RenewResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[28]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1841,7 +1557,7 @@ func (x *RenewResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewResponse.ProtoReflect.Descriptor instead.
 func (*RenewResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{28}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *RenewResponse) GetHeldFor() *durationpb.Duration {
@@ -1849,66 +1565,6 @@ func (x *RenewResponse) GetHeldFor() *durationpb.Duration {
 		return x.HeldFor
 	}
 	return nil
-}
-
-type ReleaseRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	LogicalKey    string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
-	Holder        string                 `protobuf:"bytes,2,opt,name=holder,proto3" json:"holder,omitempty"`
-	Policy        string                 `protobuf:"bytes,3,opt,name=policy,proto3" json:"policy,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *ReleaseRequest) Reset() {
-	*x = ReleaseRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[29]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *ReleaseRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*ReleaseRequest) ProtoMessage() {}
-
-func (x *ReleaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[29]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use ReleaseRequest.ProtoReflect.Descriptor instead.
-func (*ReleaseRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{29}
-}
-
-func (x *ReleaseRequest) GetLogicalKey() string {
-	if x != nil {
-		return x.LogicalKey
-	}
-	return ""
-}
-
-func (x *ReleaseRequest) GetHolder() string {
-	if x != nil {
-		return x.Holder
-	}
-	return ""
-}
-
-func (x *ReleaseRequest) GetPolicy() string {
-	if x != nil {
-		return x.Policy
-	}
-	return ""
 }
 
 type ReleaseResponse struct {
@@ -1920,7 +1576,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[30]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1932,7 +1588,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[30]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1945,7 +1601,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{30}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ReleaseResponse) GetReleased() bool {
@@ -1970,8 +1626,8 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\bcapacity\x18\x05 \x01(\x03R\bcapacity\x12\x1a\n" +
 	"\breplayed\x18\x06 \x01(\bR\breplayed\x12\x1a\n" +
 	"\bshadowed\x18\a \x01(\bR\bshadowed\x12\x1c\n" +
-	"\testimated\x18\b \x01(\bR\testimated\"\x9e\x01\n" +
-	"\x0eAcquireRequest\x12\"\n" +
+	"\testimated\x18\b \x01(\bR\testimated\"\x97\x01\n" +
+	"\aRequest\x12\"\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x1f\n" +
 	"\vlogical_key\x18\x02 \x01(\tR\n" +
@@ -1994,14 +1650,12 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\rJointDecision\x12.\n" +
 	"\x05whole\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionR\x05whole\x12\x18\n" +
 	"\abinding\x18\x02 \x01(\x05R\abinding\x126\n" +
-	"\tdecisions\x18\x03 \x03(\v2\x18.pgratelimit.v1.DecisionR\tdecisions\"P\n" +
-	"\x12AcquireManyRequest\x12:\n" +
-	"\brequests\x18\x01 \x03(\v2\x1e.pgratelimit.v1.AcquireRequestR\brequests\"G\n" +
-	"\x13AcquireManyResponse\x120\n" +
-	"\aanswers\x18\x01 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\"b\n" +
+	"\tdecisions\x18\x03 \x03(\v2\x18.pgratelimit.v1.DecisionR\tdecisions\"I\n" +
+	"\x12AcquireManyRequest\x123\n" +
+	"\brequests\x18\x01 \x03(\v2\x17.pgratelimit.v1.RequestR\brequests\"[\n" +
 	"\x14AcquireStreamRequest\x12\x0e\n" +
-	"\x02id\x18\x01 \x01(\x04R\x02id\x12:\n" +
-	"\brequests\x18\x02 \x03(\v2\x1e.pgratelimit.v1.AcquireRequestR\brequests\"\x86\x01\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x123\n" +
+	"\brequests\x18\x02 \x03(\v2\x17.pgratelimit.v1.RequestR\brequests\"\x86\x01\n" +
 	"\x15AcquireStreamResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x120\n" +
 	"\aanswers\x18\x02 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\x12+\n" +
@@ -2010,7 +1664,9 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\bdecision\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionR\bdecision\x12+\n" +
 	"\x05error\x18\x02 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\x12\x19\n" +
 	"\x05taken\x18\x03 \x01(\x03H\x00R\x05taken\x88\x01\x01B\b\n" +
-	"\x06_taken\"i\n" +
+	"\x06_taken\";\n" +
+	"\aAnswers\x120\n" +
+	"\aanswers\x18\x01 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\"i\n" +
 	"\x05Error\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
@@ -2039,9 +1695,7 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\aat_most\x18\x02 \x01(\x03H\x00R\x06atMost\x88\x01\x01\x12\x16\n" +
 	"\x06policy\x18\x03 \x01(\tR\x06policyB\n" +
 	"\n" +
-	"\b_at_most\"K\n" +
-	"\x17AcquireUpToManyResponse\x120\n" +
-	"\aanswers\x18\x01 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\"\xd4\x01\n" +
+	"\b_at_most\"\xd4\x01\n" +
 	"\x0eReserveRequest\x12\"\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x1f\n" +
@@ -2060,35 +1714,9 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"resetAfter\x12\x1a\n" +
 	"\bcapacity\x18\x05 \x01(\x03R\bcapacity\x12\x1a\n" +
 	"\breplayed\x18\x06 \x01(\bR\breplayed\x12\x1a\n" +
-	"\bshadowed\x18\a \x01(\bR\bshadowed\"\x9d\x01\n" +
-	"\rChargeRequest\x12\"\n" +
-	"\n" +
-	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x1f\n" +
-	"\vlogical_key\x18\x02 \x01(\tR\n" +
-	"logicalKey\x12\x17\n" +
-	"\x04cost\x18\x03 \x01(\x03H\x01R\x04cost\x88\x01\x01\x12\x16\n" +
-	"\x06policy\x18\x04 \x01(\tR\x06policyB\r\n" +
-	"\v_request_idB\a\n" +
-	"\x05_cost\"\x9d\x01\n" +
-	"\rSettleRequest\x12\"\n" +
-	"\n" +
-	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x1f\n" +
-	"\vlogical_key\x18\x02 \x01(\tR\n" +
-	"logicalKey\x12\x17\n" +
-	"\x04cost\x18\x03 \x01(\x03H\x01R\x04cost\x88\x01\x01\x12\x16\n" +
-	"\x06policy\x18\x04 \x01(\tR\x06policyB\r\n" +
-	"\v_request_idB\a\n" +
-	"\x05_cost\"h\n" +
-	"\vPeekRequest\x12\x1f\n" +
-	"\vlogical_key\x18\x01 \x01(\tR\n" +
-	"logicalKey\x12\x17\n" +
-	"\x04cost\x18\x02 \x01(\x03H\x00R\x04cost\x88\x01\x01\x12\x16\n" +
-	"\x06policy\x18\x03 \x01(\tR\x06policyB\a\n" +
-	"\x05_cost\"J\n" +
-	"\x0fPeekManyRequest\x127\n" +
-	"\brequests\x18\x01 \x03(\v2\x1b.pgratelimit.v1.PeekRequestR\brequests\"D\n" +
-	"\x10PeekManyResponse\x120\n" +
-	"\aanswers\x18\x01 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\"p\n" +
+	"\bshadowed\x18\a \x01(\bR\bshadowed\"E\n" +
+	"\x0fPeekManyRequest\x122\n" +
+	"\brequests\x18\x01 \x03(\v2\x16.pgratelimit.v1.ChargeR\brequests\"p\n" +
 	"\rRefundRequest\x12\x1f\n" +
 	"\vlogical_key\x18\x01 \x01(\tR\n" +
 	"logicalKey\x12\x1b\n" +
@@ -2115,44 +1743,39 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\bheld_for\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\aheldFor\x12\x1a\n" +
 	"\bcapacity\x18\x05 \x01(\x03R\bcapacity\x12\x18\n" +
 	"\arenewed\x18\x06 \x01(\bR\arenewed\x12\x1a\n" +
-	"\bshadowed\x18\a \x01(\bR\bshadowed\"_\n" +
-	"\fRenewRequest\x12\x1f\n" +
+	"\bshadowed\x18\a \x01(\bR\bshadowed\"Y\n" +
+	"\x06Holder\x12\x1f\n" +
 	"\vlogical_key\x18\x01 \x01(\tR\n" +
 	"logicalKey\x12\x16\n" +
 	"\x06holder\x18\x02 \x01(\tR\x06holder\x12\x16\n" +
 	"\x06policy\x18\x03 \x01(\tR\x06policy\"E\n" +
 	"\rRenewResponse\x124\n" +
-	"\bheld_for\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\aheldFor\"a\n" +
-	"\x0eReleaseRequest\x12\x1f\n" +
-	"\vlogical_key\x18\x01 \x01(\tR\n" +
-	"logicalKey\x12\x16\n" +
-	"\x06holder\x18\x02 \x01(\tR\x06holder\x12\x16\n" +
-	"\x06policy\x18\x03 \x01(\tR\x06policy\"-\n" +
+	"\bheld_for\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\aheldFor\"-\n" +
 	"\x0fReleaseResponse\x12\x1a\n" +
 	"\breleased\x18\x01 \x01(\bR\breleased*;\n" +
 	"\aVerdict\x12\x17\n" +
 	"\x13VERDICT_UNSPECIFIED\x10\x00\x12\v\n" +
 	"\aALLOWED\x10\x01\x12\n" +
 	"\n" +
-	"\x06DENIED\x10\x022\xc9\t\n" +
-	"\vRateLimiter\x12C\n" +
-	"\aAcquire\x12\x1e.pgratelimit.v1.AcquireRequest\x1a\x18.pgratelimit.v1.Decision\x12N\n" +
+	"\x06DENIED\x10\x022\xfe\b\n" +
+	"\vRateLimiter\x12<\n" +
+	"\aAcquire\x12\x17.pgratelimit.v1.Request\x1a\x18.pgratelimit.v1.Decision\x12N\n" +
 	"\n" +
-	"AcquireAll\x12!.pgratelimit.v1.AcquireAllRequest\x1a\x1d.pgratelimit.v1.JointDecision\x12V\n" +
-	"\vAcquireMany\x12\".pgratelimit.v1.AcquireManyRequest\x1a#.pgratelimit.v1.AcquireManyResponse\x12`\n" +
+	"AcquireAll\x12!.pgratelimit.v1.AcquireAllRequest\x1a\x1d.pgratelimit.v1.JointDecision\x12J\n" +
+	"\vAcquireMany\x12\".pgratelimit.v1.AcquireManyRequest\x1a\x17.pgratelimit.v1.Answers\x12`\n" +
 	"\rAcquireStream\x12$.pgratelimit.v1.AcquireStreamRequest\x1a%.pgratelimit.v1.AcquireStreamResponse(\x010\x01\x12R\n" +
-	"\vAcquireUpTo\x12\".pgratelimit.v1.AcquireUpToRequest\x1a\x1f.pgratelimit.v1.PartialDecision\x12b\n" +
-	"\x0fAcquireUpToMany\x12&.pgratelimit.v1.AcquireUpToManyRequest\x1a'.pgratelimit.v1.AcquireUpToManyResponse\x12F\n" +
-	"\aReserve\x12\x1e.pgratelimit.v1.ReserveRequest\x1a\x1b.pgratelimit.v1.Reservation\x12A\n" +
-	"\x06Charge\x12\x1d.pgratelimit.v1.ChargeRequest\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
-	"\x06Settle\x12\x1d.pgratelimit.v1.SettleRequest\x1a\x18.pgratelimit.v1.Decision\x12=\n" +
-	"\x04Peek\x12\x1b.pgratelimit.v1.PeekRequest\x1a\x18.pgratelimit.v1.Decision\x12M\n" +
-	"\bPeekMany\x12\x1f.pgratelimit.v1.PeekManyRequest\x1a .pgratelimit.v1.PeekManyResponse\x12A\n" +
+	"\vAcquireUpTo\x12\".pgratelimit.v1.AcquireUpToRequest\x1a\x1f.pgratelimit.v1.PartialDecision\x12R\n" +
+	"\x0fAcquireUpToMany\x12&.pgratelimit.v1.AcquireUpToManyRequest\x1a\x17.pgratelimit.v1.Answers\x12F\n" +
+	"\aReserve\x12\x1e.pgratelimit.v1.ReserveRequest\x1a\x1b.pgratelimit.v1.Reservation\x12;\n" +
+	"\x06Charge\x12\x17.pgratelimit.v1.Request\x1a\x18.pgratelimit.v1.Decision\x12;\n" +
+	"\x06Settle\x12\x17.pgratelimit.v1.Request\x1a\x18.pgratelimit.v1.Decision\x128\n" +
+	"\x04Peek\x12\x16.pgratelimit.v1.Charge\x1a\x18.pgratelimit.v1.Decision\x12D\n" +
+	"\bPeekMany\x12\x1f.pgratelimit.v1.PeekManyRequest\x1a\x17.pgratelimit.v1.Answers\x12A\n" +
 	"\x06Refund\x12\x1d.pgratelimit.v1.RefundRequest\x1a\x18.pgratelimit.v1.Decision\x12?\n" +
 	"\x05Pause\x12\x1c.pgratelimit.v1.PauseRequest\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
-	"\x04Hold\x12\x1b.pgratelimit.v1.HoldRequest\x1a\x1c.pgratelimit.v1.HoldDecision\x12D\n" +
-	"\x05Renew\x12\x1c.pgratelimit.v1.RenewRequest\x1a\x1d.pgratelimit.v1.RenewResponse\x12J\n" +
-	"\aRelease\x12\x1e.pgratelimit.v1.ReleaseRequest\x1a\x1f.pgratelimit.v1.ReleaseResponseBLZJgithub.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1;pgratelimitv1b\x06proto3"
+	"\x04Hold\x12\x1b.pgratelimit.v1.HoldRequest\x1a\x1c.pgratelimit.v1.HoldDecision\x12>\n" +
+	"\x05Renew\x12\x16.pgratelimit.v1.Holder\x1a\x1d.pgratelimit.v1.RenewResponse\x12B\n" +
+	"\aRelease\x12\x16.pgratelimit.v1.Holder\x1a\x1f.pgratelimit.v1.ReleaseResponseBLZJgithub.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1;pgratelimitv1b\x06proto3"
 
 var (
 	file_pgratelimit_v1_ratelimiter_proto_rawDescOnce sync.Once
@@ -2167,107 +1790,99 @@ func file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP() []byte {
 }
 
 var file_pgratelimit_v1_ratelimiter_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
+var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_pgratelimit_v1_ratelimiter_proto_goTypes = []any{
-	(Verdict)(0),                    // 0: pgratelimit.v1.Verdict
-	(*Decision)(nil),                // 1: pgratelimit.v1.Decision
-	(*AcquireRequest)(nil),          // 2: pgratelimit.v1.AcquireRequest
-	(*AcquireAllRequest)(nil),       // 3: pgratelimit.v1.AcquireAllRequest
-	(*Charge)(nil),                  // 4: pgratelimit.v1.Charge
-	(*JointDecision)(nil),           // 5: pgratelimit.v1.JointDecision
-	(*AcquireManyRequest)(nil),      // 6: pgratelimit.v1.AcquireManyRequest
-	(*AcquireManyResponse)(nil),     // 7: pgratelimit.v1.AcquireManyResponse
-	(*AcquireStreamRequest)(nil),    // 8: pgratelimit.v1.AcquireStreamRequest
-	(*AcquireStreamResponse)(nil),   // 9: pgratelimit.v1.AcquireStreamResponse
-	(*Answer)(nil),                  // 10: pgratelimit.v1.Answer
-	(*Error)(nil),                   // 11: pgratelimit.v1.Error
-	(*AcquireUpToRequest)(nil),      // 12: pgratelimit.v1.AcquireUpToRequest
-	(*PartialDecision)(nil),         // 13: pgratelimit.v1.PartialDecision
-	(*AcquireUpToManyRequest)(nil),  // 14: pgratelimit.v1.AcquireUpToManyRequest
-	(*UpTo)(nil),                    // 15: pgratelimit.v1.UpTo
-	(*AcquireUpToManyResponse)(nil), // 16: pgratelimit.v1.AcquireUpToManyResponse
-	(*ReserveRequest)(nil),          // 17: pgratelimit.v1.ReserveRequest
-	(*Reservation)(nil),             // 18: pgratelimit.v1.Reservation
-	(*ChargeRequest)(nil),           // 19: pgratelimit.v1.ChargeRequest
-	(*SettleRequest)(nil),           // 20: pgratelimit.v1.SettleRequest
-	(*PeekRequest)(nil),             // 21: pgratelimit.v1.PeekRequest
-	(*PeekManyRequest)(nil),         // 22: pgratelimit.v1.PeekManyRequest
-	(*PeekManyResponse)(nil),        // 23: pgratelimit.v1.PeekManyResponse
-	(*RefundRequest)(nil),           // 24: pgratelimit.v1.RefundRequest
-	(*PauseRequest)(nil),            // 25: pgratelimit.v1.PauseRequest
-	(*HoldRequest)(nil),             // 26: pgratelimit.v1.HoldRequest
-	(*HoldDecision)(nil),            // 27: pgratelimit.v1.HoldDecision
-	(*RenewRequest)(nil),            // 28: pgratelimit.v1.RenewRequest
-	(*RenewResponse)(nil),           // 29: pgratelimit.v1.RenewResponse
-	(*ReleaseRequest)(nil),          // 30: pgratelimit.v1.ReleaseRequest
-	(*ReleaseResponse)(nil),         // 31: pgratelimit.v1.ReleaseResponse
-	(*durationpb.Duration)(nil),     // 32: google.protobuf.Duration
+	(Verdict)(0),                   // 0: pgratelimit.v1.Verdict
+	(*Decision)(nil),               // 1: pgratelimit.v1.Decision
+	(*Request)(nil),                // 2: pgratelimit.v1.Request
+	(*AcquireAllRequest)(nil),      // 3: pgratelimit.v1.AcquireAllRequest
+	(*Charge)(nil),                 // 4: pgratelimit.v1.Charge
+	(*JointDecision)(nil),          // 5: pgratelimit.v1.JointDecision
+	(*AcquireManyRequest)(nil),     // 6: pgratelimit.v1.AcquireManyRequest
+	(*AcquireStreamRequest)(nil),   // 7: pgratelimit.v1.AcquireStreamRequest
+	(*AcquireStreamResponse)(nil),  // 8: pgratelimit.v1.AcquireStreamResponse
+	(*Answer)(nil),                 // 9: pgratelimit.v1.Answer
+	(*Answers)(nil),                // 10: pgratelimit.v1.Answers
+	(*Error)(nil),                  // 11: pgratelimit.v1.Error
+	(*AcquireUpToRequest)(nil),     // 12: pgratelimit.v1.AcquireUpToRequest
+	(*PartialDecision)(nil),        // 13: pgratelimit.v1.PartialDecision
+	(*AcquireUpToManyRequest)(nil), // 14: pgratelimit.v1.AcquireUpToManyRequest
+	(*UpTo)(nil),                   // 15: pgratelimit.v1.UpTo
+	(*ReserveRequest)(nil),         // 16: pgratelimit.v1.ReserveRequest
+	(*Reservation)(nil),            // 17: pgratelimit.v1.Reservation
+	(*PeekManyRequest)(nil),        // 18: pgratelimit.v1.PeekManyRequest
+	(*RefundRequest)(nil),          // 19: pgratelimit.v1.RefundRequest
+	(*PauseRequest)(nil),           // 20: pgratelimit.v1.PauseRequest
+	(*HoldRequest)(nil),            // 21: pgratelimit.v1.HoldRequest
+	(*HoldDecision)(nil),           // 22: pgratelimit.v1.HoldDecision
+	(*Holder)(nil),                 // 23: pgratelimit.v1.Holder
+	(*RenewResponse)(nil),          // 24: pgratelimit.v1.RenewResponse
+	(*ReleaseResponse)(nil),        // 25: pgratelimit.v1.ReleaseResponse
+	(*durationpb.Duration)(nil),    // 26: google.protobuf.Duration
 }
 var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	0,  // 0: pgratelimit.v1.Decision.verdict:type_name -> pgratelimit.v1.Verdict
-	32, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
-	32, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
+	26, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
+	26, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
 	4,  // 3: pgratelimit.v1.AcquireAllRequest.charges:type_name -> pgratelimit.v1.Charge
 	1,  // 4: pgratelimit.v1.JointDecision.whole:type_name -> pgratelimit.v1.Decision
 	1,  // 5: pgratelimit.v1.JointDecision.decisions:type_name -> pgratelimit.v1.Decision
-	2,  // 6: pgratelimit.v1.AcquireManyRequest.requests:type_name -> pgratelimit.v1.AcquireRequest
-	10, // 7: pgratelimit.v1.AcquireManyResponse.answers:type_name -> pgratelimit.v1.Answer
-	2,  // 8: pgratelimit.v1.AcquireStreamRequest.requests:type_name -> pgratelimit.v1.AcquireRequest
-	10, // 9: pgratelimit.v1.AcquireStreamResponse.answers:type_name -> pgratelimit.v1.Answer
-	11, // 10: pgratelimit.v1.AcquireStreamResponse.error:type_name -> pgratelimit.v1.Error
-	1,  // 11: pgratelimit.v1.Answer.decision:type_name -> pgratelimit.v1.Decision
-	11, // 12: pgratelimit.v1.Answer.error:type_name -> pgratelimit.v1.Error
+	2,  // 6: pgratelimit.v1.AcquireManyRequest.requests:type_name -> pgratelimit.v1.Request
+	2,  // 7: pgratelimit.v1.AcquireStreamRequest.requests:type_name -> pgratelimit.v1.Request
+	9,  // 8: pgratelimit.v1.AcquireStreamResponse.answers:type_name -> pgratelimit.v1.Answer
+	11, // 9: pgratelimit.v1.AcquireStreamResponse.error:type_name -> pgratelimit.v1.Error
+	1,  // 10: pgratelimit.v1.Answer.decision:type_name -> pgratelimit.v1.Decision
+	11, // 11: pgratelimit.v1.Answer.error:type_name -> pgratelimit.v1.Error
+	9,  // 12: pgratelimit.v1.Answers.answers:type_name -> pgratelimit.v1.Answer
 	1,  // 13: pgratelimit.v1.PartialDecision.decision:type_name -> pgratelimit.v1.Decision
 	15, // 14: pgratelimit.v1.AcquireUpToManyRequest.requests:type_name -> pgratelimit.v1.UpTo
-	10, // 15: pgratelimit.v1.AcquireUpToManyResponse.answers:type_name -> pgratelimit.v1.Answer
-	32, // 16: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
-	0,  // 17: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
-	32, // 18: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
-	32, // 19: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
-	21, // 20: pgratelimit.v1.PeekManyRequest.requests:type_name -> pgratelimit.v1.PeekRequest
-	10, // 21: pgratelimit.v1.PeekManyResponse.answers:type_name -> pgratelimit.v1.Answer
-	32, // 22: pgratelimit.v1.PauseRequest.pause_for:type_name -> google.protobuf.Duration
-	0,  // 23: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
-	32, // 24: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
-	32, // 25: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
-	32, // 26: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
-	2,  // 27: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.AcquireRequest
-	3,  // 28: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
-	6,  // 29: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
-	8,  // 30: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
-	12, // 31: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
-	14, // 32: pgratelimit.v1.RateLimiter.AcquireUpToMany:input_type -> pgratelimit.v1.AcquireUpToManyRequest
-	17, // 33: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
-	19, // 34: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.ChargeRequest
-	20, // 35: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.SettleRequest
-	21, // 36: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.PeekRequest
-	22, // 37: pgratelimit.v1.RateLimiter.PeekMany:input_type -> pgratelimit.v1.PeekManyRequest
-	24, // 38: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
-	25, // 39: pgratelimit.v1.RateLimiter.Pause:input_type -> pgratelimit.v1.PauseRequest
-	26, // 40: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
-	28, // 41: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.RenewRequest
-	30, // 42: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.ReleaseRequest
-	1,  // 43: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
-	5,  // 44: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
-	7,  // 45: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.AcquireManyResponse
-	9,  // 46: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
-	13, // 47: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
-	16, // 48: pgratelimit.v1.RateLimiter.AcquireUpToMany:output_type -> pgratelimit.v1.AcquireUpToManyResponse
-	18, // 49: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
-	1,  // 50: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
-	1,  // 51: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
-	1,  // 52: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
-	23, // 53: pgratelimit.v1.RateLimiter.PeekMany:output_type -> pgratelimit.v1.PeekManyResponse
-	1,  // 54: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
-	1,  // 55: pgratelimit.v1.RateLimiter.Pause:output_type -> pgratelimit.v1.Decision
-	27, // 56: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
-	29, // 57: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
-	31, // 58: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
-	43, // [43:59] is the sub-list for method output_type
-	27, // [27:43] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	26, // 15: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
+	0,  // 16: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
+	26, // 17: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
+	26, // 18: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
+	4,  // 19: pgratelimit.v1.PeekManyRequest.requests:type_name -> pgratelimit.v1.Charge
+	26, // 20: pgratelimit.v1.PauseRequest.pause_for:type_name -> google.protobuf.Duration
+	0,  // 21: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
+	26, // 22: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
+	26, // 23: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
+	26, // 24: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
+	2,  // 25: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.Request
+	3,  // 26: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
+	6,  // 27: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
+	7,  // 28: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
+	12, // 29: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
+	14, // 30: pgratelimit.v1.RateLimiter.AcquireUpToMany:input_type -> pgratelimit.v1.AcquireUpToManyRequest
+	16, // 31: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
+	2,  // 32: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.Request
+	2,  // 33: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.Request
+	4,  // 34: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.Charge
+	18, // 35: pgratelimit.v1.RateLimiter.PeekMany:input_type -> pgratelimit.v1.PeekManyRequest
+	19, // 36: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
+	20, // 37: pgratelimit.v1.RateLimiter.Pause:input_type -> pgratelimit.v1.PauseRequest
+	21, // 38: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
+	23, // 39: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.Holder
+	23, // 40: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.Holder
+	1,  // 41: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
+	5,  // 42: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
+	10, // 43: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.Answers
+	8,  // 44: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
+	13, // 45: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
+	10, // 46: pgratelimit.v1.RateLimiter.AcquireUpToMany:output_type -> pgratelimit.v1.Answers
+	17, // 47: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
+	1,  // 48: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
+	1,  // 49: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
+	1,  // 50: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
+	10, // 51: pgratelimit.v1.RateLimiter.PeekMany:output_type -> pgratelimit.v1.Answers
+	1,  // 52: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
+	1,  // 53: pgratelimit.v1.RateLimiter.Pause:output_type -> pgratelimit.v1.Decision
+	22, // 54: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
+	24, // 55: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
+	25, // 56: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
+	41, // [41:57] is the sub-list for method output_type
+	25, // [25:41] is the sub-list for method input_type
+	25, // [25:25] is the sub-list for extension type_name
+	25, // [25:25] is the sub-list for extension extendee
+	0,  // [0:25] is the sub-list for field type_name
 }
 
 func init() { file_pgratelimit_v1_ratelimiter_proto_init() }
@@ -2278,22 +1893,19 @@ func file_pgratelimit_v1_ratelimiter_proto_init() {
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[1].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[2].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[3].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[9].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[8].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[11].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[14].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[16].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[15].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[18].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[19].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[20].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[23].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[25].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_pgratelimit_v1_ratelimiter_proto_rawDesc), len(file_pgratelimit_v1_ratelimiter_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   31,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

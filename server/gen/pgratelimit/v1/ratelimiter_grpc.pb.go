@@ -41,22 +41,22 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type RateLimiterClient interface {
-	Acquire(ctx context.Context, in *AcquireRequest, opts ...grpc.CallOption) (*Decision, error)
+	Acquire(ctx context.Context, in *Request, opts ...grpc.CallOption) (*Decision, error)
 	AcquireAll(ctx context.Context, in *AcquireAllRequest, opts ...grpc.CallOption) (*JointDecision, error)
-	AcquireMany(ctx context.Context, in *AcquireManyRequest, opts ...grpc.CallOption) (*AcquireManyResponse, error)
+	AcquireMany(ctx context.Context, in *AcquireManyRequest, opts ...grpc.CallOption) (*Answers, error)
 	AcquireStream(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AcquireStreamRequest, AcquireStreamResponse], error)
 	AcquireUpTo(ctx context.Context, in *AcquireUpToRequest, opts ...grpc.CallOption) (*PartialDecision, error)
-	AcquireUpToMany(ctx context.Context, in *AcquireUpToManyRequest, opts ...grpc.CallOption) (*AcquireUpToManyResponse, error)
+	AcquireUpToMany(ctx context.Context, in *AcquireUpToManyRequest, opts ...grpc.CallOption) (*Answers, error)
 	Reserve(ctx context.Context, in *ReserveRequest, opts ...grpc.CallOption) (*Reservation, error)
-	Charge(ctx context.Context, in *ChargeRequest, opts ...grpc.CallOption) (*Decision, error)
-	Settle(ctx context.Context, in *SettleRequest, opts ...grpc.CallOption) (*Decision, error)
-	Peek(ctx context.Context, in *PeekRequest, opts ...grpc.CallOption) (*Decision, error)
-	PeekMany(ctx context.Context, in *PeekManyRequest, opts ...grpc.CallOption) (*PeekManyResponse, error)
+	Charge(ctx context.Context, in *Request, opts ...grpc.CallOption) (*Decision, error)
+	Settle(ctx context.Context, in *Request, opts ...grpc.CallOption) (*Decision, error)
+	Peek(ctx context.Context, in *Charge, opts ...grpc.CallOption) (*Decision, error)
+	PeekMany(ctx context.Context, in *PeekManyRequest, opts ...grpc.CallOption) (*Answers, error)
 	Refund(ctx context.Context, in *RefundRequest, opts ...grpc.CallOption) (*Decision, error)
 	Pause(ctx context.Context, in *PauseRequest, opts ...grpc.CallOption) (*Decision, error)
 	Hold(ctx context.Context, in *HoldRequest, opts ...grpc.CallOption) (*HoldDecision, error)
-	Renew(ctx context.Context, in *RenewRequest, opts ...grpc.CallOption) (*RenewResponse, error)
-	Release(ctx context.Context, in *ReleaseRequest, opts ...grpc.CallOption) (*ReleaseResponse, error)
+	Renew(ctx context.Context, in *Holder, opts ...grpc.CallOption) (*RenewResponse, error)
+	Release(ctx context.Context, in *Holder, opts ...grpc.CallOption) (*ReleaseResponse, error)
 }
 
 type rateLimiterClient struct {
@@ -67,7 +67,7 @@ func NewRateLimiterClient(cc grpc.ClientConnInterface) RateLimiterClient {
 	return &rateLimiterClient{cc}
 }
 
-func (c *rateLimiterClient) Acquire(ctx context.Context, in *AcquireRequest, opts ...grpc.CallOption) (*Decision, error) {
+func (c *rateLimiterClient) Acquire(ctx context.Context, in *Request, opts ...grpc.CallOption) (*Decision, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Decision)
 	err := c.cc.Invoke(ctx, RateLimiter_Acquire_FullMethodName, in, out, cOpts...)
@@ -87,9 +87,9 @@ func (c *rateLimiterClient) AcquireAll(ctx context.Context, in *AcquireAllReques
 	return out, nil
 }
 
-func (c *rateLimiterClient) AcquireMany(ctx context.Context, in *AcquireManyRequest, opts ...grpc.CallOption) (*AcquireManyResponse, error) {
+func (c *rateLimiterClient) AcquireMany(ctx context.Context, in *AcquireManyRequest, opts ...grpc.CallOption) (*Answers, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(AcquireManyResponse)
+	out := new(Answers)
 	err := c.cc.Invoke(ctx, RateLimiter_AcquireMany_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
@@ -120,9 +120,9 @@ func (c *rateLimiterClient) AcquireUpTo(ctx context.Context, in *AcquireUpToRequ
 	return out, nil
 }
 
-func (c *rateLimiterClient) AcquireUpToMany(ctx context.Context, in *AcquireUpToManyRequest, opts ...grpc.CallOption) (*AcquireUpToManyResponse, error) {
+func (c *rateLimiterClient) AcquireUpToMany(ctx context.Context, in *AcquireUpToManyRequest, opts ...grpc.CallOption) (*Answers, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(AcquireUpToManyResponse)
+	out := new(Answers)
 	err := c.cc.Invoke(ctx, RateLimiter_AcquireUpToMany_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
@@ -140,7 +140,7 @@ func (c *rateLimiterClient) Reserve(ctx context.Context, in *ReserveRequest, opt
 	return out, nil
 }
 
-func (c *rateLimiterClient) Charge(ctx context.Context, in *ChargeRequest, opts ...grpc.CallOption) (*Decision, error) {
+func (c *rateLimiterClient) Charge(ctx context.Context, in *Request, opts ...grpc.CallOption) (*Decision, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Decision)
 	err := c.cc.Invoke(ctx, RateLimiter_Charge_FullMethodName, in, out, cOpts...)
@@ -150,7 +150,7 @@ func (c *rateLimiterClient) Charge(ctx context.Context, in *ChargeRequest, opts 
 	return out, nil
 }
 
-func (c *rateLimiterClient) Settle(ctx context.Context, in *SettleRequest, opts ...grpc.CallOption) (*Decision, error) {
+func (c *rateLimiterClient) Settle(ctx context.Context, in *Request, opts ...grpc.CallOption) (*Decision, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Decision)
 	err := c.cc.Invoke(ctx, RateLimiter_Settle_FullMethodName, in, out, cOpts...)
@@ -160,7 +160,7 @@ func (c *rateLimiterClient) Settle(ctx context.Context, in *SettleRequest, opts 
 	return out, nil
 }
 
-func (c *rateLimiterClient) Peek(ctx context.Context, in *PeekRequest, opts ...grpc.CallOption) (*Decision, error) {
+func (c *rateLimiterClient) Peek(ctx context.Context, in *Charge, opts ...grpc.CallOption) (*Decision, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Decision)
 	err := c.cc.Invoke(ctx, RateLimiter_Peek_FullMethodName, in, out, cOpts...)
@@ -170,9 +170,9 @@ func (c *rateLimiterClient) Peek(ctx context.Context, in *PeekRequest, opts ...g
 	return out, nil
 }
 
-func (c *rateLimiterClient) PeekMany(ctx context.Context, in *PeekManyRequest, opts ...grpc.CallOption) (*PeekManyResponse, error) {
+func (c *rateLimiterClient) PeekMany(ctx context.Context, in *PeekManyRequest, opts ...grpc.CallOption) (*Answers, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(PeekManyResponse)
+	out := new(Answers)
 	err := c.cc.Invoke(ctx, RateLimiter_PeekMany_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
@@ -210,7 +210,7 @@ func (c *rateLimiterClient) Hold(ctx context.Context, in *HoldRequest, opts ...g
 	return out, nil
 }
 
-func (c *rateLimiterClient) Renew(ctx context.Context, in *RenewRequest, opts ...grpc.CallOption) (*RenewResponse, error) {
+func (c *rateLimiterClient) Renew(ctx context.Context, in *Holder, opts ...grpc.CallOption) (*RenewResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(RenewResponse)
 	err := c.cc.Invoke(ctx, RateLimiter_Renew_FullMethodName, in, out, cOpts...)
@@ -220,7 +220,7 @@ func (c *rateLimiterClient) Renew(ctx context.Context, in *RenewRequest, opts ..
 	return out, nil
 }
 
-func (c *rateLimiterClient) Release(ctx context.Context, in *ReleaseRequest, opts ...grpc.CallOption) (*ReleaseResponse, error) {
+func (c *rateLimiterClient) Release(ctx context.Context, in *Holder, opts ...grpc.CallOption) (*ReleaseResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ReleaseResponse)
 	err := c.cc.Invoke(ctx, RateLimiter_Release_FullMethodName, in, out, cOpts...)
@@ -231,42 +231,41 @@ func (c *rateLimiterClient) Release(ctx context.Context, in *ReleaseRequest, opt
 }
 
 // RateLimiterServer is the server API for RateLimiter service.
-// All implementations must embed UnimplementedRateLimiterServer
+// All implementations should embed UnimplementedRateLimiterServer
 // for forward compatibility.
 type RateLimiterServer interface {
-	Acquire(context.Context, *AcquireRequest) (*Decision, error)
+	Acquire(context.Context, *Request) (*Decision, error)
 	AcquireAll(context.Context, *AcquireAllRequest) (*JointDecision, error)
-	AcquireMany(context.Context, *AcquireManyRequest) (*AcquireManyResponse, error)
+	AcquireMany(context.Context, *AcquireManyRequest) (*Answers, error)
 	AcquireStream(grpc.BidiStreamingServer[AcquireStreamRequest, AcquireStreamResponse]) error
 	AcquireUpTo(context.Context, *AcquireUpToRequest) (*PartialDecision, error)
-	AcquireUpToMany(context.Context, *AcquireUpToManyRequest) (*AcquireUpToManyResponse, error)
+	AcquireUpToMany(context.Context, *AcquireUpToManyRequest) (*Answers, error)
 	Reserve(context.Context, *ReserveRequest) (*Reservation, error)
-	Charge(context.Context, *ChargeRequest) (*Decision, error)
-	Settle(context.Context, *SettleRequest) (*Decision, error)
-	Peek(context.Context, *PeekRequest) (*Decision, error)
-	PeekMany(context.Context, *PeekManyRequest) (*PeekManyResponse, error)
+	Charge(context.Context, *Request) (*Decision, error)
+	Settle(context.Context, *Request) (*Decision, error)
+	Peek(context.Context, *Charge) (*Decision, error)
+	PeekMany(context.Context, *PeekManyRequest) (*Answers, error)
 	Refund(context.Context, *RefundRequest) (*Decision, error)
 	Pause(context.Context, *PauseRequest) (*Decision, error)
 	Hold(context.Context, *HoldRequest) (*HoldDecision, error)
-	Renew(context.Context, *RenewRequest) (*RenewResponse, error)
-	Release(context.Context, *ReleaseRequest) (*ReleaseResponse, error)
-	mustEmbedUnimplementedRateLimiterServer()
+	Renew(context.Context, *Holder) (*RenewResponse, error)
+	Release(context.Context, *Holder) (*ReleaseResponse, error)
 }
 
-// UnimplementedRateLimiterServer must be embedded to have
+// UnimplementedRateLimiterServer should be embedded to have
 // forward compatible implementations.
 //
 // NOTE: this should be embedded by value instead of pointer to avoid a nil
 // pointer dereference when methods are called.
 type UnimplementedRateLimiterServer struct{}
 
-func (UnimplementedRateLimiterServer) Acquire(context.Context, *AcquireRequest) (*Decision, error) {
+func (UnimplementedRateLimiterServer) Acquire(context.Context, *Request) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Acquire not implemented")
 }
 func (UnimplementedRateLimiterServer) AcquireAll(context.Context, *AcquireAllRequest) (*JointDecision, error) {
 	return nil, status.Error(codes.Unimplemented, "method AcquireAll not implemented")
 }
-func (UnimplementedRateLimiterServer) AcquireMany(context.Context, *AcquireManyRequest) (*AcquireManyResponse, error) {
+func (UnimplementedRateLimiterServer) AcquireMany(context.Context, *AcquireManyRequest) (*Answers, error) {
 	return nil, status.Error(codes.Unimplemented, "method AcquireMany not implemented")
 }
 func (UnimplementedRateLimiterServer) AcquireStream(grpc.BidiStreamingServer[AcquireStreamRequest, AcquireStreamResponse]) error {
@@ -275,22 +274,22 @@ func (UnimplementedRateLimiterServer) AcquireStream(grpc.BidiStreamingServer[Acq
 func (UnimplementedRateLimiterServer) AcquireUpTo(context.Context, *AcquireUpToRequest) (*PartialDecision, error) {
 	return nil, status.Error(codes.Unimplemented, "method AcquireUpTo not implemented")
 }
-func (UnimplementedRateLimiterServer) AcquireUpToMany(context.Context, *AcquireUpToManyRequest) (*AcquireUpToManyResponse, error) {
+func (UnimplementedRateLimiterServer) AcquireUpToMany(context.Context, *AcquireUpToManyRequest) (*Answers, error) {
 	return nil, status.Error(codes.Unimplemented, "method AcquireUpToMany not implemented")
 }
 func (UnimplementedRateLimiterServer) Reserve(context.Context, *ReserveRequest) (*Reservation, error) {
 	return nil, status.Error(codes.Unimplemented, "method Reserve not implemented")
 }
-func (UnimplementedRateLimiterServer) Charge(context.Context, *ChargeRequest) (*Decision, error) {
+func (UnimplementedRateLimiterServer) Charge(context.Context, *Request) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Charge not implemented")
 }
-func (UnimplementedRateLimiterServer) Settle(context.Context, *SettleRequest) (*Decision, error) {
+func (UnimplementedRateLimiterServer) Settle(context.Context, *Request) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Settle not implemented")
 }
-func (UnimplementedRateLimiterServer) Peek(context.Context, *PeekRequest) (*Decision, error) {
+func (UnimplementedRateLimiterServer) Peek(context.Context, *Charge) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Peek not implemented")
 }
-func (UnimplementedRateLimiterServer) PeekMany(context.Context, *PeekManyRequest) (*PeekManyResponse, error) {
+func (UnimplementedRateLimiterServer) PeekMany(context.Context, *PeekManyRequest) (*Answers, error) {
 	return nil, status.Error(codes.Unimplemented, "method PeekMany not implemented")
 }
 func (UnimplementedRateLimiterServer) Refund(context.Context, *RefundRequest) (*Decision, error) {
@@ -302,14 +301,13 @@ func (UnimplementedRateLimiterServer) Pause(context.Context, *PauseRequest) (*De
 func (UnimplementedRateLimiterServer) Hold(context.Context, *HoldRequest) (*HoldDecision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Hold not implemented")
 }
-func (UnimplementedRateLimiterServer) Renew(context.Context, *RenewRequest) (*RenewResponse, error) {
+func (UnimplementedRateLimiterServer) Renew(context.Context, *Holder) (*RenewResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Renew not implemented")
 }
-func (UnimplementedRateLimiterServer) Release(context.Context, *ReleaseRequest) (*ReleaseResponse, error) {
+func (UnimplementedRateLimiterServer) Release(context.Context, *Holder) (*ReleaseResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Release not implemented")
 }
-func (UnimplementedRateLimiterServer) mustEmbedUnimplementedRateLimiterServer() {}
-func (UnimplementedRateLimiterServer) testEmbeddedByValue()                     {}
+func (UnimplementedRateLimiterServer) testEmbeddedByValue() {}
 
 // UnsafeRateLimiterServer may be embedded to opt out of forward compatibility for this service.
 // Use of this interface is not recommended, as added methods to RateLimiterServer will
@@ -330,7 +328,7 @@ func RegisterRateLimiterServer(s grpc.ServiceRegistrar, srv RateLimiterServer) {
 }
 
 func _RateLimiter_Acquire_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(AcquireRequest)
+	in := new(Request)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
@@ -342,7 +340,7 @@ func _RateLimiter_Acquire_Handler(srv interface{}, ctx context.Context, dec func
 		FullMethod: RateLimiter_Acquire_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RateLimiterServer).Acquire(ctx, req.(*AcquireRequest))
+		return srv.(RateLimiterServer).Acquire(ctx, req.(*Request))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -445,7 +443,7 @@ func _RateLimiter_Reserve_Handler(srv interface{}, ctx context.Context, dec func
 }
 
 func _RateLimiter_Charge_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(ChargeRequest)
+	in := new(Request)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
@@ -457,13 +455,13 @@ func _RateLimiter_Charge_Handler(srv interface{}, ctx context.Context, dec func(
 		FullMethod: RateLimiter_Charge_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RateLimiterServer).Charge(ctx, req.(*ChargeRequest))
+		return srv.(RateLimiterServer).Charge(ctx, req.(*Request))
 	}
 	return interceptor(ctx, in, info, handler)
 }
 
 func _RateLimiter_Settle_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(SettleRequest)
+	in := new(Request)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
@@ -475,13 +473,13 @@ func _RateLimiter_Settle_Handler(srv interface{}, ctx context.Context, dec func(
 		FullMethod: RateLimiter_Settle_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RateLimiterServer).Settle(ctx, req.(*SettleRequest))
+		return srv.(RateLimiterServer).Settle(ctx, req.(*Request))
 	}
 	return interceptor(ctx, in, info, handler)
 }
 
 func _RateLimiter_Peek_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(PeekRequest)
+	in := new(Charge)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
@@ -493,7 +491,7 @@ func _RateLimiter_Peek_Handler(srv interface{}, ctx context.Context, dec func(in
 		FullMethod: RateLimiter_Peek_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RateLimiterServer).Peek(ctx, req.(*PeekRequest))
+		return srv.(RateLimiterServer).Peek(ctx, req.(*Charge))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -571,7 +569,7 @@ func _RateLimiter_Hold_Handler(srv interface{}, ctx context.Context, dec func(in
 }
 
 func _RateLimiter_Renew_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(RenewRequest)
+	in := new(Holder)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
@@ -583,13 +581,13 @@ func _RateLimiter_Renew_Handler(srv interface{}, ctx context.Context, dec func(i
 		FullMethod: RateLimiter_Renew_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RateLimiterServer).Renew(ctx, req.(*RenewRequest))
+		return srv.(RateLimiterServer).Renew(ctx, req.(*Holder))
 	}
 	return interceptor(ctx, in, info, handler)
 }
 
 func _RateLimiter_Release_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(ReleaseRequest)
+	in := new(Holder)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
@@ -601,7 +599,7 @@ func _RateLimiter_Release_Handler(srv interface{}, ctx context.Context, dec func
 		FullMethod: RateLimiter_Release_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RateLimiterServer).Release(ctx, req.(*ReleaseRequest))
+		return srv.(RateLimiterServer).Release(ctx, req.(*Holder))
 	}
 	return interceptor(ctx, in, info, handler)
 }
