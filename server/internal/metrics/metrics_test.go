@@ -6,19 +6,15 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
-	"github.com/prometheus/common/expfmt"
-	"github.com/prometheus/common/model"
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/attribute"
 	sdk "go.opentelemetry.io/otel/sdk/metric"
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -95,55 +91,6 @@ func TestMetrics_Gauges(t *testing.T) {
 	for _, line := range []string{"ratelimit_server_calls_under_way 3\n", "ratelimit_server_connections_in_use 5\n", "ratelimit_server_connections 7\n"} {
 		require.Contains(t, scrape(m), "\n"+line)
 	}
-}
-
-// The series after 100,000 keys and 1,000 unknown policies.
-func TestMetrics_KeysAreNoLabels(t *testing.T) {
-	t.Parallel()
-	m := newMetrics(t)
-	fake := clienttest.New(nil)
-	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: time.Second}))
-	s := service.New(fake, service.Limits{Calls: 1000, OwnConnections: 10, Time: time.Minute}, m.Observe)
-	var callers sync.WaitGroup
-	for caller := range 10 {
-		callers.Go(func() {
-			for n := range 10_000 {
-				_, _ = s.Acquire(t.Context(), service.Request{Policy: "api", Key: fmt.Sprint("user ", caller, " ", n)})
-			}
-			for n := range 100 {
-				r := service.Request{Policy: fmt.Sprint("made up ", caller, " ", n), Key: "user"}
-				_, _ = s.Acquire(t.Context(), r)
-				_, _ = s.Peek(t.Context(), r)
-				_, _ = s.AcquireAll(t.Context(), service.JointRequest{Charges: []service.Request{{Policy: "api", Key: "user"}, r}})
-			}
-		})
-	}
-	callers.Wait()
-	parser := expfmt.NewTextParser(model.UTF8Validation)
-	families := kit.NoError(parser.TextToMetricFamilies(strings.NewReader(scrape(m))))(t)
-	counts := map[string]float64{}
-	for name, family := range families {
-		if !strings.HasPrefix(name, "ratelimit_") {
-			continue
-		}
-		for _, series := range family.GetMetric() {
-			var labels []string
-			for _, label := range series.GetLabel() {
-				labels = append(labels, label.GetValue())
-			}
-			counts[name+" "+strings.Join(labels, " ")] = series.GetCounter().GetValue() + float64(series.GetHistogram().GetSampleCount())
-		}
-	}
-	require.Equal(t, map[string]float64{
-		"ratelimit_requests_total api allowed":                    100_000,
-		"ratelimit_requests_total _other error":                   2000,
-		"ratelimit_acquire_duration_seconds allowed":              100_000,
-		"ratelimit_acquire_duration_seconds error":                2000,
-		"ratelimit_server_calls_total OK acquire":                 100_000,
-		"ratelimit_server_calls_total UNKNOWN_POLICY acquire":     1000,
-		"ratelimit_server_calls_total UNKNOWN_POLICY acquire_all": 1000,
-		"ratelimit_server_calls_total UNKNOWN_POLICY peek":        1000,
-	}, counts)
 }
 
 func TestMetrics_CountRequestsForTokensOnly(t *testing.T) {

@@ -79,48 +79,63 @@ func TestHealth_WhileStopping(t *testing.T) {
 }
 
 func TestMetrics_CountWhatCallersGot(t *testing.T) {
-	_, s := parallel(t)
+	db, s := parallel(t)
+	db.Exec(t, "select ratelimit_define_policy('default', 10, 1, '1 day'), ratelimit_define_policy('watched', 10, 1, '1 day', shadow => true)")
 	for range 11 {
 		s.mustPost("/v1/acquire", `{"policy":"api","key":"a secret key"}`)
 	}
 	for range 2 {
 		s.mustPost("/v1/acquire", `{"policy":"budget","key":"k","idempotency_key":"i"}`)
 	}
+	s.mustPost("/v1/acquire", `{"key":"k"}`)
+	s.mustPost("/v1/acquire", `{"policy":"watched","key":"k","cost":11}`)
 	s.mustPost("/v1/acquire", `{"policy":"nobody","key":"k"}`)
 	s.mustPost("/v1/acquire", `{"policy":"api"}`)
 	s.mustPost("/v1/peek", `{"policy":"api","key":"k"}`)
 	s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"budget","key":"k"},{"policy":"api","key":"k"}]}`)
-	for _, path := range []string{"hold", "hold", "renew", "release"} {
+	s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"api","key":"k"},{"policy":"nobody","key":"k"}]}`)
+	for _, path := range []string{"hold", "hold", "renew"} {
 		s.mustPost("/v1/"+path, `{"policy":"jobs","key":"k","holder":"a secret holder"}`)
 	}
+	s.mustPost("/v1/hold", `{"policy":"jobs","key":"k","holder":"another","cost":10}`)
+	s.mustPost("/v1/release", `{"policy":"jobs","key":"k","holder":"a secret holder"}`)
 	samples := scrape(t, s)
-	for sample, want := range map[string]string{
-		`ratelimit_requests_total{policy="api",result="allowed"}`:                   "11", // and the one that acquire_all was bound by
-		`ratelimit_requests_total{policy="api",result="denied"}`:                    "1",
-		`ratelimit_requests_total{policy="api",result="error"}`:                     "1",
-		`ratelimit_requests_total{policy="budget",result="allowed"}`:                "1",
-		`ratelimit_requests_total{policy="budget",result="replayed"}`:               "1",
-		`ratelimit_requests_total{policy="_other",result="error"}`:                  "1",
-		`ratelimit_requests_total{policy="jobs",result="allowed"}`:                  "1",
-		`ratelimit_requests_total{policy="jobs",result="replayed"}`:                 "1",
-		`ratelimit_acquire_duration_seconds_count{result="allowed"}`:                "13",
-		`ratelimit_acquire_duration_seconds_bucket{result="denied",le="5"}`:         "1",
-		`ratelimit_server_calls_total{code="OK",operation="acquire"}`:               "13",
-		`ratelimit_server_calls_total{code="UNKNOWN_POLICY",operation="acquire"}`:   "1",
-		`ratelimit_server_calls_total{code="INVALID_ARGUMENT",operation="acquire"}`: "1",
-		`ratelimit_server_calls_total{code="OK",operation="peek"}`:                  "1",
-		`ratelimit_server_calls_total{code="OK",operation="hold"}`:                  "2",
-		`ratelimit_server_calls_total{code="OK",operation="renew"}`:                 "1",
-		`ratelimit_server_calls_under_way`:                                          "0",
-	} {
-		require.Equal(t, want, samples[sample], sample)
+	all := map[string]string{
+		`ratelimit_requests_total{policy="api",result="allowed"}`:                     "11", // and the one that acquire_all was bound by
+		`ratelimit_requests_total{policy="api",result="denied"}`:                      "1",
+		`ratelimit_requests_total{policy="api",result="error"}`:                       "1",
+		`ratelimit_requests_total{policy="budget",result="allowed"}`:                  "1",
+		`ratelimit_requests_total{policy="budget",result="replayed"}`:                 "1",
+		`ratelimit_requests_total{policy="default",result="allowed"}`:                 "1",
+		`ratelimit_requests_total{policy="watched",result="shadowed"}`:                "1",
+		`ratelimit_requests_total{policy="_other",result="error"}`:                    "2",
+		`ratelimit_requests_total{policy="jobs",result="allowed"}`:                    "1",
+		`ratelimit_requests_total{policy="jobs",result="replayed"}`:                   "1",
+		`ratelimit_requests_total{policy="jobs",result="denied"}`:                     "1",
+		`ratelimit_server_calls_total{code="OK",operation="acquire"}`:                 "15",
+		`ratelimit_server_calls_total{code="UNKNOWN_POLICY",operation="acquire"}`:     "1",
+		`ratelimit_server_calls_total{code="INVALID_ARGUMENT",operation="acquire"}`:   "1",
+		`ratelimit_server_calls_total{code="OK",operation="acquire_all"}`:             "1",
+		`ratelimit_server_calls_total{code="UNKNOWN_POLICY",operation="acquire_all"}`: "1",
+		`ratelimit_server_calls_total{code="OK",operation="peek"}`:                    "1",
+		`ratelimit_server_calls_total{code="OK",operation="hold"}`:                    "3",
+		`ratelimit_server_calls_total{code="OK",operation="renew"}`:                   "1",
+		`ratelimit_server_calls_total{code="OK",operation="release"}`:                 "1",
 	}
-	require.NotEmpty(t, samples["ratelimit_server_connections"])
-	require.NotEmpty(t, samples["go_goroutines"])
-	for sample := range samples {
+	for sample, value := range samples {
+		if name, _, _ := strings.Cut(sample, "{"); name == "ratelimit_requests_total" || name == "ratelimit_server_calls_total" {
+			require.Equal(t, all[sample], value, sample)
+			delete(all, sample)
+		}
 		require.NotContains(t, sample, "secret")
 		require.NotContains(t, sample, "nobody")
 	}
+	require.Empty(t, all)
+	require.Equal(t, "14", samples[`ratelimit_acquire_duration_seconds_count{result="allowed"}`])
+	require.Equal(t, "2", samples[`ratelimit_acquire_duration_seconds_bucket{result="denied",le="5"}`])
+	require.Equal(t, "0", samples["ratelimit_server_calls_under_way"])
+	require.NotEmpty(t, samples["ratelimit_server_connections"])
+	require.NotEmpty(t, samples["go_goroutines"])
 }
 
 // scrape reads the samples that Prometheus would, by name and labels.

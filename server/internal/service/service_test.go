@@ -1,7 +1,6 @@
 package service_test
 
 import (
-	"cmp"
 	"context"
 	"io"
 	"math"
@@ -141,42 +140,6 @@ func TestObserve_TellsGrantsFromLeases(t *testing.T) {
 	require.False(t, seen.last().Leased)
 }
 
-func TestObserve_HasTheResultOfEachCall(t *testing.T) {
-	t.Parallel()
-	var seen recorder
-	s := service.New(newFake(t), roomy, seen.observe)
-	key := new("first")
-	for _, test := range []struct {
-		request service.Request
-		result  client.Result
-	}{
-		{service.Request{Policy: "api", Key: "k", Cost: new(int64(10)), IdempotencyKey: key}, client.ResultAllowed},
-		{service.Request{Policy: "api", Key: "k", Cost: new(int64(10)), IdempotencyKey: key}, client.ResultReplayed},
-		{service.Request{Policy: "api", Key: "k"}, client.ResultDenied},
-		{service.Request{Policy: "watched", Key: "k", Cost: new(int64(11))}, client.ResultShadowed},
-		{service.Request{Policy: "nobody", Key: "k"}, client.ResultError},
-		{service.Request{Key: "k"}, client.ResultAllowed},
-	} {
-		_, err := s.Acquire(t.Context(), test.request)
-		require.Equal(t, test.result == client.ResultError, err != nil)
-		require.Equal(t, test.result, seen.last().Result)
-		require.Equal(t, cmp.Or(test.request.Policy, service.DefaultPolicy), seen.last().Policy)
-		require.Equal(t, err != nil, seen.last().Err != nil)
-	}
-	jobs := service.Request{Policy: "jobs", Key: "k", Holder: "h", Cost: new(int64(2))}
-	for _, result := range []client.Result{client.ResultAllowed, client.ResultReplayed} {
-		require.NoError(t, kit.ErrorOf(s.Hold(t.Context(), jobs)))
-		require.Equal(t, []any{"jobs", result}, []any{seen.last().Policy, seen.last().Result})
-	}
-	jobs.Holder = "i"
-	d := kit.NoError(s.Hold(t.Context(), jobs))(t)
-	require.Equal(t, []any{time.Minute, client.ResultDenied}, []any{d.RetryAfter, seen.last().Result})
-	for _, o := range []service.Operation{service.Hold, service.Renew, service.Release} {
-		require.Equal(t, o == service.Hold, o.Takes())
-	}
-	require.Zero(t, s.UnderWay())
-}
-
 // A stuck limiter answers when it is let go, or when its caller has no more time.
 type stuck struct {
 	*clienttest.Fake
@@ -224,26 +187,6 @@ func requireKind(t *testing.T, kind service.Kind, err error, about ...any) {
 	var e *service.Error
 	require.ErrorAs(t, err, &e)
 	require.Equal(t, kind.Reason(), e.Kind.Reason(), about...)
-}
-
-func TestLimits_OneCallTooManyIsRefusedAtOnce(t *testing.T) {
-	t.Parallel()
-	limiter := newStuck(t)
-	s := service.New(limiter, service.Limits{Calls: 2, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
-	r := service.Request{Policy: "api", Key: "k"}
-	var callers sync.WaitGroup
-	for range 2 {
-		callers.Go(func() { assert.NoError(t, kit.ErrorOf(s.Acquire(t.Context(), r))) })
-		<-limiter.asked
-	}
-	for range 10 {
-		requireKind(t, service.Overloaded, kit.ErrorOf(s.Acquire(t.Context(), r)))
-	}
-	require.EqualValues(t, 2, s.UnderWay())
-	close(limiter.let)
-	callers.Wait()
-	d := kit.NoError(s.Acquire(t.Context(), r))(t)
-	require.EqualValues(t, 7, d.Remaining, "a call that was refused took nothing")
 }
 
 // A shard that has too many calls refuses the requests of its keys, and not those of the others.
@@ -298,17 +241,6 @@ func TestLimits_CallsOfTheirOwnWaitForEachOther(t *testing.T) {
 	<-limiter.asked // beside the Peek that is stuck
 	close(limiter.let)
 	callers.Wait()
-}
-
-func TestLimits_NoCallHasMoreTime(t *testing.T) {
-	t.Parallel()
-	limiter := newStuck(t)
-	s := service.New(limiter, service.Limits{Calls: 1, OwnConnections: 1, Time: 10 * time.Millisecond}, func(service.Call) {})
-	for range 3 { // its place is free again
-		_, err := s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})
-		requireKind(t, service.DeadlineExceeded, err)
-		require.ErrorIs(t, err, context.DeadlineExceeded)
-	}
 }
 
 func left(t *testing.T, fake *clienttest.Fake, policy, key string) int64 {
