@@ -3,7 +3,9 @@ package policyfile_test
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -52,64 +54,52 @@ func lines(t require.TestingT, db *pgtest.DB, query string) []string {
 
 // wanted is what a database should have, from what the test has made up.
 func wanted(doc document) (policies, overrides []string) {
-	or := func(from document, field string, otherwise any) any {
-		switch value := from[field].(type) {
-		case nil:
-			return otherwise
-		case madeSpan:
-			return value.microseconds
-		default:
-			return value
+	all := document{}
+	for name, p := range doc["policies"].(document) {
+		whole := document{"durable": true, "shadow": false}
+		switch {
+		case isQuota(name):
+			maps.Copy(whole, document{"remember": aDay, "time_zone": "UTC", "anchor": "2001-01-01 00:00:00"})
+		case !isSlots(name):
+			maps.Copy(whole, document{"remember": aDay, "stepped": false})
 		}
-	}
-	anchor := func(of, policy document) string {
-		return cmp.Or(madeAnchors[fmt.Sprint(of["anchor"])], madeAnchors[fmt.Sprint(policy["anchor"])], "2001-01-01 00:00:00")
-	}
-	letter := func(yes any) string { return fmt.Sprint(yes)[:1] }
-	all, _ := doc["policies"].(document)
-	for name, p := range all {
-		p := p.(document)
-		if isSlots(name) {
-			policies = append(policies, fmt.Sprint(name, " ", or(p, "capacity", nil), " ", letter(or(p, "durable", true)), " ",
-				letter(or(p, "shadow", false)), " ", or(p, "lease", nil)))
-			continue
-		}
-		if isQuota(name) {
-			policies = append(policies, fmt.Sprint(name, " ", or(p, "capacity", nil), " ", letter(or(p, "durable", true)), " ", or(p, "remember", 86_400_000_000), " ",
-				letter(or(p, "shadow", false)), " ", madePeriods[p["period"].(string)], " ", or(p, "time_zone", "UTC"), " ", anchor(p, document{})))
-			continue
-		}
-		policies = append(policies, fmt.Sprint(name, " ", or(p, "capacity", nil), " ", or(p, "refill", nil), " ", or(p, "every", nil), " ",
-			letter(or(p, "stepped", false)), " ", letter(or(p, "durable", true)), " ", or(p, "remember", 86_400_000_000), " ", letter(or(p, "shadow", false))))
+		maps.Copy(whole, p.(document))
+		all[name] = whole
+		policies = append(policies, line(name, whole, "capacity", "refill", "every", "stepped", "durable", "remember", "shadow", "period", "time_zone", "anchor", "lease"))
 	}
 	for name, keys := range doc["overrides"].(document) {
-		p := all[name].(document)
 		for key, o := range keys.(document) {
-			o := o.(document)
-			expires := int64(0)
-			if text, ok := o["expires_at"].(string); ok {
-				at, err := time.Parse(time.RFC3339Nano, text)
-				if err != nil {
-					panic(err)
-				}
-				expires = at.UnixMicro()
-			}
-			if isSlots(name) {
-				overrides = append(overrides, fmt.Sprint(name, " ", key, " ", or(o, "capacity", p["capacity"]), " ", expires, " ", or(o, "lease", or(p, "lease", nil))))
-				continue
-			}
-			if isQuota(name) {
-				overrides = append(overrides, fmt.Sprint(name, " ", key, " ", or(o, "capacity", p["capacity"]), " ", expires, " ",
-					or(o, "time_zone", or(p, "time_zone", "UTC")), " ", anchor(o, p)))
-				continue
-			}
-			overrides = append(overrides, fmt.Sprint(name, " ", key, " ", or(o, "capacity", p["capacity"]), " ",
-				or(o, "refill", p["refill"]), " ", or(o, "every", or(p, "every", nil)), " ", expires))
+			whole := merge(document{"expires_at": 0}, merge(all[name].(document), o.(document)))
+			overrides = append(overrides, line(name+" "+key, whole, "capacity", "refill", "every", "expires_at", "time_zone", "anchor", "lease"))
 		}
 	}
 	slices.Sort(policies)
 	slices.Sort(overrides)
 	return policies, overrides
+}
+
+var aDay = madeSpan{microseconds: 86_400_000_000}
+
+// line has the fields that there are, as the database writes them.
+func line(of string, doc document, fields ...string) string {
+	for _, field := range fields {
+		value := doc[field]
+		switch made := value.(type) {
+		case nil:
+			continue
+		case bool:
+			value = fmt.Sprint(made)[:1]
+		case madeSpan:
+			value = made.microseconds
+		case string:
+			value = cmp.Or(madePeriods[made], madeAnchors[made], made)
+			if at, err := time.Parse(time.RFC3339Nano, made); err == nil {
+				value = at.UnixMicro()
+			}
+		}
+		of += fmt.Sprint(" ", value)
+	}
+	return of
 }
 
 // Any file becomes the state of any database. The second time nothing changes.
@@ -381,20 +371,6 @@ envoy:
 	})
 }
 
-// The keys of one shard are not removed from the file, which the next shard needs.
-func TestPlan_OfAShardLeavesTheFileAsItIs(t *testing.T) {
-	db := kit.ParallelDB(t).DB
-	file := parse(t, `
-policies: {api: {capacity: 1, refill: 1, every: 1s}}
-overrides: {api: {a: {capacity: 2}, b: {capacity: 2}, c: {capacity: 2}}}
-`)
-	for _, key := range []string{"c", "b", "a"} {
-		d := kit.NoError(policyfile.Plan(t.Context(), db.Pool, file, policyfile.Options{Has: func(k string) bool { return k == key }}))(t)
-		require.Len(t, d.Changes, 2)
-		require.Equal(t, key, d.Changes[1].Key)
-	}
-}
-
 // An error has its remedy, or the place of what the database refuses, and nothing is changed.
 func TestApply_Errors(t *testing.T) {
 	t.Parallel()
@@ -418,6 +394,9 @@ func TestApply_Errors(t *testing.T) {
 			`limits.yaml:2:3: policy "stays" refills in the database, and cannot begin to lend slots: drop the policy first, and its slots will be free`},
 		"a quota of slots": {"select ratelimit_drop_policy('stays'); select ratelimit_define_policy('stays', 1, lease => '5 minutes')", "policies:\n  stays: {capacity: 1, period: 1 day}",
 			`limits.yaml:2:3: policy "stays" lends slots in the database, and cannot become a quota: drop the policy first, and its buckets will be full`},
+		"policies of the other durability": {"select ratelimit_define_policy('gone', 1, 1, '1 second', durable => false)", "policies:\n  gone: {capacity: 1, refill: 1, every: 1s}\n  stays: {capacity: 1, refill: 1, every: 1s, durable: false}",
+			`limits.yaml:2:3: policy "gone" was created with durable: false, which cannot change: write that, or drop the policy first, and its buckets will be full
+limits.yaml:3:55: policy "stays" was created with durable: true, which cannot change: write that, or drop the policy first, and its buckets will be full`},
 		"no function": {"alter function ratelimit_overrides rename to gone", twoPolicies,
 			"list overrides: the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "},
 	} {
@@ -426,9 +405,15 @@ func TestApply_Errors(t *testing.T) {
 			db := pgtest.New(t)
 			db.Exec(t, `select ratelimit_define_policy('stays', 1, 1, '1 second')`)
 			db.Exec(t, test.sql)
+			before := policiesIn(t, db)
+			_, planned := policyfile.Plan(t.Context(), db.Pool, parse(t, test.file), policyfile.Options{Prune: true})
 			_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, test.file), policyfile.Options{Prune: true})
 			require.ErrorContains(t, err, test.want)
-			require.Len(t, policiesIn(t, db), 1)
+			require.Equal(t, strings.HasPrefix(test.want, "limits.yaml:"), errors.As(err, new(policyfile.Problems)))
+			if planned != nil { // what the database refuses, it refuses later
+				require.EqualError(t, planned, err.Error())
+			}
+			require.Equal(t, before, policiesIn(t, db))
 		})
 	}
 }
@@ -450,40 +435,6 @@ func TestApply_WritesOnlyChanges(t *testing.T) {
 	require.Equal(t, before[0], after[0], "api is as it was")
 	require.NotEqual(t, before[1], after[1], "llm has changed")
 	require.Equal(t, before[2], after[2], "the override is as it was")
-}
-
-func TestApply_ChangedDurableIsAnErrorAtItsLine(t *testing.T) {
-	db := kit.ParallelDB(t).DB
-	apply(t, db.Pool, twoPolicies)
-	before := policiesIn(t, db)
-	file := parse(t, `
-policies:
-  api: {capacity: 7, refill: 10, every: 1s, durable: false}
-  llm:
-    capacity: 7
-    refill: 0
-    every: 30d
-environments:
-  staging:
-    policies:
-      api: {durable: true}
-      llm:
-        durable: true
-`)
-	for environment, want := range map[string]string{
-		"": `limits.yaml:3:54: policy "api" was created with durable: true, which cannot change: write that, or drop the policy first, and its buckets will be full
-limits.yaml:4:3: policy "llm" was created with durable: false, which cannot change: write that, or drop the policy first, and its buckets will be full`,
-		"staging": `limits.yaml:13:18: policy "llm" was created with durable: false, which cannot change: write that, or drop the policy first, and its buckets will be full`,
-	} {
-		for what, run := range map[string]func(context.Context, policyfile.Database, *policyfile.File, policyfile.Options) (*policyfile.Difference, error){
-			"plan": policyfile.Plan, "apply": policyfile.Apply,
-		} {
-			_, err := run(t.Context(), db.Pool, file, policyfile.Options{Environment: environment})
-			require.EqualError(t, err, want, what)
-			require.IsType(t, policyfile.Problems{}, err)
-		}
-	}
-	require.Equal(t, before, policiesIn(t, db))
 }
 
 // The role cannot read tables, and so sees only the names of what is dropped.

@@ -8,6 +8,8 @@ import (
 	"path"
 	"strings"
 
+	"golang.org/x/net/http/httpguts"
+
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/httplimit"
 )
@@ -154,7 +156,7 @@ func (r *reader) key(f field, pattern string) Key {
 			r.wrong(f, source)
 		}
 	case Header:
-		if !isToken(name) {
+		if !httpguts.ValidHeaderFieldName(name) {
 			r.wrong(f, "header: and the name of one, such as header:X-Tenant")
 		}
 	case Path:
@@ -165,13 +167,6 @@ func (r *reader) key(f field, pattern string) Key {
 		r.wrong(f, remedy)
 	}
 	return key
-}
-
-// isToken reports whether a text can be the name of a header.
-func isToken(name string) bool {
-	return name != "" && !strings.ContainsFunc(name, func(c rune) bool {
-		return c <= ' ' || c >= 0x7f || strings.ContainsRune(`"(),/:;<=>?@[\]{}`, c)
-	})
 }
 
 // Charges returns the function with which [httplimit.New] charges requests by the routes. User returns the user of a request, as

@@ -35,10 +35,7 @@ type madeSpan struct {
 
 // merge is what an environment makes of a file: the rule of the documentation, in a few lines of its own.
 func merge(base, over document) document {
-	merged := document{}
-	for name, value := range base {
-		merged[name] = value
-	}
+	merged := maps.Clone(base)
 	for name, value := range over {
 		inner, isDocument := value.(document)
 		before, wasDocument := merged[name].(document)

@@ -241,28 +241,23 @@ func (b *builder) fields(built *node, n *yaml.Node, depth int) {
 
 var digits = regexp.MustCompile(`^-?(?:0|[1-9][0-9]*)$`)
 
-// scalar returns the kind of a value by its tag of YAML. An integer must have the one form that every reader of YAML takes for the
-// same number.
+// kinds are those of the tags of YAML.
+var kinds = map[string]kind{
+	"!!null": null, "!!str": text, "!!merge": text, "!!int": decimal, "!!float": decimal, "!!bool": boolean, "!!timestamp": instant,
+}
+
+// scalar returns the kind of a value by its tag. An integer must have the one form that every reader of YAML takes for the same
+// number.
 func (b *builder) scalar(n *yaml.Node) kind {
-	switch n.Tag {
-	case "!!null":
-		return null
-	case "!!str", "!!merge":
+	kind, isKnown := kinds[n.Tag]
+	switch {
+	case n.Tag == "!!int" && digits.MatchString(n.Value):
+		return integer
+	case !isKnown:
+		b.checkTag(n, "")
 		return text
-	case "!!int":
-		if digits.MatchString(n.Value) {
-			return integer
-		}
-		return decimal
-	case "!!float":
-		return decimal
-	case "!!bool":
-		return boolean
-	case "!!timestamp":
-		return instant
 	}
-	b.checkTag(n, "")
-	return text
+	return kind
 }
 
 func (b *builder) checkTag(n *yaml.Node, want string) {
