@@ -197,8 +197,8 @@ func (db *database) define(name string, args []any) error {
 		}
 		return db.model.Define(name, def)
 	}
-	if exists && !p.IsQuota() && def.Period != nil {
-		err = cmp.Or(err, invalid("period", *def.Period))
+	if exists && !p.IsQuota() {
+		err = cmp.Or(err, not("period", def.Period))
 	}
 	isQuota := exists && p.IsQuota() || def.Period != nil
 	err = cmp.Or(err, checkKind(def.Numbers, isQuota))
@@ -211,10 +211,7 @@ func (db *database) define(name string, args []any) error {
 	leastRefill := least(def.Refill)
 	if isQuota {
 		leastRefill, p.Every = 0, 1 // which it does not have
-		if def.Stepped != nil {
-			err = cmp.Or(err, invalid("stepped", *def.Stepped))
-		}
-		err = cmp.Or(err, wrongPeriod)
+		err = cmp.Or(err, not("stepped", def.Stepped), wrongPeriod)
 		if def.Zone != nil && !model.IsZone(*def.Zone) {
 			err = cmp.Or(err, invalid("time_zone", *def.Zone))
 		}
@@ -277,43 +274,40 @@ func (db *database) override(now time.Time, id model.BucketID, args []any) error
 
 // calendar reads a zone and an anchor, as the client writes them.
 func calendar(args []any) (zone *string, anchor *time.Time) {
-	if text, ok := args[0].(string); ok {
-		zone = &text
-	}
 	if text, ok := args[1].(string); ok {
 		at, _ := time.Parse("2006-01-02T15:04:05.999999", text)
 		anchor = &at
 	}
-	return zone, anchor
+	return given[string](args[0]), anchor
+}
+
+// given is nil for an argument that is not.
+func given[T any](arg any) *T {
+	if value, ok := arg.(T); ok {
+		return &value
+	}
+	return nil
 }
 
 // checkKind refuses numbers that are for policies of the other kind.
 func checkKind(n model.Numbers, isQuota bool) error {
-	switch {
-	case n.Lease != nil:
-		return invalid("lease", *n.Lease)
-	case isQuota && n.Refill != nil:
-		return invalid("refill", *n.Refill)
-	case isQuota && n.Every != nil:
-		return invalid("every", *n.Every)
-	case !isQuota && n.Zone != nil:
-		return invalid("time_zone", *n.Zone)
-	case !isQuota && n.Anchor != nil:
-		return invalid("anchor", *n.Anchor)
+	if isQuota {
+		return cmp.Or(not("lease", n.Lease), not("refill", n.Refill), not("every", n.Every))
+	}
+	return cmp.Or(not("lease", n.Lease), not("time_zone", n.Zone), not("anchor", n.Anchor))
+}
+
+// not refuses an argument that is given.
+func not[T any](argument string, value *T) error {
+	if value != nil {
+		return invalid(argument, *value)
 	}
 	return nil
 }
 
 // numbers are the first three arguments.
-func numbers(args []any) (n model.Numbers) {
-	if capacity, ok := args[0].(int64); ok {
-		n.Capacity = &capacity
-	}
-	if refill, ok := args[1].(int64); ok {
-		n.Refill = &refill
-	}
-	n.Every = micros(args[2])
-	return n
+func numbers(args []any) model.Numbers {
+	return model.Numbers{Capacity: given[int64](args[0]), Refill: given[int64](args[1]), Every: micros(args[2])}
 }
 
 // checkNumbers refuses numbers that are out of range in place of the policy's.

@@ -50,14 +50,8 @@ func (db *database) lend(function string, now time.Time, id model.BucketID, args
 
 // holders lists as many as maxRows. A policy or a key that is nil is any.
 func (db *database) holders(now time.Time, policy, key any, maxRows int64) string {
-	text := func(arg any) *string {
-		if s, ok := arg.(string); ok {
-			return &s
-		}
-		return nil
-	}
 	rows := []map[string]any{}
-	for _, h := range db.model.Holders(now, text(policy), text(key)) {
+	for _, h := range db.model.Holders(now, given[string](policy), given[string](key)) {
 		if int64(len(rows)) == maxRows {
 			break
 		}
@@ -90,21 +84,12 @@ func (db *database) checkHasBuckets(name string) error {
 
 // checkSlots refuses what slots do not have, and numbers out of range. A capacity that is nil is the policy's.
 func checkSlots(def model.Definition, leastCapacity int64) error {
-	switch n := def.Numbers; {
-	case n.Refill != nil:
-		return invalid("refill", *n.Refill)
-	case n.Every != nil:
-		return invalid("every", *n.Every)
-	case def.Stepped != nil:
-		return invalid("stepped", *def.Stepped)
-	case def.Remember != nil:
-		return invalid("remember", *def.Remember)
-	case def.Period != nil:
-		return invalid("period", *def.Period)
-	case n.Zone != nil:
-		return invalid("time_zone", *n.Zone)
-	case n.Anchor != nil:
-		return invalid("anchor", *n.Anchor)
+	n := def.Numbers
+	err := cmp.Or(not("refill", n.Refill), not("every", n.Every), not("stepped", def.Stepped), not("remember", def.Remember),
+		not("period", def.Period), not("time_zone", n.Zone), not("anchor", n.Anchor))
+	switch {
+	case err != nil:
+		return err
 	case n.Capacity != nil && (*n.Capacity < leastCapacity || *n.Capacity > maxSlots):
 		return invalid("capacity", *n.Capacity)
 	case n.Lease != nil && *n.Lease < 1000: // the client has none above the 1,000 years that are allowed

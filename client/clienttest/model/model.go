@@ -213,13 +213,11 @@ func (m *Model) Level(now time.Time, id BucketID) (*big.Int, Policy) {
 }
 
 // Refund gives tokens back, never above the capacity.
-func (m *Model) Refund(now time.Time, id BucketID, amount int64) (answer Decision, err error) {
-	p, err := m.rules(now, id)
-	if err != nil {
-		return Decision{}, err
-	}
-	m.states[id], answer = m.states[id].Refund(p, now, amount)
-	return answer, nil
+func (m *Model) Refund(now time.Time, id BucketID, amount int64) (Decision, error) {
+	return m.move(now, id, func(s State, p Policy) (State, Decision, error) {
+		next, answer := s.Refund(p, now, amount)
+		return next, answer, nil
+	})
 }
 
 // Pause stops a bucket until so much time is over: 1 millisecond to 365 days.
