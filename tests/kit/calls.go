@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -254,23 +255,11 @@ type RowsQuerier interface {
 
 // AcquireMany sends requests in one call, and leaves out arrays that hold nothing but the default.
 func AcquireMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
-	var (
-		policies, keys, idempotencyKeys []*string
-		costs                           []*int64
-		cost, keyed                     bool
-	)
-	for _, r := range requests {
-		policies = append(policies, r.Policy)
-		keys = append(keys, r.Key)
-		costs = append(costs, r.Cost)
-		idempotencyKeys = append(idempotencyKeys, r.IdempotencyKey)
-		cost = cost || r.Cost == nil || *r.Cost != 1
-		keyed = keyed || r.IdempotencyKey != nil
-	}
-	if !cost {
+	policies, keys, costs, idempotencyKeys := columnsOf(requests)
+	if !slices.ContainsFunc(costs, func(c *int64) bool { return c == nil || *c != 1 }) {
 		costs = nil
 	}
-	if !keyed {
+	if !slices.ContainsFunc(idempotencyKeys, func(k *string) bool { return k != nil }) {
 		idempotencyKeys = nil
 	}
 	return decideMany(q, "ratelimit_acquire_many($1, $2, $3, $4)", policies, keys, costs, idempotencyKeys)
@@ -278,20 +267,23 @@ func AcquireMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
 
 // PeekMany sends requests without idempotency keys in one ratelimit_peek_many.
 func PeekMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
-	return sendMany(q, "ratelimit_peek_many($1, $2, $3)", requests)
+	policies, keys, costs, _ := columnsOf(requests)
+	return decideMany(q, "ratelimit_peek_many($1, $2, $3)", policies, keys, costs)
 }
 
 // AcquireUpToMany sends requests in one ratelimit_acquire_up_to_many. The cost is at_most.
 func AcquireUpToMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
-	return sendMany(q, "ratelimit_acquire_up_to_many($1, $2, $3)", requests)
+	policies, keys, costs, _ := columnsOf(requests)
+	return decideMany(q, "ratelimit_acquire_up_to_many($1, $2, $3)", policies, keys, costs)
 }
 
-func sendMany(q RowsQuerier, call string, requests []NullableRequest) ([]Answer, error) {
-	policies, keys, costs := []*string{}, []*string{}, []*int64{}
+func columnsOf(requests []NullableRequest) (policies, keys []*string, costs []*int64, idempotencyKeys []*string) {
+	policies, keys, costs = []*string{}, []*string{}, []*int64{}
 	for _, r := range requests {
 		policies, keys, costs = append(policies, r.Policy), append(keys, r.Key), append(costs, r.Cost)
+		idempotencyKeys = append(idempotencyKeys, r.IdempotencyKey)
 	}
-	return decideMany(q, call, policies, keys, costs)
+	return policies, keys, costs, idempotencyKeys
 }
 
 func decideMany(q RowsQuerier, call string, args ...any) ([]Answer, error) {

@@ -3,12 +3,9 @@ package kit
 import (
 	"bufio"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -155,10 +152,8 @@ type LeaserProcess struct {
 	Every             time.Duration // each caller asks
 	Idle              time.Duration
 
-	cmd     *exec.Cmd
-	orders  io.WriteCloser
-	answers *bufio.Reader
-	Granted *atomic.Int64 `json:"-"` // tokens
+	*Process `json:"-"`
+	Granted  *atomic.Int64 `json:"-"` // tokens
 }
 
 // be is what the process does: it asks until its standard input says to idle or ends.
@@ -215,19 +210,7 @@ func (p LeaserProcess) be() error {
 }
 
 // BeLeaser reports whether this process was one, and is done.
-func BeLeaser() bool {
-	text := os.Getenv(asLeaser)
-	if text == "" {
-		return false
-	}
-	var p LeaserProcess
-	err := json.Unmarshal([]byte(text), &p)
-	if err = errors.Join(err, p.be()); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	return true
-}
+func BeLeaser() bool { return BeProcess(asLeaser, LeaserProcess.be) }
 
 // countIn is in a file that several processes have in memory.
 func countIn(file string) (*atomic.Int64, error) {
@@ -251,44 +234,24 @@ func countIn(file string) (*atomic.Int64, error) {
 func (p *LeaserProcess) Start(t *testing.T, db *TestDB) *LeaserProcess {
 	p.URL, p.File = db.URL, filepath.Join(t.TempDir(), "granted")
 	p.Granted = NoError(countIn(p.File))(t)
-	text := NoError(json.Marshal(p))(t)
-	p.cmd = exec.Command(os.Args[0])
-	p.cmd.Env = append(os.Environ(), asLeaser+"="+string(text))
-	p.cmd.Stderr = os.Stderr
-	p.orders = NoError(p.cmd.StdinPipe())(t)
-	answers := NoError(p.cmd.StdoutPipe())(t)
-	p.answers = bufio.NewReader(answers)
-	require.NoError(t, p.cmd.Start())
-	t.Cleanup(func() { _ = p.cmd.Process.Kill() })
+	p.Process = StartProcess(t, asLeaser, p)
 	return p
 }
 
 // StopAsking returns when the process asks for no more tokens.
 func (p *LeaserProcess) StopAsking(t *testing.T) {
-	require.NoError(t, ErrorOf(fmt.Fprintln(p.orders, "idle")))
-	require.Equal(t, "idle\n", NoError(p.answers.ReadString('\n'))(t))
+	require.NoError(t, ErrorOf(fmt.Fprintln(p.Orders, "idle")))
+	require.Equal(t, "idle\n", NoError(bufio.NewReader(p.Answers).ReadString('\n'))(t))
 }
 
 // Holds stops it, and reports whether it lost something now. If not, it goes on.
 func (p *LeaserProcess) Holds(t *testing.T, lost func(p *LeaserProcess) int64) bool {
-	require.NoError(t, p.cmd.Process.Signal(syscall.SIGSTOP))
+	p.Signal(t, syscall.SIGSTOP)
 	if lost(p) > 0 {
 		return true
 	}
-	require.NoError(t, p.cmd.Process.Signal(syscall.SIGCONT))
+	p.Signal(t, syscall.SIGCONT)
 	return false
-}
-
-// Kill ends it at once, by SIGKILL.
-func (p *LeaserProcess) Kill(t *testing.T) {
-	require.NoError(t, p.cmd.Process.Kill())
-	_ = p.cmd.Wait()
-}
-
-// Close returns when it has ended, and has given back what it held.
-func (p *LeaserProcess) Close(t *testing.T) {
-	require.NoError(t, p.orders.Close())
-	require.NoError(t, p.cmd.Wait())
 }
 
 func (db *TestDB) Now() time.Time {

@@ -28,7 +28,7 @@ type Ledger struct {
 
 	Mu         sync.Mutex
 	Grants     []Entry // since the last check
-	unanswered []Entry // requests without an idempotency key that may have taken tokens, since the last check
+	Unanswered []Entry // requests without an idempotency key that may have taken tokens, since the last check
 
 	Granted  int
 	Replayed int // of these, because an earlier try had been granted
@@ -125,14 +125,14 @@ func (l *Ledger) Enter(r Request, d client.Decision) {
 	if d.Replayed {
 		l.Replayed++
 	}
-	l.Grants = append(l.Grants, Entry{Request: r, Decision: d})
+	l.Grants = append(l.Grants, Entry{r, d, time.Now()})
 }
 
 func (l *Ledger) Lose(r Request) {
 	l.Mu.Lock()
 	defer l.Mu.Unlock()
 	l.Unknown++
-	l.unanswered = append(l.unanswered, Entry{Request: r})
+	l.Unanswered = append(l.Unanswered, Entry{Request: r, At: time.Now()})
 }
 
 // AwaitAnswers waits for so many more decisions, and awaitFailures for so many more tries that fail.
@@ -164,8 +164,8 @@ func (l *Ledger) await(t *testing.T, more int, number func() int) {
 // caller who was denied. If all of it is right, the ledger and the policy begin afresh.
 func (l *Ledger) Check(db *TestDB) error {
 	var keyed int64
-	grants, unanswered := ByBucket(l.Grants), ByBucket(l.unanswered)
-	for bucket := range ByBucket(slices.Concat(l.Grants, l.unanswered)) {
+	grants, unanswered := ByBucket(l.Grants), ByBucket(l.Unanswered)
+	for bucket := range ByBucket(slices.Concat(l.Grants, l.Unanswered)) {
 		left := db.Left(bucket.Policy, bucket.Key)
 		found, err := Audit(l.Capacity, left, grants[bucket], unanswered[bucket])
 		if err == nil && len(found.Lost) > 0 {
@@ -191,7 +191,7 @@ func (l *Ledger) Check(db *TestDB) error {
 		 where p.name = $1`, l.Policy); n != keyed {
 		return fmt.Errorf("%d idempotency keys are remembered of %d grants", n, keyed)
 	}
-	l.Grants, l.unanswered = nil, nil
+	l.Grants, l.Unanswered = nil, nil
 	db.DropPolicy(l.Policy)
 	db.DefinePolicy(l.Policy, l.Capacity, 1, ADay)
 	return nil

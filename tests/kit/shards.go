@@ -98,6 +98,6 @@ func (l *Ledger) Of(shard, of int) *Ledger {
 	elsewhere := func(e Entry) bool { return client.ShardOf(e.Key, of) != shard }
 	return &Ledger{
 		Policy: l.Policy, Capacity: l.Capacity, Grants: slices.DeleteFunc(slices.Clone(l.Grants), elsewhere),
-		unanswered: slices.DeleteFunc(slices.Clone(l.unanswered), elsewhere),
+		Unanswered: slices.DeleteFunc(slices.Clone(l.Unanswered), elsewhere),
 	}
 }

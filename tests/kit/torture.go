@@ -3,6 +3,7 @@ package kit
 import (
 	"flag"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -94,6 +95,13 @@ func (r *TortureRun) Figure(name string, value any, unit string) {
 	figures.Mu.Lock()
 	defer figures.Mu.Unlock()
 	figures.Lines = append(figures.Lines, fmt.Sprintf("%s\t%s\t%v\t%s", r.T.Name(), name, value, unit))
+}
+
+// Counts adds a line for each name and its count.
+func (r *TortureRun) Counts(counts map[string]int) {
+	for _, name := range slices.Sorted(maps.Keys(counts)) {
+		r.Figure(name, counts[name], "")
+	}
 }
 
 // Figures adds a line for each name and the number that follows it.

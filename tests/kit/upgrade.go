@@ -227,17 +227,14 @@ func (db *TestDB) StartLoad(version int32) *upgradeLoad {
 		combiner := l.AddCombiner()
 		sql("all", 2, "ratelimit_acquire_all(array[$1, $1], array[$2, $2], array[1, 0], $3)")
 		sql("charged and settled", 2, "ratelimit_charge($1, $2, 3, $3)", "ratelimit_settle($1, $2, $3, 1)")
-		l.Add("all combined", 4, func(policy, key string, _ int64) error {
-			d, err := combiner.AcquireAll(ctx, []client.Charge{{Policy: policy, Key: key}, {Policy: policy, Key: key, Cost: client.Cost(0)}})
-			if err == nil && !d.Allowed {
-				err = fmt.Errorf("denied: %+v", d)
-			}
-			return err
+		l.AddGrants("all combined", 4, func(policy, key string, _ int64) (Decision, error) {
+			w, err := WholeRequest{Charges: []model.Charge{ChargeOf(policy, key, 1), ChargeOf(policy, key, 0)}}.By(ctx, combiner)
+			return w.Decision, err
 		})
-		l.Add("reserved", 2, func(policy, key string, n int64) error {
+		l.AddGrants("reserved", 2, func(policy, key string, n int64) (Decision, error) {
 			s := Spending{Function: "reserve", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: 1, MaxWait: 1, IdempotencyKey: fmt.Sprint(n)}
 			got, err := s.By(db.Pool)
-			return ErrorOf(granted(got.Decision, err))
+			return got.Decision, err
 		})
 		l.Add("up to", 2, func(policy, key string, _ int64) error {
 			got, err := AcquireUpTo(db.Pool, policy, key, 1, 1, nil)
@@ -253,8 +250,8 @@ func (db *TestDB) StartLoad(version int32) *upgradeLoad {
 			}
 			return err
 		})
-		l.Add("enforce", 1, func(policy, key string, n int64) error {
-			return ErrorOf(Enforce(db.Pool, policy, key, 1, fmt.Sprint(n)))
+		l.AddGrants("enforce", 1, func(policy, key string, n int64) (Decision, error) {
+			return Enforce(db.Pool, policy, key, 1, fmt.Sprint(n))
 		})
 		for policy := range LoadPolicies {
 			db.Execute(fmt.Sprintf(`
@@ -278,12 +275,9 @@ func guardedTable(policy string) string { return "public." + strings.ReplaceAll(
 func (l *upgradeLoad) AddCombiner() *client.Combiner {
 	combiner := client.NewCombiner(l.Db.Pool)
 	l.Db.T.Cleanup(combiner.Close)
-	l.Add("combined", 6, func(policy, key string, _ int64) error {
+	l.AddGrants("combined", 6, func(policy, key string, _ int64) (Decision, error) {
 		d, err := combiner.Acquire(context.Background(), policy, key)
-		if err == nil && !d.Allowed {
-			err = fmt.Errorf("denied: %+v", d)
-		}
-		return err
+		return DecisionOf(d), err
 	})
 	return combiner
 }
@@ -337,6 +331,11 @@ func (l *upgradeLoad) Add(way string, callers int, call func(policy, key string,
 		}
 		return nil
 	})
+}
+
+// AddGrants is Add for calls whose decisions must be grants.
+func (l *upgradeLoad) AddGrants(way string, callers int, call func(policy, key string, n int64) (Decision, error)) {
+	l.Add(way, callers, func(policy, key string, n int64) error { return ErrorOf(granted(call(policy, key, n))) })
 }
 
 // GoOn returns when each way has gone round some more.
