@@ -18,16 +18,12 @@ import (
 )
 
 // A crashLoad is a load on a server that may be gone at any moment. Each caller goes on until one of its
-// requests gets no answer. The load records the grants and the requests without an answer.
+// requests gets no answer. The ledger has the grants and the requests without an answer, of all policies.
 type crashLoad struct {
+	*kit.Ledger
+	t      testing.TB
 	prefix string
 	end    func() // lets callers finish their requests
-
-	mu         sync.Mutex
-	grants     []kit.Entry
-	unanswered []kit.Entry
-	denials    []kit.Entry   // of which there should be none
-	busy       chan struct{} // closed when there are some grants
 }
 
 // startCrashLoad starts callers on one database: see startCrashLoadOn.
@@ -57,7 +53,7 @@ func startCrashLoadOn(t testing.TB, target crashTarget, prefix string, policies 
 	if target.spread == nil {
 		target.spread = func(_ int, key string) string { return key }
 	}
-	l := &crashLoad{prefix: prefix, busy: make(chan struct{})}
+	l := &crashLoad{Ledger: &kit.Ledger{}, t: t, prefix: prefix}
 	all := kit.NewLoad(t)
 	for i := range 30 * len(policies) {
 		all.Callers.Go(func() error {
@@ -82,8 +78,8 @@ func startCrashLoadOn(t testing.TB, target crashTarget, prefix string, policies 
 					return nil
 				case <-time.After(rand.N(pause + 1)):
 				}
-				e, err := r.Try(by)
-				if l.write(e, err); err != nil {
+				d, err := r.By(context.Background(), by)
+				if l.write(r, d, err); err != nil {
 					return nil //nolint:nilerr // the other callers go on
 				}
 			}
@@ -95,11 +91,7 @@ func startCrashLoadOn(t testing.TB, target crashTarget, prefix string, policies 
 
 // of is what a load has on the buckets of one shard.
 func (l *crashLoad) of(shard, of int) *crashLoad {
-	elsewhere := func(e kit.Entry) bool { return client.ShardOf(e.Key, of) != shard }
-	return &crashLoad{
-		prefix: l.prefix, grants: slices.DeleteFunc(slices.Clone(l.grants), elsewhere),
-		unanswered: slices.DeleteFunc(slices.Clone(l.unanswered), elsewhere), denials: l.denials,
-	}
+	return &crashLoad{Ledger: l.Ledger.Of(shard, of), t: l.t, prefix: l.prefix}
 }
 
 // acquireAll makes requests for two buckets at a time. Each bucket's share is a request with an idempotency key.
@@ -117,11 +109,11 @@ func (l *crashLoad) acquireAll(all *kit.Load, by client.Acquirer, policy string,
 		}
 		got, err := by.AcquireAll(context.Background(), charges, client.IdempotencyKey(idempotencyKey))
 		for i, c := range charges {
-			e := kit.Entry{Request: kit.Request{BucketID: model.BucketID{Policy: c.Policy, Key: c.Key}, Cost: c.Cost.Tokens(), IdempotencyKey: idempotencyKey}, At: time.Now()}
+			var d client.Decision
 			if err == nil {
-				e.Decision = got.Decisions[i]
+				d = got.Decisions[i]
 			}
-			l.write(e, err)
+			l.write(kit.Request{BucketID: model.BucketID{Policy: c.Policy, Key: c.Key}, Cost: c.Cost.Tokens(), IdempotencyKey: idempotencyKey}, d, err)
 		}
 		if err != nil {
 			return nil //nolint:nilerr // the other callers go on
@@ -129,31 +121,20 @@ func (l *crashLoad) acquireAll(all *kit.Load, by client.Acquirer, policy string,
 	}
 }
 
-// busyness is the number of grants before a server may be killed.
-const busyness = 50
-
-func (l *crashLoad) write(e kit.Entry, err error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+func (l *crashLoad) write(r kit.Request, d client.Decision, err error) {
 	switch {
 	case err != nil:
-		l.unanswered = append(l.unanswered, e)
-	case !e.Allowed:
-		l.denials = append(l.denials, e)
+		l.Lose(r)
+	case !d.Allowed:
+		l.t.Errorf("denied: %+v, %+v", r, d)
 	default:
-		if l.grants = append(l.grants, e); len(l.grants) == busyness {
-			close(l.busy)
-		}
+		l.Enter(r, d)
 	}
 }
 
 // runAWhile returns at a random moment when the load is in full swing.
-func (l *crashLoad) runAWhile(t testing.TB) {
-	select {
-	case <-l.busy:
-	case <-time.After(kit.Patience):
-		require.FailNow(t, "there is hardly any load")
-	}
+func (l *crashLoad) runAWhile(t *testing.T) {
+	l.AwaitAnswers(t, 50)
 	time.Sleep(rand.N(400 * kit.Ms)) // the moment is what is random
 }
 
@@ -180,9 +161,8 @@ func (s *settlement) add(other settlement) {
 // an idempotency key, so that each is charged once, and notes the tokens left in the buckets.
 func (l *crashLoad) settle(db *kit.TestDB, left map[model.BucketID]int64) (s settlement) {
 	t := db.T
-	require.Empty(t, l.denials)
-	grants, unanswered := kit.ByBucket(l.grants), kit.ByBucket(l.unanswered)
-	names := kit.ByBucket(slices.Concat(l.grants, l.unanswered))
+	grants, unanswered := kit.ByBucket(l.Grants), kit.ByBucket(l.Unanswered)
+	names := kit.ByBucket(slices.Concat(l.Grants, l.Unanswered))
 	var kept, lost, forgotten []kit.Entry
 	for name := range names {
 		now := db.Left(name.Policy, name.Key)
@@ -203,13 +183,13 @@ func (l *crashLoad) settle(db *kit.TestDB, left map[model.BucketID]int64) (s set
 		 where b.taken is distinct from k.taken`, kit.ExactCapacity, l.prefix+" keyed %"),
 		"buckets whose tokens and idempotency keys do not agree")
 
-	s.grants, s.lost, s.forgotten, s.unanswered = len(kept)+len(lost), len(lost), len(forgotten), len(l.unanswered)
+	s.grants, s.lost, s.forgotten, s.unanswered = len(kept)+len(lost), len(lost), len(forgotten), len(l.Unanswered)
 	if len(lost) > 0 {
-		s.lostFor = []time.Duration{newest(l.grants).At.Sub(oldest(lost).At)}
+		s.lostFor = []time.Duration{newest(l.Grants).At.Sub(oldest(lost).At)}
 	}
 	s.again += askAgain(db, kept, func(before, now kit.Entry) bool { return now.Replayed && now.Remaining == before.Remaining })
 	s.again += askAgain(db, slices.Concat(lost, forgotten), func(_, now kit.Entry) bool { return now.Allowed && !now.Replayed })
-	s.again += askAgain(db, l.unanswered, func(_, now kit.Entry) bool { return now.Allowed })
+	s.again += askAgain(db, l.Unanswered, func(_, now kit.Entry) bool { return now.Allowed })
 	for name, requests := range names {
 		if requests[0].IdempotencyKey != "" {
 			require.EqualValues(t, kit.ExactCapacity-kit.Costs(requests), db.Left(name.Policy, name.Key), "%v: each is charged once", name)

@@ -63,9 +63,7 @@ func TestTorture_HTTP(t *testing.T) {
 		}
 		all = o.end()
 	})
-	for start := time.Now(); goroutines(label) != ""; time.Sleep(10 * time.Millisecond) {
-		require.Less(t, time.Since(start), kit.Patience, goroutines(label))
-	}
+	awaitNoGoroutines(t, label)
 
 	for _, phase := range slices.SortedFunc(maps.Keys(all), func(a, b httpPhase) int { return cmp.Or(cmp.Compare(a.mode, b.mode), cmp.Compare(a.name, b.name)) }) {
 		answers := all[phase]

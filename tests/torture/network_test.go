@@ -40,10 +40,7 @@ func TestTorture_Network(t *testing.T) {
 		run.Progress("%d grants, %d of them after the first answer was lost", n.ledger.Granted, n.ledger.Replayed)
 	}
 
-	met := n.met()
-	for _, what := range slices.Sorted(maps.Keys(met)) {
-		run.Figure(what, met[what], "")
-	}
+	run.Counts(n.met())
 	run.Figure("connections that went silent", n.proxy.Done[kit.Vanish].Load(), "")
 	run.Figure("slowest try, whose ctx ends after 1 s", n.ledger.Slowest.Round(time.Millisecond), "")
 	run.Figure("slowest recovery of the pool", n.slowestRecovery.Round(time.Millisecond), "")
@@ -104,9 +101,7 @@ func (n *network) round(chances odds, lasts time.Duration) {
 		require.Zero(t, pool.Stat().AcquiredConns())
 		pool.Close()
 	})
-	for start := time.Now(); goroutines(label) != ""; time.Sleep(10 * time.Millisecond) {
-		require.Less(t, time.Since(start), kit.Patience, goroutines(label))
-	}
+	awaitNoGoroutines(t, label)
 	n.db.Await(t, kit.Patience, "select count(*) = 0 from pg_stat_activity where datname = current_database() and application_name = 'through a proxy'")
 
 	require.NoError(t, n.ledger.Check(n.db))
@@ -129,6 +124,12 @@ func (n *network) awaitRecovery(pool *pgxpool.Pool) {
 			conn.Release() // it is replaced
 		}
 		cancel()
+	}
+}
+
+func awaitNoGoroutines(t *testing.T, label string) {
+	for start := time.Now(); goroutines(label) != ""; time.Sleep(10 * time.Millisecond) {
+		require.Less(t, time.Since(start), kit.Patience, goroutines(label))
 	}
 }
 

@@ -82,8 +82,8 @@ func TestTorture_ShardsCrash(t *testing.T) {
 		for n, db := range s.Dbs {
 			part := l.of(n, s.Of())
 			if s.ServerOf(n) != s.Servers[victim] {
-				require.Empty(t, part.unanswered, "shard %d was well", n)
-				part.grants = slices.DeleteFunc(part.grants, func(e kit.Entry) bool { return e.Policy == "ephemeral" }) // which nobody has forgotten
+				require.Empty(t, part.Unanswered, "shard %d was well", n)
+				part.Grants = slices.DeleteFunc(part.Grants, func(e kit.Entry) bool { return e.Policy == "ephemeral" }) // which nobody has forgotten
 			}
 			all[victim].add(part.settle(db, map[model.BucketID]int64{}))
 		}
@@ -200,7 +200,6 @@ type shardWatch struct {
 	limiter *client.Sharded
 	faulty  []int
 	phase   atomic.Int32
-	keys    [][]string
 	patient context.Context // until release
 	release func()
 
@@ -214,13 +213,6 @@ func newShardWatch(s *kit.Shards, limiter *client.Sharded, faulty []int) *shardW
 	w.patient, w.release = context.WithCancel(s.T.Context())
 	for phase := range w.took {
 		w.took[phase] = make([][]time.Duration, s.Of())
-	}
-	for n := range s.Of() {
-		var keys []string
-		for i := range 16 {
-			keys = append(keys, s.Key(n, fmt.Sprint("user ", i)))
-		}
-		w.keys = append(w.keys, keys)
 	}
 	return w
 }
@@ -256,8 +248,8 @@ func (w *shardWatch) call(shard int, impatient bool) error {
 	default:
 		ctx = w.patient
 	}
-	start := time.Now()
-	_, err := w.limiter.Acquire(ctx, "p", w.keys[shard][rand.N(16)])
+	key, start := w.s.Key(shard, fmt.Sprint("user ", rand.N(16))), time.Now()
+	_, err := w.limiter.Acquire(ctx, "p", key)
 	took := time.Since(start)
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -305,5 +297,5 @@ func TestTorture_Citus(t *testing.T) {
 		require.Zero(t, restarts, "node %d: a crash starts the checkpointer anew", n)
 	}
 	run.Figure("rounds", rounds, "")
-	inputs.report(run)
+	run.Counts(inputs.counts)
 }

@@ -215,15 +215,14 @@ func (l *waitingLine) promises() map[string]promise {
 
 // rate measures whether the line moved on at 50 tokens a second, with those of callers who gave up.
 func (l *waitingLine) rate(promises map[string]promise, returned []time.Time) {
-	first, last := -1, -1
+	var served []int
 	for i, at := range returned {
-		if !at.IsZero() && (first < 0 || at.Before(returned[first])) {
-			first = i
-		}
-		if !at.IsZero() && (last < 0 || at.After(returned[last])) {
-			last = i
+		if !at.IsZero() {
+			served = append(served, i)
 		}
 	}
+	slices.SortFunc(served, func(a, b int) int { return returned[a].Compare(returned[b]) })
+	first, last := served[0], served[len(served)-1]
 	l.due = promises[l.promised(last)].ready.Sub(promises[l.promised(first)].ready)
 	l.took = returned[last].Sub(returned[first])
 }
