@@ -61,15 +61,15 @@ func (r *round) check(function string, args []argument) error {
 		if p, known := r.model.Policy(name); known { // null keeps what is there
 			capacity, refill, every = cmp.Or(capacity, any(p.Capacity)), cmp.Or(refill, any(p.Refill)), cmp.Or(every, any(span{micros: int64(p.Every)}))
 		}
-		err := cmp.Or(badName("policy", value(0)), badAmount("capacity", capacity, 0), badAmount("refill", refill, 0), badSpan("every", every))
+		err := cmp.Or(badName("policy", value(0)), badAmount("capacity", capacity, 0), badAmount("refill", refill, 0), badSpan("every", every, 1, kit.MaxSpan))
 		if err == nil {
 			err = badRate(capacity.(int64), refill.(int64), every.(span))
 		}
-		return cmp.Or(err, given(value(6), badSpan("remember", value(6))))
+		return cmp.Or(err, given(value(6), badSpan("remember", value(6), 1, kit.MaxSpan)))
 	case "ratelimit_drop_policy", "ratelimit_reset_all":
 		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)))
 	case "ratelimit_acquire", "ratelimit_enforce":
-		return r.checkRequest(value(0), value(1), value(2), value(3))
+		return r.checkSpending(value(0), value(1), value(3), badTokens("cost", value(2)))
 	case "ratelimit_acquire_many", "ratelimit_peek_many", "ratelimit_acquire_up_to_many":
 		n := length(value(0))
 		switch {
@@ -106,7 +106,7 @@ func (r *round) check(function string, args []argument) error {
 		}
 	case "ratelimit_override":
 		err := cmp.Or(badName("", value(0)), badName("", value(1)), given(value(2), badAmount("", value(2), 0)),
-			given(value(3), badAmount("", value(3), 0)), given(value(4), badSpan("", value(4))))
+			given(value(3), badAmount("", value(3), 0)), given(value(4), badSpan("", value(4), 1, kit.MaxSpan)))
 		if err == nil && value(2) != nil && value(3) != nil && value(4) != nil {
 			err = badRate(value(2).(int64), value(3).(int64), value(4).(span))
 		}
@@ -123,56 +123,47 @@ func (r *round) check(function string, args []argument) error {
 		return unsaid(badRate(cmp.Or(value(2), any(p.Capacity)).(int64), cmp.Or(value(3), any(p.Refill)).(int64),
 			cmp.Or(value(4), any(span{micros: int64(p.Every)})).(span)))
 	case "ratelimit_remove_override":
-		return unsaid(cmp.Or(badName("", value(0)), badName("", value(1)), r.unknown(value(0))))
+		return unsaid(r.checkSpending(value(0), value(1), nil, nil))
 	case "ratelimit_status":
 		return r.checkList(value(0), value(2), value(1))
 	case "ratelimit_overrides":
 		return r.checkList(value(0), value(1), value(2))
 	case "ratelimit_peek":
-		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("cost", value(2)), r.unknown(value(0)))
+		return r.checkSpending(value(0), value(1), nil, badTokens("cost", value(2)))
 	case "ratelimit_refund":
-		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badTokens("amount", value(2)), r.unknown(value(0)))
+		return r.checkSpending(value(0), value(1), nil, badTokens("amount", value(2)))
 	case "ratelimit_pause":
-		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), badWait("pause_for", value(2), 1000), r.unknown(value(0)))
+		return r.checkSpending(value(0), value(1), nil, badSpan("pause_for", value(2), 1000, int64(kit.MaxWaitOfReserve)))
 	case "ratelimit_charge":
 		return r.checkSpending(value(0), value(1), value(3), badTokens("cost", value(2)), badAmount("cost", value(2), 0))
 	case "ratelimit_settle":
 		return r.checkSpending(value(0), value(1), value(2), badTokens("cost", value(3)),
 			badAmount("cost", value(3), 0), badName("idempotency_key", value(2)))
 	case "ratelimit_reserve":
-		return r.checkSpending(value(0), value(1), value(4), badTokens("cost", value(3)), badWait("max_wait", value(2), 0))
+		return r.checkSpending(value(0), value(1), value(4), badTokens("cost", value(3)), badSpan("max_wait", value(2), 0, int64(kit.MaxWaitOfReserve)))
 	case "ratelimit_acquire_up_to":
-		err := badAmount("at_most", value(2), 1)
-		if atMost, ok := value(2).(int64); ok && atMost >= 1 {
-			atLeast, ok := value(3).(int64)
-			if err = nil; !ok || atLeast < 1 || atLeast > atMost {
-				err = refusal("invalid at_least")
-			}
+		err := badCount("at_most", value(2))
+		if err == nil {
+			err = unless("at_least", value(3), func(least int64) bool { return 1 <= least && least <= value(2).(int64) })
 		}
 		return r.checkSpending(value(0), value(1), value(4), nil, err)
 	case "ratelimit_reset":
-		return cmp.Or(badName("policy", value(0)), badName("key", value(1)), r.unknown(value(0)))
+		return r.checkSpending(value(0), value(1), nil, nil)
 	case "ratelimit_hold":
-		return r.checkHold(value(0), value(1), value(2), badCount("invalid cost", value(3)))
+		return r.checkHold(value(0), value(1), value(2), badCount("cost", value(3)))
 	case "ratelimit_renew", "ratelimit_release":
 		return r.checkHold(value(0), value(1), value(2), nil)
 	case "ratelimit_holders":
 		return r.checkList(value(0), value(1), value(2))
 	case "ratelimit_cleanup":
-		return badCount("invalid max_rows", value(0))
+		return badCount("max_rows", value(0))
 	case "ratelimit_cleanup_all":
-		if budget, ok := value(0).(span); !ok || budget.inMonthsOf30Days().Sign() <= 0 {
-			return refusal("invalid budget")
-		}
+		return unless("budget", value(0), func(budget span) bool { return budget.inMonthsOf30Days().Sign() > 0 })
 	}
 	return nil
 }
 
-func (r *round) checkRequest(policy, key, cost, idempotencyKey any) error {
-	return r.checkSpending(policy, key, idempotencyKey, badTokens("cost", cost))
-}
-
-// checkSpending checks a request, with the refusals of its cost, and of what comes after it.
+// checkSpending checks a call on a bucket, with the refusals of its cost, and of what comes after it.
 func (r *round) checkSpending(policy, key, idempotencyKey any, cost error, others ...error) error {
 	return cmp.Or(badName("policy", policy), badName("key", key), cost, given(idempotencyKey, badName("idempotency_key", idempotencyKey)),
 		cmp.Or(others...), r.unknown(policy))
@@ -200,22 +191,7 @@ func given(value any, refusal error) error {
 	return refusal
 }
 
-func badCount(message refusal, value any) error {
-	if count, ok := value.(int64); !ok || count <= 0 {
-		return message
-	}
-	return nil
-}
-
-func badWait(argument string, value any, least int64) error {
-	s, ok := value.(span)
-	if !ok || s.months != 0 || s.inMonthsOf30Days().Cmp(big.NewInt(least)) < 0 || s.inMonthsOf30Days().Cmp(big.NewInt(int64(kit.MaxWaitOfReserve))) > 0 {
-		return refusal("invalid " + argument)
-	}
-	return nil
-}
-
-// checkWhole is checkRequest for several charges.
+// checkWhole checks a request of several charges.
 func (r *round) checkWhole(q fuzzedWhole) error {
 	if len(q.charges) < 1 || len(q.charges) > 1000 || q.idempotencyKey != nil && badName("", q.idempotencyKey) != nil {
 		return refusal("")
@@ -262,33 +238,35 @@ func (r *round) unknown(policy any) error {
 	return nil
 }
 
-func badName(argument string, value any) error {
-	if name, _ := value.(string); len(name) < 1 || len(name) > 512 {
+// unless refuses a value that is null, or does not fit.
+func unless[T any](argument string, value any, fits func(T) bool) error {
+	if v, ok := value.(T); !ok || !fits(v) {
 		return refusal("invalid " + argument)
 	}
 	return nil
+}
+
+func badName(argument string, value any) error {
+	return unless(argument, value, func(name string) bool { return 1 <= len(name) && len(name) <= 512 })
 }
 
 func badTokens(argument string, value any) error {
-	if tokens, ok := value.(int64); !ok || tokens < 0 {
-		return refusal("invalid " + argument)
-	}
-	return nil
+	return unless(argument, value, func(tokens int64) bool { return tokens >= 0 })
+}
+
+func badCount(argument string, value any) error {
+	return unless(argument, value, func(count int64) bool { return count >= 1 })
 }
 
 func badAmount(argument string, value any, least int64) error {
-	if tokens, ok := value.(int64); !ok || tokens < least || tokens > kit.MaxTokens {
-		return refusal("invalid " + argument)
-	}
-	return nil
+	return unless(argument, value, func(tokens int64) bool { return least <= tokens && tokens <= kit.MaxTokens })
 }
 
-func badSpan(argument string, value any) error {
-	s, ok := value.(span)
-	if !ok || s.months != 0 || s.inMonthsOf30Days().Sign() <= 0 || s.inMonthsOf30Days().Cmp(big.NewInt(kit.MaxSpan)) > 0 {
-		return refusal("invalid " + argument)
-	}
-	return nil
+func badSpan(argument string, value any, least, most int64) error {
+	return unless(argument, value, func(s span) bool {
+		length := s.inMonthsOf30Days()
+		return s.months == 0 && length.Cmp(big.NewInt(least)) >= 0 && length.Cmp(big.NewInt(most)) <= 0
+	})
 }
 
 // badRate refuses what takes more than 10,000 years to fill, unless it is not meant to.
@@ -461,17 +439,9 @@ func lengthOf(value any) *model.Micros {
 }
 
 func (r *round) answerMany(of string, args []argument) (rows []string) {
-	policies, keys := args[0].value.([]*string), args[1].value.([]*string)
-	costs, haveCosts := args[2].value.([]*int64)
-	idempotencyKeys, haveKeys := args[3].value.([]*string)
-	for i := range policies {
-		request := []argument{ofPointer(policies[i]), ofPointer(keys[i]), {value: int64(1)}, {}}
-		if haveCosts {
-			request[2] = ofPointer(costs[i])
-		}
-		if haveKeys {
-			request[3] = ofPointer(idempotencyKeys[i])
-		}
+	for i, q := range requestsOf(slices.Concat(args[:3], []argument{null}, args[3:])) {
+		c := q.charges[0]
+		request := []argument{{value: c.policy}, {value: c.key}, {value: c.cost}, {value: q.idempotencyKey}}
 		nothing := "|||||||"
 		if of == "ratelimit_acquire_up_to" {
 			request, nothing = slices.Insert(request, 3, argument{value: int64(1)}), nothing+"|"
@@ -506,9 +476,9 @@ func chargesOf(args []argument) (charges []fuzzedCharge) {
 	policies, keys := args[0].value.([]*string), args[1].value.([]*string)
 	costs, haveCosts := args[2].value.([]*int64)
 	for i := range policies {
-		c := fuzzedCharge{ofPointer(policies[i]).value, ofPointer(keys[i]).value, int64(1)}
+		c := fuzzedCharge{valueOf(policies[i]), valueOf(keys[i]), int64(1)}
 		if haveCosts {
-			c.cost = ofPointer(costs[i]).value
+			c.cost = valueOf(costs[i])
 		}
 		charges = append(charges, c)
 	}
@@ -527,7 +497,7 @@ func requestsOf(args []argument) (requests []fuzzedWhole) {
 		q := fuzzedWhole{charges: charges[:*size]}
 		charges = charges[*size:]
 		if haveKeys {
-			q.idempotencyKey = ofPointer(idempotencyKeys[i]).value
+			q.idempotencyKey = valueOf(idempotencyKeys[i])
 		}
 		requests = append(requests, q)
 	}
@@ -657,14 +627,15 @@ func (r *round) status(policy, key any, atMost int64) (rows []string) {
 	return rows
 }
 
-func ofPointer[T any](p *T) argument {
+// valueOf is nil for null.
+func valueOf[T any](p *T) any {
 	if p == nil {
-		return null
+		return nil
 	}
-	return argument{value: *p}
+	return *p
 }
 
-// inColumns is a decision as fuzzStatements select it.
+// inColumns is a decision as fuzzFunctions select it.
 func inColumns(d kit.Decision) string {
 	return fmt.Sprintf("%s|%d|%s|%s|%d|%s|%s", letter[d.Allowed], d.Remaining, orNothing(d.RetryAfter), orNothing(d.ResetAfter), d.Capacity,
 		letter[d.Replayed], letter[d.Shadowed])

@@ -47,42 +47,24 @@ func TestTorture_Fuzz(t *testing.T) {
 	}
 	workers.Wait()
 	require.Empty(t, inputs.lacks())
-	inputs.report(run)
+	run.Counts(inputs.counts)
 }
 
 // A checker that has never failed proves nothing: each of these bugs must be found.
 func TestFuzz_FindsPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
-	for name, bug := range map[string]struct {
-		kit.Mutation
-		function string
-	}{
-		"a key of 513 bytes":                  {kit.Mutation{Pattern: `octet_length\(value\) between 1 and 512`, Replacement: `octet_length(value) between 1 and 513`}, "ratelimit.is_name"},
-		"a month in an interval":              {kit.Mutation{Pattern: `or extract\(month from value\) <> 0`, Replacement: ``}, "ratelimit.check_span"},
-		"a cost checked too late":             {kit.Mutation{Pattern: `acceptable\(key, cost\)`, Replacement: `is_name(key)`}, "ratelimit_peek"},
-		"an internal error":                   {kit.Mutation{Pattern: `errcode = '22023'`, Replacement: `errcode = 'XX000'`}, "ratelimit.refuse"},
-		"an error that leaves something done": {kit.Mutation{Pattern: `if v_verdict\.refused is not null then`, Replacement: `$0 update buckets set level = 0;`}, "ratelimit.decide_in_order"},
-		"a token too many":                    {kit.Mutation{Pattern: `least\(amount, v_policy.capacity\)`, Replacement: `least(amount + 1, v_policy.capacity)`}, "ratelimit_refund"},
-		"a cost of 0 slots":                   {kit.Mutation{Pattern: `cost >= 1`, Replacement: `cost >= 0`}, "ratelimit_hold"},
-		"a renewal of a lease that has ended": {kit.Mutation{Pattern: `and l\.ends_at > v_now; end if;`, Replacement: `; end if;`}, "ratelimit_renew"},
-		"a release of all holders":            {kit.Mutation{Pattern: `and l\.holder = v_holder and l\.ends_at`, Replacement: `and l.ends_at`}, "ratelimit_release"},
-		"a policy that stays":                 {kit.Mutation{Pattern: `delete from policies as p where p.name = v_name returning p.id`, Replacement: `update policies as p set name = p.name where p.name = v_name returning p.id`}, "ratelimit_drop_policy"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			f := newFuzzer(t, newTally())
-			f.db.Mutate(bug.Mutation, bug.function)
-			seed := kit.TestSeed(t)
-			for n := range uint64(200) {
-				if f.round(seed+n) != nil {
-					t.Logf("found in round %d", n+1)
-					return
-				}
+	kit.InParallel(t, map[string]plantedBug{}, func(t *testing.T, bug plantedBug) {
+		f := newFuzzer(t, newTally())
+		bug.plant(f.db)
+		seed := kit.TestSeed(t)
+		for n := range uint64(200) {
+			if f.round(seed+n) != nil {
+				t.Logf("found in round %d", n+1)
+				return
 			}
-			t.Errorf("%s is not found in 200 rounds", name)
-		})
-	}
+		}
+		t.Error("it is not found in 200 rounds")
+	})
 }
 
 // A fuzzer has a database of its own.
@@ -107,8 +89,8 @@ func newFuzzer(t *testing.T, inputs *tally) *fuzzer {
 func (f *fuzzer) begin(t *testing.T) {
 	f.wire = f.db.Wire(t)
 	setup := []kit.Message{simple("set synchronous_commit = off"), simple("select ratelimit_version()")}
-	for name, sql := range fuzzStatements {
-		setup = append(setup, prepare(name, sql))
+	for name, function := range fuzzFunctions {
+		setup = append(setup, prepare(name, function.statement(name)))
 	}
 	responses := kit.NoError(f.wire.Ask(setup))(t)
 	for _, r := range responses {
@@ -118,17 +100,9 @@ func (f *fuzzer) begin(t *testing.T) {
 }
 
 const (
-	fuzzDecision = "select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from reset_after) * 1000000)::bigint, capacity, replayed, shadowed from "
-
-	fuzzDecisions = `
-		binding,
-		(select string_agg(format('%s|%s|%s|%s|%s|%s|%s', d.allowed, d.remaining, (extract(epoch from d.retry_after) * 1000000)::bigint,
-		                          (extract(epoch from d.reset_after) * 1000000)::bigint, d.capacity, d.replayed, d.shadowed), '; ' order by d.n)
-		   from unnest(decisions) with ordinality as d (allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, n))`
-
 	// fuzzPacked is what the arrays say, each number of an element or a request once.
 	fuzzPacked = `
-		with p as materialized (select * from ratelimit_acquire_packed($1, $2, $3, $4, $5))
+		with p as materialized (select * from @)
 		select r.* from p cross join lateral (
 		  select 'arrays', 0::bigint, format('%s|%s', p.replayed is null, p.shadowed is null)
 		  union all
@@ -164,53 +138,88 @@ const (
 		       (select count(*) from ratelimit_holders(null, null, 1000000))`
 )
 
-// fuzzStatements has a call of each function, and the columns of its result that are compared.
-var fuzzStatements = map[string]string{
-	"ratelimit_define_policy": "select from ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
-	"ratelimit_drop_policy":   "select from ratelimit_drop_policy($1)",
-	"ratelimit_policies": "select policy, capacity, refill, (extract(epoch from every) * 1000000)::bigint, stepped, durable, " +
-		"(extract(epoch from remember) * 1000000)::bigint, shadow from ratelimit_policies()",
-	"ratelimit_override":        "select from ratelimit_override($1, $2, $3, $4, $5, $6)",
-	"ratelimit_remove_override": "select ratelimit_remove_override($1, $2)",
-	"ratelimit_overrides": "select policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint, " +
-		"(extract(epoch from nullif(expires_at, 'infinity')) * 1000000)::bigint from ratelimit_overrides($1, $2, $3)",
-	"ratelimit_acquire": fuzzDecision + "ratelimit_acquire($1, $2, $3, $4)",
-	"ratelimit_enforce": fuzzDecision + "ratelimit_enforce($1, $2, $3, $4)",
-	"ratelimit_status": "select policy, key, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from reset_after) * 1000000)::bigint, " +
-		"capacity, overridden from ratelimit_status($1, $2, $3)",
-	"ratelimit_doctor": "select count(*) >= 0 from ratelimit_doctor()",
-	"ratelimit_acquire_many": strings.Replace(fuzzDecision, "allowed", "request, error_code, error_message, allowed", 1) +
-		"ratelimit_acquire_many($1, $2, $3, $4)",
-	"ratelimit_acquire_all": strings.Replace(fuzzDecision, "shadowed", "shadowed, "+fuzzDecisions, 1) +
-		"ratelimit_acquire_all($1, $2, $3, $4)",
-	"ratelimit_acquire_all_many": strings.NewReplacer(
-		"allowed", "request, error_code, case when error_code <> '22023' then error_message end, allowed",
-		"shadowed", "shadowed, "+fuzzDecisions).Replace(fuzzDecision) +
-		"ratelimit_acquire_all_many($1, $2, $3, $4, $5)",
-	"ratelimit_acquire_packed": fuzzPacked,
-	"ratelimit_peek":           fuzzDecision + "ratelimit_peek($1, $2, $3)",
-	"ratelimit_peek_many": strings.Replace(fuzzDecision, "allowed", "request, error_code, error_message, allowed", 1) +
-		"ratelimit_peek_many($1, $2, $3)",
-	"ratelimit_acquire_up_to_many": "select request, error_code, error_message, " + strings.TrimPrefix(strings.Replace(fuzzDecision, "shadowed", "shadowed, taken", 1), "select ") +
-		"ratelimit_acquire_up_to_many($1, $2, $3)",
-	"ratelimit_refund":        fuzzDecision + "ratelimit_refund($1, $2, $3)",
-	"ratelimit_pause":         fuzzDecision + "ratelimit_pause($1, $2, $3)",
-	"ratelimit_charge":        fuzzDecision + "ratelimit_charge($1, $2, $3, $4)",
-	"ratelimit_settle":        fuzzDecision + "ratelimit_settle($1, $2, $3, $4)",
-	"ratelimit_reserve":       strings.Replace(fuzzDecision, "retry_after", "wait", 1) + "ratelimit_reserve($1, $2, $3, $4, $5)",
-	"ratelimit_acquire_up_to": strings.Replace(fuzzDecision, "shadowed", "shadowed, taken", 1) + "ratelimit_acquire_up_to($1, $2, $3, $4, $5)",
-	"ratelimit_hold": "select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from held_for) * 1000000)::bigint, " +
-		"capacity, renewed, shadowed from ratelimit_hold($1, $2, $3, $4)",
-	"ratelimit_renew":       "select (extract(epoch from ratelimit_renew($1, $2, $3)) * 1000000)::bigint",
-	"ratelimit_release":     "select ratelimit_release($1, $2, $3)",
-	"ratelimit_holders":     "select policy, key, holder, cost, (extract(epoch from held_for) * 1000000)::bigint from ratelimit_holders($1, $2, $3)",
-	"ratelimit_reset":       "select from ratelimit_reset($1, $2)",
-	"ratelimit_reset_all":   "call ratelimit_reset_all($1)",
-	"ratelimit_cleanup":     "select buckets_deleted >= 0, idempotency_keys_deleted >= 0 from ratelimit_cleanup($1)",
-	"ratelimit_cleanup_all": "call ratelimit_cleanup_all($1)",
-	"ratelimit_version":     "select ratelimit_version()",
-	"ratelimit_shard":       "select shard, of from ratelimit_shard()",
+// A fuzzedFunction is a public function as the fuzzer calls it.
+type fuzzedFunction struct {
+	often     int    // in proportion to the others
+	columns   string // that are compared; or the whole statement, with @ for the call
+	arguments string // their kinds, as kinds has them
 }
+
+// statement is the SQL of a call, with as many parameters as the function has arguments.
+func (f fuzzedFunction) statement(name string) string {
+	var parameters []string
+	for i := range strings.Fields(f.arguments) {
+		parameters = append(parameters, fmt.Sprintf("$%d", i+1))
+	}
+	statement := f.columns
+	if !strings.Contains(statement, "@") {
+		statement = "select " + statement + " from @"
+	}
+	return strings.Replace(statement, "@", name+"("+strings.Join(parameters, ", ")+")", 1)
+}
+
+// us are the microseconds of an interval or an instant.
+func us(column string) string { return "(extract(epoch from " + column + ") * 1000000)::bigint" }
+
+var (
+	fuzzDecision = "allowed, remaining, " + us("retry_after") + ", " + us("reset_after") + ", capacity, replayed, shadowed"
+
+	fuzzDecisions = fuzzDecision + `,
+		binding,
+		(select string_agg(format('%s|%s|%s|%s|%s|%s|%s', d.allowed, d.remaining, ` + us("d.retry_after") + ", " + us("d.reset_after") + `,
+		                          d.capacity, d.replayed, d.shadowed), '; ' order by d.n)
+		   from unnest(decisions) with ordinality as d (allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, n))`
+)
+
+var fuzzFunctions = map[string]fuzzedFunction{
+	"ratelimit_define_policy":    {2, "", "policy capacity refill every stepped durable every shadow"},
+	"ratelimit_drop_policy":      {1, "", "policy"},
+	"ratelimit_policies":         {1, "policy, capacity, refill, " + us("every") + ", stepped, durable, " + us("remember") + ", shadow", ""},
+	"ratelimit_override":         {2, "", "policy key capacity? refill? every? expires?"},
+	"ratelimit_remove_override":  {1, "*", "policy key"},
+	"ratelimit_overrides":        {1, "policy, key, capacity, refill, " + us("every") + ", " + us("nullif(expires_at, 'infinity')"), "policy? key? rows"},
+	"ratelimit_acquire":          {3, fuzzDecision, "policy key cost once"},
+	"ratelimit_enforce":          {1, fuzzDecision, "policy key capacity once"}, // which is denied now and then
+	"ratelimit_acquire_many":     {2, "request, error_code, error_message, " + fuzzDecision, "policy[] key[] cost[]? once[]?"},
+	"ratelimit_acquire_all":      {2, fuzzDecisions, "policy[] key[] cost[]? once"},
+	"ratelimit_acquire_all_many": {1, "request, error_code, case when error_code <> '22023' then error_message end, " + fuzzDecisions, "policy[] key[] cost[]? sizes once[]?"},
+	"ratelimit_acquire_packed":   {2, fuzzPacked, "policy[] key[] cost[]? sizes once[]?"},
+	"ratelimit_peek":             {2, fuzzDecision, "policy key cost"},
+	"ratelimit_peek_many":        {2, "request, error_code, error_message, " + fuzzDecision, "policy[] key[] cost[]?"},
+	"ratelimit_refund":           {2, fuzzDecision, "policy key cost"},
+	"ratelimit_pause":            {1, fuzzDecision, "policy key wait"},
+	"ratelimit_charge":           {2, fuzzDecision, "policy key cost once"},
+	"ratelimit_settle":           {2, fuzzDecision, "policy key key cost"},
+	"ratelimit_reserve":          {2, strings.Replace(fuzzDecision, "retry_after", "wait", 1), "policy key wait cost once"},
+
+	"ratelimit_acquire_up_to":      {2, fuzzDecision + ", taken", "policy key at_most at_least once"},
+	"ratelimit_acquire_up_to_many": {2, "request, error_code, error_message, " + fuzzDecision + ", taken", "policy[] key[] cost[]"},
+
+	"ratelimit_hold":        {3, "allowed, remaining, " + us("retry_after") + ", " + us("held_for") + ", capacity, renewed, shadowed", "lends held key slots"},
+	"ratelimit_renew":       {1, us("ratelimit_renew"), "lends held key"},
+	"ratelimit_release":     {1, "*", "lends held key"},
+	"ratelimit_holders":     {1, "policy, key, holder, cost, " + us("held_for"), "lends? key? rows"},
+	"ratelimit_status":      {1, "policy, key, remaining, " + us("retry_after") + ", " + us("reset_after") + ", capacity, overridden", "policy? rows key?"},
+	"ratelimit_doctor":      {1, "count(*) >= 0", ""},
+	"ratelimit_reset":       {1, "", "policy key"},
+	"ratelimit_reset_all":   {1, "call @", "policy"},
+	"ratelimit_cleanup":     {1, "buckets_deleted >= 0, idempotency_keys_deleted >= 0", "max_rows"},
+	"ratelimit_cleanup_all": {1, "call @", "budget"},
+	"ratelimit_version":     {1, "*", ""},
+	"ratelimit_shard":       {1, "shard, of", ""},
+}
+
+// fuzzNames has each function as often as it is called. Those that take an argument can refuse it.
+var fuzzNames, refusing = func() (all, refusing []string) {
+	for _, name := range slices.Sorted(maps.Keys(fuzzFunctions)) {
+		f := fuzzFunctions[name]
+		all = append(all, slices.Repeat([]string{name}, f.often)...)
+		if f.arguments != "" {
+			refusing = append(refusing, slices.Repeat([]string{name}, f.often)...)
+		}
+	}
+	return all, refusing
+}()
 
 // A fuzzCall is a call and the response that it must get.
 type fuzzCall struct {
@@ -304,7 +313,7 @@ func (f *fuzzer) round(seed uint64) error {
 		if r.oneIn(10) {
 			r.passTime()
 		}
-		function := oneOf(random, fuzzFunctions)
+		function := oneOf(random, fuzzNames)
 		r.add(function, r.callOf(function, strings.HasPrefix(function, "ratelimit_cleanup"))) // where clean-up has its turn: see below
 	}
 	for _, id := range r.buckets() {
@@ -413,9 +422,10 @@ func (r *round) add(function string, args []argument) {
 		}
 	}
 
+	statement := fuzzFunctions[function].statement(function)
 	if !r.binary {
 		var sql strings.Builder
-		rest := fuzzStatements[function]
+		rest := statement
 		for i, a := range args {
 			before, after, _ := strings.Cut(rest, fmt.Sprintf("$%d", i+1))
 			sql.WriteString(before)
@@ -433,7 +443,7 @@ func (r *round) add(function string, args []argument) {
 	}
 	m := extended(function, formats, parameters)
 	if r.oneIn(16) {
-		m = append(kit.Message{&pgproto3.Parse{Query: fuzzStatements[function]}}, extended("", formats, parameters)...)
+		m = append(kit.Message{&pgproto3.Parse{Query: statement}}, extended("", formats, parameters)...)
 	}
 	r.send(m, c)
 }
@@ -454,21 +464,6 @@ func (r *round) literal(a argument) string {
 	return "'" + strings.ReplaceAll(s, "'", "''") + "'"
 }
 
-// Each function stands here in proportion to how often it is called.
-var (
-	refusing = []string{
-		"ratelimit_acquire", "ratelimit_acquire", "ratelimit_acquire", "ratelimit_enforce", "ratelimit_status", "ratelimit_acquire_many", "ratelimit_acquire_many",
-		"ratelimit_peek", "ratelimit_peek", "ratelimit_peek_many", "ratelimit_peek_many", "ratelimit_refund", "ratelimit_refund", "ratelimit_pause", "ratelimit_reset", "ratelimit_reset_all",
-		"ratelimit_acquire_all", "ratelimit_acquire_all", "ratelimit_acquire_all_many", "ratelimit_acquire_packed", "ratelimit_acquire_packed",
-		"ratelimit_override", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
-		"ratelimit_charge", "ratelimit_charge", "ratelimit_settle", "ratelimit_settle", "ratelimit_reserve", "ratelimit_reserve",
-		"ratelimit_acquire_up_to", "ratelimit_acquire_up_to", "ratelimit_acquire_up_to_many", "ratelimit_acquire_up_to_many",
-		"ratelimit_hold", "ratelimit_hold", "ratelimit_hold", "ratelimit_renew", "ratelimit_release", "ratelimit_holders",
-		"ratelimit_define_policy", "ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_cleanup", "ratelimit_cleanup_all",
-	}
-	fuzzFunctions = append([]string{"ratelimit_policies", "ratelimit_version", "ratelimit_doctor", "ratelimit_shard"}, refusing...)
-)
-
 // callOf makes arguments: all good, or each of them good more often than not.
 func (r *round) callOf(function string, refusedOnly bool) []argument {
 	for {
@@ -481,190 +476,152 @@ func (r *round) callOf(function string, refusedOnly bool) []argument {
 }
 
 func (r *round) arguments(function string, good func() bool) []argument {
-	choose := func(ok func() argument, other func() argument) argument {
-		if good() {
-			return ok()
-		}
-		return other()
-	}
-	anyOf := func(texts []string) argument {
-		return choose(func() argument { return textArgument(oneOf(r.fuzzed, texts)) }, r.anyText)
-	}
-	policy := func() argument { return anyOf(r.names) }
-	lends := func() argument { return anyOf([]string{r.lends, r.lends, r.lends, r.lends, r.lends, r.names[0]}) }
-	keys := r.keys
+	d := &drawing{round: r, good: good, keys: r.keys, least: 1 + r.Int64N(3)}
 	if r.fuzzer.citus && r.oneIn(2) { // so that a request has one key more often than not
-		keys = []string{oneOf(r.fuzzed, keys)}
-	}
-	key := func() argument { return anyOf(keys) }
-	cost := func() argument { return choose(func() argument { return bigintArgument(r.Int64N(4)) }, r.anyBigint) }
-	rows := func() argument {
-		return choose(func() argument { return integerArgument(1 + int32(r.IntN(20))) }, r.anyInteger)
-	}
-	idempotencyKey := func() argument {
-		if r.oneIn(2) {
-			return null
-		}
-		return key()
-	}
-	wait := func() argument {
-		return spanArgument(span{days: int32(r.IntN(2)), micros: r.Int64N(min(364*kit.Day, int64(1)<<r.IntN(45)))})
-	}
-	capacity := func() argument { return bigintArgument(r.Int64N(1 << r.IntN(44))) }
-	every := func() argument { return spanArgument(span{micros: 1 + r.Int64N(1<<r.IntN(55))}) }
-	refill := func() argument {
-		if r.oneIn(8) {
-			return bigintArgument(0)
-		}
-		return bigintArgument(1 + r.Int64N(1<<r.IntN(44)))
-	}
-	orNull := func(ok func() argument) func() argument {
-		return func() argument {
-			if r.oneIn(3) {
-				return null
-			}
-			return ok()
-		}
+		d.keys = []string{oneOf(r.fuzzed, r.keys)}
 	}
 	switch function {
-	case "ratelimit_define_policy":
-		for {
-			args := []argument{
-				policy(), choose(capacity, r.anyBigint), choose(refill, r.anyBigint), choose(every, r.anySpan),
-				choose(func() argument { return booleanArgument(r.oneIn(2)) }, r.anyBoolean),
-				choose(func() argument { return null }, r.anyBoolean), choose(every, r.anySpan),
-				choose(func() argument { return booleanArgument(r.oneIn(4)) }, r.anyBoolean),
-			}
-			if !good() || r.check(function, args) == nil { // a good one also fills in time
-				return args
-			}
-		}
-	case "ratelimit_drop_policy", "ratelimit_reset_all":
-		return []argument{policy()}
-	case "ratelimit_acquire", "ratelimit_charge":
-		return []argument{policy(), key(), cost(), idempotencyKey()}
-	case "ratelimit_enforce": // mostly of a cost that is denied now and then
-		return []argument{policy(), key(), choose(capacity, r.anyBigint), idempotencyKey()}
-	case "ratelimit_status":
-		return []argument{orNull(policy)(), rows(), orNull(key)()}
-	case "ratelimit_peek_many", "ratelimit_acquire_up_to_many":
-		n := r.IntN(1 << r.IntN(8))
-		return []argument{
-			r.array(good, false, n, pgtype.TextOID, policy), r.array(good, false, n, pgtype.TextOID, key),
-			r.array(good, function == "ratelimit_peek_many", n, pgtype.Int8OID, cost),
-		}
 	case "ratelimit_acquire_many":
-		n := r.IntN(1 << r.IntN(10))
-		return []argument{
-			r.array(good, false, n, pgtype.TextOID, policy), r.array(good, false, n, pgtype.TextOID, key),
-			r.array(good, true, n, pgtype.Int8OID, cost), r.array(good, true, n, pgtype.TextOID, idempotencyKey),
-		}
+		d.elements = r.IntN(1 << r.IntN(10))
+		d.requests = d.elements
 	case "ratelimit_acquire_all":
-		n := 1 + r.IntN(6)
+		d.elements = 1 + r.IntN(6)
 		if !good() {
-			n = oneOf(r.fuzzed, []int{0, 1, 7, 30, 1000, 1001})
-		}
-		return []argument{
-			r.array(good, false, n, pgtype.TextOID, policy), r.array(good, false, n, pgtype.TextOID, key),
-			r.array(good, true, n, pgtype.Int8OID, cost), idempotencyKey(),
+			d.elements = oneOf(r.fuzzed, []int{0, 1, 7, 30, 1000, 1001})
 		}
 	case "ratelimit_acquire_all_many", "ratelimit_acquire_packed":
-		sizes, n := r.sizes(good)
-		args := []argument{
-			r.array(good, false, n, pgtype.TextOID, policy), r.array(good, false, n, pgtype.TextOID, key),
-			r.array(good, true, n, pgtype.Int8OID, cost), arrayArgument(pointers[int64](sizes), pgtype.Int4OID, sizes, r.shapeFor(len(sizes))),
-			r.array(good, true, len(sizes), pgtype.TextOID, idempotencyKey),
-		}
-		switch {
-		case function == "ratelimit_acquire_packed" && r.oneIn(2):
-			args[3], args[4] = null, r.array(good, true, n, pgtype.TextOID, idempotencyKey)
-		case !good():
-			args[3] = oneOf(r.fuzzed, []argument{null, r.noArray()})
-		}
-		return args
-	case "ratelimit_override":
-		expires := func() argument {
-			return instantArgument((1 + model.Micros(r.Int64N(1<<r.IntN(55)))).After(r.now).UnixMicro())
-		}
-		return []argument{
-			policy(), key(), choose(orNull(capacity), r.anyBigint), choose(orNull(refill), r.anyBigint),
-			choose(orNull(every), r.anySpan), choose(orNull(expires), func() argument { return r.anyInstant(r.now) }),
-		}
-	case "ratelimit_remove_override", "ratelimit_reset":
-		return []argument{policy(), key()}
-	case "ratelimit_overrides":
-		return []argument{orNull(policy)(), orNull(key)(), rows()}
-	case "ratelimit_peek", "ratelimit_refund":
-		return []argument{policy(), key(), cost()}
-	case "ratelimit_settle":
-		return []argument{policy(), key(), key(), cost()}
-	case "ratelimit_pause":
-		return []argument{policy(), key(), choose(wait, r.anySpan)}
-	case "ratelimit_reserve":
-		return []argument{policy(), key(), choose(wait, r.anySpan), cost(), idempotencyKey()}
-	case "ratelimit_acquire_up_to":
-		least := 1 + r.Int64N(3)
-		return []argument{
-			policy(), key(), choose(func() argument { return bigintArgument(least + r.Int64N(1<<r.IntN(44))) }, r.anyBigint),
-			choose(func() argument { return bigintArgument(least) }, r.anyBigint), idempotencyKey(),
-		}
-	case "ratelimit_hold":
-		return []argument{lends(), anyOf(keys[:1]), key(), choose(func() argument { return bigintArgument(1 + r.Int64N(3)) }, r.anyBigint)}
-	case "ratelimit_renew", "ratelimit_release":
-		return []argument{lends(), anyOf(keys[:1]), key()}
-	case "ratelimit_holders":
-		return []argument{orNull(lends)(), orNull(key)(), rows()}
-	case "ratelimit_cleanup":
-		return []argument{r.anyInteger()}
-	case "ratelimit_cleanup_all":
-		return []argument{r.anySpan()}
+		d.drawSizes(function == "ratelimit_acquire_packed" && r.oneIn(2))
+	default:
+		d.elements = r.IntN(1 << r.IntN(8))
 	}
-	return nil
+	for {
+		var args []argument
+		for _, kind := range strings.Fields(fuzzFunctions[function].arguments) {
+			args = append(args, d.argument(kind))
+		}
+		if function != "ratelimit_define_policy" || !good() || r.check(function, args) == nil { // a good one also fills in time
+			return args
+		}
+	}
 }
 
-// array makes one array of a batch: of this length, or perhaps null if it may be, when it is good.
-func (r *round) array(good func() bool, nullable bool, length int, of uint32, element func() argument) argument {
-	if !good() {
-		switch r.IntN(12) {
+// A drawing is of the arguments of one call.
+type drawing struct {
+	*round
+	good               func() bool
+	keys               []string
+	least              int64 // of acquire_up_to
+	elements, requests int   // of a batch
+	sizes              argument
+}
+
+// argument draws one of a kind, or by chance any of its type. Of a kind with a question mark it may be null.
+func (d *drawing) argument(kind string) argument {
+	if of, nullable := strings.CutSuffix(kind, "?"); nullable {
+		if d.oneIn(3) {
+			return null
+		}
+		return d.argument(of)
+	}
+	if of, isArray := strings.CutSuffix(kind, "[]"); isArray {
+		return d.array(of)
+	}
+	switch kind {
+	case "sizes":
+		return d.sizes
+	case "once":
+		if d.oneIn(2) {
+			return null
+		}
+		return d.argument("key")
+	}
+	if d.good() {
+		return kinds[kind].good(d)
+	}
+	return kinds[kind].any(d)
+}
+
+// kinds of arguments have a good one drawn, and any of their type.
+var kinds = map[string]struct{ good, any func(d *drawing) argument }{
+	"policy": {func(d *drawing) argument { return textArgument(oneOf(d.fuzzed, d.names)) }, (*drawing).anyText},
+	"lends": {func(d *drawing) argument {
+		return textArgument(oneOf(d.fuzzed, []string{d.lends, d.lends, d.lends, d.lends, d.lends, d.names[0]}))
+	}, (*drawing).anyText},
+	"key":      {func(d *drawing) argument { return textArgument(oneOf(d.fuzzed, d.keys)) }, (*drawing).anyText},
+	"held":     {func(d *drawing) argument { return textArgument(d.keys[0]) }, (*drawing).anyText},
+	"cost":     {func(d *drawing) argument { return bigintArgument(d.Int64N(4)) }, (*drawing).anyBigint},
+	"slots":    {func(d *drawing) argument { return bigintArgument(1 + d.Int64N(3)) }, (*drawing).anyBigint},
+	"at_most":  {func(d *drawing) argument { return bigintArgument(d.least + d.Int64N(1<<d.IntN(44))) }, (*drawing).anyBigint},
+	"at_least": {func(d *drawing) argument { return bigintArgument(d.least) }, (*drawing).anyBigint},
+	"capacity": {func(d *drawing) argument { return bigintArgument(d.Int64N(1 << d.IntN(44))) }, (*drawing).anyBigint},
+	"refill": {func(d *drawing) argument {
+		return bigintArgument(int64(min(1, d.IntN(8))) * (1 + d.Int64N(1<<d.IntN(44))))
+	}, (*drawing).anyBigint},
+	"every": {func(d *drawing) argument { return spanArgument(span{micros: 1 + d.Int64N(1<<d.IntN(55))}) }, (*drawing).anySpan},
+	"wait": {func(d *drawing) argument {
+		return spanArgument(span{days: int32(d.IntN(2)), micros: d.Int64N(min(364*kit.Day, int64(1)<<d.IntN(45)))})
+	}, (*drawing).anySpan},
+	"expires": {func(d *drawing) argument {
+		return instantArgument((1 + model.Micros(d.Int64N(1<<d.IntN(55)))).After(d.now).UnixMicro())
+	}, func(d *drawing) argument { return d.anyInstant(d.now) }},
+	"stepped":  {func(d *drawing) argument { return booleanArgument(d.oneIn(2)) }, (*drawing).anyBoolean},
+	"durable":  {func(*drawing) argument { return null }, (*drawing).anyBoolean},
+	"shadow":   {func(d *drawing) argument { return booleanArgument(d.oneIn(4)) }, (*drawing).anyBoolean},
+	"rows":     {func(d *drawing) argument { return integerArgument(1 + int32(d.IntN(20))) }, (*drawing).anyInteger},
+	"max_rows": {(*drawing).anyInteger, (*drawing).anyInteger},
+	"budget":   {(*drawing).anySpan, (*drawing).anySpan},
+}
+
+// array draws one of a batch, with an element for each charge, or for each request. A bad one is null, no array, or of another length.
+func (d *drawing) array(of string) argument {
+	length := d.elements
+	if of == "once" {
+		length = d.requests
+	}
+	if !d.good() {
+		switch d.IntN(12) {
 		case 0:
 			return null
 		case 1:
-			return r.noArray()
+			return d.noArray()
 		case 2:
-			length = r.IntN(1 << r.IntN(10))
+			length = d.IntN(1 << d.IntN(10))
 		}
-	}
-	if nullable && r.oneIn(3) {
-		return null
 	}
 	values := make([]argument, length)
 	for i := range values {
-		values[i] = element()
+		values[i] = d.argument(of)
 		for len(values[i].unreadable) > 0 || len(values[i].text) > 2000 {
-			values[i] = element()
+			values[i] = d.argument(of)
 		}
 	}
-	var elements any = pointers[string](values)
-	if of == pgtype.Int8OID {
-		elements = pointers[int64](values)
+	if of == "cost" {
+		return arrayArgument(pointers[int64](values), pgtype.Int8OID, values, d.shapeFor(length))
 	}
-	return arrayArgument(elements, of, values, r.shapeFor(length))
+	return arrayArgument(pointers[string](values), pgtype.TextOID, values, d.shapeFor(length))
 }
 
-// sizes are those of a batch of requests, and their sum.
-func (r *round) sizes(good func() bool) (sizes []argument, sum int) {
-	for range r.IntN(1 << r.IntN(7)) {
-		size := 1 + r.IntN(6)
-		if !good() && r.oneIn(4) {
-			size = oneOf(r.fuzzed, []int{0, 0, 30, 1001})
+// drawSizes draws the sizes of requests, whose sum is how many elements there are. Without sizes each element is a request.
+func (d *drawing) drawSizes(without bool) {
+	var sizes []argument
+	for range d.IntN(1 << d.IntN(7)) {
+		size := 1 + d.IntN(6)
+		if !d.good() && d.oneIn(4) {
+			size = oneOf(d.fuzzed, []int{0, 0, 30, 1001})
 		}
 		sizes = append(sizes, integerArgument(int32(size)))
-		sum += size
+		d.elements += size
 	}
-	if len(sizes) > 0 && !good() && r.oneIn(8) {
-		sizes[r.IntN(len(sizes))] = oneOf(r.fuzzed, []argument{null, integerArgument(-1), integerArgument(math.MaxInt32)})
+	if len(sizes) > 0 && !d.good() && d.oneIn(8) {
+		sizes[d.IntN(len(sizes))] = oneOf(d.fuzzed, []argument{null, integerArgument(-1), integerArgument(math.MaxInt32)})
 	}
-	return sizes, sum
+	d.requests, d.sizes = len(sizes), arrayArgument(pointers[int64](sizes), pgtype.Int4OID, sizes, d.shapeFor(len(sizes)))
+	switch {
+	case without:
+		d.requests, d.sizes = d.elements, null
+	case !d.good():
+		d.sizes = oneOf(d.fuzzed, []argument{null, d.noArray()})
+	}
 }
 
 // pointers are the values of elements, nil for null.
@@ -730,17 +687,11 @@ func (n *tally) total() int {
 
 // lacks names what no input has met yet.
 func (n *tally) lacks() (missing []string) {
-	for function := range fuzzStatements {
+	for function := range fuzzFunctions {
 		missing = append(missing, "to "+function)
 	}
 	for _, code := range []string{"rows", "22023", "RL001", "RL002", "RL003", "RL004", "RL429", "22021", "22P02", "22P03", "08P01"} {
 		missing = append(missing, "answered with "+code)
 	}
 	return slices.DeleteFunc(missing, func(what string) bool { return n.counts[what] > 0 })
-}
-
-func (n *tally) report(run *kit.TortureRun) {
-	for _, what := range slices.Sorted(maps.Keys(n.counts)) {
-		run.Figure(what, n.counts[what], "")
-	}
 }

@@ -10,7 +10,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
@@ -64,37 +63,38 @@ func (op *operation) kindOfLent() string {
 // A bug about slots planted in SQL is found.
 func TestLinearizability_FindsPlantedBugsOfSlots(t *testing.T) {
 	pgtest.OncePerServer(t)
-	unlocked := kit.Mutation{Pattern: `(update slots as s set changes = v_changes [^;]*?) and s\.changes = v_changes;`, Replacement: "$1;"}
-	kit.OnDBs(t, map[string]map[string]kit.Mutation{
-		"a lease from before the wait": {"ratelimit_hold": {Pattern: `v_seen_at := v_now; v_now := clock\(\);`, Replacement: "v_seen_at := v_now; perform clock();"}},
-		"a renewed lease from before the wait": {"ratelimit_renew": {
-			Pattern: `v_now := clock\(\);( if \(v_policy\.calendar\)\.ends_at <= v_now)`, Replacement: "perform clock();$1",
-		}},
+	bugs := map[string]plantedBug{
+		"a lease from before the wait": {"ratelimit_hold", `v_seen_at := v_now; v_now := clock\(\);`, "v_seen_at := v_now; perform clock();"},
+		"a renewed lease from before the wait": {"ratelimit_renew",
+			`v_now := clock\(\);( if \(v_policy\.calendar\)\.ends_at <= v_now)`, "perform clock();$1"},
 		// The sum of a grant is not among them: a lease that has ended at the last reading of the clock has it count again.
-		"a lease counts at its end": {"ratelimit.look_at_slots": {
-			Pattern: `(into held, v_last, holds from leases as l where [^;]*?)l\.ends_at > v_now;`, Replacement: "${1}l.ends_at >= v_now;",
-		}},
-		"a holder holds at the end of its lease": {"ratelimit_hold": {Pattern: `\(v_own_end > v_now\)`, Replacement: "(v_own_end >= v_now)"}},
-		"a renewal at the end of a lease":        {"ratelimit_renew": {Pattern: `and l\.ends_at > v_now; end if;`, Replacement: "and l.ends_at >= v_now; end if;"}},
-		"a release at the end of a lease":        {"ratelimit_release": {Pattern: `and l\.ends_at > v_now returning`, Replacement: "and l.ends_at >= v_now returning"}},
-		"a renewal that acquires": {"ratelimit_renew": {Pattern: `if found then if`, Replacement: `
-			insert into slots values (v_policy.id, 0, 0, '-infinity', v_now, v_key) on conflict on constraint slots_pkey do nothing;
-			insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing;
-			if true then if`}},
-		"a release of somebody else's lease": {"ratelimit_release": {Pattern: `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, Replacement: "$1"}},
-		"a sum from before the lock":         {"ratelimit_hold": unlocked},
+		"a lease counts at its end": {"ratelimit.look_at_slots",
+			`(into held, v_last, holds from leases as l where [^;]*?)l\.ends_at > v_now;`, "${1}l.ends_at >= v_now;"},
+		"a sum from before the lock": {"ratelimit_hold",
+			`(update slots as s set changes = v_changes [^;]*?) and s\.changes = v_changes;`, "$1;"},
 		// Nothing is wrong with it under READ COMMITTED.
-		"a lock that is not written": {"ratelimit_hold": {
-			Pattern: `(?s)( loop)( .*? )update slots as s set changes = v_changes \+ 1, [^;]*? where (s\.policy_id = v_policy\.id and s\.key = v_key) and s\.changes = v_changes;`,
-			Replacement: `$1 perform s.changes from slots as s where $3 for update;
-				$2 perform s.changes from slots as s where $3;`,
-		}},
-	}, func(t *testing.T, db *kit.TestDB, bug map[string]kit.Mutation) {
-		for function, m := range bug {
-			db.Mutate(m, function)
-		}
+		"a lock that is not written": {"ratelimit_hold", `(?s)( loop)( .*? )update slots as s set changes = v_changes \+ 1, [^;]*? ` +
+			`where (s\.policy_id = v_policy\.id and s\.key = v_key) and s\.changes = v_changes;`,
+			`$1 perform s.changes from slots as s where $3 for update;
+				$2 perform s.changes from slots as s where $3;`},
+	}
+	maps.Copy(bugs, bugsOfHolders)
+	kit.OnDBs(t, bugs, func(t *testing.T, db *kit.TestDB, bug plantedBug) {
+		bug.plant(db)
 		newSlotsChronicler(db, "slots durable").requireNoOrder(t)
 	})
+}
+
+// bugsOfHolders are found by the order of calls, and by a comparison with the model, too.
+var bugsOfHolders = map[string]plantedBug{
+	"a holder holds at the end of its lease": {"ratelimit_hold", `\(v_own_end > v_now\)`, "(v_own_end >= v_now)"},
+	"a renewal at the end of a lease":        {"ratelimit_renew", `and l\.ends_at > v_now; end if;`, "and l.ends_at >= v_now; end if;"},
+	"a release at the end of a lease":        {"ratelimit_release", `and l\.ends_at > v_now returning`, "and l.ends_at >= v_now returning"},
+	"a release of somebody else's lease":     {"ratelimit_release", `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, "$1"},
+	"a renewal that acquires": {"ratelimit_renew", `if found then if`, `
+		insert into slots values (v_policy.id, 0, 0, '-infinity', v_now, v_key) on conflict on constraint slots_pkey do nothing;
+		insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing;
+		if true then if`},
 }
 
 // newSlotsChronicler has clocks that tick, so that calls meet the very end of a lease.
@@ -210,15 +210,11 @@ func (op *operation) call(q kit.RowsQuerier) (l lent, err error) {
 	case peeks:
 		l.peek, err = kit.Peek(q, op.Policy, op.Key, op.Cost)
 	case lists:
-		var rows pgx.Rows
-		rows, err = q.Query(context.Background(), `
-			select holder, cost, (extract(epoch from held_for) * 1000000)::bigint from ratelimit_holders($1, $2)`, op.Policy, op.Key)
-		if err != nil {
-			return l, err
-		}
 		var listed []model.Holder
-		var h model.Holder
-		_, err = pgx.ForEachRow(rows, []any{&h.Holder, &h.Cost, &h.HeldFor}, func() error { listed = append(listed, h); return nil })
+		listed, err = kit.Holders(q, &op.Policy, &op.Key)
+		for i := range listed {
+			listed[i].BucketID = model.BucketID{} // as op.decide has them
+		}
 		l.listed = fmt.Sprint(listed)
 	}
 	return l, err

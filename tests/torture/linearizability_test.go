@@ -91,9 +91,7 @@ const undecided = "histories of a bucket with too many orders to try"
 
 func (n operationCounts) report(run *kit.TortureRun) {
 	require.Less(run.T, n[undecided], n["histories of a bucket"])
-	for _, what := range slices.Sorted(maps.Keys(n)) {
-		run.Figure(what, n[what], "")
-	}
+	run.Counts(n)
 }
 
 func (n operationCounts) count(h history) {
@@ -142,65 +140,80 @@ func (n operationCounts) count(h history) {
 // A bug planted in SQL is found.
 func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
-	type planted map[string][]kit.Mutation // by the name of the function
-	kit.OnDBs(t, map[string]planted{
-		"a grant by an unlocked read": {"ratelimit_acquire": {{
-			Pattern:     `(update buckets as b set level = [^;]*? and )refilled\(b.level, b.refilled_at(, [^)]*\) >= v_wanted)`,
-			Replacement: `$1 (select refilled(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key)`,
-		}}},
-		"a batch that decides by an unlocked read": {"ratelimit.lock_buckets": {{
-			Pattern: `(from buckets as b [^;]* limit 1 )for update`, Replacement: "$1",
-		}}, "ratelimit.write_buckets": {pauseBefore(`update buckets as b set level = u.level`)}},
-		"a clock that goes back": {"ratelimit.refilled_until": {{Pattern: `greatest\(refilled_at, now\)`, Replacement: "now"}}},
-		"a concurrent repeat is charged again": {"ratelimit_acquire": {{
-			Pattern: `(update buckets as b set level = b.level) \+ v_wanted`, Replacement: "$1",
-		}, pauseBefore(`insert into idempotency_keys as k`)}},
-		"a denial by the clock before the wait":            {"ratelimit_acquire": {{Pattern: `(?s)v_now := clock\(\);( .*? from buckets as b)`, Replacement: "$1"}}},
-		"a denial of a batch by the clock before the wait": {"ratelimit.decide_left": {{Pattern: `costs, places, clock\(\)`, Replacement: "costs, places, statement_timestamp()"}}},
-		"a bucket that is named twice is charged twice":    {"ratelimit.decide": {{Pattern: `if same\[v_i\] = v_i then`, Replacement: "if true then"}}},
-		"a denial keeps the first charge":                  {"ratelimit.decide": {{Pattern: `if v_granted and fits\[v_i\]`, Replacement: "if (v_granted or v_i = v_start) and fits[v_i]"}}},
-		"a replay is charged": {"ratelimit.decide": {
-			{Pattern: `and fits\[v_i\] and not replayed\[v_i\]`, Replacement: "and fits[v_i]"},
-			{Pattern: `kept\[v_i\] := (idem.*?);`, Replacement: "kept[v_i] := $1 and not replayed[v_i];"},
-		}},
-		"an override is read before the lock, and not again": {"ratelimit.decide_in_order": {{
-			Pattern: `v_numbers := v_look\.numbers;`, Replacement: "v_numbers := case when v_round = 1 then v_look.numbers else v_numbers end;",
-		}}},
-		"buckets are locked in an order of the caller's": {"ratelimit.numbered": {
-			{Pattern: `dense_rank\(\) over \(order by e.policy, e.key\)`, Replacement: "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
-			{Pattern: `array_agg\(b.key order by b.policy, b.key\)`, Replacement: "array_agg(b.key order by b.policy, md5(b.key || pg_backend_pid()))"},
-		}, "ratelimit.lock_buckets": {pauseBefore(`perform from buckets as b`)}},
-		"a pause by an unlocked read": {"ratelimit_pause": {{Pattern: ` for update;`, Replacement: ";"}, pauseBefore(`update buckets as b set level = v_level`)}},
-		"a settlement counts twice":   {"ratelimit_settle": {settleTwice, pauseBefore(`update idempotency_keys as k set settled =`)}},
-		"a settlement moves the level without its mark": {"ratelimit_settle": {{
-			Pattern: `(update idempotency_keys as k set settled = [^;]*;) exit when found;`, Replacement: "$1 exit;",
-		}, pauseBefore(`update idempotency_keys as k set settled =`)}},
-		"a settlement above full":         {"ratelimit.moved_level": {{Pattern: `least\(full_level, (level::numeric \+ change)\)`, Replacement: "$1"}}},
-		"a settlement that stops at zero": {"ratelimit.moved_level": {{Pattern: `least\(level, floor_level\)`, Replacement: "least(level, 0)"}}},
-		"a charge by an unlocked read": {"ratelimit_charge": {{
-			Pattern: `(from buckets as b where b.policy_id = v_policy.id and b.key = v_key) for update`, Replacement: "$1",
-		}}},
-		"as many tokens as a stale row had": {"ratelimit_acquire_up_to": {{
-			Pattern: `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, Replacement: "$1",
-		}, pauseBefore(`update buckets as b set level = v_level`)}},
-		"many take what a stale row had": {"ratelimit.take_up_to_from_buckets": {{
-			Pattern: `b.ctid = u.row_id and b.level = u.level and b.refilled_at = u.refilled_at`, Replacement: "b.policy_id = v_policy.id and b.key = u.key",
-		}}},
-		"a denial of many by the clock before the wait": {"ratelimit.decide_left": {{Pattern: `u \(cost\)\), places, clock\(\)`, Replacement: "u (cost)), places, statement_timestamp()"}}},
-		"a reservation by a stale row": {"ratelimit_reserve": {{
-			Pattern: `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, Replacement: "$1",
-		}, pauseBefore(`update buckets as b set level = v_level`)}},
-		"clean-up ignores overrides": {"ratelimit.cleanup_buckets": {{Pattern: `and \(o.key is null or wait_for[^;]*? = 0\)( end as removable from %1)`, Replacement: "$1"}}},
-	}, func(t *testing.T, db *kit.TestDB, bug planted) {
-		for function, mutations := range bug {
-			for _, m := range mutations {
-				db.Mutate(m, function)
-			}
+	kit.OnDBs(t, map[string][]plantedBug{
+		"a grant by an unlocked read": {
+			{"ratelimit_acquire",
+				`(update buckets as b set level = [^;]*? and )refilled\(b.level, b.refilled_at(, [^)]*\) >= v_wanted)`,
+				`$1 (select refilled(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key)`},
+		},
+		"a batch that decides by an unlocked read": {
+			{"ratelimit.lock_buckets", `(from buckets as b [^;]* limit 1 )for update`, "$1"},
+			pauseBefore("ratelimit.write_buckets", `update buckets as b set level = u.level`),
+		},
+		"a clock that goes back": {{"ratelimit.refilled_until", `greatest\(refilled_at, now\)`, "now"}},
+		"a concurrent repeat is charged again": {
+			{"ratelimit_acquire", `(update buckets as b set level = b.level) \+ v_wanted`, "$1"},
+			pauseBefore("ratelimit_acquire", `insert into idempotency_keys as k`),
+		},
+		"a denial by the clock before the wait": {{"ratelimit_acquire", `(?s)v_now := clock\(\);( .*? from buckets as b)`, "$1"}},
+		"a denial of a batch by the clock before the wait": {
+			{"ratelimit.decide_left", `costs, places, clock\(\)`, "costs, places, statement_timestamp()"},
+		},
+		"a bucket that is named twice is charged twice": {{"ratelimit.decide", `if same\[v_i\] = v_i then`, "if true then"}},
+		"a denial keeps the first charge":               {{"ratelimit.decide", `if v_granted and fits\[v_i\]`, "if (v_granted or v_i = v_start) and fits[v_i]"}},
+		"a replay is charged": {
+			{"ratelimit.decide", `and fits\[v_i\] and not replayed\[v_i\]`, "and fits[v_i]"},
+			{"ratelimit.decide", `kept\[v_i\] := (idem.*?);`, "kept[v_i] := $1 and not replayed[v_i];"},
+		},
+		"an override is read before the lock, and not again": {
+			{"ratelimit.decide_in_order",
+				`v_numbers := v_look\.numbers;`, "v_numbers := case when v_round = 1 then v_look.numbers else v_numbers end;"},
+		},
+		"buckets are locked in an order of the caller's": {
+			{"ratelimit.numbered", `dense_rank\(\) over \(order by e.policy, e.key\)`, "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
+			{"ratelimit.numbered", `array_agg\(b.key order by b.policy, b.key\)`, "array_agg(b.key order by b.policy, md5(b.key || pg_backend_pid()))"},
+			pauseBefore("ratelimit.lock_buckets", `perform from buckets as b`),
+		},
+		"a pause by an unlocked read": {
+			{"ratelimit_pause", ` for update;`, ";"},
+			pauseBefore("ratelimit_pause", `update buckets as b set level = v_level`),
+		},
+		"a settlement counts twice": {settleTwice, pauseBefore("ratelimit_settle", `update idempotency_keys as k set settled =`)},
+		"a settlement moves the level without its mark": {
+			{"ratelimit_settle", `(update idempotency_keys as k set settled = [^;]*;) exit when found;`, "$1 exit;"},
+			pauseBefore("ratelimit_settle", `update idempotency_keys as k set settled =`),
+		},
+		"a settlement above full":         {{"ratelimit.moved_level", `least\(full_level, (level::numeric \+ change)\)`, "$1"}},
+		"a settlement that stops at zero": {{"ratelimit.moved_level", `least\(level, floor_level\)`, "least(level, 0)"}},
+		"a charge by an unlocked read": {
+			{"ratelimit_charge", `(from buckets as b where b.policy_id = v_policy.id and b.key = v_key) for update`, "$1"},
+		},
+		"as many tokens as a stale row had": {
+			{"ratelimit_acquire_up_to",
+				`(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1"},
+			pauseBefore("ratelimit_acquire_up_to", `update buckets as b set level = v_level`),
+		},
+		"many take what a stale row had": {
+			{"ratelimit.take_up_to_from_buckets",
+				`b.ctid = u.row_id and b.level = u.level and b.refilled_at = u.refilled_at`,
+				"b.policy_id = v_policy.id and b.key = u.key"},
+		},
+		"a denial of many by the clock before the wait": {
+			{"ratelimit.decide_left", `u \(cost\)\), places, clock\(\)`, "u (cost)), places, statement_timestamp()"},
+		},
+		"a reservation by a stale row": {
+			{"ratelimit_reserve", `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1"},
+			pauseBefore("ratelimit_reserve", `update buckets as b set level = v_level`),
+		},
+		"clean-up ignores overrides": {
+			{"ratelimit.cleanup_buckets", `and \(o.key is null or wait_for[^;]*? = 0\)( end as removable from %1)`, "$1"},
+		},
+	}, func(t *testing.T, db *kit.TestDB, bugs []plantedBug) {
+		for _, bug := range bugs {
+			bug.plant(db)
 		}
 		c := newChronicler(db, "continuous durable", "stepped durable")
-		for function := range bug {
-			c.mostly = mostly[function]
-		}
+		c.mostly = mostly[bugs[0].function]
 		c.requireNoOrder(t)
 	})
 }
@@ -219,17 +232,29 @@ func (c *chronicler) requireNoOrder(t *testing.T) {
 	t.Logf("written when it was found: %d histories", written)
 }
 
+var acquireOrSpend = oneIn(3, (*actor).acquire, (*actor).spend)
+
 // mostly are the calls among which the bugs of a function show soon.
 var mostly = map[string]func(*actor) error{
 	"ratelimit_acquire":       (*actor).acquire,
-	"ratelimit_charge":        (*actor).acquireOrSpend,
-	"ratelimit_settle":        (*actor).acquireOrSpend,
-	"ratelimit_reserve":       (*actor).acquireOrReserve, // most reservations take what an update finds, without a row that was read
-	"ratelimit_acquire_up_to": (*actor).acquireOrSpend,
-	"ratelimit.moved_level":   (*actor).acquireOrSpend,
-	"ratelimit_pause":         (*actor).acquireOrPause,
+	"ratelimit_charge":        acquireOrSpend,
+	"ratelimit_settle":        acquireOrSpend,
+	"ratelimit_reserve":       oneIn(4, (*actor).acquire, (*actor).reserve), // most take what an update finds, without a row that was read
+	"ratelimit_acquire_up_to": acquireOrSpend,
+	"ratelimit.moved_level":   acquireOrSpend,
+	"ratelimit_pause":         oneIn(4, (*actor).pause, (*actor).acquire),
 
 	"ratelimit.take_up_to_from_buckets": (*actor).acquireUpToMany,
+}
+
+// oneIn makes the first call once in n times, and else the other.
+func oneIn(n int, first, other func(*actor) error) func(*actor) error {
+	return func(a *actor) error {
+		if a.random.IntN(n) == 0 {
+			return first(a)
+		}
+		return other(a)
+	}
 }
 
 // A chronicler has clients make random calls, one history after the other.
@@ -672,13 +697,6 @@ func (a *actor) act() error {
 
 func (a *actor) change() error { return a.define(a.random, a.recorder, a.bucket().Policy) }
 
-func (a *actor) acquireOrSpend() error {
-	if a.random.IntN(3) == 0 {
-		return a.acquire()
-	}
-	return a.spend()
-}
-
 func (a *actor) bucket() model.BucketID { return a.buckets[a.random.IntN(len(a.buckets))] }
 
 func (a *actor) operation(kind string, bucket model.BucketID) *operation {
@@ -785,9 +803,6 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 	returned := a.now()
 	for _, op := range ops {
 		op.called, op.returned, op.readings, op.undone = called, returned, read, !committed
-		if op.then != nil {
-			op.then.readings = read
-		}
 		if op.kind == acquires && op.batch == 0 && op.denied() && !op.mayBeReplayed(op.answer) {
 			before := 1 // the update, which may have waited
 			if isQuota(op.Policy) {
@@ -810,7 +825,11 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 			op.reread = len(read) > first || !slices.ContainsFunc(ops, func(op *operation) bool { return op.takes() || op.answer.Taken > 0 })
 		}
 	}
-	a.add(ops...)
+	for _, op := range ops {
+		if ops[0].then != op && (op.answer != nil || op.kind == resets || op.kind == cleansUp) { // but what is a part of another, or was not called
+			a.add(op)
+		}
+	}
 	return committed, nil
 }
 
@@ -861,19 +880,9 @@ func (a *actor) reserveOn() error {
 	return nil
 }
 
-func (a *actor) acquireOrReserve() error {
-	if a.random.IntN(4) == 0 {
-		return a.acquire()
-	}
+func (a *actor) reserve() error {
 	op := a.spending(reserves, a.bucket())
 	return a.transact(func() error { return op.spent(a) }, op)
-}
-
-func (a *actor) acquireOrPause() error {
-	if a.random.IntN(4) == 0 {
-		return a.pause()
-	}
-	return a.acquire()
 }
 
 // spending is one call, mostly about few tokens. Those with a key have the costs of others with this key, but settles have not.
@@ -911,47 +920,18 @@ func (a *actor) acquireAndGiveBack() error {
 	if op.IdempotencyKey != "" && a.random.IntN(2) == 0 {
 		back.kind, back.IdempotencyKey = settles, op.IdempotencyKey
 	}
-	if _, err := a.Exec(context.Background(), "begin"); err != nil {
-		return err
-	}
-	start, called := time.Now(), a.now()
-	if err := op.answered(op.Request.Acquire(a)); err != nil {
-		return err
-	}
-	ops := []*operation{op}
-	end := "commit"
-	switch {
-	case op.takes():
-		op.then = back
-		op.undone = a.random.IntN(3) == 0
-	case op.answer.Error == "":
-		ops = append(ops, back)
-	}
-	if op.undone {
-		end = "rollback"
-	}
-	if op.answer.Error == "" {
-		give := func() error { return back.answered(kit.Refund(a, back.Policy, back.Key, back.Cost)) }
-		if back.kind == settles {
-			give = func() error { return back.spent(a) }
-		}
-		if err := give(); err != nil {
+	return kit.ErrorOf(a.transactIn(true, func() error {
+		if err := op.answered(op.Request.Acquire(a)); err != nil || op.answer.Error != "" {
 			return err
 		}
-		if back.answer.Error != "" { // which has aborted the transaction
-			op.undone, end = true, "rollback"
+		if op.takes() {
+			op.then = back
 		}
-	}
-	read := a.recorder.readings.since(start)
-	if _, err := a.Exec(context.Background(), end); err != nil {
-		return err
-	}
-	returned := a.now()
-	for _, op := range append(ops, back) {
-		op.called, op.returned, op.readings = called, returned, read
-	}
-	a.add(ops...)
-	return nil
+		if back.kind == settles {
+			return back.spent(a)
+		}
+		return back.answered(kit.Refund(a, back.Policy, back.Key, back.Cost))
+	}, op, back))
 }
 
 // acquireAll takes from several buckets, all or none.
@@ -968,17 +948,12 @@ func (a *actor) acquireAllMany() error {
 		requests []kit.WholeRequest
 		parts    [][]*operation
 		all      []*operation
-		places   = map[model.BucketID]int{}
-		batch    = a.newBatch()
 	)
 	for range 1 + a.random.IntN(3) {
 		r, ops := a.wholeRequest(3)
-		for _, op := range ops {
-			op.batch, op.place = batch, places[op.BucketID]
-			places[op.BucketID]++
-		}
 		requests, parts, all = append(requests, r), append(parts, ops), append(all, ops...)
 	}
+	a.batch(all)
 	return a.transact(func() error {
 		answers, err := kit.AcquireAllMany(a, requests)
 		for i, answer := range answers {
@@ -1055,11 +1030,16 @@ func answeredWhole(w kit.WholeAnswer, r kit.WholeRequest, ops []*operation) erro
 	return nil
 }
 
-func (a *actor) newBatch() int {
+// batch numbers the operations of one call.
+func (a *actor) batch(ops []*operation) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.batches++
-	return a.batches
+	places := map[model.BucketID]int{}
+	for _, op := range ops {
+		op.batch, op.place = a.batches, places[op.BucketID]
+		places[op.BucketID]++
+	}
 }
 
 // override gives a bucket numbers of its own or takes them away, alone or in one transaction with a reset or an acquire.
@@ -1231,12 +1211,9 @@ func (a *actor) acquireUpToMany() error {
 
 // send makes one call of single requests.
 func (a *actor) send(call func(kit.RowsQuerier, []kit.NullableRequest) ([]kit.Answer, error), ops []*operation) error {
-	batch := a.newBatch()
-	places := map[model.BucketID]int{}
+	a.batch(ops)
 	var requests []kit.NullableRequest
 	for _, op := range ops {
-		op.batch, op.place = batch, places[op.BucketID]
-		places[op.BucketID]++
 		requests = append(requests, op.Nullable())
 	}
 	return a.transact(func() error {

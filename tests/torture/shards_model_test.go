@@ -72,18 +72,10 @@ func newShardsModelRun(t *rapid.T, s *kit.Shards, limiter *client.Sharded, met s
 
 func (m *shardsModelRun) actions() map[string]func(*rapid.T) {
 	return map[string]func(*rapid.T){
-		"acquire":   func(t *rapid.T) { m.acquire(t, m.request(t)) },
-		"again":     func(t *rapid.T) { m.acquire(t, m.earlier(t)) },
-		"apart":     m.apart,
-		"peek":      m.peekOrRefund,
-		"spend":     m.spend,
-		"spend now": m.spend,
-		"settle":    m.settle,
-		"override":  m.override,
-		"clean up":  m.cleanUp,
-		"policies":  m.changeOrList,
-		"wait":      m.wait,
-		"step":      m.step,
+		"acquire": func(t *rapid.T) { m.acquire(t, m.request(t)) },
+		"again":   func(t *rapid.T) { m.acquire(t, m.earlier(t)) },
+		"apart":   m.apart, "peek": m.peekOrRefund, "spend": m.spend, "spend now": m.spend, "settle": m.settle,
+		"override": m.override, "clean up": m.cleanUp, "policies": m.changeOrList, "wait": m.wait, "step": m.step,
 		"": func(t *rapid.T) {
 			if m.now.Year() < 1000 || m.now.Year() > 8000 { // what RFC 3339 can say, with the longest override
 				m.setClock(t, kit.T0)

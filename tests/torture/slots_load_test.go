@@ -1,7 +1,6 @@
 package torture
 
 import (
-	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -9,7 +8,6 @@ import (
 	"io"
 	"math/rand/v2"
 	"os"
-	"os/exec"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -244,59 +242,41 @@ func (p slotSessions) start(ctx context.Context, url func() string, note func(sl
 	return done
 }
 
-// beSlotSessions reports whether this process was one, and is done. It writes each event before it goes on, and ends with its input.
-func beSlotSessions() bool {
-	text := os.Getenv(asSlotSessions)
-	if text == "" {
-		return false
-	}
-	var p slotSessions
-	if err := json.Unmarshal([]byte(text), &p); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	var mu sync.Mutex
-	events := json.NewEncoder(os.Stdout)
-	note := func(e slotEvent) {
-		mu.Lock()
-		defer mu.Unlock()
-		if err := events.Encode(e); err != nil {
+// beSlotSessions reports whether this process was one, and is done.
+func beSlotSessions() bool { return kit.BeProcess(asSlotSessions, slotSessions.be) }
+
+// be writes each event before it goes on, and ends with the standard input.
+func (p slotSessions) be() error {
+	orDie := func(err error) {
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}
 	}
+	var mu sync.Mutex
+	events := json.NewEncoder(os.Stdout)
 	ctx, stop := context.WithCancel(context.Background())
-	done := p.start(ctx, func() string { return p.URL }, note, func(err error) {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	})
+	done := p.start(ctx, func() string { return p.URL }, func(e slotEvent) {
+		mu.Lock()
+		defer mu.Unlock()
+		orDie(events.Encode(e))
+	}, orDie)
 	_, _ = io.Copy(io.Discard, os.Stdin)
 	stop()
 	done.Wait()
-	return true
+	return nil
 }
 
-// A slotProcess is one that is under way.
-type slotProcess struct {
-	cmd    *exec.Cmd
-	orders io.WriteCloser
-	read   chan struct{} // closed when the last event is noted
-}
-
-func (p slotSessions) process(t *testing.T, note func(slotEvent)) *slotProcess {
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), asSlotSessions+"="+string(kit.NoError(json.Marshal(p))(t)))
-	cmd.Stderr = os.Stderr
-	running := &slotProcess{cmd: cmd, orders: kit.NoError(cmd.StdinPipe())(t), read: make(chan struct{})}
-	events := kit.NoError(cmd.StdoutPipe())(t)
-	require.NoError(t, cmd.Start())
-	t.Cleanup(func() { _ = cmd.Process.Kill() })
+// process starts the sessions in a process, whose events are noted here.
+func (p slotSessions) process(t *testing.T, note func(slotEvent)) *kit.Process {
+	running := kit.StartProcess(t, asSlotSessions, p)
+	running.Read = make(chan struct{})
 	go func() {
-		defer close(running.read)
-		lines := bufio.NewReader(events)
+		defer close(running.Read)
+		events := json.NewDecoder(running.Answers)
 		for {
-			line, err := lines.ReadBytes('\n')
 			var e slotEvent
-			if err != nil || json.Unmarshal(line, &e) != nil { // the last line of one that was killed
+			if events.Decode(&e) != nil { // the last one of a process that was killed
 				return
 			}
 			note(e)
@@ -305,24 +285,11 @@ func (p slotSessions) process(t *testing.T, note func(slotEvent)) *slotProcess {
 	return running
 }
 
-// kill ends it at once, by SIGKILL.
-func (p *slotProcess) kill(t *testing.T) {
-	require.NoError(t, p.cmd.Process.Kill())
-	<-p.read
-	_ = p.cmd.Wait()
-}
-
-func (p *slotProcess) close(t *testing.T) {
-	require.NoError(t, p.orders.Close())
-	<-p.read
-	require.NoError(t, p.cmd.Wait())
-}
-
 // A slotLoad is sessions under way, in this process and in others.
 type slotLoad struct {
 	*slotLedger
 	url       atomic.Pointer[string]
-	processes []*slotProcess
+	processes []*kit.Process
 	end       func()
 }
 

@@ -1,7 +1,6 @@
 package torture
 
 import (
-	"context"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -9,33 +8,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 )
-
-// Random calls about slots get from SQL what the model answers, in every field.
-func TestTorture_SlotsAgreeWithModel(t *testing.T) {
-	run := kit.Torture(t, 100)
-	db := kit.NewDB(t)
-	db.SetTimeZone("Europe/Berlin")
-	db.SetClock(kit.T0)
-	session := db.Session()
-
-	met := sightings{}
-	run.Check(func(t *rapid.T) {
-		m := newSlotsRun(t, session, met)
-		defer m.end()
-		t.Repeat(m.actions())
-		run.Progress("%d answers", met["answers that agree in every field"])
-	})
-	for _, what := range slices.Sorted(maps.Keys(met)) {
-		run.Figure(what, met[what], "")
-	}
-}
 
 // A denied hold is promised its retry_after to the microsecond: the same hold is granted exactly then, and one microsecond earlier it is
 // denied. What is denied for ever is denied when every lease and override has ended, too.
@@ -263,16 +241,7 @@ func (m *modelRun) listHolders(t *rapid.T) {
 }
 
 func (m *modelRun) checkHolders(t *rapid.T, policy, key *string) {
-	rows := kit.NoError(m.session.Query(context.Background(), `
-		select policy, key, holder, cost, (extract(epoch from held_for) * 1000000)::bigint from ratelimit_holders($1, $2)`, policy, key))(t)
-	var got []model.Holder
-	var h model.Holder
-	_, err := pgx.ForEachRow(rows, []any{&h.Policy, &h.Key, &h.Holder, &h.Cost, &h.HeldFor}, func() error {
-		got = append(got, h)
-		return nil
-	})
-	require.NoError(t, err)
-	require.Equal(t, m.model.Holders(m.now, policy, key), got)
+	require.Equal(t, m.model.Holders(m.now, policy, key), kit.NoError(kit.Holders(m.session, policy, key))(t))
 	m.saw("slots: listed")
 }
 
@@ -311,26 +280,26 @@ func (m *modelRun) compareLeases(t *rapid.T) {
 // A bug about slots planted in SQL makes the same sequences disagree.
 func TestModel_FindsPlantedBugsOfSlots(t *testing.T) {
 	pgtest.OncePerServer(t)
-	kit.OnDBs(t, map[string]plantedBug{
-		"a lease counts at its end":                     {"ratelimit_hold", kit.Mutation{Pattern: `(sum\(l\.cost\) filter \(where l\.ends_at) >`, Replacement: "$1 >="}},
-		"a shorter lease ends behind the sum":           {"ratelimit_hold", kit.Mutation{Pattern: `least\(v_until, v_ends_at\)`, Replacement: "coalesce(v_until, v_ends_at)"}},
-		"a renewal that is shorter ends behind the sum": {"ratelimit_renew", kit.Mutation{Pattern: `least\(s\.counted_until, v_earlier\)`, Replacement: "s.counted_until"}},
-		"a release of an ended lease lowers the sum":    {"ratelimit_release", kit.Mutation{Pattern: `v_released is distinct from v_cost`, Replacement: "false"}},
-		"a release keeps the sum":                       {"ratelimit_release", kit.Mutation{Pattern: `held = s\.held - v_cost,`, Replacement: ""}},
-		"a holder holds at the end of its lease":        {"ratelimit_hold", kit.Mutation{Pattern: `\(v_own_end > v_now\)`, Replacement: "(v_own_end >= v_now)"}},
-		"a renewal at the end of a lease":               {"ratelimit_renew", kit.Mutation{Pattern: `and l\.ends_at > v_now; end if;`, Replacement: "and l.ends_at >= v_now; end if;"}},
-		"a release at the end of a lease":               {"ratelimit_release", kit.Mutation{Pattern: `and l\.ends_at > v_now returning`, Replacement: "and l.ends_at >= v_now returning"}},
-		"a renewal that acquires":                       {"ratelimit_renew", kit.Mutation{Pattern: `if found then if`, Replacement: "insert into slots values (v_policy.id, 0, 0, '-infinity', v_now, v_key) on conflict on constraint slots_pkey do nothing; insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing; if true then if"}},
-		"a release of somebody else's lease":            {"ratelimit_release", kit.Mutation{Pattern: `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, Replacement: "$1"}},
-		"a grant keeps the leases that have ended":      {"ratelimit_hold", kit.Mutation{Pattern: `delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, Replacement: "$0 l.holder = v_holder and"}},
-		"a wait by the override that ends":              {"ratelimit.look_at_slots", kit.Mutation{Pattern: `u\.at >= v_ends_at`, Replacement: "u.at > v_ends_at"}},
-		"a wait a microsecond short":                    {"ratelimit.look_at_slots", kit.Mutation{Pattern: `microseconds\(v_first - v_now\)`, Replacement: "microseconds(v_first - v_now) - 1"}},
-		"a renewal is denied when capacity was lowered": {"ratelimit_hold", kit.Mutation{Pattern: `if not v_renewed and v_cost > v_policy\.capacity - v_held then`, Replacement: "if v_cost > v_policy.capacity - v_held + v_renewed::integer * v_cost then"}},
-	}, func(t *testing.T, db *kit.TestDB, bug plantedBug) {
+	bugs := map[string]plantedBug{
+		"a lease counts at its end":                     {"ratelimit_hold", `(sum\(l\.cost\) filter \(where l\.ends_at) >`, "$1 >="},
+		"a shorter lease ends behind the sum":           {"ratelimit_hold", `least\(v_until, v_ends_at\)`, "coalesce(v_until, v_ends_at)"},
+		"a renewal that is shorter ends behind the sum": {"ratelimit_renew", `least\(s\.counted_until, v_earlier\)`, "s.counted_until"},
+		"a release of an ended lease lowers the sum":    {"ratelimit_release", `v_released is distinct from v_cost`, "false"},
+		"a release keeps the sum":                       {"ratelimit_release", `held = s\.held - v_cost,`, ""},
+		"a grant keeps the leases that have ended": {"ratelimit_hold",
+			`delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, "$0 l.holder = v_holder and"},
+		"a wait by the override that ends": {"ratelimit.look_at_slots", `u\.at >= v_ends_at`, "u.at > v_ends_at"},
+		"a wait a microsecond short": {"ratelimit.look_at_slots",
+			`microseconds\(v_first - v_now\)`, "microseconds(v_first - v_now) - 1"},
+		"a renewal is denied when capacity was lowered": {"ratelimit_hold",
+			`if not v_renewed and v_cost > v_policy\.capacity - v_held then`, "if v_cost > v_policy.capacity - v_held + v_renewed::integer * v_cost then"},
+	}
+	maps.Copy(bugs, bugsOfHolders)
+	kit.OnDBs(t, bugs, func(t *testing.T, db *kit.TestDB, bug plantedBug) {
 		db.SetClock(kit.T0)
 		db.CatchDenials()
-		db.Mutate(bug.Mutation, bug.function)
+		bug.plant(db)
 		session := db.Session()
-		require.True(t, disagrees(t, func(t *rapid.T) *modelRun { return newSlotsRun(t, session, sightings{}) }), "it is not found in 2,000 sequences")
+		require.True(t, disagrees(t, func(t *rapid.T) *modelRun { return newModelRun(t, session, sightings{}, slotsOnly) }), "it is not found in 2,000 sequences")
 	})
 }

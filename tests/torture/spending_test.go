@@ -57,18 +57,16 @@ func TestTorture_Spending(t *testing.T) {
 func TestSpending_TheBooksFindPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
 	type testCase struct {
-		function string
-		kit.Mutation
+		plantedBug
 		meet string // where the sessions have to meet
 	}
 	kit.OnDBs(t, map[string]testCase{
-		"a settlement counts twice": {"ratelimit_settle", settleTwice, `update idempotency_keys as k set settled =`},
-		"a charge counts twice": {"ratelimit_charge", kit.Mutation{
-			Pattern: `(insert into idempotency_keys [^;]*?) where k.expires_at <= v_now; exit when found;`, Replacement: "$1; exit when found;",
-		}, `insert into idempotency_keys as k`},
+		"a settlement counts twice": {settleTwice, `update idempotency_keys as k set settled =`},
+		"a charge counts twice": {plantedBug{"ratelimit_charge",
+			`(insert into idempotency_keys [^;]*?) where k.expires_at <= v_now; exit when found;`, "$1; exit when found;"}, `insert into idempotency_keys as k`},
 	}, func(t *testing.T, db *kit.TestDB, bug testCase) {
-		db.Mutate(bug.Mutation, bug.function)
-		db.Mutate(pauseBefore(bug.meet), bug.function)
+		bug.plant(db)
+		pauseBefore(bug.function, bug.meet).plant(db)
 		b := newBooks(t, db)
 		limiter, combiner := client.New(db.Pool), client.NewCombiner(db.Pool)
 		defer combiner.Close()
@@ -304,9 +302,9 @@ func (b *books) settle(j bookedJob, i int, limiter *client.Limiter) error {
 }
 
 // settleTwice has ratelimit_settle count a settlement that was made already.
-var settleTwice = kit.Mutation{Pattern: `(update idempotency_keys as k set settled = [^;]*?)and k.settled is null`, Replacement: "$1"}
+var settleTwice = plantedBug{"ratelimit_settle", `(update idempotency_keys as k set settled = [^;]*?)and k.settled is null`, "$1"}
 
 // pauseBefore has other sessions come to the same place, where they would seldom meet by chance.
-func pauseBefore(pattern string) kit.Mutation {
-	return kit.Mutation{Pattern: pattern, Replacement: "perform pg_sleep(0.002); $0"}
+func pauseBefore(function, pattern string) plantedBug {
+	return plantedBug{function, pattern, "perform pg_sleep(0.002); $0"}
 }
