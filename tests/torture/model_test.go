@@ -28,6 +28,7 @@ func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 		{toMeetOfQuotas, (*modelRun).meetQuotas},
 		{[]string{"pauses"}, (*modelRun).meetPauses},
 		{toMeetOfSlots, (*modelRun).meetSlots},
+		{[]string{"bounds"}, (*modelRun).meetBounds},
 	})
 }
 
@@ -191,23 +192,27 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 			`\(quota\.calendar\)\.turns_at - now`,
 			"((quota.calendar).turns_at at time zone (quota.calendar).time_zone) - (now at time zone (quota.calendar).time_zone)"},
 	}, func(t *testing.T, db *kit.TestDB, bug plantedBug) {
-		db.SetClock(kit.T0)
-		db.CatchDenials()
 		bug.plant(db)
-		session := db.Session()
-		met := false
-		require.True(t, disagrees(t, func(t *rapid.T) *modelRun {
-			m := newModelRun(t, session, sightings{}, tokensOnly) // calls about slots find none of these
-			if !met {                                             // what random calls seldom do
-				m.meetQuotas(t)
-				m.meetPauses(t)
-				m.meetAnEnd(t)
-				m.meetTheFloor(t)
-				met = true
-			}
-			return m
-		}), "it is not found in 2,000 sequences")
+		findsIt(t, db, tokensOnly, // calls about slots find none of these
+			(*modelRun).meetQuotas, (*modelRun).meetPauses, (*modelRun).meetAnEnd, (*modelRun).meetTheFloor, (*modelRun).meetMany)
 	})
+}
+
+// findsIt requires that SQL and the model disagree, at first in calls that random ones seldom are.
+func findsIt(t *testing.T, db *kit.TestDB, kind kindOfRun, first ...func(*modelRun, *rapid.T)) {
+	db.SetClock(kit.T0)
+	db.CatchDenials()
+	session, met := db.Session(), false
+	require.True(t, disagrees(t, func(t *rapid.T) *modelRun {
+		m := newModelRun(t, session, sightings{}, kind)
+		for _, meet := range first {
+			if !met {
+				meet(m, t)
+			}
+		}
+		met = true
+		return m
+	}), "it is not found in 2,000 sequences")
 }
 
 // disagrees reports whether SQL and the model differ in 2,000 sequences.
@@ -649,6 +654,16 @@ func (m *modelRun) meetAnEnd(t *rapid.T) {
 	}
 }
 
+// meetMany takes what there is, under an override and of a shadow.
+func (m *modelRun) meetMany(t *rapid.T) {
+	m.defineAs(t, "many", model.Definition{Numbers: refilling(10, 1)})
+	m.defineAs(t, "watch", model.Definition{Numbers: refilling(3, 1), Shadow: &kit.Yes})
+	m.setOverride(t, bucketOf("many"), refilling(5, 1), time.Time{})
+	for _, atMost := range []int64{2, 7, 1} {
+		m.sendUpToMany(t, []kit.NullableRequest{kit.RequestOf("many", "k", atMost), kit.RequestOf("watch", "k", atMost)})
+	}
+}
+
 // meetTheFloor settles a charge that took a part of its cost: the bucket was at its floor then.
 func (m *modelRun) meetTheFloor(t *rapid.T) {
 	m.defineAs(t, "floor", model.Definition{
@@ -1032,14 +1047,16 @@ func (m *modelRun) sendPeek(t *rapid.T, id model.BucketID, cost int64) {
 }
 
 func (m *modelRun) peekMany(t *rapid.T) {
-	m.askMany(t, "peeks of many", kit.PeekMany, func(id model.BucketID, cost int64) (kit.Answer, error) {
+	m.askMany(t, "peeks of many", m.few(t), kit.PeekMany, func(id model.BucketID, cost int64) (kit.Answer, error) {
 		d, err := m.model.Peek(m.now, id, cost)
 		return kit.Answer{Decision: &d}, err
 	})
 }
 
-func (m *modelRun) acquireUpToMany(t *rapid.T) {
-	m.askMany(t, "acquires of many, up to what there is", kit.AcquireUpToMany, func(id model.BucketID, atMost int64) (kit.Answer, error) {
+func (m *modelRun) acquireUpToMany(t *rapid.T) { m.sendUpToMany(t, m.few(t)) }
+
+func (m *modelRun) sendUpToMany(t *rapid.T, requests []kit.NullableRequest) {
+	m.askMany(t, "acquires of many, up to what there is", requests, kit.AcquireUpToMany, func(id model.BucketID, atMost int64) (kit.Answer, error) {
 		if atMost < 1 {
 			return kit.Answer{}, model.InvalidArgument
 		}
@@ -1049,15 +1066,19 @@ func (m *modelRun) acquireUpToMany(t *rapid.T) {
 	})
 }
 
-// askMany is one request of each of several buckets, or of one twice.
-func (m *modelRun) askMany(
-	t *rapid.T, what string, ask func(kit.RowsQuerier, []kit.NullableRequest) ([]kit.Answer, error), of func(model.BucketID, int64) (kit.Answer, error),
-) {
-	var requests []kit.NullableRequest
+// few draws a request of each of several buckets, or of one twice.
+func (m *modelRun) few(t *rapid.T) (requests []kit.NullableRequest) {
 	for range rapid.IntRange(0, 5).Draw(t, "requests") {
 		id := m.buckets.Draw(t, "bucket")
 		requests = append(requests, kit.RequestOf(id.Policy, id.Key, m.amount(t, id.Policy)))
 	}
+	return requests
+}
+
+func (m *modelRun) askMany(
+	t *rapid.T, what string, requests []kit.NullableRequest,
+	ask func(kit.RowsQuerier, []kit.NullableRequest) ([]kit.Answer, error), of func(model.BucketID, int64) (kit.Answer, error),
+) {
 	got, err := ask(m.session, requests)
 	require.NoError(t, err)
 	require.Len(t, got, len(requests))
