@@ -53,7 +53,20 @@ func TestTorture_Fuzz(t *testing.T) {
 // A checker that has never failed proves nothing: each of these bugs must be found.
 func TestFuzz_FindsPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
-	kit.InParallel(t, map[string]plantedBug{}, func(t *testing.T, bug plantedBug) {
+	kit.InParallel(t, map[string]plantedBug{
+		"a key of 513 bytes":      {"ratelimit.is_name", `octet_length\(value\) between 1 and 512`, `octet_length(value) between 1 and 513`},
+		"a month in an interval":  {"ratelimit.check_span", `or extract\(month from value\) <> 0`, ``},
+		"a cost checked too late": {"ratelimit_peek", `acceptable\(key, cost\)`, `is_name(key)`},
+		"an internal error":       {"ratelimit.refuse", `errcode = '22023'`, `errcode = 'XX000'`},
+		"an error that leaves something done": {"ratelimit.decide_in_order",
+			`if v_verdict\.refused is not null then`, `$0 update buckets set level = 0;`},
+		"a token too many":                    {"ratelimit_refund", `least\(amount, v_policy.capacity\)`, `least(amount + 1, v_policy.capacity)`},
+		"a cost of 0 slots":                   {"ratelimit_hold", `cost >= 1`, `cost >= 0`},
+		"a renewal of a lease that has ended": {"ratelimit_renew", `and l\.ends_at > v_now; end if;`, `; end if;`},
+		"a release of all holders":            {"ratelimit_release", `and l\.holder = v_holder and l\.ends_at`, `and l.ends_at`},
+		"a policy that stays": {"ratelimit_drop_policy",
+			`delete from policies as p where p.name = v_name returning p.id`, `update policies as p set name = p.name where p.name = v_name returning p.id`},
+	}, func(t *testing.T, bug plantedBug) {
 		f := newFuzzer(t, newTally())
 		bug.plant(f.db)
 		seed := kit.TestSeed(t)
