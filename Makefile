@@ -162,7 +162,7 @@ proto: ## Write server/gen anew, from server/proto
 release-schema: ## Freeze the newest migration, and sql/ as its snapshot: a test fails if they change from then on
 	@cd migrations; newest=$$(ls [0-9]*.sql | tail -1); snapshot=snapshots/$${newest%%_*}; \
 	! grep -q " $$newest$$" released.sha256 || { echo "$$newest is released already." >&2; exit 1; }; \
-	{ echo "$$newest"; find -L "$$snapshot" -name '*.sql' | LC_ALL=C sort; } | xargs sha256sum >> released.sha256
+	{ echo "$$newest"; find -L "$$snapshot" include \( -path "$$snapshot/*.sql" -o -path "include/$${newest%%_*}_*" \) | LC_ALL=C sort; } | xargs sha256sum >> released.sha256
 
 psql: ## Write sql/copies.sql and migrations/psql anew, from the migrations and sql/
 	go run ./migrations/cmd copies sql

@@ -29,7 +29,7 @@ import (
 // VersionTable records the installed schema version, in the schema that the package has for itself.
 const VersionTable = "ratelimit.schema_version"
 
-//go:embed *.sql snapshots
+//go:embed *.sql include snapshots
 var frozen embed.FS
 
 // files are those of this directory. The snapshot of a migration that is not released is a symbolic link to sql/, and

@@ -8,23 +8,30 @@ import (
 )
 
 // psql makes files that do for psql what Up and Down of package migrations do.
-func psql(s *source) (Files, error) {
-	files, err := s.execute(work{s, s.Known}, map[string]string{"install.sql": "install.sql"})
+func psql(s *source) (Files, error) { return psqlOf(s, s.files) }
+
+// psqlOf makes them with the migrations as these files have them.
+func psqlOf(s *source, files fs.FS) (Files, error) {
+	up, down := *s, *s
+	var err error
+	if up.Known, err = read(files, nil); err != nil {
+		return nil, err
+	}
+	if down.Known, err = read(files, map[string]any{"uninstall": true}); err != nil {
+		return nil, err
+	}
+	made, err := s.execute(work{&up, up.Known}, map[string]string{"install.sql": "install.sql"})
 	if err != nil {
 		return nil, err
 	}
-	back, err := load(s.files, map[string]any{"uninstall": true})
-	if err != nil {
-		return nil, err
-	}
-	return files.with(back.execute(work{back, nil}, map[string]string{"uninstall.sql": "uninstall.sql"}))
+	return made.with(s.execute(work{&down, nil}, map[string]string{"uninstall.sql": "uninstall.sql"}))
 }
 
-// Psql makes the files of migrations/psql, from the directory of migrations. They are those of psql, but that psql reads the
-// functions from the snapshots, of which the newest is sql/. A file of a snapshot that has a template stands in them.
+// Psql makes the files of migrations/psql, from the directory of migrations. They are those of psql, but that psql reads from the files
+// beside them what stands there without a template: parts of the migrations, and the functions, the newest of which are sql/.
 func Psql(files fs.FS) (Files, error) {
 	included := fstest.MapFS{}
-	for _, pattern := range []string{"*.sql", "snapshots/*/*.sql", "snapshots/*/include/*.sql"} {
+	for _, pattern := range []string{"*.sql", "include/*.sql", "snapshots/*/*.sql", "snapshots/*/include/*.sql"} {
 		names, err := fs.Glob(files, pattern)
 		if err != nil {
 			return nil, err
@@ -34,18 +41,16 @@ func Psql(files fs.FS) (Files, error) {
 			if err != nil {
 				return nil, err
 			}
-			if pattern == "snapshots/*/*.sql" && path.Base(name) != "install.sql" && !strings.Contains(string(text), "{{") {
-				text = []byte("\\ir ../" + name + "\n")
+			isPart := pattern == "include/*.sql" || pattern == "snapshots/*/*.sql" && path.Base(name) != "install.sql"
+			if isPart && !strings.Contains(string(text), "{{") {
+				text = []byte(`\ir ../` + name)
 			}
 			included[name] = &fstest.MapFile{Data: text}
 		}
 	}
 	s, err := load(files, nil)
-	if err == nil {
-		s.Known, err = read(included, nil)
-	}
 	if err != nil {
 		return nil, err
 	}
-	return psql(s)
+	return psqlOf(s, included)
 }

@@ -21,7 +21,8 @@ begin
 end;
 $begin$;
 
-begin transaction isolation level read committed;
+-- What each transaction begins with.
+select $pgratelimit$
 do $prepare$
 declare
   v_path    text := pg_catalog.current_setting('search_path');
@@ -93,6 +94,11 @@ begin
   end if;
 end;
 $newer$;
+$pgratelimit$ as pgratelimit_prepare
+\gset
+
+begin transaction isolation level read committed;
+:pgratelimit_prepare
 select v.version operator(pg_catalog.<) 1 as pgratelimit_missing from ratelimit.schema_version as v
 \gset
 \if :pgratelimit_missing
@@ -293,20 +299,14 @@ $private$;
 -- This file is the table of contents.
 \ir ../snapshots/001/prologue.sql
 
-
 -- Private: the rules, each in one place.
 \ir ../snapshots/001/clock.sql
-
 \ir ../snapshots/001/arithmetic.sql
-
 \ir ../snapshots/001/checks.sql
-
 \ir ../snapshots/001/answer.sql
-
 
 -- Policies.
 \ir ../snapshots/001/define_policy.sql
-
 -- Removes a policy with its buckets and idempotency keys.
 --
 -- A row that an open transaction has locked is skipped, and left to clean-up. Such a row changes no answer,
@@ -360,7 +360,6 @@ comment on function ratelimit_drop_policy(text) is
   'Remove a policy with its buckets and idempotency keys.';
 
 \ir ../snapshots/001/policies.sql
-
 
 -- Buckets.
 -- Takes cost tokens from one bucket if it has them, and answers; a denial is an answer, not an error.
@@ -1438,7 +1437,6 @@ comment on function ratelimit.acquire_in_order(text, text[], bigint[], text[], b
   'Decides the requests for one policy, and answers them in the order of their buckets.';
 
 \ir ../snapshots/001/acquire_many.sql
-
 -- Reports the tokens that a bucket holds, and whether an acquire of this cost would be allowed now. Takes nothing.
 --
 -- Locks:  nothing.
@@ -1571,7 +1569,6 @@ comment on function ratelimit_refund(text, text, bigint) is
   'Give tokens back to a bucket, never above its capacity.';
 
 \ir ../snapshots/001/reset.sql
-
 
 -- Upkeep.
 -- Clean-up removes rows that change no answer: buckets that are full again, expired idempotency keys, and
@@ -1838,86 +1835,14 @@ comment on procedure ratelimit_cleanup_all(interval) is
 
 \ir ../snapshots/001/version.sql
 
-
 \ir ../snapshots/001/epilogue.sql
-
 update ratelimit.schema_version set version = 1;
 \endif
 \unset pgratelimit_missing
 commit;
 
 begin transaction isolation level read committed;
-do $prepare$
-declare
-  v_path    text := pg_catalog.current_setting('search_path');
-  v_schema  oid;
-  v_owner   oid;
-  v_version integer;
-  v_member  boolean;  -- of the extension
-begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  perform pg_advisory_xact_lock(9628173550095224);  -- as tern does
-  select n.oid, n.nspowner into v_schema, v_owner from pg_namespace as n where n.nspname = 'ratelimit';
-  if not found then
-    create schema ratelimit;
-  elsif exists (select from pg_class as c where c.relnamespace = v_schema and c.relowner <> v_owner) then
-    raise exception 'schema ratelimit holds objects of several roles'
-      using errcode = '42501',
-            detail  = 'They would run with your rights.',
-            hint    = 'Drop what does not belong to the owner of the schema.';
-  else
-    v_member := exists (select
-                          from pg_depend as d
-                         where d.classid = 'pg_namespace'::regclass
-                           and d.objid = v_schema
-                           and d.refclassid = 'pg_extension'::regclass
-                           and d.deptype = 'e');
-    if v_member or pg_get_userbyid(v_owner) <> current_user then
-      if exists (select
-                   from pg_class as c
-                   join pg_attribute as a on a.attrelid = c.oid
-                  where c.relnamespace = v_schema
-                    and c.relname = 'schema_version'
-                    and c.relkind = 'r'
-                    and not c.relrowsecurity
-                    and a.attname = 'version'
-                    and a.atttypid = 'integer'::regtype
-                    and has_schema_privilege(v_schema, 'usage')
-                    and has_table_privilege(c.oid, 'select')) then
-        select v.version into v_version from only ratelimit.schema_version as v;
-      end if;
-      if v_version is null or v_version < 2 then
-        if v_member then
-          raise exception 'pgratelimit is an extension in this database'
-            using errcode = '55000',
-                  hint    = 'Run: alter extension pgratelimit update';
-        end if;
-        raise exception 'schema ratelimit belongs to another role'
-          using errcode = '42501',
-                detail  = format('It belongs to %s.', v_owner::regrole),
-                hint    = format('Connect as %1$s, for example with PGOPTIONS=''-c role=%1$s''; or drop the schema if it was planted.', v_owner::regrole);
-      end if;
-    end if;
-  end if;
-  if not exists (select from pg_class as c where c.relnamespace = 'ratelimit'::regnamespace and c.relname = 'schema_version') then
-    create table ratelimit.schema_version (version int4 not null);
-    insert into ratelimit.schema_version values (0);
-  end if;
-  perform set_config('search_path', v_path, true);
-end;
-$prepare$;
-do $newer$
-declare
-  v_version integer := (select v.version from ratelimit.schema_version as v);
-begin
-  if v_version operator(pg_catalog.>) 2 then
-    raise exception 'a newer schema is installed'
-      using errcode = '55000',
-            detail  = pg_catalog.format('Schema version %s is installed; this file knows versions up to 2.', v_version),
-            hint    = 'Use the file of the release that installed it, or of a later one.';
-  end if;
-end;
-$newer$;
+:pgratelimit_prepare
 select v.version operator(pg_catalog.<) 2 as pgratelimit_missing from ratelimit.schema_version as v
 \gset
 \if :pgratelimit_missing
@@ -1932,374 +1857,11 @@ set local lock_timeout = '3s';
 -- call: the functions at the end of this file and the old helpers, which the next migration drops.
 lock table ratelimit.policies in access exclusive mode;
 
--- Remembers who may execute the functions that are dropped here, to grant it again at the end, and drops them.
-do $drop$
-declare
-  v_path   text := pg_catalog.current_setting('search_path');
-  v_home   text;
-  v_grants jsonb := '[]';
-  v_proc   record;
-begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  select n.nspname
-    into strict v_home
-    from pg_proc as p
-    join pg_namespace as n on n.oid = p.pronamespace
-    join pg_namespace as package on package.nspname = 'ratelimit' and package.nspowner = p.proowner
-   where p.proname = 'ratelimit_acquire'
-     and p.prorettype = 'ratelimit.decision'::regtype;
-  for v_proc in
-    select p.oid::regprocedure as signature, p.proname, p.proacl, p.proowner
-      from pg_proc as p
-     where p.pronamespace = quote_ident(v_home)::regnamespace
-       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
-                         'ratelimit_refund')
-  loop
-    v_grants := v_grants || coalesce((
-      select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
-                                          'grantee', case a.grantee when 0 then 'public' else a.grantee::regrole::text end))
-        from aclexplode(v_proc.proacl) as a
-       where a.grantee <> v_proc.proowner), '[]');
-    execute format('drop routine %s', v_proc.signature);
-  end loop;
-  perform set_config('ratelimit.grants', v_grants::text, true);
-  perform set_config('ratelimit.home', v_home, true);
-  perform set_config('search_path', v_path, true);
-end;
-$drop$;
-
-alter type ratelimit.decision rename to retired_decision;
-create type ratelimit.decision as (
-  allowed     boolean,
-  remaining   bigint,
-  retry_after interval,
-  reset_after interval,
-  capacity    bigint,
-  replayed    boolean,
-  shadowed    boolean
-);
-comment on type ratelimit.decision is
-'The answer about one bucket.
-allowed: whether the request is granted. A shadow policy grants each request.
-remaining: whole tokens in the bucket, rounded down. Below zero while there is debt.
-retry_after: the time until the same request is allowed, if no other request takes tokens. Zero if it is allowed; null
-  if no wait helps.
-reset_after: the time until the bucket is full; null for never.
-capacity: of the bucket, in whole tokens, by the policy or the override of the key.
-replayed: this is the first answer under a live idempotency key, given again.
-shadowed: a shadow policy would have denied if it were enforced.';
-create type ratelimit.packed as (
-  elements          bigint[],
-  remaining         bigint[],
-  retry_after_us    bigint[],
-  reset_after_us    bigint[],
-  capacity          bigint[],
-  replayed          boolean[],
-  shadowed          boolean[],
-  requests          bigint[],
-  requests_allowed  boolean[],
-  requests_replayed boolean[],
-  requests_shadowed boolean[],
-  bindings          integer[],
-  refused           bigint[],
-  error_codes       text[],
-  error_messages    text[],
-  error_details     text[],
-  error_hints       text[]
-);
-comment on type ratelimit.packed is
-'The answers of ratelimit_acquire_packed, as arrays.
-The arrays up to shadowed are parallel, those from requests to bindings are, and those from refused on are. Without
-  sizes the arrays from requests to bindings are null.
-elements: the numbers of the elements that have a decision, from 1, in no particular order.
-remaining: as in ratelimit.decision.
-retry_after_us: microseconds; 0 if the element is allowed, null for never.
-reset_after_us: microseconds; null for never.
-capacity: as in ratelimit.decision.
-replayed: as in ratelimit.decision. null if no element is replayed.
-shadowed: as in ratelimit.decision. null if no element is shadowed.
-requests: the numbers of the requests that have a decision, from 1.
-requests_allowed: whether the request is granted.
-requests_replayed: as replayed of ratelimit_acquire_all.
-requests_shadowed: as shadowed of ratelimit_acquire_all.
-bindings: the binding element, counted within the request from 1.
-refused: the numbers of the requests that have an error, from 1. null if there is none.
-error_codes: SQLSTATE.';
-create type ratelimit.calendar as (
-  ends_at    timestamptz,
-  overridden boolean,
-  period     interval,
-  months     integer,
-  time_zone  text collate "C",
-  anchor     timestamp,
-  turned_at  timestamptz,
-  turns_at   timestamptz,
-  lease      interval
-);
-comment on type ratelimit.calendar is
-  'When numbers end, infinity for those of a quota or of slots; of these whether some key has had an override; of a quota its period, also in months or 0, its time zone and the local time of one turn, and in a call its last turn and the next; of slots the lease.';
-create type ratelimit.charged as (
-  places      bigint[],
-  wanted      bigint,
-  level       bigint,
-  refilled_at timestamptz
-);
-comment on type ratelimit.charged is
-  'What ratelimit.take_from_buckets did to one bucket: for which elements, the microtokens they wanted together, and the bucket after it.';
-create type ratelimit.reservation as (
-  allowed     boolean,
-  wait        interval,
-  remaining   bigint,
-  reset_after interval,
-  capacity    bigint,
-  replayed    boolean,
-  shadowed    boolean
-);
-comment on type ratelimit.reservation is
-'The answer of ratelimit_reserve.
-allowed: whether the request is granted. A shadow policy grants each request.
-wait: the time until the tokens may be used. Of a denial it is the wait that would have been needed; null for never.
-remaining: as in ratelimit.decision.
-reset_after: as in ratelimit.decision.
-capacity: as in ratelimit.decision.
-replayed: as in ratelimit.decision.
-shadowed: a shadow policy would have waited or denied if it were enforced.';
-create type ratelimit.partial_decision as (
-  allowed     boolean,
-  remaining   bigint,
-  retry_after interval,
-  reset_after interval,
-  capacity    bigint,
-  replayed    boolean,
-  shadowed    boolean,
-  taken       bigint
-);
-comment on type ratelimit.partial_decision is
-'The answer of ratelimit_acquire_up_to: the columns of ratelimit.decision, and taken.
-taken: whole tokens, 0 for a denial.';
-create type ratelimit.hold as (
-  allowed     boolean,
-  remaining   bigint,
-  retry_after interval,
-  held_for    interval,
-  capacity    bigint,
-  renewed     boolean,
-  shadowed    boolean
-);
-comment on type ratelimit.hold is
-'The answer of ratelimit_hold.
-allowed: whether the holder holds. A shadow policy grants each request.
-remaining: the slots that nobody holds after the call. Below zero after the capacity was lowered.
-retry_after: the time until the same request is allowed, if nobody holds, renews or releases meanwhile. Zero if it is allowed;
-  null if no wait helps.
-held_for: how long the lease lasts from now. Zero for a denial.
-capacity: the slots of the key, by the policy or the override of the key.
-renewed: the holder held them before the call.
-shadowed: a shadow policy would have denied if it were enforced. Then nothing is held.';
-create type ratelimit.asked as (
-  key    text collate "C",
-  wanted bigint,
-  places bigint[],
-  size   bigint
-);
-comment on type ratelimit.asked is
-  'What a batch asks of one bucket: the microtokens, and for which elements. See ratelimit.take_from_buckets.';
-create type ratelimit.part as (
-  policy  ratelimit.policies,
-  asked   ratelimit.asked[],
-  row_ids tid[]
-);
-comment on type ratelimit.part is
-  'What a batch asks of the buckets of one policy, and their row ids. See ratelimit.acquire_batch.';
-comment on type ratelimit.retired_decision is
-  'Retired: calls that began under schema version 1 may still return it.';
-
--- Neither column makes PostgreSQL write the table anew, which a call with an older snapshot would find empty.
-alter table ratelimit.policies
-  add column overridden boolean not null default false,
-  add column shadow     boolean not null default false,
-  add column calendar   ratelimit.calendar,
-  add constraint policies_calendar_check check ((calendar).period is not null or (calendar).lease is not null or calendar is null);
--- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
--- it keeps them visible to older snapshots.
-cluster ratelimit.policies using policies_pkey;
-alter table ratelimit.policies set without cluster;
-comment on column ratelimit.policies.overridden is
-  'Some key has had an override, or the policy is a quota or lends slots; until then nothing looks for an override.';
-comment on column ratelimit.policies.shadow is
-  'The policy watches: what it would deny is allowed, and marked shadowed.';
-comment on column ratelimit.policies.calendar is
-  'Of a quota, whose buckets are full at each turn, or of slots, which have a lease; either has refill 0. null for a policy that refills.';
-
--- The columns from stepped on are those of ratelimit.policies.
-create table ratelimit.overrides (
-  policy_id  bigint      not null,
-  expires_at timestamptz not null,
-  key        text        collate "C" not null,
-  capacity   bigint      not null,
-  refill     bigint      not null,
-  every      interval    not null,
-  stepped    boolean     not null,
-  tick       interval    not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
-  every_us   numeric     not null generated always as (extract(epoch from every) * 1000000.0) stored,
-  tick_us    numeric     not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
-  full_level numeric     not null generated always as (capacity * 1000000) stored,
-  gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
-  tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
-  round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
-  calendar   ratelimit.calendar,
-  constraint overrides_pkey primary key (policy_id, key)
-);
-create index overrides_expires_at_idx on ratelimit.overrides (expires_at);
-comment on table ratelimit.overrides is
-  'The numbers of single keys that differ from their policy''s; changed by ratelimit_override and ratelimit_remove_override only.';
-comment on column ratelimit.overrides.expires_at is
-  'From when on the override is as good as absent; infinity for never.';
-comment on column ratelimit.overrides.stepped is
-  'That of the policy.';
-comment on column ratelimit.overrides.calendar is
-  'Of a quota''s key the time zone and the anchor; of a key of slots the lease.';
-
--- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
--- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
--- leave room for more versions.
-alter table ratelimit.buckets add column room uuid, add column paused_until timestamptz;
-alter table ratelimit.ephemeral_buckets add column room uuid, add column paused_until timestamptz;
-alter table ratelimit.buckets alter column room set default '00000000-0000-0000-0000-000000000000';
-alter table ratelimit.ephemeral_buckets alter column room set default '00000000-0000-0000-0000-000000000000';
-comment on column ratelimit.buckets.room is
-  'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
-comment on column ratelimit.buckets.paused_until is
-  'The end of the last pause: until then what is given back does not lift the level above 0. See ratelimit_pause.';
-comment on column ratelimit.ephemeral_buckets.room is
-  'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
-comment on column ratelimit.ephemeral_buckets.paused_until is
-  'The end of the last pause: until then what is given back does not lift the level above 0. See ratelimit_pause.';
-
--- The time until a bucket is full is null when its policy does not refill.
-alter table ratelimit.idempotency_keys alter column reset_after drop not null;
-alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop not null;
-
--- A column that is null in every row slows no statement down: the planner finds nothing missing, and no row is written anew.
-alter table ratelimit.idempotency_keys
-  add column ready_at   timestamptz,
-  add column settled    bigint,
-  add column taken      bigint,
-  add column granted_at timestamptz;
-alter table ratelimit.ephemeral_idempotency_keys
-  add column ready_at   timestamptz,
-  add column settled    bigint,
-  add column taken      bigint,
-  add column granted_at timestamptz;
-comment on column ratelimit.idempotency_keys.ready_at is
-  'When a reserved grant begins to hold; null for a grant that held at once.';
-comment on column ratelimit.idempotency_keys.settled is
-  'The real cost, in place of cost, once the grant is settled.';
-comment on column ratelimit.idempotency_keys.taken is
-  'The microtokens that a charge took which was cut at the floor; null for all of cost.';
-comment on column ratelimit.idempotency_keys.granted_at is
-  'When a quota granted; null for another policy.';
-comment on column ratelimit.ephemeral_idempotency_keys.granted_at is
-  'When a quota granted; null for another policy.';
-comment on column ratelimit.ephemeral_idempotency_keys.ready_at is
-  'When a reserved grant begins to hold; null for a grant that held at once.';
-comment on column ratelimit.ephemeral_idempotency_keys.settled is
-  'The real cost, in place of cost, once the grant is settled.';
-comment on column ratelimit.ephemeral_idempotency_keys.taken is
-  'The microtokens that a charge took which was cut at the floor; null for all of cost.';
-
--- Slots. What is held is the sum of the leases that have not ended. A key's row in slots is the lock of its leases: a session that changes
--- them writes it first, and with it their sum. So no lease is without that row.
---
--- Neither a grant nor a renewal nor a release changes an indexed column, but for due_at once after clean-up has postponed it: updates
--- can be HOT, and a key that is in use pays nothing for clean-up.
-create table ratelimit.slots (
-  policy_id     bigint      not null,
-  changes       bigint      not null,
-  held          bigint      not null,
-  counted_until timestamptz not null,
-  due_at        timestamptz not null,
-  key           text        collate "C" not null,
-  constraint slots_pkey primary key (policy_id, key)
-);
-create index slots_due_at_idx on ratelimit.slots (due_at);
-comment on table ratelimit.slots is
-  'Keys of durable slots that somebody has held: the lock of the leases of a key.';
-comment on column ratelimit.slots.changes is
-  'Counts what was changed in the leases of the key, from the microsecond in which the row was created: no two states have one number.';
-comment on column ratelimit.slots.held is
-  'The costs of all leases of the key, until counted_until.';
-comment on column ratelimit.slots.counted_until is
-  'Until then held is right and no lease of the key ends; -infinity: the next grant adds up the leases.';
-comment on column ratelimit.slots.due_at is
-  'When clean-up looks for ended leases of the key; none of its leases ends earlier.';
-create table ratelimit.leases (
-  policy_id bigint      not null,
-  ends_at   timestamptz not null,
-  cost      integer     not null,
-  key       text        collate "C" not null,
-  holder    text        collate "C" not null,
-  constraint leases_pkey primary key (policy_id, key, holder)
-);
-comment on table ratelimit.leases is
-  'Who holds how many slots of a durable policy until when; from ends_at on a lease is as good as absent.';
-create unlogged table ratelimit.ephemeral_slots (
-  like ratelimit.slots including all
-);
-comment on table ratelimit.ephemeral_slots is
-  'Keys of ephemeral slots: unlogged, empty after a crash.';
-create unlogged table ratelimit.ephemeral_leases (
-  like ratelimit.leases including all
-);
-comment on table ratelimit.ephemeral_leases is
-  'Leases of ephemeral slots: unlogged, empty after a crash.';
--- As for buckets: room for the next versions of rows, and vacuum that keeps up.
-alter table ratelimit.slots set (
-  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
-  autovacuum_vacuum_cost_delay = 0);
-alter table ratelimit.ephemeral_slots set (
-  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
-  autovacuum_vacuum_cost_delay = 0);
-alter table ratelimit.leases set (
-  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
-  autovacuum_vacuum_cost_delay = 0);
-alter table ratelimit.ephemeral_leases set (
-  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
-  autovacuum_vacuum_cost_delay = 0);
-
-create table ratelimit.shard (
-  shard integer not null,
-  of    integer not null
-);
-create unique index shard_one_row_idx on ratelimit.shard ((true));
-comment on table ratelimit.shard is
-  'At most one row: which of how many shards this database is; written by ratelimit_define_shard only.';
-comment on column ratelimit.shard.shard is
-  'The number of this shard, from 0.';
-comment on column ratelimit.shard.of is
-  'How many shards there are: a power of two.';
-
--- Default privileges may have granted rights on the new tables to other roles.
-do $private$
-declare
-  v_path  text := pg_catalog.current_setting('search_path');
-  v_grant record;
-begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  for v_grant in
-    select distinct c.oid::regclass as of, case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
-      from pg_class as c
-     cross join aclexplode(c.relacl) as a
-     where c.oid in ('ratelimit.overrides'::regclass, 'ratelimit.shard'::regclass, 'ratelimit.slots'::regclass, 'ratelimit.leases'::regclass,
-                     'ratelimit.ephemeral_slots'::regclass, 'ratelimit.ephemeral_leases'::regclass)
-       and a.grantee <> c.relowner
-  loop
-    execute format('revoke all on %s from %s', v_grant.of, v_grant.grantee);
-  end loop;
-  perform set_config('search_path', v_path, true);
-end;
-$private$;
-
+-- The functions whose arguments or columns change. Both ways drop them, and grant again what was granted on them.
+set local ratelimit.changed =
+  'ratelimit_define_policy ratelimit_policies ratelimit_acquire ratelimit_acquire_many ratelimit_peek ratelimit_refund';
+\ir ../include/002_drop_changed.sql
+\ir ../include/002_tables.sql
 -- pgratelimit: token bucket rate limits that live in PostgreSQL.
 --
 -- A policy says how large a bucket is and how fast it refills. A bucket belongs to one policy and
@@ -2324,143 +1886,84 @@ $private$;
 -- This file is the table of contents.
 \ir ../snapshots/002/prologue.sql
 
-
 -- Private: the rules, each in one place.
 \ir ../snapshots/002/clock.sql
-
 \ir ../snapshots/002/arithmetic.sql
-
 \ir ../snapshots/002/checks.sql
-
 \ir ../snapshots/002/answer.sql
-
 \ir ../snapshots/002/calendar.sql
-
 \ir ../snapshots/002/overridden.sql
-
 \ir ../snapshots/002/exceeded.sql
-
 
 -- Policies.
 \ir ../snapshots/002/define_policy.sql
-
 \ir ../snapshots/002/drop_policy.sql
-
 \ir ../snapshots/002/policies.sql
-
 \ir ../snapshots/002/override.sql
-
 
 -- Buckets.
 \ir ../snapshots/002/quota.sql
-
 \ir ../snapshots/002/acquire.sql
-
 \ir ../snapshots/002/peek.sql
-
 \ir ../snapshots/002/refund.sql
-
 \ir ../snapshots/002/reset.sql
-
 \ir ../snapshots/002/pause.sql
-
 
 -- Slots: so many at a time.
 \ir ../snapshots/002/slots.sql
-
 \ir ../snapshots/002/hold.sql
-
 \ir ../snapshots/002/renew.sql
-
 \ir ../snapshots/002/release.sql
-
 \ir ../snapshots/002/holders.sql
-
 
 -- Spend now, know later; wait in line; take what is there.
 \ir ../snapshots/002/charge.sql
-
 \ir ../snapshots/002/settle.sql
-
 \ir ../snapshots/002/reserve.sql
-
 \ir ../snapshots/002/acquire_up_to.sql
-
 
 -- Many requests, or many buckets, in one call.
 \ir ../snapshots/002/batch_form.sql
-
 \ir ../snapshots/002/asked_of.sql
-
 \ir ../snapshots/002/take.sql
-
 \ir ../snapshots/002/deny.sql
-
 \ir ../snapshots/002/remember.sql
-
 \ir ../snapshots/002/rows.sql
-
 \ir ../snapshots/002/numbered.sql
-
 \ir ../snapshots/002/look_at_buckets.sql
-
 \ir ../snapshots/002/decide.sql
-
 \ir ../snapshots/002/decide_in_order.sql
-
 \ir ../snapshots/002/decide_left.sql
-
 \ir ../snapshots/002/acquire_batch.sql
-
 \ir ../snapshots/002/acquire_all.sql
-
 \ir ../snapshots/002/acquire_many.sql
-
 \ir ../snapshots/002/acquire_all_many.sql
-
 \ir ../snapshots/002/acquire_packed.sql
-
 \ir ../snapshots/002/acquire_up_to_many.sql
-
 \ir ../snapshots/002/peeked.sql
-
 \ir ../snapshots/002/peek_many.sql
-
 
 -- Guards, which raise where the functions above answer with a denial.
 \ir ../snapshots/002/enforce.sql
-
 \ir ../snapshots/002/guard.sql
-
 \ir ../snapshots/002/pre_request.sql
-
 
 -- Upkeep.
 \ir ../snapshots/002/cleanup_rows.sql
-
 \ir ../snapshots/002/cleanup_slots.sql
-
 \ir ../snapshots/002/cleanup_batch.sql
-
 \ir ../snapshots/002/cleanup.sql
-
 \ir ../snapshots/002/status.sql
-
 \ir ../snapshots/002/doctor.sql
-
 \ir ../snapshots/002/version.sql
-
 
 -- Which part of the keys is in this database, where more than one has them.
 \ir ../snapshots/002/shard.sql
 
-
 -- The same text for other tables, and for the guards.
 \ir ../snapshots/002/copies.sql
 
-
 \ir ../snapshots/002/epilogue.sql
-
 
 
 -- Retired: calls that began under schema version 1 may still call these.
@@ -2486,48 +1989,13 @@ begin
 end;
 $$;
 
--- Grants again what was granted on the functions that were dropped, and no more. Who may call
--- ratelimit_acquire_many may call ratelimit_acquire_packed, which is the same in another form.
-do $grant$
-declare
-  v_path  text := pg_catalog.current_setting('search_path');
-  v_proc  record;
-  v_grant record;
-begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  for v_proc in
-    select p.oid::regprocedure as signature, p.proname, p.proowner,
-           coalesce(p.proacl, acldefault('f', p.proowner)) as acl
-      from pg_proc as p
-     where p.pronamespace = quote_ident(current_setting('ratelimit.home'))::regnamespace
-       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
-                         'ratelimit_refund', 'ratelimit_acquire_packed')
-  loop
-    for v_grant in
-      select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
-        from aclexplode(v_proc.acl) as a
-       where a.grantee <> v_proc.proowner
-    loop
-      execute format('revoke all on function %s from %s', v_proc.signature, v_grant.grantee);
-    end loop;
-    for v_grant in
-      select g.grantee, bool_or(g.grantable) as grantable
-        from jsonb_to_recordset(current_setting('ratelimit.grants')::jsonb) as g (name text, grantee text, grantable boolean)
-       where g.name = case v_proc.proname when 'ratelimit_acquire_packed' then 'ratelimit_acquire_many' else v_proc.proname end
-       group by g.grantee
-    loop
-      execute format('grant execute on function %s to %s%s', v_proc.signature, v_grant.grantee,
-                     case when v_grant.grantable then ' with grant option' end);
-    end loop;
-  end loop;
-  perform set_config('search_path', v_path, true);
-end;
-$grant$;
+\ir ../include/002_grant_changed.sql
 update ratelimit.schema_version set version = 2;
 \endif
 \unset pgratelimit_missing
 commit;
 
+\unset pgratelimit_prepare
 select coalesce(pg_catalog.string_agg(p.pronamespace::pg_catalog.regnamespace::pg_catalog.text, ', '),
                 'none (the functions are missing)') as pgratelimit_home
   from pg_catalog.pg_proc as p

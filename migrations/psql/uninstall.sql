@@ -102,137 +102,16 @@ select v.version operator(pg_catalog.>=) 2 as pgratelimit_there from ratelimit.s
 set local lock_timeout = '3s';
 lock table ratelimit.policies in access exclusive mode;
 
--- Remembers who may execute the functions that are dropped here, to grant it again at the end, and drops them.
-do $drop$
-declare
-  v_path   text := pg_catalog.current_setting('search_path');
-  v_home   text;
-  v_grants jsonb := '[]';
-  v_proc   record;
-begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  select n.nspname
-    into strict v_home
-    from pg_proc as p
-    join pg_namespace as n on n.oid = p.pronamespace
-    join pg_namespace as package on package.nspname = 'ratelimit' and package.nspowner = p.proowner
-   where p.proname = 'ratelimit_acquire'
-     and p.prorettype = 'ratelimit.decision'::regtype;
-  for v_proc in
-    select p.oid::regprocedure as signature, p.proname, p.proacl, p.proowner
-      from pg_proc as p
-     where p.pronamespace = quote_ident(v_home)::regnamespace
-       and p.proname in ('ratelimit_define_policy', 'ratelimit_policies', 'ratelimit_acquire', 'ratelimit_acquire_many', 'ratelimit_peek',
-                         'ratelimit_refund',
-                         'ratelimit_acquire_packed', 'ratelimit_acquire_all', 'ratelimit_acquire_all_many', 'ratelimit_override',
-                         'ratelimit_remove_override', 'ratelimit_overrides', 'ratelimit_charge', 'ratelimit_settle',
-                         'ratelimit_reserve', 'ratelimit_acquire_up_to', 'ratelimit_acquire_up_to_many', 'ratelimit_enforce', 'ratelimit_guard', 'ratelimit_pre_request',
-                         'ratelimit_status', 'ratelimit_doctor', 'ratelimit_shard', 'ratelimit_define_shard', 'ratelimit_reset_all',
-                         'ratelimit_hold', 'ratelimit_renew', 'ratelimit_release', 'ratelimit_holders', 'ratelimit_peek_many', 'ratelimit_pause')
-  loop
-    v_grants := v_grants || coalesce((
-      select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
-                                          'grantee', case a.grantee when 0 then 'public' else a.grantee::regrole::text end))
-        from aclexplode(v_proc.proacl) as a
-       where a.grantee <> v_proc.proowner), '[]');
-    execute format('drop routine %s', v_proc.signature);
-  end loop;
-  perform set_config('ratelimit.grants', v_grants::text, true);
-  perform set_config('ratelimit.home', v_home, true);
-  perform set_config('search_path', v_path, true);
-end;
-$drop$;
-drop table if exists ratelimit.pre_request;  -- docs/postgrest/install.sql created it, and the function ratelimit_pre_request
-
--- Snapshot 001 makes its functions anew. By clock it knows that it is installed already, two are needed below, and one may have
--- been granted.
-do $functions$
-declare
-  v_path text := pg_catalog.current_setting('search_path');
-  v_proc pg_catalog.regprocedure;
-begin
-  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
-  for v_proc in
-    select p.oid
-      from pg_proc as p
-     where p.pronamespace = 'ratelimit'::regnamespace
-       and p.proname not in ('clock', 'floor_level', 'deepest_debt', 'cleanup_batch')
-  loop
-    execute format('drop routine %s', v_proc);
-  end loop;
-  perform set_config('search_path', v_path, true);
-end;
-$functions$;
-drop type ratelimit.decision, ratelimit.reservation, ratelimit.partial_decision, ratelimit.hold, ratelimit.packed, ratelimit.charged, ratelimit.part, ratelimit.asked;
-alter type ratelimit.retired_decision rename to decision;
-
--- Without slots, what is held of a key is missing in its bucket. Slots come back within a lease, and so do the tokens.
-insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at)
-select p.id, l.key, p.full_level - sum(l.cost) * 1000000, pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp()
-  from ratelimit.policies as p
-  join ratelimit.leases as l on l.policy_id = p.id
- where l.ends_at > pg_catalog.clock_timestamp()
- group by p.id, p.full_level, l.key;
-insert into ratelimit.ephemeral_buckets (policy_id, key, level, refilled_at, due_at)
-select p.id, l.key, p.full_level - sum(l.cost) * 1000000, pg_catalog.clock_timestamp(), pg_catalog.clock_timestamp()
-  from ratelimit.policies as p
-  join ratelimit.ephemeral_leases as l on l.policy_id = p.id
- where l.ends_at > pg_catalog.clock_timestamp()
- group by p.id, p.full_level, l.key;
-update ratelimit.policies
-   set refill = capacity,
-       every  = (calendar).lease
- where (calendar).lease is not null;
--- Without refill 0, such a policy refills as slowly as one can.
-update ratelimit.policies
-   set refill = 1,
-       every  = least(interval '365250 days', make_interval(secs => 315576000000 / greatest(capacity, 1)::double precision))
- where refill = 0;
--- Without saturation, a debt below the floor of its policy may be too deep for the time it takes.
-update ratelimit.buckets as b
-   set level = ratelimit.floor_level(p.gain, p.every_us)::bigint
-  from ratelimit.policies as p
- where p.id = b.policy_id
-   and b.level < ratelimit.floor_level(p.gain, p.every_us);
-update ratelimit.ephemeral_buckets as b
-   set level = ratelimit.floor_level(p.gain, p.every_us)::bigint
-  from ratelimit.policies as p
- where p.id = b.policy_id
-   and b.level < ratelimit.floor_level(p.gain, p.every_us);
-drop function ratelimit.floor_level, ratelimit.deepest_debt;
-update ratelimit.idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
-update ratelimit.ephemeral_idempotency_keys set reset_after = interval '365250 days' where reset_after is null;
-alter table ratelimit.idempotency_keys alter column reset_after set not null;
-alter table ratelimit.ephemeral_idempotency_keys alter column reset_after set not null;
-alter table ratelimit.idempotency_keys drop column ready_at, drop column settled, drop column taken, drop column granted_at;
-alter table ratelimit.ephemeral_idempotency_keys drop column ready_at, drop column settled, drop column taken, drop column granted_at;
-alter table ratelimit.buckets drop column room, drop column paused_until;
-alter table ratelimit.ephemeral_buckets drop column room, drop column paused_until;
-do $names$
-begin
-  -- From PostgreSQL 18 on NOT NULL has a name, and the twin was created with that of the other table.
-  if pg_catalog.current_setting('server_version_num')::pg_catalog.int4 operator(pg_catalog.>=) 180000 then
-    alter table ratelimit.ephemeral_idempotency_keys
-      rename constraint ephemeral_idempotency_keys_reset_after_not_null to idempotency_keys_reset_after_not_null;
-  end if;
-end;
-$names$;
-drop table ratelimit.overrides, ratelimit.shard, ratelimit.slots, ratelimit.leases, ratelimit.ephemeral_slots, ratelimit.ephemeral_leases;
-alter table ratelimit.policies
-  drop column overridden,
-  drop column shadow,
-  drop column calendar;
-drop type ratelimit.calendar;
-comment on type ratelimit.decision is
-  'The answer about one bucket: allowed; whole tokens remaining; retry_after, zero when allowed and null when the cost can never fit; reset_after, until full; capacity; replayed, when it is the first answer under a live idempotency key, given again.';
-
--- Snapshot 001 finds its place by this function, and replaces it.
-do $home$
-begin
-  execute pg_catalog.format('create function %I.ratelimit_acquire(policy text, key text, cost bigint default 1, idempotency_key text default null) '
-                            'returns ratelimit.decision language sql return null::ratelimit.decision', pg_catalog.current_setting('ratelimit.home'));
-end;
-$home$;
+-- All functions that version 1 lacks, or has with other arguments or columns.
+set local ratelimit.changed =
+  'ratelimit_define_policy ratelimit_policies ratelimit_acquire ratelimit_acquire_many ratelimit_peek ratelimit_refund '
+  'ratelimit_acquire_packed ratelimit_acquire_all ratelimit_acquire_all_many ratelimit_override ratelimit_remove_override '
+  'ratelimit_overrides ratelimit_charge ratelimit_settle ratelimit_reserve ratelimit_acquire_up_to '
+  'ratelimit_acquire_up_to_many ratelimit_enforce ratelimit_guard ratelimit_pre_request ratelimit_status ratelimit_doctor '
+  'ratelimit_shard ratelimit_define_shard ratelimit_reset_all ratelimit_hold ratelimit_renew ratelimit_release '
+  'ratelimit_holders ratelimit_peek_many ratelimit_pause';
+\ir ../include/002_drop_changed.sql
+\ir ../include/002_back.sql
 update ratelimit.schema_version set version = 2 - 1;
 \endif
 \unset pgratelimit_there
