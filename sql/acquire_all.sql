@@ -260,8 +260,7 @@ Role: application.';
 create or replace function ratelimit.acquire_all_in_batch(
     in  policies text[], in keys text[], in costs bigint[], in idempotency_key text,
     out allowed boolean, out replayed boolean, out shadowed boolean, out binding integer, out decisions ratelimit.decision[])
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_batch ratelimit.packed := acquire_batch(policies, keys, costs, array[cardinality(policies)], case when idempotency_key is not null then array[idempotency_key] end);

@@ -3,9 +3,7 @@
 -- with an element that is not about 1 to 2147483647 tokens is left out. The sum of integers is a bigint, which costs less than the
 -- numeric sum of bigints. The function is inlined.
 create or replace function ratelimit.asked_of(keys text[], costs bigint[])
-  returns setof ratelimit.asked
-  language sql
-  immutable
+  returns setof ratelimit.asked language sql immutable
 as $$
   select e.key, least(sum(e.cost), 9000000000001) * 1000000, array_agg(e.place), count(*)
     from (select u.key collate "C" as key, u.place, case when u.cost between 1 and 2147483647 then u.cost::integer end as cost
@@ -25,8 +23,7 @@ comment on function ratelimit.asked_of(text[], bigint[]) is
 create or replace function ratelimit.parts_of(
     in policies text[], in keys text[], in costs bigint[], in requests bigint[],
     out parts ratelimit.part[], out size bigint, out twice boolean)
-  language plpgsql
-  stable
+  language plpgsql stable
 as $$
 begin
   select coalesce(array_agg(row(p, s.asked, null)::part order by p.durable desc, p.name), '{}'), sum(s.size)::bigint, bool_or(s.twice)
@@ -52,9 +49,7 @@ comment on function ratelimit.parts_of(text[], text[], bigint[], bigint[]) is
 -- What is asked of each bucket of one policy by those elements of a batch that places names: elements and charges are parallel, and
 -- smallest is the least of them; 0 if one is not about 1 to 2147483647 tokens. The function is inlined.
 create or replace function ratelimit.sought(policy_name text, policies text[], keys text[], costs bigint[], places bigint[])
-  returns table (key text, elements bigint[], charges bigint[], smallest bigint)
-  language sql
-  immutable
+  returns table (key text, elements bigint[], charges bigint[], smallest bigint) language sql immutable
 as $$
   select keys[u.place] collate "C", array_agg(u.place), array_agg(costs[u.place]),
          min(case when costs[u.place] between 1 and 2147483647 then costs[u.place] else 0 end)

@@ -4,8 +4,7 @@
 create or replace function ratelimit.batch_form(
     inout policies text[], inout keys text[], inout costs bigint[], inout sizes integer[], inout idempotency_keys text[],
     out requests bigint[], out misfits bigint[])
-  language plpgsql
-  immutable
+  language plpgsql immutable
 as $$
 declare
   v_count constant integer := cardinality(policies);
@@ -47,9 +46,7 @@ comment on function ratelimit.batch_form(text[], text[], bigint[], integer[], te
 
 -- Tells the errors of requests that are too large or empty, however the others were decided.
 create or replace function ratelimit.with_misfits(answers ratelimit.packed, sizes integer[], misfits bigint[])
-  returns ratelimit.packed
-  language plpgsql
-  immutable
+  returns ratelimit.packed language plpgsql immutable
 as $$
 declare
   v_misfit bigint;

@@ -11,9 +11,7 @@
 --
 -- The column has the lease of slots, too, which count as overridden and as numbers that end for the same reason: slots.sql.
 create or replace function ratelimit.turning(calendar ratelimit.calendar, at timestamptz)
-  returns ratelimit.calendar
-  language plpgsql
-  immutable
+  returns ratelimit.calendar language plpgsql immutable
 as $$
 declare
   v_local timestamp := at at time zone calendar.time_zone;
@@ -39,9 +37,7 @@ comment on function ratelimit.turning(ratelimit.calendar, timestamptz) is
   'A calendar with the turns around an instant: the last one not after it, and the next one.';
 
 create or replace function ratelimit.with_turns(policy ratelimit.policies, at timestamptz)
-  returns ratelimit.policies
-  language plpgsql
-  immutable
+  returns ratelimit.policies language plpgsql immutable
 as $$
 begin
   if (policy.calendar).period is not null then
@@ -99,9 +95,7 @@ comment on function ratelimit.lowest_level_of_quota(bigint) is
 
 -- A quota whose row was written at refilled_at, in the words of a bucket that refills: by now it has filled it, or it gains nothing.
 create or replace function ratelimit.filling(numbers ratelimit.policies, refilled_at timestamptz)
-  returns ratelimit.policies
-  language plpgsql
-  immutable
+  returns ratelimit.policies language plpgsql immutable
 as $$
 begin
   if refilled_at < (numbers.calendar).turned_at then
@@ -115,9 +109,7 @@ comment on function ratelimit.filling(ratelimit.policies, timestamptz) is
   'The numbers by which refilled tells the level of a quota''s bucket.';
 
 create or replace function ratelimit.wait_for_turn(tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, quota ratelimit.policies)
-  returns bigint
-  language plpgsql
-  immutable
+  returns bigint language plpgsql immutable
 as $$
 begin
   if quota.full_level + ratelimit.used_level(level, refilled_at, (quota.calendar).turned_at) >= coalesce(ratelimit.microtokens(tokens), quota.full_level) then
@@ -133,9 +125,7 @@ comment on function ratelimit.wait_for_turn(bigint, bigint, timestamptz, timesta
 
 -- A zone that an older tzdata had must not stop clean-up.
 create or replace function ratelimit.turning_if_known(calendar ratelimit.calendar, at timestamptz)
-  returns ratelimit.calendar
-  language plpgsql
-  immutable
+  returns ratelimit.calendar language plpgsql immutable
 as $$
 begin
   return ratelimit.turning(calendar, at);
@@ -155,9 +145,7 @@ comment on function ratelimit.unused(ratelimit.calendar, bigint, timestamptz, ti
   'Whether the row of a quota''s bucket says that nothing is used of the period that runs.';
 
 create or replace function ratelimit.quota_of_key(policy ratelimit.policies, key text, now timestamptz)
-  returns ratelimit.policies
-  language plpgsql
-  stable
+  returns ratelimit.policies language plpgsql stable
 as $$
 declare
   v_override ratelimit.overrides;

@@ -102,8 +102,7 @@ comment on function ratelimit.cleanup_batch(integer, interval, timestamptz, time
 
 -- Removes rows whose policy was dropped, at most max_rows of each table.
 create or replace function ratelimit.remove_orphans(in max_rows integer, out buckets_deleted bigint, out idempotency_keys_deleted bigint)
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 begin
   buckets_deleted          := cleanup_orphans('buckets', 'policies', max_rows) + cleanup_orphans('ephemeral_buckets', 'policies', max_rows)

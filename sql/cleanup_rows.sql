@@ -6,8 +6,7 @@
 create or replace function ratelimit.cleanup_buckets(
     in buckets regclass, in policies regclass, in overrides regclass, in max_rows integer, in now timestamptz, in due_before timestamptz,
     out read bigint, out deleted bigint)
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 begin
   execute format($sql$
@@ -66,9 +65,7 @@ comment on function ratelimit.cleanup_buckets(regclass, regclass, regclass, inte
   'Removes or postpones due buckets, and answers how many were due and how many were removed.';
 
 create or replace function ratelimit.cleanup_idempotency_keys(idempotency_keys regclass, max_rows integer, due_before timestamptz)
-  returns bigint
-  language plpgsql
-  volatile
+  returns bigint language plpgsql volatile
 as $$
 declare
   v_deleted bigint;
@@ -91,9 +88,7 @@ comment on function ratelimit.cleanup_idempotency_keys(regclass, integer, timest
   'Removes expired idempotency keys, and answers how many.';
 
 create or replace function ratelimit.cleanup_orphans(rows regclass, policies regclass, max_rows integer)
-  returns bigint
-  language plpgsql
-  volatile
+  returns bigint language plpgsql volatile
 as $$
 declare
   v_deleted bigint;

@@ -10,8 +10,7 @@
 -- Locks and writes: as cleanup_batch.
 create or replace function ratelimit.cleanup_slots(
     in slots regclass, in leases regclass, in max_rows integer, in now timestamptz, in due_before timestamptz, out read bigint, out deleted bigint)
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_ids  bigint[];

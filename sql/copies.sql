@@ -1,13 +1,11 @@
--- The functions of which the text is that of another one. Generated from the other files: make psql.
+-- The functions of which the text is that of another one. Generated from the other files, which have the reasons: make psql.
 --
 -- First what the functions about durable policies do, on the unlogged tables of ephemeral ones. Then ratelimit_acquire and ratelimit_peek
 -- for functions of this package, which do not depend on the schema of the public ones.
 
 create or replace function ratelimit.take_quota_of_ephemeral_buckets(
     policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
-  returns ratelimit.partial_decision
-  language plpgsql
-  volatile
+  returns ratelimit.partial_decision language plpgsql volatile
 as $$
 declare
   v_key             text collate "C" := key;
@@ -164,12 +162,10 @@ $$;
 comment on function ratelimit.take_quota_of_ephemeral_buckets(ratelimit.policies, text, bigint, bigint, text) is
   'The steps of ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to for a quota.';
 
--- Does what take_from_ephemeral_buckets does, for a quota.
 create or replace function ratelimit.take_quotas_from_ephemeral_buckets(
     in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_policy alias for policy;
@@ -211,9 +207,7 @@ comment on function ratelimit.take_quotas_from_ephemeral_buckets(ratelimit.polic
   'Charges the buckets of one quota that cover all that is asked of them, and answers their elements.';
 
 create or replace function ratelimit.refund_quota_of_ephemeral_buckets(policy ratelimit.policies, key text, amount bigint)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
+  returns ratelimit.decision language plpgsql volatile
 as $$
 declare
   v_key         text collate "C" := key;
@@ -243,8 +237,7 @@ comment on function ratelimit.refund_quota_of_ephemeral_buckets(ratelimit.polici
 create or replace function ratelimit.look_at_ephemeral_slots(
     in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint, in holder text,
     out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint, out holds boolean, out shadow boolean)
-  language plpgsql
-  stable
+  language plpgsql stable
 as $$
 declare
   v_key          text collate "C" := key;
@@ -290,12 +283,8 @@ $$;
 comment on function ratelimit.look_at_ephemeral_slots(ratelimit.policies, text, timestamptz, bigint, text) is
   'The capacity and the lease that apply to a key of slots, what is held of it and whether by a holder, and the waits for a cost and until nobody holds.';
 
--- Frees all slots of a key.
--- Locks and writes: the row of the key; deletes its leases.
 create or replace function ratelimit.reset_ephemeral_slots(policy_id bigint, key text)
-  returns void
-  language plpgsql
-  volatile
+  returns void language plpgsql volatile
 as $$
 declare
   v_policy_id alias for policy_id;
@@ -320,8 +309,7 @@ comment on function ratelimit.reset_ephemeral_slots(bigint, text) is
 create or replace function ratelimit.take_from_ephemeral_buckets(
     in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_policy     alias for policy;
@@ -427,13 +415,10 @@ $$;
 comment on function ratelimit.take_from_ephemeral_buckets(ratelimit.policies, text[], bigint[], ratelimit.asked[], tid[], timestamptz) is
   'Charges the buckets of one policy that cover all that is asked of them, and answers their elements.';
 
--- As take_from_ephemeral_buckets, whatever the numbers of the policy and its overrides are; it costs more for a bucket. Nothing is
--- charged if the policy has changed since it was read: it and its overrides, which this reads, are as of one instant.
 create or replace function ratelimit.take_any_from_ephemeral_buckets(
     in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_policy alias for policy;
@@ -476,14 +461,10 @@ $$;
 comment on function ratelimit.take_any_from_ephemeral_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
   'Does what take_from_ephemeral_buckets does, for a policy with overrides or large numbers.';
 
--- For requests that take as many whole tokens as there are, up to their costs: charges the buckets that have a token, with one element
--- each. What to take is computed from a bucket as the statement's snapshot has it, so one that was changed since is left alone, as in
--- take_from_ephemeral_buckets. The arithmetic is that of take_any_from_ephemeral_buckets, and for quotas of take_quotas_from_ephemeral_buckets. taken is parallel to places.
 create or replace function ratelimit.take_up_to_from_ephemeral_buckets(
     in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out taken bigint[])
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_policy  alias for policy;
@@ -536,14 +517,10 @@ $$;
 comment on function ratelimit.take_up_to_from_ephemeral_buckets(ratelimit.policies, ratelimit.asked[], timestamptz) is
   'Charges the buckets of one policy that have a token with all they have, up to what is asked, and answers their elements.';
 
--- For requests of several elements, which are granted only if every bucket covers what is charged to it. row_ids is null if a
--- bucket does not cover what is asked of it. contended is a guess that another session changes or locks a bucket: xmax is
--- set, and is not the lock of the transaction that wrote this row. A lock that was rolled back leaves it set, too.
 create or replace function ratelimit.covered_in_ephemeral_buckets(
     in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
     out row_ids tid[], out contended boolean)
-  language plpgsql
-  stable
+  language plpgsql stable
 as $$
 declare
   v_policy alias for policy;
@@ -582,13 +559,8 @@ $$;
 comment on function ratelimit.covered_in_ephemeral_buckets(ratelimit.policies, ratelimit.asked[], timestamptz) is
   'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
 
--- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a bucket that
--- it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is
--- created later would be locked after higher keys.
 create or replace function ratelimit.lock_asked_of_ephemeral_buckets(policy ratelimit.policies, asked ratelimit.asked[])
-  returns tid[]
-  language plpgsql
-  volatile
+  returns tid[] language plpgsql volatile
 as $$
 declare
   v_policy  alias for policy;
@@ -613,9 +585,7 @@ comment on function ratelimit.lock_asked_of_ephemeral_buckets(ratelimit.policies
 
 create or replace function ratelimit.denied_in_ephemeral_buckets(
     policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
-  returns ratelimit.packed
-  language plpgsql
-  stable
+  returns ratelimit.packed language plpgsql stable
 as $$
 declare
   v_policy     alias for policy;
@@ -674,12 +644,9 @@ $$;
 comment on function ratelimit.denied_in_ephemeral_buckets(ratelimit.policies, text[], text[], bigint[], bigint[], timestamptz) is
   'The single requests of a batch that the buckets of one policy plainly deny.';
 
--- As denied_in_ephemeral_buckets, whatever the numbers of the policy and its overrides are; it costs more for a bucket.
 create or replace function ratelimit.denied_in_any_ephemeral_buckets(
     policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
-  returns ratelimit.packed
-  language plpgsql
-  stable
+  returns ratelimit.packed language plpgsql stable
 as $$
 declare
   v_policy alias for policy;
@@ -723,9 +690,7 @@ comment on function ratelimit.denied_in_any_ephemeral_buckets(ratelimit.policies
 create or replace function ratelimit.remember_ephemeral_idempotency_keys(
     policy ratelimit.policies, keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
     places bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
-  returns boolean
-  language plpgsql
-  volatile
+  returns boolean language plpgsql volatile
 as $$
 declare
   v_policy alias for policy;
@@ -771,8 +736,7 @@ comment on function ratelimit.remember_ephemeral_idempotency_keys(ratelimit.poli
 create or replace function ratelimit.rows_of_ephemeral_buckets(
     in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
     out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
-  language plpgsql
-  stable
+  language plpgsql stable
 as $$
 declare
   v_policy alias for policy;
@@ -819,13 +783,9 @@ $$;
 comment on function ratelimit.rows_of_ephemeral_buckets(ratelimit.policies, text[], boolean[], timestamptz) is
   'The buckets of one policy as they are now, and the numbers that apply to each.';
 
--- Reads the idempotency keys that are live, of the elements on the buckets from_bucket to to_bucket. expires_at is compared after the
--- row is found, as in ratelimit_acquire. The function is inlined.
 create or replace function ratelimit.live_ephemeral_idempotency_keys(
     policy_id bigint, keys text[], from_bucket integer, to_bucket integer, buckets integer[], charges bigint[], idempotency_keys text[], now timestamptz)
-  returns table (place integer, granted ratelimit.idempotency_keys)
-  language sql
-  stable
+  returns table (place integer, granted ratelimit.idempotency_keys) language sql stable
 as $$
   select u.place::integer, k.granted
     from unnest(buckets, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
@@ -842,12 +802,8 @@ $$;
 comment on function ratelimit.live_ephemeral_idempotency_keys(bigint, text[], integer, integer, integer[], bigint[], text[], timestamptz) is
   'The grants that live idempotency keys of a batch remember, by the number of the element.';
 
--- Locks the buckets that are wanted, in order, and answers which of their rows it has created: a bucket without a row gets one, which
--- is full.
 create or replace function ratelimit.lock_ephemeral_buckets(policy_id bigint, keys text[], wanted boolean[], numbers ratelimit.policies[], now timestamptz)
-  returns boolean[]
-  language plpgsql
-  volatile
+  returns boolean[] language plpgsql volatile
 as $$
 declare
   v_policy_id alias for policy_id;
@@ -879,12 +835,9 @@ $$;
 comment on function ratelimit.lock_ephemeral_buckets(bigint, text[], boolean[], ratelimit.policies[], timestamptz) is
   'Locks the wanted buckets of one policy, in order, and answers which rows it has created.';
 
--- Creates the rows of the buckets that are wanted and have none, and answers how many.
 create or replace function ratelimit.create_ephemeral_buckets(
     policy_id bigint, keys text[], wanted boolean[], has_row boolean[], levels bigint[], refilled_at timestamptz[], numbers ratelimit.policies[])
-  returns bigint
-  language plpgsql
-  volatile
+  returns bigint language plpgsql volatile
 as $$
 declare
   v_created bigint;
@@ -907,13 +860,9 @@ $$;
 comment on function ratelimit.create_ephemeral_buckets(bigint, text[], boolean[], boolean[], bigint[], timestamptz[], ratelimit.policies[]) is
   'Creates the rows of the wanted buckets of one policy that have none, and answers how many.';
 
--- Writes the locked buckets that are wanted, and answers how many. It removes the rows that lock_ephemeral_buckets has created for
--- buckets that are not wanted.
 create or replace function ratelimit.write_ephemeral_buckets(
     policy ratelimit.policies, keys text[], wanted boolean[], created boolean[], levels bigint[], refilled_at timestamptz[])
-  returns bigint
-  language plpgsql
-  volatile
+  returns bigint language plpgsql volatile
 as $$
 declare
   v_policy  alias for policy;
@@ -942,9 +891,7 @@ comment on function ratelimit.write_ephemeral_buckets(ratelimit.policies, text[]
   'Writes the wanted buckets of one policy, which are locked, and answers how many.';
 
 create or replace function ratelimit.peeked_in_ephemeral_buckets(policy ratelimit.policies, keys text[], costs bigint[], places bigint[], now timestamptz)
-  returns ratelimit.packed
-  language plpgsql
-  stable
+  returns ratelimit.packed language plpgsql stable
 as $$
 declare
   v_policy     alias for policy;
@@ -1034,9 +981,7 @@ comment on function ratelimit.peeked_in_ephemeral_buckets(ratelimit.policies, te
   'What buckets of one policy hold, and whether they cover the costs of requests.';
 
 create or replace function ratelimit.acquire_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
+  returns ratelimit.decision language plpgsql volatile
 as $$
   declare
     v_key             text collate "C" := key;
@@ -1191,13 +1136,10 @@ as $$
     return grant_of(v_level, v_reset_us, v_policy.capacity);
   end;
 $$;
-comment on function ratelimit.acquire_ephemeral(ratelimit.policies, text, bigint, text) is
-  'The steps of ratelimit_acquire for an ephemeral policy.';
+comment on function ratelimit.acquire_ephemeral(ratelimit.policies, text, bigint, text) is 'The steps of ratelimit_acquire for an ephemeral policy.';
 
 create or replace function ratelimit.charge_ephemeral(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
+  returns ratelimit.decision language plpgsql volatile
 as $$
   declare
     v_key             text collate "C" := key;
@@ -1306,13 +1248,10 @@ as $$
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
   end;
 $$;
-comment on function ratelimit.charge_ephemeral(ratelimit.policies, text, bigint, text) is
-  'The steps of ratelimit_charge for an ephemeral policy.';
+comment on function ratelimit.charge_ephemeral(ratelimit.policies, text, bigint, text) is 'The steps of ratelimit_charge for an ephemeral policy.';
 
 create or replace function ratelimit.settle_ephemeral(v_policy ratelimit.policies, key text, idempotency_key text, cost bigint)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
+  returns ratelimit.decision language plpgsql volatile
 as $$
   declare
     v_key             text collate "C" := key;
@@ -1427,13 +1366,10 @@ as $$
     return spent_of(v_level, v_reset_us, v_policy.capacity, false);
   end;
 $$;
-comment on function ratelimit.settle_ephemeral(ratelimit.policies, text, text, bigint) is
-  'The steps of ratelimit_settle for an ephemeral policy.';
+comment on function ratelimit.settle_ephemeral(ratelimit.policies, text, text, bigint) is 'The steps of ratelimit_settle for an ephemeral policy.';
 
 create or replace function ratelimit.reserve_ephemeral(v_policy ratelimit.policies, key text, max_wait interval, cost bigint, idempotency_key text)
-  returns ratelimit.reservation
-  language plpgsql
-  volatile
+  returns ratelimit.reservation language plpgsql volatile
 as $$
   declare
     v_key             text collate "C" := key;
@@ -1630,13 +1566,10 @@ as $$
     return reserved_of(v_level, v_reset_us, v_policy.capacity);
   end;
 $$;
-comment on function ratelimit.reserve_ephemeral(ratelimit.policies, text, interval, bigint, text) is
-  'The steps of ratelimit_reserve for an ephemeral policy.';
+comment on function ratelimit.reserve_ephemeral(ratelimit.policies, text, interval, bigint, text) is 'The steps of ratelimit_reserve for an ephemeral policy.';
 
 create or replace function ratelimit.acquire_up_to_ephemeral(v_policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
-  returns ratelimit.partial_decision
-  language plpgsql
-  volatile
+  returns ratelimit.partial_decision language plpgsql volatile
 as $$
   declare
     v_key             text collate "C" := key;
@@ -1805,13 +1738,10 @@ as $$
     return partial_of(v_answer, case when v_policy.shadow then at_most else v_taken end);
   end;
 $$;
-comment on function ratelimit.acquire_up_to_ephemeral(ratelimit.policies, text, bigint, bigint, text) is
-  'The steps of ratelimit_acquire_up_to for an ephemeral policy.';
+comment on function ratelimit.acquire_up_to_ephemeral(ratelimit.policies, text, bigint, bigint, text) is 'The steps of ratelimit_acquire_up_to for an ephemeral policy.';
 
 create or replace function ratelimit.pause_ephemeral(v_policy ratelimit.policies, key text, pause_for interval)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
+  returns ratelimit.decision language plpgsql volatile
 as $$
   declare
     v_key         text collate "C" := key;
@@ -1860,13 +1790,10 @@ as $$
                      wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_own), v_policy.capacity);
   end;
 $$;
-comment on function ratelimit.pause_ephemeral(ratelimit.policies, text, interval) is
-  'The steps of ratelimit_pause for an ephemeral policy.';
+comment on function ratelimit.pause_ephemeral(ratelimit.policies, text, interval) is 'The steps of ratelimit_pause for an ephemeral policy.';
 
 create or replace function ratelimit.hold_ephemeral(v_policy ratelimit.policies, key text, holder text, cost bigint)
-  returns ratelimit.hold
-  language plpgsql
-  volatile
+  returns ratelimit.hold language plpgsql volatile
 as $$
   declare
     v_key          text collate "C" := key;
@@ -2003,13 +1930,10 @@ as $$
     return (true, v_policy.capacity - v_held, interval '0', duration(v_lease_us), v_policy.capacity, v_renewed, false)::ratelimit.hold;
   end;
 $$;
-comment on function ratelimit.hold_ephemeral(ratelimit.policies, text, text, bigint) is
-  'The steps of ratelimit_hold for an ephemeral policy.';
+comment on function ratelimit.hold_ephemeral(ratelimit.policies, text, text, bigint) is 'The steps of ratelimit_hold for an ephemeral policy.';
 
 create or replace function ratelimit.renew_ephemeral(v_policy ratelimit.policies, key text, holder text)
-  returns interval
-  language plpgsql
-  volatile
+  returns interval language plpgsql volatile
 as $$
   declare
     v_key      text collate "C" := key;
@@ -2071,13 +1995,10 @@ as $$
     return case when found or v_policy.shadow then duration(v_lease_us) end;
   end;
 $$;
-comment on function ratelimit.renew_ephemeral(ratelimit.policies, text, text) is
-  'The steps of ratelimit_renew for an ephemeral policy.';
+comment on function ratelimit.renew_ephemeral(ratelimit.policies, text, text) is 'The steps of ratelimit_renew for an ephemeral policy.';
 
 create or replace function ratelimit.release_ephemeral(v_policy ratelimit.policies, key text, holder text)
-  returns boolean
-  language plpgsql
-  volatile
+  returns boolean language plpgsql volatile
 as $$
   declare
     v_key      text collate "C" := key;
@@ -2126,13 +2047,10 @@ as $$
     return v_released is not null;
   end;
 $$;
-comment on function ratelimit.release_ephemeral(ratelimit.policies, text, text) is
-  'The steps of ratelimit_release for an ephemeral policy.';
+comment on function ratelimit.release_ephemeral(ratelimit.policies, text, text) is 'The steps of ratelimit_release for an ephemeral policy.';
 
 create or replace function ratelimit.acquire(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
+  returns ratelimit.decision language plpgsql volatile
 as $$
 begin
   if not v_policy.durable then
@@ -2292,13 +2210,10 @@ begin
   end;
 end;
 $$;
-comment on function ratelimit.acquire(ratelimit.policies, text, bigint, text) is
-  'The steps of ratelimit_acquire, for the guards.';
+comment on function ratelimit.acquire(ratelimit.policies, text, bigint, text) is 'The steps of ratelimit_acquire, for the guards.';
 
 create or replace function ratelimit.peek(policy text, key text, cost bigint)
-  returns ratelimit.decision
-  language plpgsql
-  stable
+  returns ratelimit.decision language plpgsql stable
 as $$
 declare
   v_policy   ratelimit.policies;
@@ -2360,5 +2275,4 @@ begin
   return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
 $$;
-comment on function ratelimit.peek(text, text, bigint) is
-  'What ratelimit_peek does, for the guards.';
+comment on function ratelimit.peek(text, text, bigint) is 'What ratelimit_peek does, for the guards.';

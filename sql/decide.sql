@@ -26,8 +26,7 @@ create or replace function ratelimit.decide(
     out wanted boolean[], out remaining bigint[], out retry_us bigint[], out reset_us bigint[], out capacities bigint[],
     out replayed boolean[], out shadowed boolean[], out granted boolean[], out charged boolean[], out fits boolean[], out kept boolean[],
     out refused integer[])
-  language plpgsql
-  immutable
+  language plpgsql immutable
 as $$
 declare
   v_count      integer := cardinality(requests);
@@ -178,9 +177,7 @@ comment on function ratelimit.decide(bigint[], text[], bigint[], boolean, intege
 create or replace function ratelimit.waits_of_all(
     requests bigint[], charges bigint[], buckets integer[], replayed boolean[], numbers ratelimit.policies[],
     own ratelimit.policies[], granted boolean[], levels bigint[], refilled_at timestamptz[], now timestamptz, retry_us bigint[])
-  returns bigint[]
-  language plpgsql
-  immutable
+  returns bigint[] language plpgsql immutable
 as $$
 declare
   v_count   integer := cardinality(requests);

@@ -36,9 +36,7 @@
 -- Writes: buckets and idempotency keys of granted requests.
 create or replace function ratelimit.decide_in_order(
     policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], elements bigint[], joint boolean, taken boolean, up_to boolean)
-  returns ratelimit.packed
-  language plpgsql
-  volatile
+  returns ratelimit.packed language plpgsql volatile
 as $$
 declare
   v_batch       record;             -- the requests, as of numbered

@@ -5,9 +5,7 @@
 -- Locks and writes: as decide_in_order, for the elements that are left to it.
 create or replace function ratelimit.decide_left(
     policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], places bigint[], joint boolean, taken boolean, up_to boolean)
-  returns ratelimit.packed
-  language plpgsql
-  volatile
+  returns ratelimit.packed language plpgsql volatile
 as $$
 declare
   v_denied ratelimit.packed;
@@ -45,9 +43,7 @@ comment on function ratelimit.decide_left(text[], text[], bigint[], bigint[], te
 -- The denials of all policies, as of one snapshot, because the function is STABLE: a policy could be redefined between two reads. A
 -- shadow policy denies nothing, and a quota is left to decide_in_order.
 create or replace function ratelimit.denied(policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
-  returns ratelimit.packed
-  language plpgsql
-  stable
+  returns ratelimit.packed language plpgsql stable
 as $$
 declare
   v_names  text[] := policies[1:1];
@@ -81,9 +77,7 @@ comment on function ratelimit.denied(text[], text[], bigint[], bigint[], timesta
 
 -- Two parts of an answer as one. If neither has requests of several elements, the columns about them are null.
 create or replace function ratelimit.both_of(a ratelimit.packed, b ratelimit.packed)
-  returns ratelimit.packed
-  language plpgsql
-  immutable
+  returns ratelimit.packed language plpgsql immutable
 as $$
 begin
   if a.elements is null then

@@ -7,9 +7,7 @@
 -- Locks and writes nothing.
 create or replace function ratelimit.denied_in_buckets(
     policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
-  returns ratelimit.packed
-  language plpgsql
-  stable
+  returns ratelimit.packed language plpgsql stable
 as $$
 declare
   v_policy     alias for policy;
@@ -71,9 +69,7 @@ comment on function ratelimit.denied_in_buckets(ratelimit.policies, text[], text
 -- As denied_in_buckets, whatever the numbers of the policy and its overrides are; it costs more for a bucket.
 create or replace function ratelimit.denied_in_any_buckets(
     policy ratelimit.policies, policies text[], keys text[], costs bigint[], places bigint[], now timestamptz)
-  returns ratelimit.packed
-  language plpgsql
-  stable
+  returns ratelimit.packed language plpgsql stable
 as $$
 declare
   v_policy alias for policy;

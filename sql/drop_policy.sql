@@ -46,9 +46,7 @@ Writes: deletes these rows.
 Role: administrator.';
 
 create or replace function ratelimit.delete_rows_of_policy(rows regclass, in_order_of text, policy_id bigint)
-  returns void
-  language plpgsql
-  volatile
+  returns void language plpgsql volatile
 as $$
 begin
   execute format('delete from %1$s as t'

@@ -200,9 +200,7 @@ Writes: a grant writes the row of the key and the lease, and deletes the leases 
 Role: application.';
 
 create or replace function ratelimit.peek_slots(policy ratelimit.policies, key text, cost bigint, now timestamptz)
-  returns ratelimit.decision
-  language plpgsql
-  stable
+  returns ratelimit.decision language plpgsql stable
 as $$
 declare
   v_look record;

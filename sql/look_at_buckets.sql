@@ -16,8 +16,7 @@ create or replace function ratelimit.look_at_buckets(
     in  buckets integer[], in charges bigint[], in idempotency_keys text[], in now timestamptz,
     out policies ratelimit.policies[], out known ratelimit.idempotency_keys[],
     out numbers ratelimit.policies[], out own ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
-  language plpgsql
-  stable
+  language plpgsql stable
 as $$
 declare
   v_policy ratelimit.policies;

@@ -10,8 +10,7 @@ create or replace function ratelimit.numbered(
     out same           integer[],  -- the first element of its request on the same bucket
     out twins          integer[],  -- the last element of an earlier request on the same bucket, under the same idempotency key
     out bad            boolean[])  -- whether an argument is out of range
-  language plpgsql
-  immutable
+  language plpgsql immutable
 as $$
 begin
   select array_agg(s.bucket::integer order by s.place), array_agg(s.charge order by s.place), array_agg(s.same::integer order by s.place),
@@ -46,9 +45,7 @@ comment on function ratelimit.numbered(text[], text[], bigint[], text[], bigint[
 -- The order in which the buckets of policies are locked: durable policies first, then by name, as numbered has them. Policies that are
 -- not known have no place in it.
 create or replace function ratelimit.in_locking_order(policies ratelimit.policies[])
-  returns integer[]
-  language plpgsql
-  immutable
+  returns integer[] language plpgsql immutable
 as $$
 begin
   return array(select p.n

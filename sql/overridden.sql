@@ -18,9 +18,7 @@ comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overri
 -- a row, which is full by the numbers that apply. Names are qualified: Citus calls the function on other nodes.
 create or replace function ratelimit.wait_past_end(
     tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, numbers ratelimit.policies, policy ratelimit.policies)
-  returns bigint
-  language plpgsql
-  immutable
+  returns bigint language plpgsql immutable
 as $$
 declare
   v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, numbers);
@@ -37,9 +35,7 @@ comment on function ratelimit.wait_past_end(bigint, bigint, timestamptz, timesta
 
 create or replace function ratelimit.wait_after_end(
     tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, numbers ratelimit.policies, policy ratelimit.policies)
-  returns bigint
-  language plpgsql
-  immutable
+  returns bigint language plpgsql immutable
 as $$
 declare
   v_wait_us bigint;
@@ -76,8 +72,7 @@ comment on function ratelimit.own_wait(bigint, bigint, timestamptz, timestamptz,
 -- The bucket of a key whose override has an end, as of one snapshot.
 create or replace function ratelimit.look_past_end(
     in numbers ratelimit.policies, in key text, in now timestamptz, in tokens bigint, out level bigint, out retry_us bigint, out reset_us bigint)
-  language plpgsql
-  stable
+  language plpgsql stable
 as $$
 declare
   v_key    text collate "C" := key;
@@ -99,9 +94,7 @@ comment on function ratelimit.look_past_end(ratelimit.policies, text, timestampt
   'The level of a bucket now, and the waits for tokens and until it is full, where an override may end first.';
 
 create or replace function ratelimit.own_numbers(numbers ratelimit.policies)
-  returns ratelimit.policies
-  language plpgsql
-  stable
+  returns ratelimit.policies language plpgsql stable
 as $$
 declare
   v_policy ratelimit.policies;
@@ -120,9 +113,7 @@ comment on function ratelimit.own_numbers(ratelimit.policies) is
 -- no row. A policy that was dropped meanwhile stays
 -- as it was.
 create or replace function ratelimit.numbers_again(policy ratelimit.policies, key text, now timestamptz)
-  returns ratelimit.policies
-  language plpgsql
-  stable
+  returns ratelimit.policies language plpgsql stable
 as $$
 declare
   v_policy   ratelimit.policies;

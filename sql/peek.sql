@@ -81,8 +81,7 @@ Role: application.';
 -- The level of a bucket, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
 -- apply to the key.
 create or replace function ratelimit.bucket_now(in policy ratelimit.policies, in key text, in now timestamptz, out level bigint, out reset_us bigint)
-  language plpgsql
-  stable
+  language plpgsql stable
 as $$
 declare
   v_key text collate "C" := key;

@@ -3,9 +3,7 @@
 --
 -- The functions run under the settings of ratelimit_peek_many. Locks and writes nothing.
 create or replace function ratelimit.peeked_in_buckets(policy ratelimit.policies, keys text[], costs bigint[], places bigint[], now timestamptz)
-  returns ratelimit.packed
-  language plpgsql
-  stable
+  returns ratelimit.packed language plpgsql stable
 as $$
 declare
   v_policy     alias for policy;

@@ -10,9 +10,7 @@
 -- It runs with the search_path and the settings of ratelimit_pre_request, which acquire and peek count on.
 -- Locks and writes: as ratelimit_acquire; nothing in a read-only transaction.
 create or replace function ratelimit.limit_request(policy text, by_subject boolean, forwarded_hop integer, refuse_without_key boolean)
-  returns void
-  language plpgsql
-  volatile
+  returns void language plpgsql volatile
 as $$
 declare
   v_subject text;

@@ -3,9 +3,7 @@
 -- lends nothing, so to reserve is to acquire. calendar.sql says what the level of a row is.
 create or replace function ratelimit.take_quota_of_buckets(
     policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
-  returns ratelimit.partial_decision
-  language plpgsql
-  volatile
+  returns ratelimit.partial_decision language plpgsql volatile
 as $$
 declare
   v_key             text collate "C" := key;
@@ -166,8 +164,7 @@ comment on function ratelimit.take_quota_of_buckets(ratelimit.policies, text, bi
 create or replace function ratelimit.take_quotas_from_buckets(
     in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_policy alias for policy;
@@ -209,9 +206,7 @@ comment on function ratelimit.take_quotas_from_buckets(ratelimit.policies, bigin
   'Charges the buckets of one quota that cover all that is asked of them, and answers their elements.';
 
 create or replace function ratelimit.refund_quota_of_buckets(policy ratelimit.policies, key text, amount bigint)
-  returns ratelimit.decision
-  language plpgsql
-  volatile
+  returns ratelimit.decision language plpgsql volatile
 as $$
 declare
   v_key         text collate "C" := key;

@@ -7,8 +7,7 @@
 create or replace function ratelimit.rows_of_buckets(
     in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
     out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
-  language plpgsql
-  stable
+  language plpgsql stable
 as $$
 declare
   v_policy alias for policy;
@@ -59,9 +58,7 @@ comment on function ratelimit.rows_of_buckets(ratelimit.policies, text[], boolea
 -- row is found, as in ratelimit_acquire. The function is inlined.
 create or replace function ratelimit.live_idempotency_keys(
     policy_id bigint, keys text[], from_bucket integer, to_bucket integer, buckets integer[], charges bigint[], idempotency_keys text[], now timestamptz)
-  returns table (place integer, granted ratelimit.idempotency_keys)
-  language sql
-  stable
+  returns table (place integer, granted ratelimit.idempotency_keys) language sql stable
 as $$
   select u.place::integer, k.granted
     from unnest(buckets, charges, idempotency_keys) with ordinality as u (bucket, charge, idempotency_key, place)
@@ -81,9 +78,7 @@ comment on function ratelimit.live_idempotency_keys(bigint, text[], integer, int
 -- Locks the buckets that are wanted, in order, and answers which of their rows it has created: a bucket without a row gets one, which
 -- is full.
 create or replace function ratelimit.lock_buckets(policy_id bigint, keys text[], wanted boolean[], numbers ratelimit.policies[], now timestamptz)
-  returns boolean[]
-  language plpgsql
-  volatile
+  returns boolean[] language plpgsql volatile
 as $$
 declare
   v_policy_id alias for policy_id;
@@ -118,9 +113,7 @@ comment on function ratelimit.lock_buckets(bigint, text[], boolean[], ratelimit.
 -- Creates the rows of the buckets that are wanted and have none, and answers how many.
 create or replace function ratelimit.create_buckets(
     policy_id bigint, keys text[], wanted boolean[], has_row boolean[], levels bigint[], refilled_at timestamptz[], numbers ratelimit.policies[])
-  returns bigint
-  language plpgsql
-  volatile
+  returns bigint language plpgsql volatile
 as $$
 declare
   v_created bigint;
@@ -147,9 +140,7 @@ comment on function ratelimit.create_buckets(bigint, text[], boolean[], boolean[
 -- buckets that are not wanted.
 create or replace function ratelimit.write_buckets(
     policy ratelimit.policies, keys text[], wanted boolean[], created boolean[], levels bigint[], refilled_at timestamptz[])
-  returns bigint
-  language plpgsql
-  volatile
+  returns bigint language plpgsql volatile
 as $$
 declare
   v_policy  alias for policy;

@@ -17,8 +17,7 @@
 create or replace function ratelimit.look_at_slots(
     in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint, in holder text,
     out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint, out holds boolean, out shadow boolean)
-  language plpgsql
-  stable
+  language plpgsql stable
 as $$
 declare
   v_key          text collate "C" := key;
@@ -67,9 +66,7 @@ comment on function ratelimit.look_at_slots(ratelimit.policies, text, timestampt
 -- Frees all slots of a key.
 -- Locks and writes: the row of the key; deletes its leases.
 create or replace function ratelimit.reset_slots(policy_id bigint, key text)
-  returns void
-  language plpgsql
-  volatile
+  returns void language plpgsql volatile
 as $$
 declare
   v_policy_id alias for policy_id;

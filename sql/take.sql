@@ -23,8 +23,7 @@
 create or replace function ratelimit.take_from_buckets(
     in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_policy     alias for policy;
@@ -135,8 +134,7 @@ comment on function ratelimit.take_from_buckets(ratelimit.policies, text[], bigi
 create or replace function ratelimit.take_any_from_buckets(
     in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_policy alias for policy;
@@ -185,8 +183,7 @@ comment on function ratelimit.take_any_from_buckets(ratelimit.policies, bigint[]
 create or replace function ratelimit.take_up_to_from_buckets(
     in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[], out taken bigint[])
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_policy  alias for policy;
@@ -245,8 +242,7 @@ comment on function ratelimit.take_up_to_from_buckets(ratelimit.policies, rateli
 create or replace function ratelimit.covered_in_buckets(
     in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
     out row_ids tid[], out contended boolean)
-  language plpgsql
-  stable
+  language plpgsql stable
 as $$
 declare
   v_policy alias for policy;
@@ -289,9 +285,7 @@ comment on function ratelimit.covered_in_buckets(ratelimit.policies, ratelimit.a
 -- it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is
 -- created later would be locked after higher keys.
 create or replace function ratelimit.lock_asked_of_buckets(policy ratelimit.policies, asked ratelimit.asked[])
-  returns tid[]
-  language plpgsql
-  volatile
+  returns tid[] language plpgsql volatile
 as $$
 declare
   v_policy  alias for policy;

@@ -129,7 +129,7 @@ var defaultOf = regexp.MustCompile(`\s+default\s+[^,]*`)
 // has the name, the arguments and the settings, and calls the twin. It refuses a key that is null by itself, for which Citus
 // would find no shard: Citus 13.2 crashes where a distributed function is called with one.
 func withTwin(text, name string) (string, error) {
-	find := regexp.MustCompile(`(?s)\ncreate or replace function ` + regexp.QuoteMeta(name) + `\(([^)]*)\)\n  returns (\S+)\n(.*?)as \$\$\n(.*?)\n\$\$;\n`)
+	find := regexp.MustCompile(`(?s)\ncreate or replace function ` + regexp.QuoteMeta(name) + `\(([^)]*)\)\n  returns (\S+)\s(.*?)as \$\$\n(.*?)\n\$\$;\n`)
 	at := find.FindStringSubmatchIndex(text)
 	if at == nil {
 		return "", fmt.Errorf("citus: no function %s", name)

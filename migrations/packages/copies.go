@@ -14,10 +14,11 @@ var (
 	withSteps = []string{"acquire", "charge", "settle", "reserve", "acquire_up_to", "pause", "hold", "renew", "release"}
 
 	aboutTable = regexp.MustCompile(`\ncreate or replace function ratelimit\.(\w+_)(buckets|idempotency_keys|slots|leases)\(`)
+	aboveIt    = regexp.MustCompile(`(?m)^--.*\n`)
 	tableName  = regexp.MustCompile(`\b((?:from|update|into) (?:ratelimit\.)?|constraint )((?:buckets|idempotency_keys|slots|leases)(?: as | \(|_pkey ))`)
 )
 
-const copiesHead = `-- The functions of which the text is that of another one. Generated from the other files: make psql.
+const copiesHead = `-- The functions of which the text is that of another one. Generated from the other files, which have the reasons: make psql.
 --
 -- First what the functions about durable policies do, on the unlogged tables of ephemeral ones. Then ratelimit_acquire and ratelimit_peek
 -- for functions of this package, which do not depend on the schema of the public ones.
@@ -37,7 +38,7 @@ func Copies(sql fs.FS) (Files, error) {
 			renamed = append(renamed, function[1]+function[2], function[1]+"ephemeral_"+function[2])
 		}
 		if at := strings.Index("\n"+string(text), "\ncreate or replace function"); at >= 0 {
-			ephemeral.Write(text[at:])
+			ephemeral.Write(aboveIt.ReplaceAll(text[at:], nil))
 			ephemeral.WriteByte('\n')
 		}
 	}
@@ -88,7 +89,7 @@ func writeFunction(b *strings.Builder, name, arguments, result, volatility, body
 	for argument := range strings.SplitSeq(arguments, ", ") {
 		types = append(types, argument[strings.IndexByte(argument, ' ')+1:])
 	}
-	fmt.Fprintf(b, "create or replace function ratelimit.%s(%s)\n  returns %s\n  language plpgsql\n  %s\nas $$\n%s\n$$;\n"+
-		"comment on function ratelimit.%[1]s(%[6]s) is\n  '%[7]s';\n\n",
+	fmt.Fprintf(b, "create or replace function ratelimit.%s(%s)\n  returns %s language plpgsql %s\nas $$\n%s\n$$;\n"+
+		"comment on function ratelimit.%[1]s(%[6]s) is '%[7]s';\n\n",
 		name, arguments, result, volatility, body, strings.Join(types, ", "), comment)
 }

@@ -1,8 +1,6 @@
 -- Citus: each bucket is peeked on the node that has the shard of its key.
 create or replace function ratelimit.peeked_in_buckets(policy ratelimit.policies, keys text[], costs bigint[], places bigint[], now timestamptz)
-  returns ratelimit.packed
-  language plpgsql
-  stable
+  returns ratelimit.packed language plpgsql stable
 as $$
 declare
   v_place bigint;

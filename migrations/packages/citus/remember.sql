@@ -2,9 +2,7 @@
 create or replace function ratelimit.remember_idempotency_keys(
     policy ratelimit.policies, keys text[], idempotency_keys text[], costs bigint[], now timestamptz, new boolean,
     places bigint[], remaining bigint[], capacities bigint[], reset_us bigint[])
-  returns boolean
-  language plpgsql
-  volatile
+  returns boolean language plpgsql volatile
 as $$
 declare
   v_now         alias for now;

@@ -3,8 +3,7 @@
 create or replace function ratelimit.rows_of_buckets(
     in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
     out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
-  language plpgsql
-  volatile
+  language plpgsql volatile
 as $$
 declare
   v_key         text collate "C"   := keys[1];
@@ -40,9 +39,7 @@ comment on function ratelimit.rows_of_buckets(ratelimit.policies, text[], boolea
 
 create or replace function ratelimit.live_idempotency_keys(
     policy_id bigint, keys text[], from_bucket integer, to_bucket integer, buckets integer[], charges bigint[], idempotency_keys text[], now timestamptz)
-  returns table (place integer, granted ratelimit.idempotency_keys)
-  language plpgsql
-  volatile
+  returns table (place integer, granted ratelimit.idempotency_keys) language plpgsql volatile
 as $$
 declare
   v_policy_id alias for policy_id;
@@ -66,9 +63,7 @@ comment on function ratelimit.live_idempotency_keys(bigint, text[], integer, int
   'The grants that live idempotency keys of a batch remember, by the number of the element.';
 
 create or replace function ratelimit.lock_buckets(policy_id bigint, keys text[], wanted boolean[], numbers ratelimit.policies[], now timestamptz)
-  returns boolean[]
-  language plpgsql
-  volatile
+  returns boolean[] language plpgsql volatile
 as $$
 declare
   v_policy_id alias for policy_id;
@@ -93,9 +88,7 @@ comment on function ratelimit.lock_buckets(bigint, text[], boolean[], ratelimit.
 
 create or replace function ratelimit.create_buckets(
     policy_id bigint, keys text[], wanted boolean[], has_row boolean[], levels bigint[], refilled_at timestamptz[], numbers ratelimit.policies[])
-  returns bigint
-  language plpgsql
-  volatile
+  returns bigint language plpgsql volatile
 as $$
 declare
   v_policy_id   alias for policy_id;
@@ -120,9 +113,7 @@ comment on function ratelimit.create_buckets(bigint, text[], boolean[], boolean[
 
 create or replace function ratelimit.write_buckets(
     policy ratelimit.policies, keys text[], wanted boolean[], created boolean[], levels bigint[], refilled_at timestamptz[])
-  returns bigint
-  language plpgsql
-  volatile
+  returns bigint language plpgsql volatile
 as $$
 declare
   v_policy_id   bigint           := policy.id;
