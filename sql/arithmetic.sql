@@ -127,6 +127,14 @@ comment on function ratelimit.short_wait(numeric, bigint, numeric, ratelimit.pol
   'Microseconds as of time_below for a bucket whose debt is no deeper than the floor, null for never.';
 
 -- Times saturate here, at 100,000 years of 365.25 days: an old debt may be of a policy that refilled faster.
+create or replace function ratelimit.longest_wait()
+  returns bigint language sql immutable parallel safe
+as $$
+  select 3155760000000000000
+$$;
+comment on function ratelimit.longest_wait() is
+  'Microseconds, where waits saturate.';
+
 create or replace function ratelimit.wait_for(
     target numeric, level bigint, refilled_at timestamptz, now timestamptz,
     every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)
@@ -136,7 +144,7 @@ as $$
     when level >= target then 0
     when tick_gain > 0 then greatest(0, least(ratelimit.time_below(target, level, ratelimit.microseconds(now - refilled_at),
                                                                    every_us, tick_us, tick_gain, round_up),
-                                              3155760000000000000))::bigint
+                                              ratelimit.longest_wait()))::bigint
   end
 $$;
 comment on function ratelimit.wait_for(numeric, bigint, timestamptz, timestamptz, numeric, numeric, numeric, numeric) is

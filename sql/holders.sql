@@ -1,5 +1,5 @@
--- The rows of ratelimit_holders. That has columns named like its arguments, which PL/pgSQL refuses. A standby has a statement of its own,
--- as in status.sql.
+-- The rows of ratelimit_holders. That has columns named like its arguments, which PL/pgSQL refuses. The statement is made at run time, as
+-- in status.sql.
 create or replace function ratelimit.leases_of(in of_policy text, in of_key text, in at_most integer,
     out policy text, out key text, out holder text, out cost bigint, out held_for interval)
   returns setof record
@@ -8,40 +8,25 @@ create or replace function ratelimit.leases_of(in of_policy text, in of_key text
   set search_path = ratelimit, pg_temp
 as $$
 declare
-  v_name text collate "C" := of_policy;
-  v_key  text collate "C" := of_key;
-  v_now  constant timestamptz := clock();
+  v_rows constant text := $sql$
+    select s.name, s.key, s.holder, s.cost::bigint, duration(least(microseconds(s.ends_at - $4), microseconds(s.lease))::bigint)
+      from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce((o.calendar).lease, (p.calendar).lease) as lease
+              from policies as p
+              join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
+              left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > $4
+             where l.ends_at > $4
+               and ($1 is null or p.name = $1 collate "C")
+               and ($2 is null or l.key = $2 collate "C")
+             order by p.name, l.key, l.ends_at, l.holder
+             limit $3) as s
+     order by s.name, s.key, s.ends_at, s.holder
+  $sql$;
 begin
-  if not pg_is_in_recovery() then
-    return query
-      select s.name, s.key, s.holder, s.cost::bigint,
-             duration(least(microseconds(s.ends_at - v_now), microseconds(s.lease))::bigint)
-        from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce((o.calendar).lease, (p.calendar).lease) as lease
-                from policies as p
-                join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
-                left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
-               where l.ends_at > v_now
-                 and (v_name is null or p.name = v_name)
-                 and (v_key is null or l.key = v_key)
-               order by p.name, l.key, l.ends_at, l.holder
-               limit at_most) as s
-       order by s.name, s.key, s.ends_at, s.holder;
-  else
-    perform refuse_ephemeral(v_name);  -- raises 0A000
-    return query
-      select s.name, s.key, s.holder, s.cost::bigint,
-             duration(least(microseconds(s.ends_at - v_now), microseconds(s.lease))::bigint)
-        from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce((o.calendar).lease, (p.calendar).lease) as lease
-                from policies as p
-                join leases as l on l.policy_id = p.id
-                left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
-               where l.ends_at > v_now
-                 and (v_name is null or p.name = v_name)
-                 and (v_key is null or l.key = v_key)
-               order by p.name, l.key, l.ends_at, l.holder
-               limit at_most) as s
-       order by s.name, s.key, s.ends_at, s.holder;
+  if pg_is_in_recovery() then
+    perform refuse_ephemeral(of_policy);  -- raises 0A000
   end if;
+  return query execute case when pg_is_in_recovery() then replace(v_rows, ' union all table ephemeral_leases', '') else v_rows end
+    using of_policy, of_key, at_most, clock();
 end;
 $$;
 comment on function ratelimit.leases_of(text, text, integer) is
@@ -81,53 +66,34 @@ create or replace function ratelimit.fullest_slots(in of_policy text, in of_key 
   set search_path = ratelimit, pg_temp
 as $$
 declare
-  v_name text collate "C" := of_policy;
-  v_key  text collate "C" := of_key;
-  v_now  constant timestamptz := clock();
+  v_rows constant text := $sql$
+    select s.name, s.key, s.capacity - s.held,
+           duration(case
+                      when s.held < s.capacity then 0
+                      when s.first is not null then least(microseconds(s.first - $4), longest_wait())
+                    end::bigint),
+           duration(microseconds(s.last - $4)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
+      from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
+                   min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
+              from (select p.name, l.key, e.cost, e.at, o.expires_at as ends_at, p.capacity as own_capacity,
+                           coalesce(o.capacity, p.capacity) as capacity, o.key is not null as overridden,
+                           coalesce(sum(e.cost) over (partition by l.policy_id, l.key order by e.at desc
+                                                      groups between unbounded preceding and 1 preceding), 0) as later
+                      from policies as p
+                      join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
+                      left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > $4
+                     cross join lateral (values (l.ends_at, l.cost), (nullif(o.expires_at, 'infinity'), 0)) as e (at, cost)
+                     where l.ends_at > $4
+                       and e.at is not null
+                       and ($1 is null or p.name = $1 collate "C")
+                       and ($2 is null or l.key = $2 collate "C")) as u
+             group by u.name, u.key, u.capacity, u.overridden) as s
+     order by share, s.name, s.key
+     limit $3
+  $sql$;
 begin
-  if not pg_is_in_recovery() then
-    return query
-      select s.name, s.key, s.capacity - s.held, duration(case when s.held < s.capacity then 0 when s.first is not null then least(microseconds(s.first - v_now), 3155760000000000000) end::bigint),
-             duration(microseconds(s.last - v_now)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
-        from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
-                     min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
-                from (select p.name, l.key, e.cost, e.at, o.expires_at as ends_at, p.capacity as own_capacity,
-                             coalesce(o.capacity, p.capacity) as capacity, o.key is not null as overridden,
-                             coalesce(sum(e.cost) over (partition by l.policy_id, l.key order by e.at desc
-                                                        groups between unbounded preceding and 1 preceding), 0) as later
-                        from policies as p
-                        join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
-                        left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
-                       cross join lateral (values (l.ends_at, l.cost), (nullif(o.expires_at, 'infinity'), 0)) as e (at, cost)
-                       where l.ends_at > v_now
-                         and e.at is not null
-                         and (v_name is null or p.name = v_name)
-                         and (v_key is null or l.key = v_key)) as u
-               group by u.name, u.key, u.capacity, u.overridden) as s
-       order by share, s.name, s.key
-       limit at_most;
-  else
-    return query
-      select s.name, s.key, s.capacity - s.held, duration(case when s.held < s.capacity then 0 when s.first is not null then least(microseconds(s.first - v_now), 3155760000000000000) end::bigint),
-             duration(microseconds(s.last - v_now)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
-        from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
-                     min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
-                from (select p.name, l.key, e.cost, e.at, o.expires_at as ends_at, p.capacity as own_capacity,
-                             coalesce(o.capacity, p.capacity) as capacity, o.key is not null as overridden,
-                             coalesce(sum(e.cost) over (partition by l.policy_id, l.key order by e.at desc
-                                                        groups between unbounded preceding and 1 preceding), 0) as later
-                        from policies as p
-                        join leases as l on l.policy_id = p.id
-                        left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > v_now
-                       cross join lateral (values (l.ends_at, l.cost), (nullif(o.expires_at, 'infinity'), 0)) as e (at, cost)
-                       where l.ends_at > v_now
-                         and e.at is not null
-                         and (v_name is null or p.name = v_name)
-                         and (v_key is null or l.key = v_key)) as u
-               group by u.name, u.key, u.capacity, u.overridden) as s
-       order by share, s.name, s.key
-       limit at_most;
-  end if;
+  return query execute case when pg_is_in_recovery() then replace(v_rows, ' union all table ephemeral_leases', '') else v_rows end
+    using of_policy, of_key, at_most, clock();
 end;
 $$;
 comment on function ratelimit.fullest_slots(text, text, integer) is

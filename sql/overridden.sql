@@ -51,7 +51,7 @@ comment on function ratelimit.wait_after_end(bigint, bigint, timestamptz, timest
 create or replace function ratelimit.left_of_numbers(numbers ratelimit.policies, now timestamptz)
   returns bigint language sql immutable parallel safe
 as $$
-  select case when isfinite((numbers.calendar).ends_at) then least(ratelimit.microseconds((numbers.calendar).ends_at - now), 3155760000000000000)::bigint end
+  select case when isfinite((numbers.calendar).ends_at) then least(ratelimit.microseconds((numbers.calendar).ends_at - now), ratelimit.longest_wait())::bigint end
 $$;
 comment on function ratelimit.left_of_numbers(ratelimit.policies, timestamptz) is
   'Microseconds until the numbers of an override end, null if they do not; it saturates as wait_for does.';

@@ -56,7 +56,7 @@ begin
                   select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
    where v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_slots.capacity end - u.held;
   if v_first is not null then
-    retry_us := least(microseconds(v_first - v_now), 3155760000000000000)::bigint;  -- saturates as wait_for does
+    retry_us := least(microseconds(v_first - v_now), longest_wait())::bigint;
   end if;
 end;
 $$;

@@ -1,7 +1,7 @@
 -- The rows of ratelimit_status. That has columns named like its arguments, which PL/pgSQL refuses.
 --
--- A standby cannot read ephemeral buckets. Even a statement that names their table fails there, so it has a statement of its
--- own. If an ephemeral policy is asked for, it is 0A000: to list no bucket would say that all are full.
+-- A standby cannot read ephemeral buckets. Even a statement that names their table fails there, so the statement is made at run time.
+-- If an ephemeral policy is asked for, it is 0A000: to list no bucket would say that all are full.
 create or replace function ratelimit.emptiest_buckets(in of_policy text, in of_key text, in at_most integer,
     out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint,
     out overridden boolean, out share numeric)
@@ -11,52 +11,32 @@ create or replace function ratelimit.emptiest_buckets(in of_policy text, in of_k
   set search_path = ratelimit, pg_temp
 as $$
 declare
-  v_name text collate "C" := of_policy;
-  v_key  text collate "C" := of_key;
-  v_now  constant timestamptz := clock();
+  v_rows constant text := $sql$
+    select s.name, s.key, whole_tokens(s.level_now),
+           duration(wait_past_end(1, s.level, s.refilled_at, $4, s.numbers, s.policy)),
+           duration(wait_past_end(null, s.level, s.refilled_at, $4, s.numbers, s.policy)),
+           (s.numbers).capacity, s.overridden, s.share
+      from (select u.*, level_now(u.level, u.refilled_at, $4, u.numbers) as level_now,
+                   level_now(u.level, u.refilled_at, $4, u.numbers) / greatest((u.numbers).full_level, 1) as share
+              from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
+                           with_turns(case when o.key is null then row(p.*)::ratelimit.policies
+                                           else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, $4) as numbers
+                      from policies as p
+                      join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
+                      left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > $4
+                     where ($1 is null or p.name = $1 collate "C")
+                       and ($2 is null or b.key = $2 collate "C")
+                    offset 0) as u
+             order by share, u.name, u.key
+             limit $3) as s
+     order by s.share, s.name, s.key
+  $sql$;
 begin
-  if not pg_is_in_recovery() then
-    return query
-      select s.name, s.key, whole_tokens(s.level_now),
-             duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
-             duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
-             (s.numbers).capacity, s.overridden, s.share
-        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now,
-                     level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1) as share
-                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             with_turns(case when o.key is null then row(p.*)::ratelimit.policies
-                                             else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, v_now) as numbers
-                        from policies as p
-                        join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
-                        left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
-                       where (v_name is null or p.name = v_name)
-                         and (v_key is null or b.key = v_key)
-                      offset 0) as u
-               order by share, u.name, u.key
-               limit at_most) as s
-       order by s.share, s.name, s.key;
-  else
-    perform refuse_ephemeral(v_name);  -- raises 0A000
-    return query
-      select s.name, s.key, whole_tokens(s.level_now),
-             duration(wait_past_end(1, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
-             duration(wait_past_end(null, s.level, s.refilled_at, v_now, s.numbers, s.policy)),
-             (s.numbers).capacity, s.overridden, s.share
-        from (select u.*, level_now(u.level, u.refilled_at, v_now, u.numbers) as level_now,
-                     level_now(u.level, u.refilled_at, v_now, u.numbers) / greatest((u.numbers).full_level, 1) as share
-                from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                             with_turns(case when o.key is null then row(p.*)::ratelimit.policies
-                                             else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end, v_now) as numbers
-                        from policies as p
-                        join buckets as b on b.policy_id = p.id
-                        left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > v_now
-                       where (v_name is null or p.name = v_name)
-                         and (v_key is null or b.key = v_key)
-                      offset 0) as u
-               order by share, u.name, u.key
-               limit at_most) as s
-       order by s.share, s.name, s.key;
+  if pg_is_in_recovery() then
+    perform refuse_ephemeral(of_policy);  -- raises 0A000
   end if;
+  return query execute case when pg_is_in_recovery() then replace(v_rows, ' union all table ephemeral_buckets', '') else v_rows end
+    using of_policy, of_key, at_most, clock();
 end;
 $$;
 comment on function ratelimit.emptiest_buckets(text, text, integer) is
