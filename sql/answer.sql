@@ -199,7 +199,7 @@ begin
   perform ratelimit.check_request(policy, key, cost, idempotency_key);
   if granted is null then
     perform ratelimit.refuse_slots(p.name) from ratelimit.policies as p where p.name = refusal.policy collate "C" and (p.calendar).lease is not null;
-    perform ratelimit.unknown_policy(policy);
+    perform ratelimit.refuse_unknown(policy);
   else
     perform ratelimit.refuse_repeat(granted, cost);
   end if;

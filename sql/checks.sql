@@ -273,44 +273,24 @@ $$;
 comment on function ratelimit.check_numbers(bigint, bigint, interval) is
   'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
 
-create or replace function ratelimit.check_policy(capacity bigint, refill bigint, every interval, remember interval)
-  returns void language plpgsql
-as $$
-begin
-  perform ratelimit.check_numbers(capacity, refill, every);
-  if remember is not null then
-    perform ratelimit.check_span('remember', remember);
-  end if;
-end;
-$$;
-comment on function ratelimit.check_policy(bigint, bigint, interval, interval) is
-  'Raises 22023 for the first argument of a policy definition that is missing or out of range.';
-
 -- A quota has a calendar in place of refill, every and stepped.
 create or replace function ratelimit.check_calendar(refill bigint, every interval, stepped boolean, period interval, time_zone text, anchor timestamp)
   returns void language plpgsql
 as $$
 declare
-  v_only_quotas constant text := 'Only a quota has a calendar. Leave it out, or drop the policy and define it anew with a period.';
-  v_no_refill   constant text := 'A quota is full at each turn of its calendar and gains nothing in between. Leave it out, or drop the policy and define it anew.';
-  v_months      integer;
-  v_time_zone   text collate "C" := coalesce(time_zone, 'UTC');  -- null: that of the policy, which was checked
+  v_months    integer;
+  v_time_zone text collate "C" := coalesce(time_zone, 'UTC');  -- null: that of the policy, which was checked
 begin
   if period is null then
-    if time_zone is not null then
-      perform ratelimit.refuse('time_zone', time_zone, v_only_quotas);
-    elsif anchor is not null then
-      perform ratelimit.refuse('anchor', anchor::text, v_only_quotas);
-    end if;
+    perform ratelimit.refuse(g.argument, g.value, 'Only a quota has a calendar. Leave it out, or drop the policy and define it anew with a period.')
+      from (values ('time_zone', time_zone), ('anchor', anchor::text)) as g (argument, value)
+     where g.value is not null;
     return;
   end if;
-  if refill is not null then
-    perform ratelimit.refuse('refill', refill::text, v_no_refill);
-  elsif every is not null then
-    perform ratelimit.refuse('every', every::text, v_no_refill);
-  elsif stepped is not null then
-    perform ratelimit.refuse('stepped', stepped::text, v_no_refill);
-  end if;
+  perform ratelimit.refuse(g.argument, g.value,
+    'A quota is full at each turn of its calendar and gains nothing in between. Leave it out, or drop the policy and define it anew.')
+    from (values ('refill', refill::text), ('every', every::text), ('stepped', stepped::text)) as g (argument, value)
+   where g.value is not null;
   v_months := case when isfinite(period) then extract(year from period)::integer * 12 + extract(month from period)::integer end;
   if (isfinite(period) and (v_months = 0 and period = make_interval(days => extract(day from period)::integer)
                                          and extract(day from period) between 1 and 365250
@@ -349,24 +329,15 @@ create or replace function ratelimit.check_only_slots(
     refill bigint, every interval, stepped boolean, remember interval, period interval, time_zone text, anchor timestamp)
   returns void language plpgsql
 as $$
-declare
-  v_remedy constant text := 'Slots come back by ratelimit_release, or when the lease ends. Leave it out, or drop the policy and define it anew without a lease.';
 begin
-  if refill is not null then
-    perform ratelimit.refuse('refill', refill::text, v_remedy);
-  elsif every is not null then
-    perform ratelimit.refuse('every', every::text, v_remedy);
-  elsif stepped is not null then
-    perform ratelimit.refuse('stepped', stepped::text, v_remedy);
-  elsif remember is not null then
-    perform ratelimit.refuse('remember', remember::text, 'A lease is known by its holder, and no idempotency key is remembered. Leave it out.');
-  elsif period is not null then
-    perform ratelimit.refuse('period', period::text, v_remedy);
-  elsif time_zone is not null then
-    perform ratelimit.refuse('time_zone', time_zone, v_remedy);
-  elsif anchor is not null then
-    perform ratelimit.refuse('anchor', anchor::text, v_remedy);
-  end if;
+  perform ratelimit.refuse(g.argument, g.value,
+    case g.argument
+      when 'remember' then 'A lease is known by its holder, and no idempotency key is remembered. Leave it out.'
+      else 'Slots come back by ratelimit_release, or when the lease ends. Leave it out, or drop the policy and define it anew without a lease.'
+    end)
+    from (values ('refill', refill::text), ('every', every::text), ('stepped', stepped::text), ('remember', remember::text),
+                 ('period', period::text), ('time_zone', time_zone), ('anchor', anchor::text)) as g (argument, value)
+   where g.value is not null;
 end;
 $$;
 comment on function ratelimit.check_only_slots(bigint, interval, boolean, interval, interval, text, timestamp) is
@@ -411,31 +382,18 @@ $$;
 comment on function ratelimit.refuse_pause(text, text) is
   'Raises 22023 for the pause of a quota, of slots or of tokens that never refill.';
 
-create or replace function ratelimit.unknown_policy(policy text)
+create or replace function ratelimit.refuse_unknown(policy text, numbers text default 'capacity => 10, refill => 10, every => ''1 second''')
   returns void language plpgsql
 as $$
 begin
   raise exception 'unknown policy' using
     errcode = 'RL001',
     detail  = format('No policy is named %L.', policy),
-    hint    = format('Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: select ratelimit_define_policy(%L, capacity => 10, refill => 10, every => ''1 second'').', policy);
+    hint    = format('Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: select ratelimit_define_policy(%L, %s).', policy, numbers);
 end;
 $$;
-comment on function ratelimit.unknown_policy(text) is
-  'Raises RL001, the error for an unknown policy.';
-
-create or replace function ratelimit.unknown_slots(policy text)
-  returns void language plpgsql
-as $$
-begin
-  raise exception 'unknown policy' using
-    errcode = 'RL001',
-    detail  = format('No policy is named %L.', policy),
-    hint    = format('Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: select ratelimit_define_policy(%L, capacity => 5, lease => ''5 minutes'').', policy);
-end;
-$$;
-comment on function ratelimit.unknown_slots(text) is
-  'Raises RL001, the error for an unknown policy whose slots are asked for.';
+comment on function ratelimit.refuse_unknown(text, text) is
+  'Raises RL001, the error for an unknown policy; numbers are for the hint.';
 
 create or replace function ratelimit.no_grant(policy text, idempotency_key text)
   returns void language plpgsql
@@ -519,7 +477,7 @@ begin
   perform ratelimit.check_name('policy', v_name);
   select p.* into v_policy from ratelimit.policies as p where p.name = v_name;
   if not found then
-    perform ratelimit.unknown_policy(v_name);
+    perform ratelimit.refuse_unknown(v_name);
   end if;
   return v_policy;
 end;

@@ -2231,7 +2231,7 @@ begin
   select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
-    perform unknown_policy(policy);
+    perform refuse_unknown(policy);
   end if;
   if v_policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;

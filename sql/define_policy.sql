@@ -53,10 +53,12 @@ begin
     refill := 0;  -- as of calendar.sql
     every  := interval '1 day';
   end if;
-  perform check_policy(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
-                       coalesce(ratelimit_define_policy.refill, v_policy.refill),
-                       coalesce(ratelimit_define_policy.every, v_policy.every),
-                       ratelimit_define_policy.remember);
+  perform check_numbers(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
+                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
+                        coalesce(ratelimit_define_policy.every, v_policy.every));
+  if ratelimit_define_policy.remember is not null then
+    perform check_span('remember', ratelimit_define_policy.remember);
+  end if;
   insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, calendar)
   values (hashtextextended(gen_random_uuid()::text, 0),
           v_name,

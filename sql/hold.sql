@@ -37,7 +37,7 @@ begin
   select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
-    perform unknown_slots(policy);
+    perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
   end if;
   if (v_policy.calendar).lease is null then
     perform refuse_tokens(policy);  -- raises 22023

@@ -41,7 +41,7 @@ begin
   -- It waits for a session that changes or drops the policy, and keeps others from doing so.
   select p.* into v_policy from policies as p where p.name = ratelimit_override.policy collate "C" for key share;
   if not found then
-    perform unknown_policy(policy);
+    perform refuse_unknown(policy);
   end if;
   v_capacity := coalesce(ratelimit_override.capacity, v_policy.capacity);
   v_refill   := coalesce(ratelimit_override.refill, v_policy.refill);

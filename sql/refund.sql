@@ -24,7 +24,7 @@ begin
   select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
-    perform unknown_policy(policy);
+    perform refuse_unknown(policy);
   end if;
   if v_policy.overridden then
     if (v_policy.calendar).lease is not null then

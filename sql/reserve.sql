@@ -40,7 +40,7 @@ begin
   select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
-    perform unknown_policy(policy);
+    perform refuse_unknown(policy);
   end if;
   if not v_policy.durable then
     return reserve_ephemeral(v_policy, key, max_wait, cost, idempotency_key);  -- what follows, on the twin tables

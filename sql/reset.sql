@@ -17,7 +17,7 @@ begin
   select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
-    perform unknown_policy(policy);
+    perform refuse_unknown(policy);
   end if;
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if (v_policy.calendar).lease is not null and v_policy.durable then

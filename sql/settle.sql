@@ -28,7 +28,7 @@ begin
   select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
-    perform unknown_policy(policy);
+    perform refuse_unknown(policy);
   end if;
   if not v_policy.durable then
     return settle_ephemeral(v_policy, key, idempotency_key, cost);  -- what follows, on the twin tables

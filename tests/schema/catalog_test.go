@@ -115,7 +115,7 @@ func TestCatalog_NoOverloads(t *testing.T) {
 	slices.Sort(defined)
 	require.Equal(t, slices.Compact(slices.Clone(defined)), defined)
 
-	retired := []string{"acquire_in_order", "answer", "granted", "refilled_level", "replay", "wait_below"}
+	retired := []string{"acquire_in_order", "answer", "check_policy", "granted", "refilled_level", "replay", "unknown_policy", "wait_below"}
 	require.ElementsMatch(t, slices.Concat(defined, retired), kit.Column(t, pgtest.New(t), "select proname::text from "+kit.PackageFunctions+" as p"))
 }
 
