@@ -20,10 +20,8 @@ begin
     perform refuse_unknown(policy);
   end if;
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  if (v_policy.calendar).lease is not null and v_policy.durable then
-    perform reset_slots(v_policy.id, v_key);
-  elsif (v_policy.calendar).lease is not null then
-    perform reset_ephemeral_slots(v_policy.id, v_key);
+  if (v_policy.calendar).lease is not null then
+    perform reset_slots(v_policy, v_key);
   elsif v_policy.durable then
     delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
@@ -38,6 +36,36 @@ Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-o
 Locks: the row of the bucket or key, if there is one, until the transaction ends.
 Writes: deletes the bucket row, or the leases of the key.
 Role: administrator.';
+
+-- Frees all slots of a key. Where the key has no row, nobody held by then, and a later lease is none that this call has locked.
+-- Locks and writes: the row of the key; deletes its leases.
+create or replace function ratelimit.reset_slots(policy ratelimit.policies, key text)
+  returns void language plpgsql volatile
+as $$
+declare
+  v_policy_id bigint := policy.id;
+  v_key       text collate "C" := key;
+  v_now       timestamptz := clock();
+begin
+  if policy.durable then
+    update slots as s
+       set changes = s.changes + 1, counted_until = '-infinity', due_at = least(s.due_at, v_now)
+     where s.policy_id = v_policy_id and s.key = v_key;
+    if found then
+      delete from leases as l where l.policy_id = v_policy_id and l.key = v_key;
+    end if;
+  else
+    update ephemeral_slots as s
+       set changes = s.changes + 1, counted_until = '-infinity', due_at = least(s.due_at, v_now)
+     where s.policy_id = v_policy_id and s.key = v_key;
+    if found then
+      delete from ephemeral_leases as l where l.policy_id = v_policy_id and l.key = v_key;
+    end if;
+  end if;
+end;
+$$;
+comment on function ratelimit.reset_slots(ratelimit.policies, text) is
+  'The steps of ratelimit_reset for slots.';
 
 -- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
 -- null. more is true if there may be others.
@@ -59,15 +87,12 @@ declare
   v_keys   text[];
 begin
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  if (v_policy.calendar).lease is not null and v_policy.durable then
-    v_keys := array(select s.key from slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000);
+  if (v_policy.calendar).lease is not null then
+    v_keys := case when v_policy.durable
+                   then array(select s.key from slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000)
+                   else array(select s.key from ephemeral_slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000) end;
     foreach v_key in array v_keys loop
-      perform reset_slots(v_policy.id, v_key);
-    end loop;
-  elsif (v_policy.calendar).lease is not null then
-    v_keys := array(select s.key from ephemeral_slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000);
-    foreach v_key in array v_keys loop
-      perform reset_ephemeral_slots(v_policy.id, v_key);
+      perform reset_slots(v_policy, v_key);
     end loop;
   elsif v_policy.durable then
     v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);

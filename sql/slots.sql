@@ -62,28 +62,3 @@ end;
 $$;
 comment on function ratelimit.look_at_slots(ratelimit.policies, text, timestamptz, bigint, text) is
   'The capacity and the lease that apply to a key of slots, what is held of it and whether by a holder, and the waits for a cost and until nobody holds.';
-
--- Frees all slots of a key.
--- Locks and writes: the row of the key; deletes its leases.
-create or replace function ratelimit.reset_slots(policy_id bigint, key text)
-  returns void language plpgsql volatile
-as $$
-declare
-  v_policy_id alias for policy_id;
-  v_key       text collate "C" := key;
-  v_now       timestamptz := clock();
-begin
-  update slots as s
-     set changes       = s.changes + 1,
-         counted_until = '-infinity',
-         due_at        = least(s.due_at, v_now)
-   where s.policy_id = v_policy_id
-     and s.key       = v_key;
-  if not found then
-    return;  -- nobody held by then, and a later lease is none that this call has locked
-  end if;
-  delete from leases as l where l.policy_id = v_policy_id and l.key = v_key;
-end;
-$$;
-comment on function ratelimit.reset_slots(bigint, text) is
-  'The steps of ratelimit_reset for slots.';

@@ -512,7 +512,7 @@ func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 	plain := append([]string{"peek"}, kit.HotFunctions...)
 	for _, function := range append([]string{
 		"acquire", "acquire_ephemeral", "acquire_up_to_ephemeral", "charge_ephemeral", "reserve_ephemeral", "settle_ephemeral", "bucket_now",
-		"hold_ephemeral", "renew_ephemeral", "release_ephemeral", "look_at_slots", "look_at_ephemeral_slots", "reset_slots", "reset_ephemeral_slots",
+		"hold_ephemeral", "renew_ephemeral", "release_ephemeral", "look_at_slots", "look_at_ephemeral_slots", "reset_slots",
 	}, plain...) {
 		lintForCitus(t, db, function, db.Text("select string_agg(prosrc, '' order by oid) from pg_proc where proname = $1", function))
 	}

@@ -299,7 +299,7 @@ var races = map[string]race{
 			return fmt.Sprint(db.Holders("p"))
 		},
 		outcome:  "[a:1]",
-		function: "ratelimit.reset_slots", without: kit.Mutation{Pattern: `if not found then return;`, Replacement: "if false then return;"},
+		function: "ratelimit.reset_slots", without: kit.Mutation{Pattern: `if found then delete from leases`, Replacement: "if true then delete from leases"},
 	},
 	"a hold that waits for clean-up counts again, by a clock that went back": {
 		steps: func(db *kit.TestDB) string {
