@@ -81,7 +81,7 @@ const referenceQuery = `
 
 var (
 	referenceName = regexp.MustCompile(`\bratelimit[_.]\w+`)
-	referenceFact = regexp.MustCompile(`(?m)^(\w+): (.*)$`)
+	referenceFact = regexp.MustCompile(`(?m)^(\w+|Locks and writes): (.*)$`)
 	referenceCell = regexp.MustCompile(`\{[^}]*\}`)
 	referenceCost = regexp.MustCompile(`(?m)^\| (\S+) \| (\d+) \| (\S+) \| (\d+) \|`)
 )
@@ -229,7 +229,7 @@ func referenceRights(t *testing.T, db *pgtest.DB, body *strings.Builder) {
 }
 
 // referenceSection writes what the comment of a function or a type says, by its lines: sentences, "name: meaning" of an argument or
-// a column, and "Errors: …". A column without a line means what it means in a decision.
+// a column, and "Errors: …". A column without a line means what it means in a decision. Neighbours that mean the same share a row.
 func referenceSection(body *strings.Builder, fields []referenceField, decision string) {
 	lineOf := func(comment, name string) string {
 		match := regexp.MustCompile(`\n` + name + `: .*`).FindString(comment)
@@ -237,6 +237,13 @@ func referenceSection(body *strings.Builder, fields []referenceField, decision s
 	}
 	rest := fields[0].Comment
 	tables, kind := "", ""
+	var row referenceField // its name may be of several fields, and its comment is their meaning
+	endRow := func() {
+		if row.Kind != "" {
+			tables += fmt.Sprintf("| `%s` | %s | %s |\n", row.Name, row.Type, row.Comment)
+		}
+		row = referenceField{}
+	}
 	for _, field := range fields {
 		meaning := lineOf(field.Comment, field.Name)
 		if line := "\n" + field.Name + ": " + meaning; strings.Contains(rest, line) {
@@ -245,16 +252,22 @@ func referenceSection(body *strings.Builder, fields []referenceField, decision s
 			meaning = " " // the line is about the argument of the same name
 		}
 		if kind != field.Kind {
+			endRow()
 			kind = field.Kind
 			tables += "\n| " + kind + " | type | |\n|---|---|---|\n"
 		}
-		if kind == "column" {
-			meaning = cmp.Or(meaning, lineOf(decision, field.Name))
+		if kind == "column" && meaning == "" && fields[0].Comment != decision && lineOf(decision, field.Name) != "" {
+			field.Type, meaning = "", "as in [ratelimit.decision](#ratelimitdecision)."
 		}
-		if kind != "" {
-			tables += fmt.Sprintf("| `%s` | %s | %s |\n", field.Name, field.Type, meaning)
+		if row.Kind == kind && row.Type == field.Type && row.Comment == meaning {
+			row.Name += "`, `" + field.Name
+			continue
 		}
+		endRow()
+		field.Kind, field.Comment = kind, meaning
+		row = field
 	}
+	endRow()
 	prose, facts, _ := strings.Cut(rest, "\nErrors: ")
 	body.WriteString(prose + "\n" + tables)
 	if returns := fields[0].Returns; strings.HasPrefix(returns, "ratelimit.") {
@@ -263,6 +276,7 @@ func referenceSection(body *strings.Builder, fields []referenceField, decision s
 		fmt.Fprintf(body, "\nReturns %s.\n", returns)
 	}
 	if facts != "" {
-		body.WriteString("\n" + referenceFact.ReplaceAllString("Errors: "+facts, "- **$1**: $2") + "\n")
+		facts = strings.Replace("Errors: "+facts, "\nLocks: nothing.\nWrites: nothing.", "\nLocks and writes: nothing.", 1)
+		body.WriteString("\n" + referenceFact.ReplaceAllString(facts, "- **$1**: $2") + "\n")
 	}
 }
