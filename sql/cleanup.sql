@@ -1,6 +1,5 @@
--- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may
--- have ended the batch. The budget of 1 second has no effect here: only deadline and more depend on it, and they are
--- not used.
+-- One batch. It can delete nothing although rows are due: every due bucket may be in use, or lock_timeout may have ended the batch. The
+-- budget of 1 second has no effect here: only deadline and more depend on it, and they are not used.
 create or replace function ratelimit_cleanup(
     in  max_rows                 integer default 10000,
     out buckets_deleted          bigint,
@@ -24,9 +23,8 @@ Locks: the rows that it deletes or postpones, until the transaction ends. It wai
 Writes: deletes these rows. A bucket that was due and is not full is postponed, by 24 hours at most.
 Role: clean-up.';
 
--- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the rights and the search_path of the
--- caller, where another role may have planted functions and operators. So its body names its one function with the schema, and
--- uses no operator.
+-- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the rights and the search_path of the caller, where
+-- another role may have planted functions and operators. So its body names its one function with the schema, and uses no operator.
 create or replace procedure ratelimit_cleanup_all(budget interval default '50 seconds')
   language plpgsql
 as $$

@@ -1,9 +1,8 @@
 -- Clean-up removes rows that change no answer: buckets that are full again, leases that have ended and keys of slots that nobody holds,
--- expired idempotency keys, expired overrides, and rows
--- whose policy was dropped. A bucket with a live override must be full by the numbers of the override and of the policy, because
--- either may apply next. Clean-up finds due rows through an index and skips rows that another session has locked. A call that takes
--- from or gives to a bucket waits while a batch removes or postpones it, until the batch commits. So does a call that overwrites an
--- expired idempotency key, or changes an expired override, that the batch removes.
+-- expired idempotency keys, expired overrides, and rows whose policy was dropped. A bucket with a live override must be full by the
+-- numbers of the override and of the policy, because either may apply next. Clean-up finds due rows through an index and skips rows that
+-- another session has locked. A call that takes from or gives to a bucket waits while a batch removes or postpones it, until the batch
+-- commits. So does a call that overwrites an expired idempotency key, or changes an expired override, that the batch removes.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
 -- that only looks full and a key that only looks expired are still there when the clock is set right.

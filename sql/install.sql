@@ -1,23 +1,21 @@
 -- pgratelimit: token bucket rate limits that live in PostgreSQL.
 --
--- A policy says how large a bucket is and how fast it refills. A bucket belongs to one policy and
--- one key; it stores how many microtokens it held at one instant, and everything else follows by
--- arithmetic from the server's clock. No row means full: the first grant creates the row, clean-up
--- removes it once it is full again. A grant made under an idempotency key is remembered beside its
--- bucket, so that a retry gets the first answer and takes nothing.
+-- A policy says how large a bucket is and how fast it refills. A bucket belongs to one policy and one key; it stores how many microtokens
+-- it held at one instant, and everything else follows by arithmetic from the server's clock. No row means full: the first grant creates
+-- the row, clean-up removes it once it is full again. A grant made under an idempotency key is remembered beside its bucket, so that a
+-- retry gets the first answer and takes nothing.
 --
--- The public functions are named ratelimit_* and live in the schema that headed search_path at the
--- first install. Tables and helpers live in schema ratelimit, where callers have no rights: the
--- public functions are SECURITY DEFINER with a pinned search_path, all but ratelimit_cleanup_all and
--- ratelimit_reset_all, which commit.
+-- The public functions are named ratelimit_* and live in the schema that headed search_path at the first install. Tables and helpers live
+-- in schema ratelimit, where callers have no rights: the public functions are SECURITY DEFINER with a pinned search_path, all but
+-- ratelimit_cleanup_all and ratelimit_reset_all, which commit.
 --
 -- A policy with a lease lends slots in place of tokens: what is held of a key is the sum of its leases that have not ended. Their rows,
 -- and one row of each key, which is the lock of its leases, are in leases and slots.
 --
--- An ephemeral policy writes no WAL: a crash makes its buckets full. Durable and ephemeral policies keep their state in twin tables (buckets and ephemeral_buckets,
--- idempotency_keys and ephemeral_idempotency_keys, slots and leases likewise), because a statement cannot choose its table at run time.
--- Longer code that touches them is written for the durable ones; copies.sql has it for the others. Short statements are written twice. The
--- tables and types are made by migrations/002_several_limits.sql.
+-- An ephemeral policy writes no WAL: a crash makes its buckets full. Durable and ephemeral policies keep their state in twin tables
+-- (buckets and ephemeral_buckets, idempotency_keys and ephemeral_idempotency_keys, slots and leases likewise), because a statement cannot
+-- choose its table at run time. Longer code that touches them is written for the durable ones; copies.sql has it for the others. Short
+-- statements are written twice. The tables and types are made by migrations/include/002_tables.sql.
 --
 -- This file is the table of contents.
 {{ template "prologue.sql" . }}

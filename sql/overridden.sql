@@ -1,8 +1,7 @@
 -- An override is the numbers of a policy for one key. It is live until it expires. ratelimit.overrides has the derived
 -- columns of ratelimit.policies, so the arithmetic takes them from either.
 --
--- Nothing looks for an override unless the policy's column overridden says that it has had some. So a policy without them
--- pays nothing.
+-- Nothing looks for an override unless the policy's column overridden says that it has had some. So a policy without them pays nothing.
 create or replace function ratelimit.with_override(policy ratelimit.policies, override ratelimit.overrides)
   returns ratelimit.policies language sql immutable parallel safe
 as $$
@@ -109,9 +108,8 @@ $$;
 comment on function ratelimit.own_numbers(ratelimit.policies) is
   'The policy of a key as it is now, without the numbers of an override; it stays as it was if it was dropped.';
 
--- A call that may have waited for a session that changed the numbers reads them again, if the policy has overrides or the bucket has
--- no row. A policy that was dropped meanwhile stays
--- as it was.
+-- A call that may have waited for a session that changed the numbers reads them again, if the policy has overrides or the bucket has no
+-- row. A policy that was dropped meanwhile stays as it was.
 create or replace function ratelimit.numbers_again(policy ratelimit.policies, key text, now timestamptz)
   returns ratelimit.policies language plpgsql stable
 as $$

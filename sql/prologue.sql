@@ -1,9 +1,8 @@
 -- Decides where the public functions go, and refuses to install over objects of another role.
 --
--- A first install takes the schema that heads search_path and wants it free of ratelimit_*
--- functions: to replace a planted function would leave the role that planted it as owner. A later install
--- goes to the schema that has the functions. The setting ratelimit.preexisting lists the functions that
--- existed before, for this transaction only. The epilogue clears the grants of all others.
+-- A first install takes the schema that heads search_path and wants it free of ratelimit_* functions: to replace a planted function would
+-- leave the role that planted it as owner. A later install goes to the schema that has the functions. The setting ratelimit.preexisting
+-- lists the functions that existed before, for this transaction only. The epilogue clears the grants of all others.
 do $prologue$
 declare
   v_owner oid;

@@ -43,23 +43,22 @@ create or replace function ratelimit.reset_slots(policy ratelimit.policies, key 
   returns void language plpgsql volatile
 as $$
 declare
-  v_policy_id bigint := policy.id;
-  v_key       text collate "C" := key;
-  v_now       timestamptz := clock();
+  v_key text collate "C" := key;
+  v_now timestamptz := clock();
 begin
   if policy.durable then
     update slots as s
        set changes = s.changes + 1, counted_until = '-infinity', due_at = least(s.due_at, v_now)
-     where s.policy_id = v_policy_id and s.key = v_key;
+     where s.policy_id = policy.id and s.key = v_key;
     if found then
-      delete from leases as l where l.policy_id = v_policy_id and l.key = v_key;
+      delete from leases as l where l.policy_id = policy.id and l.key = v_key;
     end if;
   else
     update ephemeral_slots as s
        set changes = s.changes + 1, counted_until = '-infinity', due_at = least(s.due_at, v_now)
-     where s.policy_id = v_policy_id and s.key = v_key;
+     where s.policy_id = policy.id and s.key = v_key;
     if found then
-      delete from ephemeral_leases as l where l.policy_id = v_policy_id and l.key = v_key;
+      delete from ephemeral_leases as l where l.policy_id = policy.id and l.key = v_key;
     end if;
   end if;
 end;
