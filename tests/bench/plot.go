@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"cmp"
 	"errors"
 	"image/color"
@@ -118,13 +119,16 @@ func save(file string, p *plot.Plot, legend plot.Legend) error {
 	page.Fill(page.Path())
 	p.Draw(draw.Crop(page, margin, -legendWidth, margin, -margin))
 	legend.Draw(draw.Crop(page, plotWidth-legendWidth+margin, 0, 0, -3*margin))
-	out, err := os.Create(file)
-	if err != nil {
+	return write(svg, file)
+}
+
+// write puts a picture into one line: nobody reads it, or compares it line by line.
+func write(svg *vgsvg.Canvas, file string) error {
+	var text bytes.Buffer
+	if _, err := svg.WriteTo(&text); err != nil {
 		return err
 	}
-	defer out.Close()
-	_, err = svg.WriteTo(out)
-	return err
+	return os.WriteFile(file, append(bytes.ReplaceAll(bytes.TrimSpace(text.Bytes()), []byte("\n"), []byte(" ")), '\n'), 0o644)
 }
 
 func callerTicks(_, _ float64) (ticks []plot.Tick) {

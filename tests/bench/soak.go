@@ -67,10 +67,5 @@ func plotSoak(file, results string) error {
 			}
 		}
 	}
-	out, err := os.Create(filepath.Join(results, "soak.svg"))
-	if err != nil {
-		return err
-	}
-	_, err = svg.WriteTo(out)
-	return errors.Join(err, out.Close())
+	return write(svg, filepath.Join(results, "soak.svg"))
 }

@@ -112,7 +112,7 @@ var soakLines = []soakLine{
 	{"p99", "ms", func(s soakSample) float64 { return s.p99 }, -1},
 	{"tables", "MB", func(s soakSample) float64 { return s.tables }, 1.5},
 	{"indexes", "MB", func(s soakSample) float64 { return s.indexes }, 1.5},
-	{"dead rows", "thousands", func(s soakSample) float64 { return s.dead / 1000 }, 2},
+	{"dead rows", "thousands", func(s soakSample) float64 { return s.dead / 1000 }, 1.5},
 	{"age of transaction ids", "thousands", func(s soakSample) float64 { return s.xidAge / 1000 }, -1},
 	{"memory of the backends", "MB", func(s soakSample) float64 { return s.backends }, 1.2},
 	{"heap of the client", "MB", func(s soakSample) float64 { return s.heap }, 1.2},
