@@ -93,7 +93,7 @@ func TestQuota_TurnsAgreeWithTheModel(t *testing.T) {
 // 32 sessions and a Combiner ask without end while a turn comes: as many are granted before it as fit, and as many after it.
 func TestTorture_QuotaGrantsItsCapacityBeforeATurnAndAfterIt(t *testing.T) {
 	const sessions, callers, capacity = 32, 8, 50
-	run := kit.Torture(t, 8)
+	run := kit.Torture(t, 4)
 	turns := 0
 	db := kit.NewCrowdDB(t, sessions)
 	combiner := client.NewCombiner(db.Pool)

@@ -1,7 +1,6 @@
 package docs
 
 import (
-	"context"
 	"fmt"
 	"io"
 	"net"
@@ -22,9 +21,7 @@ import (
 )
 
 // The programs of docs/examples are run. Each is the same small API, which policy api limits for each user. One that lacks
-// something on this machine is skipped, unless RATELIMIT_TEST_EXAMPLES is "all": then what it lacks is installed, and the
-// test fails where that cannot be.
-var allExamples = os.Getenv("RATELIMIT_TEST_EXAMPLES") == "all"
+// something on this machine is skipped, unless kit.Installs: then the test fails where that cannot be installed.
 
 // A docsExample is a program, and what it takes.
 type docsExample struct {
@@ -169,7 +166,7 @@ func (e docsExample) need(t *testing.T) {
 		return nil
 	}
 	err := lacks()
-	if err != nil && allExamples {
+	if err != nil && kit.Installs {
 		require.NoError(t, pgtest.Install(t.Context(), e.packages...))
 		err = lacks()
 	}
@@ -177,28 +174,14 @@ func (e docsExample) need(t *testing.T) {
 		err = installNpm()
 	}
 	switch {
-	case err != nil && allExamples:
+	case err != nil && kit.Installs:
 		t.Fatal(err)
 	case err != nil:
 		t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs %v, and npm's packages: %v", e.packages, err)
 	}
 }
 
-var installNpm = sync.OnceValue(func() error {
-	if _, err := exec.LookPath("npm"); err != nil {
-		if !allExamples {
-			return err
-		}
-		if err := pgtest.Install(context.Background(), "npm"); err != nil {
-			return err
-		}
-	}
-	out, err := kit.Command("../..", nil, "make", "docs/examples/node/node_modules").CombinedOutput()
-	if err != nil {
-		return fmt.Errorf("%w: %s", err, out)
-	}
-	return nil
-})
+var installNpm = sync.OnceValue(func() error { return kit.Npm("docs/examples/node/node_modules") })
 
 // patient lets an example wait a minute instead of a second or two, which say how long a user may, and not how slow a machine is.
 var patient = strings.NewReplacer(
@@ -256,23 +239,10 @@ func startProgram(t *testing.T, port string, c *exec.Cmd) {
 	}, 5*time.Minute, 10*time.Millisecond, "%s", c) // a fresh machine compiles the one in Go
 }
 
-// buildServer builds the program, as docs/server.md says, where no other test does.
-var buildServer = sync.OnceValues(func() (path string, err error) {
-	if path, err = filepath.Abs("../../build/examples/pgratelimit"); err != nil {
-		return "", err
-	}
-	if out, err := kit.Command("../..", nil, "go", "build", "-o", path, "./server/cmd/pgratelimit").CombinedOutput(); err != nil {
-		return "", fmt.Errorf("%w\n%s", err, out)
-	}
-	return path, nil
-})
-
 // serverVariables starts the server on a database and says where it listens, as the examples want to know it.
 func serverVariables(t *testing.T, db *pgtest.DB, settings ...string) []string {
-	program, err := buildServer()
-	require.NoError(t, err)
 	grpc, http := pgtest.FreePort(t), pgtest.FreePort(t)
-	c := exec.CommandContext(t.Context(), program, "serve")
+	c := exec.CommandContext(t.Context(), kit.Built(t, "server/cmd/pgratelimit"), "serve")
 	c.Env = append(os.Environ(), append(settings, "DATABASE_URL="+db.URL, "CALL_TIMEOUT=1m", "GRPC_ADDR=127.0.0.1:"+grpc, "HTTP_ADDR=127.0.0.1:"+http)...)
 	startProgram(t, http, c)
 	return []string{"RATELIMIT_GRPC=127.0.0.1:" + grpc, "RATELIMIT_URL=http://127.0.0.1:" + http}

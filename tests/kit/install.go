@@ -29,7 +29,6 @@ var Installers = map[string]func(t *testing.T, url string){
 		createSchema(t, url)
 		Run(t, "../../migrations", PgVariables(t, url), Tern(), "migrate")
 	},
-	"make install": func(t *testing.T, url string) { Run(t, "../..", nil, "make", "install", "DATABASE_URL="+url) },
 }
 
 // The functions that decide about one bucket, and so run on any node that has the key.

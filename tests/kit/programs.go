@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -29,6 +30,25 @@ var Tern = sync.OnceValue(func() string {
 	}
 	return strings.TrimSpace(string(path))
 })
+
+var built = struct {
+	sync.Mutex
+	paths map[string]bool
+}{paths: map[string]bool{}}
+
+// Built is the path of a program of the repository, which each package of tests builds once: go run takes longer to find that
+// nothing has changed than most programs run.
+func Built(t testing.TB, folder string) string {
+	built.Lock()
+	defer built.Unlock()
+	path := NoError(filepath.Abs(filepath.Join("../../build", filepath.Base(os.Args[0]), filepath.Base(folder))))(t)
+	if !built.paths[path] {
+		out, err := Command("../..", nil, "go", "build", "-o", path, "./"+folder).CombinedOutput()
+		require.NoError(t, err, "%s", out)
+		built.paths[path] = true
+	}
+	return path
+}
 
 func TernMigrate(url string) []string {
 	return []string{"migrate", "--config", "migrations/tern.conf", "--migrations", "migrations", "--conn-string", url}
@@ -147,12 +167,27 @@ func Execute(t testing.TB, conn *pgx.Conn, sql string, args ...any) {
 	require.NoError(t, ErrorOf(conn.Exec(context.Background(), sql, args...)), "%.200s", sql)
 }
 
-// NeedNode returns if there are Node.js and the packages of client/node. Otherwise the test is skipped, unless RATELIMIT_TEST_EXAMPLES
-// is "all": then they are installed.
+// Installs tells whether tests install what they lack. Otherwise they are skipped.
+var Installs = os.Getenv("RATELIMIT_TEST_EXAMPLES") == "all"
+
+// Npm makes a target of the Makefile that takes npm.
+func Npm(target string) error {
+	if _, err := exec.LookPath("npm"); err != nil && Installs {
+		if err := pgtest.Install(context.Background(), "nodejs", "npm"); err != nil {
+			return err
+		}
+	}
+	if out, err := Command("../..", nil, "make", "--no-print-directory", target).CombinedOutput(); err != nil {
+		return fmt.Errorf("%w\n%s", err, out)
+	}
+	return nil
+}
+
+// NeedNode returns if there are Node.js and the packages of client/node, which may be installed for it.
 func NeedNode(t *testing.T) {
 	t.Helper()
 	err := nodePackages()
-	if err != nil && os.Getenv("RATELIMIT_TEST_EXAMPLES") != "all" {
+	if err != nil && !Installs {
 		t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs Node.js and the packages of client/node: %v", err)
 	}
 	require.NoError(t, err)
@@ -173,22 +208,10 @@ func RunNode(t *testing.T, url string, env []string, command string, args ...str
 }
 
 var nodePackages = sync.OnceValue(func() error {
-	prepare := func() error {
-		out, err := Command("../..", nil, "sh", "-c",
-			`node --eval 'if (parseInt(process.versions.node) < 20) throw "Node.js 20 or later"' && make --no-print-directory client/node/node_modules`).CombinedOutput()
-		if err != nil {
-			return fmt.Errorf("%w\n%s", err, out)
-		}
-		return nil
+	if err := Npm("client/node/node_modules"); err != nil {
+		return err
 	}
-	err := prepare()
-	if err != nil && os.Getenv("RATELIMIT_TEST_EXAMPLES") == "all" {
-		if err := pgtest.Install(context.Background(), "nodejs", "npm"); err != nil {
-			return err
-		}
-		return prepare()
-	}
-	return err
+	return exec.Command("node", "--eval", `if (parseInt(process.versions.node) < 20) throw "Node.js 20 or later"`).Run()
 })
 
 // A Process is this test binary once more, as what its specification says. It ends with its standard input.

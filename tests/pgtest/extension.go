@@ -23,17 +23,19 @@ func PrivateWithExtensions(t testing.TB, settings ...string) (server *Server, di
 		t.Skip("a container's extensions are in its image")
 	}
 	start := func(ctx context.Context, settings []string) (host, error) {
-		bin, err := findBinaries(ctx)
+		original, err := findBinaries(ctx)
 		if err != nil {
 			return nil, err
 		}
-		if bin, dir, err = copyPrograms(t, bin); err != nil {
+		var bin string
+		if bin, dir, err = copyPrograms(t, original); err != nil {
 			return nil, err
 		}
 		c, err := newCluster(bin, tempDir)
 		if err != nil {
 			return nil, err
 		}
+		c.made = original
 		if err := c.initialize(ctx, false, settings); err != nil {
 			return nil, errors.Join(err, c.Close())
 		}
@@ -61,7 +63,7 @@ func copyPrograms(t testing.TB, bin string) (copied, extensions string, err erro
 		os.MkdirAll(in(bin), 0o755),
 		os.Symlink(filepath.Join(bin, "../lib"), filepath.Join(in(bin), "../lib")),
 		copyTree(share, in(share)))
-	for _, program := range []string{"initdb", "pg_ctl", "postgres", // and what pg_upgrade needs, where it is
+	for _, program := range []string{"pg_ctl", "postgres", // and what pg_upgrade needs, where it is
 		"pg_controldata", "pg_dump", "pg_dumpall", "pg_resetwal", "pg_restore", "pg_upgrade", "psql", "vacuumdb"} {
 		if failed := copyFile(filepath.Join(bin, program), filepath.Join(in(bin), program)); !errors.Is(failed, fs.ErrNotExist) {
 			err = errors.Join(err, failed)

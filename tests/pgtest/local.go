@@ -22,7 +22,8 @@ import (
 // A cluster is a throw-away PostgreSQL in a directory of its own: data, log and socket. It listens
 // on the socket only, which nobody but its user and root can reach.
 type cluster struct {
-	bin   string // where initdb and pg_ctl are
+	bin   string // where pg_ctl is
+	made  string // where the initdb is that makes the data directory
 	dir   string
 	owner *syscall.Credential // root may not run PostgreSQL; nil: run as oneself
 	guard *guard
@@ -64,7 +65,7 @@ func startClusterIn(ctx context.Context, parent string, settings []string) (host
 
 // newCluster makes the directory of a cluster in parent, and sees to it that it is removed.
 func newCluster(bin, parent string) (c *cluster, err error) {
-	c = &cluster{bin: bin}
+	c = &cluster{bin: bin, made: bin}
 	if c.owner, err = unprivileged(); err != nil {
 		return nil, err
 	}
@@ -105,7 +106,7 @@ func (c *cluster) initialize(ctx context.Context, cron bool, settings []string) 
 // isTest is true in a test binary, which starts many servers: Main sets it.
 var isTest bool
 
-// pristine has the clusters of this process that initdb made and nobody has started, by their binaries.
+// pristine has the clusters of this process that initdb made and nobody has started, by the folder of that initdb.
 var pristine = struct {
 	sync.Mutex
 	of map[string]*cluster
@@ -119,22 +120,22 @@ func (c *cluster) populate(ctx context.Context) error {
 	}
 	pristine.Lock()
 	defer pristine.Unlock()
-	first := pristine.of[c.bin]
+	first := pristine.of[c.made]
 	if first == nil {
 		var err error
-		if first, err = newCluster(c.bin, tempDir); err != nil {
+		if first, err = newCluster(c.made, tempDir); err != nil {
 			return err
 		}
 		if err := first.initdb(ctx); err != nil {
 			return errors.Join(err, first.Close())
 		}
-		pristine.of[c.bin] = first
+		pristine.of[c.made] = first
 	}
 	return c.run(ctx, "cp", "-R", first.data(), c.data())
 }
 
 func (c *cluster) initdb(ctx context.Context) error {
-	return c.run(ctx, c.program("initdb"), "--pgdata", c.data(), "--username", "postgres", "--auth", "trust",
+	return c.run(ctx, filepath.Join(c.made, "initdb"), "--pgdata", c.data(), "--username", "postgres", "--auth", "trust",
 		"--encoding", "UTF8", "--locale", "C", "--no-sync", "--no-instructions")
 }
 

@@ -22,6 +22,7 @@ func Upgrade(t testing.TB, old *Server, settings ...string) *Server {
 	}
 	c, err := newCluster(source.bin, filepath.Dir(source.dir))
 	require.NoError(t, err)
+	c.made = source.made
 	upgraded := &Server{Rung: old.Rung, Version: old.Version, host: c}
 	t.Cleanup(func() { assert.NoError(t, upgraded.Close()) })
 	require.NoError(t, c.initialize(t.Context(), false, settings))

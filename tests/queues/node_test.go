@@ -2,6 +2,7 @@ package queues
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -209,7 +210,7 @@ func times(t *testing.T, db *kit.TestDB, sql string) []time.Time {
 func needNode(t *testing.T) string {
 	t.Helper()
 	node, err := findNode()
-	if err != nil && os.Getenv("RATELIMIT_TEST_EXAMPLES") != "all" {
+	if err != nil && !kit.Installs {
 		t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs Node.js 22.18 and the packages of docs/examples/queues: %v", err)
 	}
 	require.NoError(t, err)
@@ -217,18 +218,7 @@ func needNode(t *testing.T) string {
 }
 
 var findNode = sync.OnceValues(func() (string, error) {
-	run := func(target string) error {
-		if out, err := kit.Command("../..", nil, "make", "--no-print-directory", target).CombinedOutput(); err != nil {
-			return fmt.Errorf("%w\n%s", err, out)
-		}
-		return nil
-	}
-	if _, err := exec.LookPath("npm"); err != nil && os.Getenv("RATELIMIT_TEST_EXAMPLES") == "all" {
-		if err := pgtest.Install(context.Background(), "nodejs", "npm"); err != nil {
-			return "", err
-		}
-	}
-	if err := run("docs/examples/queues/node_modules"); err != nil {
+	if err := kit.Npm("docs/examples/queues/node_modules"); err != nil {
 		return "", err
 	}
 	installed, err := filepath.Abs("../../build/node-22/bin/node")
@@ -243,8 +233,8 @@ var findNode = sync.OnceValues(func() (string, error) {
 	if i := slices.IndexFunc(candidates, works); i >= 0 {
 		return candidates[i], nil
 	}
-	if os.Getenv("RATELIMIT_TEST_EXAMPLES") != "all" {
-		return "", fmt.Errorf("no Node.js 22.18 or later")
+	if !kit.Installs {
+		return "", errors.New("no Node.js 22.18 or later")
 	}
-	return installed, run("build/node-22")
+	return installed, kit.Npm("build/node-22")
 })

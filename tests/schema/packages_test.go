@@ -73,7 +73,7 @@ var migrationTools = map[string]struct {
 
 func byTool(tool, direction string) func(t *testing.T, db *kit.TestDB, dir string) {
 	return func(t *testing.T, db *kit.TestDB, dir string) {
-		kit.Run(t, "../..", nil, "go", "run", "./tests/packages", tool, db.URL, dir, direction)
+		kit.Run(t, "../..", nil, kit.Built(t, "tests/packages"), tool, db.URL, dir, direction)
 	}
 }
 
