@@ -17,7 +17,8 @@ import (
 )
 
 func TestAcquireMany_EqualsOneByOne(t *testing.T) {
-	db := kit.ParallelDB(t, kit.T0)
+	run := kit.Torture(t, 30)
+	db := kit.NewDB(t)
 	ctx := context.Background()
 	conn := db.Connect(t)
 	pick := func(values ...string) *rapid.Generator[*string] {
@@ -47,7 +48,7 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 		}
 		return w
 	})
-	rapid.Check(kit.RapidTest{T: t}, func(t *rapid.T) {
+	run.Check(func(t *rapid.T) {
 		for _, table := range append([]string{"ratelimit.policies"}, kit.StateTables...) {
 			db.Execute("delete from " + table)
 		}
@@ -76,7 +77,7 @@ func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
 	inside := db.Session().Run("set search_path = ratelimit; set track_functions = pl")
 	magnitude := func(most float64) int64 { return int64(math.Exp(rand.Float64() * math.Log(most))) }
 	met := map[string]int{}
-	for i := 0; len(met) < 4 || met["small, granted"] < 100 || met["large, granted"] < 100; i++ {
+	for i := 0; len(met) < 4 || met["small, granted"] < 30 || met["large, granted"] < 30; i++ {
 		capacity, refill, every := magnitude(9e12), magnitude(9e12), magnitude(1e15)
 		if i < 10 { // the product of two ticks is no bigint; one fills the bucket
 			capacity, refill, every = 1_300_000_000_000, 5_000_000_000_000, 1
@@ -125,7 +126,7 @@ func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
 
 // Batches take the same buckets in opposite orders, some of them for the first time, all too large for what is there.
 func TestAcquireMany_NeverDeadlocks(t *testing.T) {
-	const callers, batches, buckets = 8, 40, 10
+	const callers, batches, buckets = 8, 15, 10
 	db := kit.ParallelDB(t).Policy("p", 30, 1, 1000*time.Hour)
 	db.Warm(callers)
 	var granted atomic.Int64

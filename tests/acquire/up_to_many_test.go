@@ -16,7 +16,8 @@ import (
 // Policies of every kind, with buckets that have a row and others, in calls that one update answers, and in calls that one odd request
 // leaves to the other way.
 func TestAcquireUpToMany_EqualsOneByOne(t *testing.T) {
-	db := kit.ParallelDB(t, kit.T0)
+	run := kit.Torture(t, 30)
+	db := kit.NewDB(t)
 	ctx := context.Background()
 	conn := db.Connect(t)
 	kinds := []string{"a", "b", "c", "d", "overrides", "shadow", "large", "quota", "never", "jobs", "nobody"}
@@ -27,7 +28,7 @@ func TestAcquireUpToMany_EqualsOneByOne(t *testing.T) {
 	}
 	some := []int64{1, 2, 3, 4, 20, 3_000_000_000, 9_223_372_036_854_775_807}
 	odd := requestsOf(kinds, []string{"x", "y", "z", ""}, append(some, 0, -1)...)
-	rapid.Check(kit.RapidTest{T: t}, func(t *rapid.T) {
+	run.Check(func(t *rapid.T) {
 		for _, table := range append([]string{"ratelimit.policies"}, kit.StateTables...) {
 			db.Execute("delete from " + table)
 		}
@@ -88,10 +89,10 @@ func TestAcquireUpToMany_TakesWhatOthersLeave(t *testing.T) {
 
 // Callers take the same buckets in opposite orders, beside calls that take all of several: nobody deadlocks, and what was taken is what is gone.
 func TestAcquireUpToMany_NeverDeadlocksAndNeverTakesMore(t *testing.T) {
-	const callers, batches, buckets = 8, 100, 20
+	const callers, batches, buckets, capacity = 8, 25, 20, 600
 	db := kit.ParallelDB(t)
 	for _, policy := range []string{"p", "q"} {
-		db.DefinePolicy(policy, 3000, 1, 1000*time.Hour)
+		db.DefinePolicy(policy, capacity, 1, 1000*time.Hour)
 	}
 	db.Warm(callers)
 	taken := make([]int64, callers)
@@ -100,7 +101,7 @@ func TestAcquireUpToMany_NeverDeadlocksAndNeverTakesMore(t *testing.T) {
 			var requests []kit.NullableRequest
 			var whole []string
 			for i := range buckets {
-				requests = append(requests, kit.RequestOf([]string{"p", "q"}[i%2], fmt.Sprint(batch/90, "/", i), int64(1+rand.IntN(20))))
+				requests = append(requests, kit.RequestOf([]string{"p", "q"}[i%2], fmt.Sprint(batch/20, "/", i), int64(1+rand.IntN(20))))
 				whole = append(whole, *requests[i].Policy+" "+*requests[i].Key)
 			}
 			if rand.IntN(4) == 0 {
@@ -131,6 +132,6 @@ func TestAcquireUpToMany_NeverDeadlocksAndNeverTakesMore(t *testing.T) {
 	for _, n := range taken {
 		sum += n
 	}
-	require.Equal(t, sum, db.Number("select sum(3000 - level / 1000000) from ratelimit.buckets"))
+	require.Equal(t, sum, db.Number("select sum($1 - level / 1000000) from ratelimit.buckets", capacity))
 	require.Zero(t, db.Number("select count(*) from ratelimit.buckets where level < 0"))
 }

@@ -63,7 +63,7 @@ func copyPrograms(t testing.TB, bin string) (copied, extensions string, err erro
 		os.MkdirAll(in(bin), 0o755),
 		os.Symlink(filepath.Join(bin, "../lib"), filepath.Join(in(bin), "../lib")),
 		copyTree(share, in(share)))
-	for _, program := range []string{"pg_ctl", "postgres", // and what pg_upgrade needs, where it is
+	for _, program := range []string{"pg_ctl", "postgres", "initdb", // and what pg_upgrade needs, where it is
 		"pg_controldata", "pg_dump", "pg_dumpall", "pg_resetwal", "pg_restore", "pg_upgrade", "psql", "vacuumdb"} {
 		if failed := copyFile(filepath.Join(bin, program), filepath.Join(in(bin), program)); !errors.Is(failed, fs.ErrNotExist) {
 			err = errors.Join(err, failed)
