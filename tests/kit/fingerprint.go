@@ -37,6 +37,11 @@ func FingerprintOf(t testing.TB, db *pgtest.DB) (schema string) {
 	return schema
 }
 
+// SchemaAndRows is the schema with all rows.
+func SchemaAndRows(t testing.TB, db *pgtest.DB) string {
+	return FingerprintOf(t, db) + "\n" + strings.Join(RowsOf(t, db), "\n")
+}
+
 // FingerprintIn is fingerprintOf in a transaction, with what it changed.
 func FingerprintIn(t testing.TB, tx pgx.Tx) string {
 	// Names are told in full. To compile the query would take longer than to run it.
@@ -195,3 +200,6 @@ func Dump(t *testing.T, pgDump, url string, options ...string) string {
 	// The argument of \restrict is drawn by each run.
 	return regexp.MustCompile(`(?m)^\\(un)?restrict .*$`).ReplaceAllString(string(out), "")
 }
+
+// Releases are the versions of the extension by those of the schema.
+var Releases = map[int32]string{1: "0.1.0", 2: "0.2.0"}

@@ -2,7 +2,9 @@ package kit
 
 import (
 	"context"
+	"io/fs"
 	"os"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
@@ -77,3 +79,18 @@ func InstallPreRequest(t *testing.T, db *pgtest.DB) {
 }
 
 func Quoted(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }
+
+// ReadTree returns the texts of all files below a directory by their paths.
+func ReadTree(t testing.TB, dir string) map[string]string {
+	files := map[string]string{}
+	require.NoError(t, fs.WalkDir(os.DirFS(dir), ".", func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || entry.IsDir() {
+			return err
+		}
+		text, err := os.ReadFile(filepath.Join(dir, path))
+		files[path] = string(text)
+		return err
+	}))
+	require.NotEmpty(t, files)
+	return files
+}

@@ -106,7 +106,7 @@ func TestCatalog_SecurityDefinerWithPinnedPath(t *testing.T) {
 func TestCatalog_NoOverloads(t *testing.T) {
 	t.Parallel()
 	var defined []string
-	for _, code := range readTree(t, "../../sql") {
+	for _, code := range kit.ReadTree(t, "../../sql") {
 		for _, match := range regexp.MustCompile(`(?m)^create or replace (?:function|procedure) (?:ratelimit\.)?(\w+)`).FindAllStringSubmatch(code, -1) {
 			defined = append(defined, match[1])
 		}

@@ -19,11 +19,6 @@ func schemaAsMine(t *testing.T, role string, db *pgtest.DB) string {
 	return strings.Join(lines, "\n")
 }
 
-// stateOf is the fingerprint of a database and the rows of its tables.
-func stateOf(t testing.TB, db *pgtest.DB) string {
-	return kit.FingerprintOf(t, db) + "\n" + strings.Join(kit.RowsOf(t, db), "\n")
-}
-
 // beforeInstall removes from a fingerprint what stays when tern removes the package: its version table, and the schema of that table.
 func beforeInstall(schema string) string {
 	lines := slices.DeleteFunc(strings.Split(schema, "\n"), func(line string) bool {

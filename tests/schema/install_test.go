@@ -4,10 +4,7 @@ package schema
 import (
 	"context"
 	"fmt"
-	"io/fs"
-	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -77,9 +74,9 @@ func TestInstall_AsEveryKindOfRole(t *testing.T) {
 				require.Equal(t, []string{fmt.Sprintf("ratelimit.schema_version (%d)", kit.NewestMigration(t))}, kit.RowsOf(t, got))
 
 				use(t, got, "limits")
-				state := stateOf(t, got)
+				state := kit.SchemaAndRows(t, got)
 				install(t, url)
-				require.Equal(t, state, stateOf(t, got), "the second time")
+				require.Equal(t, state, kit.SchemaAndRows(t, got), "the second time")
 
 				conn := kit.NoError(pgx.Connect(t.Context(), url))(t)
 				defer conn.Close(context.Background())
@@ -105,10 +102,10 @@ func TestInstall_TwiceChangesNothing(t *testing.T) {
 	db := pgtest.New(t)
 	db.Exec(t, "select ratelimit_define_policy('p', 10, 1, '1 hour')")
 	db.Exec(t, "alter schema public rename to elsewhere")
-	before := stateOf(t, db)
+	before := kit.SchemaAndRows(t, db)
 	for name, install := range kit.Installers {
 		install(t, db.URL)
-		require.Equal(t, before, stateOf(t, db), name)
+		require.Equal(t, before, kit.SchemaAndRows(t, db), name)
 	}
 }
 
@@ -172,18 +169,18 @@ func TestUninstall_LeavesNothing(t *testing.T) {
 		caller := kit.NewRole(t)
 		db := pgtest.Empty(t)
 		db.Exec(t, "create schema app; create schema other; create function other.ratelimit_mine() returns integer language sql as 'select 1'")
-		before := stateOf(t, db)
+		before := kit.SchemaAndRows(t, db)
 
 		for _, home := range []string{"public", "app"} {
 			kit.Installers["Up"](t, kit.WithSettings(t, db.URL, "search_path", home))
 			use(t, db, home)
 			db.Exec(t, "grant execute on function "+home+".ratelimit_acquire to "+caller)
 			require.NoError(t, uninstall(t, db))
-			require.Equal(t, before, stateOf(t, db))
+			require.Equal(t, before, kit.SchemaAndRows(t, db))
 		}
 
 		require.NoError(t, uninstall(t, db))
-		require.Equal(t, before, stateOf(t, db), "uninstalling what is not there is harmless")
+		require.Equal(t, before, kit.SchemaAndRows(t, db), "uninstalling what is not there is harmless")
 	})
 }
 
@@ -191,10 +188,10 @@ func TestUninstall_StopsAtObjectsThatDependOnIt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	db.Exec(t, "create view mine as select * from ratelimit_policies()")
-	before := stateOf(t, db)
+	before := kit.SchemaAndRows(t, db)
 	for name, uninstall := range uninstallers {
 		require.Error(t, uninstall(t, db), name)
-		require.Equal(t, before, stateOf(t, db), name)
+		require.Equal(t, before, kit.SchemaAndRows(t, db), name)
 	}
 	kit.RequireState(t, "2BP01", uninstallers["Down"](t, db))
 }
@@ -218,23 +215,23 @@ func TestUp_NewerSchemaIsLeftAlone(t *testing.T) {
 	db := pgtest.New(t)
 	known := kit.NewestMigration(t)
 	db.Exec(t, "update ratelimit.schema_version set version = $1", known+1)
-	before := stateOf(t, db)
+	before := kit.SchemaAndRows(t, db)
 
 	err := migrations.Up(context.Background(), db.Connect(t))
 	var newer *migrations.NewerSchemaError
 	require.ErrorAs(t, err, &newer)
 	require.Equal(t, &migrations.NewerSchemaError{Installed: known + 1, Known: known}, newer)
-	require.Equal(t, before, stateOf(t, db))
+	require.Equal(t, before, kit.SchemaAndRows(t, db))
 
 	require.Error(t, migrations.Down(context.Background(), db.Connect(t)))
-	require.Equal(t, before, stateOf(t, db))
+	require.Equal(t, before, kit.SchemaAndRows(t, db))
 }
 
 func TestUp_RefusesATransaction(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
 	db := pgtest.Empty(t)
-	before := stateOf(t, db)
+	before := kit.SchemaAndRows(t, db)
 	conn := db.Connect(t)
 
 	tx := kit.NoError(conn.Begin(ctx))(t)
@@ -243,11 +240,11 @@ func TestUp_RefusesATransaction(t *testing.T) {
 		require.Equal(t, byte('T'), conn.PgConn().TxStatus(), "the transaction goes on")
 	}
 	require.NoError(t, tx.Commit(ctx))
-	require.Equal(t, before, stateOf(t, db))
+	require.Equal(t, before, kit.SchemaAndRows(t, db))
 
 	kit.RequireState(t, "22012", kit.ErrorOf(conn.Exec(ctx, "begin; select 1/0")))
 	require.ErrorContains(t, migrations.Up(ctx, conn), "inside a transaction", "nor one that failed")
-	require.Equal(t, before, stateOf(t, db))
+	require.Equal(t, before, kit.SchemaAndRows(t, db))
 }
 
 func TestInstall_IntoTheSchemaAtTheHeadOfSearchPath(t *testing.T) {
@@ -275,12 +272,12 @@ func TestInstall_IntoTheSchemaAtTheHeadOfSearchPath(t *testing.T) {
 				require.Equal(t, []string{schema}, home())
 				use(t, db, quoted)
 				db.Exec(t, "grant execute on function "+quoted+".ratelimit_acquire to "+caller)
-				before := stateOf(t, db)
+				before := kit.SchemaAndRows(t, db)
 
 				// A later migration finds another search_path: tern resets the session after each.
 				kit.ReinstallCode(t, db.Connect(t))
 				require.Equal(t, []string{schema}, home())
-				require.Equal(t, before, stateOf(t, db))
+				require.Equal(t, before, kit.SchemaAndRows(t, db))
 			})
 		}
 	}
@@ -298,16 +295,16 @@ func TestInstall_AgainReplacesFunctionsAndKeepsGrants(t *testing.T) {
 		db.Exec(t, "grant execute on function ratelimit_acquire, ratelimit_peek to "+caller+`;
 				grant execute on procedure ratelimit_cleanup_all to `+caller+`;
 				grant execute on function ratelimit.cleanup_batch to `+caller)
-		want := stateOf(t, db)
+		want := kit.SchemaAndRows(t, db)
 
 		// What the new version changes and what it adds.
 		db.Exec(t, "alter default privileges grant execute on functions to "+greedy+`;
 				drop function ratelimit_overrides;
 				create or replace function ratelimit.clock() returns timestamptz language sql as $$ select now() $$`)
-		require.NotEqual(t, want, stateOf(t, db))
+		require.NotEqual(t, want, kit.SchemaAndRows(t, db))
 		reinstall(t, db)
 		db.Exec(t, "alter default privileges revoke execute on functions from "+greedy)
-		require.Equal(t, want, stateOf(t, db))
+		require.Equal(t, want, kit.SchemaAndRows(t, db))
 	})
 }
 
@@ -414,7 +411,7 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 				kit.Execute(t, conn, plant)
 				kit.Execute(t, conn, "grant usage on schema ratelimit to public; grant all on ratelimit.schema_version to public",
 					pgx.QueryExecModeSimpleProtocol)
-				before := stateOf(t, db)
+				before := kit.SchemaAndRows(t, db)
 
 				for _, url := range []string{db.URL, kit.WithSettings(t, db.URL, "role", installer)} {
 					conn := kit.NoError(pgx.Connect(t.Context(), url))(t)
@@ -422,7 +419,7 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 					require.NoError(t, conn.Close(t.Context()))
 					require.Error(t, kit.ErrorOf(kit.RunPsql(t, url, "--file", "../../migrations/psql/install.sql")))
 				}
-				require.Equal(t, before, stateOf(t, db))
+				require.Equal(t, before, kit.SchemaAndRows(t, db))
 				require.Equal(t, []string{"false"}, kit.Column(t, db, "select is_called::text from public.escalated"))
 			})
 		}
@@ -443,13 +440,13 @@ func TestInstall_ByTernIntoAPlantedSchema(t *testing.T) {
 		create table ratelimit.schema_version as select 0 as version;
 		create trigger escalate before update on ratelimit.schema_version for each row execute function lair.escalate()`,
 		pgx.QueryExecModeSimpleProtocol)
-	before := stateOf(t, db)
+	before := kit.SchemaAndRows(t, db)
 
 	_, err := kit.Command("../..", nil, kit.Tern(), kit.TernMigrate(db.URL)...).Output()
 	var exit *exec.ExitError
 	require.ErrorAs(t, err, &exit)
 	require.Contains(t, string(exit.Stderr), "schema ratelimit belongs to another role")
-	require.Equal(t, before, stateOf(t, db))
+	require.Equal(t, before, kit.SchemaAndRows(t, db))
 	require.Equal(t, []string{"false"}, kit.Column(t, db, "select is_called::text from lair.escalated"))
 }
 
@@ -462,24 +459,24 @@ func TestInstall_OfAnotherRole(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), kit.ConnectAs(t, db, owner)))
 	for name, install := range kit.Installers {
 		t.Run(name, func(t *testing.T) {
-			before := stateOf(t, db)
+			before := kit.SchemaAndRows(t, db)
 			install(t, db.URL)
-			require.Equal(t, before, stateOf(t, db))
+			require.Equal(t, before, kit.SchemaAndRows(t, db))
 		})
 	}
 	for version, message := range map[int32]string{kit.NewestMigration(t) - 1: "PGOPTIONS='-c role=" + owner, kit.NewestMigration(t) + 1: "newer|later"} {
 		db.Exec(t, "update ratelimit.schema_version set version = $1", version)
-		before := stateOf(t, db)
+		before := kit.SchemaAndRows(t, db)
 		require.Regexp(t, message+"|upgrade the program", migrations.Up(t.Context(), db.Connect(t)).Error())
 		out, err := kit.RunPsql(t, db.URL, "--file", "../../migrations/psql/install.sql")
 		require.Error(t, err)
 		require.Regexp(t, message, out)
-		require.Equal(t, before, stateOf(t, db))
+		require.Equal(t, before, kit.SchemaAndRows(t, db))
 	}
 	db.Exec(t, "update ratelimit.schema_version set version = $1", kit.NewestMigration(t))
-	before := stateOf(t, db)
+	before := kit.SchemaAndRows(t, db)
 	require.Equal(t, "42501", kit.SQLState(migrations.Down(t.Context(), db.Connect(t))))
-	require.Equal(t, before, stateOf(t, db))
+	require.Equal(t, before, kit.SchemaAndRows(t, db))
 	require.NoError(t, migrations.Down(t.Context(), kit.ConnectAs(t, db, owner)))
 }
 
@@ -494,7 +491,7 @@ func TestInstall_ByAnAppRoleNamesTheOwner(t *testing.T) {
 		db.Exec(t, grant)
 		for _, version := range []int32{kit.NewestMigration(t), kit.NewestMigration(t) - 1} {
 			db.Exec(t, "update ratelimit.schema_version set version = $1", version)
-			before := stateOf(t, db)
+			before := kit.SchemaAndRows(t, db)
 			err := migrations.Up(t.Context(), kit.ConnectAs(t, db, app))
 			require.ErrorContains(t, err, "schema ratelimit belongs to another role")
 			require.ErrorContains(t, err, "It belongs to "+owner+". Connect as "+owner)
@@ -502,7 +499,7 @@ func TestInstall_ByAnAppRoleNamesTheOwner(t *testing.T) {
 			require.Equal(t, 3, status, out)
 			require.Contains(t, out, "It belongs to "+owner+".")
 			require.Contains(t, out, "Connect as "+owner)
-			require.Equal(t, before, stateOf(t, db))
+			require.Equal(t, before, kit.SchemaAndRows(t, db))
 		}
 	}
 }
@@ -513,22 +510,22 @@ func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
 	db := pgtest.New(t)
 	db.Exec(t, "grant create on schema public to "+planter)
 	kit.Execute(t, kit.ConnectAs(t, db, planter), "create function ratelimit_later() returns boolean language sql as 'select true'")
-	before := stateOf(t, db)
+	before := kit.SchemaAndRows(t, db)
 
 	err := migrate.InstallCodePackage(context.Background(), db.Connect(t), nil, kit.CodePackage(t))
 	kit.RequireState(t, "42501", err)
 	require.ErrorContains(t, err, "belongs to another role")
-	require.Equal(t, before, stateOf(t, db))
+	require.Equal(t, before, kit.SchemaAndRows(t, db))
 
 	// In a schema where the package is not, it is nobody's business.
 	kit.Execute(t, kit.ConnectAs(t, db, planter), "drop function ratelimit_later")
 	db.Exec(t, "create schema app authorization "+planter)
 	kit.Execute(t, kit.ConnectAs(t, db, planter), "create function app.ratelimit_acquire(policy text, key text, cost bigint, idempotency_key text) returns boolean language sql as 'select true'")
-	before = stateOf(t, db)
+	before = kit.SchemaAndRows(t, db)
 	conn := db.Connect(t)
 	kit.Execute(t, conn, "set search_path = app")
 	kit.ReinstallCode(t, conn)
-	require.Equal(t, before, stateOf(t, db))
+	require.Equal(t, before, kit.SchemaAndRows(t, db))
 }
 
 func TestInstall_LeavesNoTemplateSyntax(t *testing.T) {
@@ -546,20 +543,6 @@ func use(t *testing.T, db *pgtest.DB, home string) {
 			select %[1]s.ratelimit_define_policy('durable %[2]s', 10, 1, '1 hour', durable => %[2]s);
 			select %[1]s.ratelimit_acquire('durable %[2]s', 'k', 3, 'first')`, home, durable))
 	}
-}
-
-func readTree(t *testing.T, dir string) map[string]string {
-	files := map[string]string{}
-	require.NoError(t, fs.WalkDir(os.DirFS(dir), ".", func(path string, entry fs.DirEntry, err error) error {
-		if err != nil || entry.IsDir() {
-			return err
-		}
-		text, err := os.ReadFile(filepath.Join(dir, path))
-		files[path] = string(text)
-		return err
-	}))
-	require.NotEmpty(t, files)
-	return files
 }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -62,19 +62,19 @@ func TestPsql_Upgrade(t *testing.T) {
 	db := kit.NewDB(t)
 	db.Execute(grants)
 	data := db.PutData()
-	before := stateOf(t, db.DB)
+	before := kit.SchemaAndRows(t, db.DB)
 
 	out, status := run(failing, "install.sql", db.DB)
 	require.Equal(t, 3, status, out)
 	require.Contains(t, out, "division by zero")
-	require.Equal(t, before, stateOf(t, db.DB))
+	require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 
 	want := kit.InstalledAt(t, next, newest+1)
 	want.Execute(grants)
 	for range 2 {
 		out, status = run(next, "install.sql", db.DB)
 		require.Equal(t, 0, status, out)
-		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema public; its schema version is %d.\n", extensionVersions[newest], newest+1), out)
+		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema public; its schema version is %d.\n", kit.Releases[newest], newest+1), out)
 		kit.SameSchema(t, want.DB, db.DB)
 		data.Check()
 	}
@@ -84,13 +84,13 @@ func TestPsql_Upgrade(t *testing.T) {
 	first.Exec(t, grants)
 	kit.SameSchema(t, want.DB, first)
 
-	before = stateOf(t, db.DB)
+	before = kit.SchemaAndRows(t, db.DB)
 	for _, name := range []string{"install.sql", "uninstall.sql"} {
 		out, status = kit.PsqlStatus(t, db.URL, "--file", "../../migrations/psql/"+name)
 		require.Equal(t, 3, status, out)
 		require.Contains(t, out, "a newer schema is installed")
 		require.Contains(t, out, fmt.Sprintf("Schema version %d is installed", newest+1))
-		require.Equal(t, before, stateOf(t, db.DB))
+		require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 	}
 
 	out, status = run(next, "uninstall.sql", db.DB)
@@ -111,7 +111,7 @@ func TestPsql_SaysWhatIsInstalledAndWhere(t *testing.T) {
 		db.Exec(t, step.prepare)
 		out, status := kit.PsqlStatus(t, kit.WithSettings(t, db.URL, "search_path", step.path), "--file", "../../migrations/psql/install.sql")
 		require.Equal(t, 0, status, out)
-		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.\n", extensionVersions[newest], step.told, newest), out)
+		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.\n", kit.Releases[newest], step.told, newest), out)
 	}
 }
 
@@ -132,11 +132,11 @@ func TestPsql_FailureChangesNothing(t *testing.T) {
 		if test.prepare != "" {
 			db.Exec(t, test.prepare)
 		}
-		before := stateOf(t, db)
+		before := kit.SchemaAndRows(t, db)
 		out, status := kit.PsqlStatus(t, db.URL, append(test.args, "--file", "../../migrations/psql/install.sql")...)
 		require.Equal(t, 3, status, out)
 		require.Contains(t, out, test.message)
-		require.Equal(t, before, stateOf(t, db))
+		require.Equal(t, before, kit.SchemaAndRows(t, db))
 	})
 }
 
@@ -169,14 +169,14 @@ func TestPsql_AMigrationByMistake(t *testing.T) {
 		t.Run(filepath.Base(file), func(t *testing.T) {
 			t.Parallel()
 			for name, db := range map[string]*pgtest.DB{"installed": pgtest.New(t), "empty": pgtest.Empty(t)} {
-				before := stateOf(t, db)
+				before := kit.SchemaAndRows(t, db)
 				out, status := kit.PsqlStatus(t, db.URL, "--file", file)
 				require.Equal(t, 3, status, out)
 				require.Contains(t, out, "migrations/psql/install.sql", "the remedy is told")
-				require.Equal(t, before, stateOf(t, db), name)
+				require.Equal(t, before, kit.SchemaAndRows(t, db), name)
 
 				require.Error(t, kit.ErrorOf(db.Pool.Exec(t.Context(), string(kit.NoError(os.ReadFile(file))(t)))), "nor by another client")
-				require.Equal(t, before, stateOf(t, db), name)
+				require.Equal(t, before, kit.SchemaAndRows(t, db), name)
 			}
 		})
 	}

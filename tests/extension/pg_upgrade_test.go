@@ -1,4 +1,4 @@
-package schema
+package extension
 
 import (
 	"testing"

@@ -1,4 +1,4 @@
-package schema
+package extension
 
 import (
 	"context"
@@ -16,9 +16,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
-
-// The versions of the extension by those of the schema.
-var extensionVersions = map[int32]string{1: "0.1.0", 2: "0.2.0"}
 
 func TestExtension(t *testing.T) {
 	t.Parallel()
@@ -45,9 +42,9 @@ func TestExtension(t *testing.T) {
 }
 
 func testExtensionVectors(t *testing.T, s extensionServer) {
-	require.Len(t, extensionVersions, int(kit.NewestMigration(t)))
+	require.Len(t, kit.Releases, int(kit.NewestMigration(t)))
 	db := s.with(t, "create extension pgratelimit")
-	require.Equal(t, []string{extensionVersions[kit.NewestMigration(t)]}, kit.Column(t, db.DB, "select ratelimit_version()"))
+	require.Equal(t, []string{kit.Releases[kit.NewestMigration(t)]}, kit.Column(t, db.DB, "select ratelimit_version()"))
 	replayVectors(t, db)
 }
 
@@ -136,7 +133,7 @@ const (
 // DROP EXTENSION leaves nothing.
 func testExtensionPaths(t *testing.T, s extensionServer) {
 	files := os.DirFS("../../migrations")
-	first, newest := extensionVersions[1], extensionVersions[kit.NewestMigration(t)]
+	first, newest := kit.Releases[1], kit.Releases[kit.NewestMigration(t)]
 	createdAt := func(version string) func(*testing.T, *kit.TestDB) {
 		return func(_ *testing.T, db *kit.TestDB) {
 			db.Execute("create extension pgratelimit version '" + version + "'")
@@ -231,7 +228,7 @@ func restore(t *testing.T, s extensionServer, db *kit.TestDB) *kit.TestDB {
 
 // A restore installs the newest version, whatever was dumped.
 func testExtensionRestoreOlder(t *testing.T, s extensionServer) {
-	db := s.with(t, "create extension pgratelimit version '"+extensionVersions[1]+"'")
+	db := s.with(t, "create extension pgratelimit version '"+kit.Releases[1]+"'")
 	data := db.PutData()
 	db.Execute("grant execute on function ratelimit_acquire to app")
 	restored := restore(t, s, db)
@@ -316,11 +313,11 @@ func testExtensionPlanted(t *testing.T, s extensionServer) {
 				db := s.empty(t)
 				db.Execute("grant create on database " + db.Name + " to planter; grant create on schema public to planter")
 				kit.Execute(t, kit.ConnectAs(t, db.DB, planter), test.plant, pgx.QueryExecModeSimpleProtocol)
-				before := stateOf(t, db.DB)
+				before := kit.SchemaAndRows(t, db.DB)
 				kit.RequireState(t, test.code, kit.ErrorOf(db.Connect(t).Exec(t.Context(), "create extension pgratelimit")))
-				require.Equal(t, before, stateOf(t, db.DB))
+				require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 				require.Error(t, kit.ErrorOf(db.Connect(t).Exec(t.Context(), "create extension pgratelimit version 'unpackaged'")))
-				require.Equal(t, before, stateOf(t, db.DB))
+				require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 			}
 		})
 	}
@@ -334,11 +331,11 @@ func testExtensionUpdatePlanted(t *testing.T, s extensionServer) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			db := s.with(t, "create extension pgratelimit version '"+extensionVersions[1]+"'; grant create on schema public to planter; grant usage on schema ratelimit to planter")
+			db := s.with(t, "create extension pgratelimit version '"+kit.Releases[1]+"'; grant create on schema public to planter; grant usage on schema ratelimit to planter")
 			kit.Execute(t, kit.ConnectAs(t, db.DB, "planter"), plant)
-			before := stateOf(t, db.DB)
+			before := kit.SchemaAndRows(t, db.DB)
 			require.Error(t, kit.ErrorOf(db.Connect(t).Exec(t.Context(), "alter extension pgratelimit update")))
-			require.Equal(t, before, stateOf(t, db.DB))
+			require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 		})
 	}
 }
@@ -355,18 +352,18 @@ func testExtensionAdopt(t *testing.T, s extensionServer) {
 		"a planted helper":    {"alter function ratelimit.clock owner to planter", adopt, "42501", "belongs to another role"},
 		"a planted type":      {"alter type ratelimit.packed owner to planter", adopt, "42501", "belongs to another role"},
 		"a copy of a version": {"create schema app; create function app.ratelimit_version() returns text language sql as 'select 1::text'", adopt, "42883", "not found"},
-		"as another release":  {"select", adopt + "; alter extension pgratelimit update to '" + extensionVersions[newest-1] + "'", "55000", "another schema version"},
+		"as another release":  {"select", adopt + "; alter extension pgratelimit update to '" + kit.Releases[newest-1] + "'", "55000", "another schema version"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db := s.empty(t)
 			kit.Installers["Up"](t, db.URL)
 			db.Execute(test.prepare)
-			before := stateOf(t, db.DB)
+			before := kit.SchemaAndRows(t, db.DB)
 			_, err := db.Connect(t).Exec(t.Context(), test.adopt)
 			kit.RequireState(t, test.code, err)
 			require.Contains(t, told(err), test.message)
-			require.Equal(t, before, stateOf(t, db.DB))
+			require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 		})
 	}
 
@@ -387,9 +384,9 @@ func testExtensionAdopt(t *testing.T, s extensionServer) {
 
 // The other ways to install leave an extension alone, and say what to do.
 func testExtensionOtherWays(t *testing.T, s extensionServer) {
-	for version, name := range extensionVersions {
+	for version, name := range kit.Releases {
 		db := s.with(t, "create extension pgratelimit version '"+name+"'")
-		before := stateOf(t, db.DB)
+		before := kit.SchemaAndRows(t, db.DB)
 		installed := version == kit.NewestMigration(t)
 		err := migrations.Up(t.Context(), db.Connect(t))
 		_, status := kit.PsqlStatus(t, db.URL, "--file", "../../migrations/psql/install.sql")
@@ -404,24 +401,24 @@ func testExtensionOtherWays(t *testing.T, s extensionServer) {
 		require.ErrorContains(t, err, "drop extension pgratelimit")
 		_, status = kit.PsqlStatus(t, db.URL, "--file", "../../migrations/psql/uninstall.sql")
 		require.Equal(t, 3, status)
-		require.Equal(t, before, stateOf(t, db.DB))
+		require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 	}
 	// PostgreSQL keeps tern itself away.
 	db := s.with(t, "create extension pgratelimit")
-	before := stateOf(t, db.DB)
+	before := kit.SchemaAndRows(t, db.DB)
 	_, err := kit.Command("../..", nil, kit.Tern(), append(kit.TernMigrate(db.URL), "--destination", "0")...).Output()
 	var exit *exec.ExitError
 	require.ErrorAs(t, err, &exit)
 	require.Contains(t, string(exit.Stderr), "extension pgratelimit requires it")
-	require.Equal(t, before, stateOf(t, db.DB))
+	require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 }
 
 func testExtensionDrop(t *testing.T, s extensionServer) {
 	db := s.with(t, "create extension pgratelimit")
 	db.Execute("create view mine as select * from ratelimit_policies()")
-	before := stateOf(t, db.DB)
+	before := kit.SchemaAndRows(t, db.DB)
 	kit.RequireState(t, "2BP01", kit.ErrorOf(db.Pool.Exec(context.Background(), "drop extension pgratelimit")))
-	require.Equal(t, before, stateOf(t, db.DB))
+	require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 }
 
 // make install-extension puts the files where PGXS says.
@@ -443,7 +440,7 @@ func TestExtension_MakeInstall(t *testing.T) {
 	for _, other := range []string{"META.json", "Makefile", "README.md", "CHANGELOG.md", "LICENSE"} {
 		require.NoError(t, os.Remove(filepath.Join(want, other)))
 	}
-	require.Equal(t, readTree(t, want), readTree(t, installed))
+	require.Equal(t, kit.ReadTree(t, want), kit.ReadTree(t, installed))
 }
 
 // A release after the next is reached in one step or in several, also from an installed schema.
@@ -451,7 +448,7 @@ func TestExtension_AfterTheNextRelease(t *testing.T) {
 	t.Parallel()
 	newest := kit.NewestMigration(t)
 	migrations := kit.NextVersion(t, "create table ratelimit.next (id bigint);", "drop table ratelimit.next;",
-		append([]kit.Edit{{File: "version.sql", Old: "'" + extensionVersions[newest] + "'", New: "'9.0.0'"}}, kit.Edits...)...)
+		append([]kit.Edit{{File: "version.sql", Old: "'" + kit.Releases[newest] + "'", New: "'9.0.0'"}}, kit.Edits...)...)
 	repository := t.TempDir()
 	require.NoError(t, os.CopyFS(filepath.Join(repository, "migrations"), migrations))
 	for _, name := range []string{"LICENSE", "README.md", "CHANGELOG.md"} {
@@ -472,14 +469,14 @@ func TestExtension_AfterTheNextRelease(t *testing.T) {
 	require.Contains(t, members, "version 9.0.0 in public of postgres")
 
 	tern := func(t *testing.T, db *kit.TestDB) { kit.MigrateTo(t, db.DB, migrations, 1) }
-	first := extensionVersions[1]
+	first := kit.Releases[1]
 	for name, path := range map[string]struct {
 		begin func(*testing.T, *kit.TestDB)
 		steps []string
 	}{
 		"at once": {nil, []string{"create extension pgratelimit version '" + first + "'", oldGrants, "alter extension pgratelimit update"}},
 		"step by step": {nil, []string{"create extension pgratelimit version '" + first + "'", oldGrants,
-			"alter extension pgratelimit update to '" + extensionVersions[newest] + "'", "alter extension pgratelimit update"}},
+			"alter extension pgratelimit update to '" + kit.Releases[newest] + "'", "alter extension pgratelimit update"}},
 		"from tern": {tern, []string{oldGrants, "create extension pgratelimit version 'unpackaged'",
 			"alter extension pgratelimit update to '" + first + "'", "alter extension pgratelimit update"}},
 	} {
@@ -499,3 +496,5 @@ func TestExtension_AfterTheNextRelease(t *testing.T) {
 		})
 	}
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

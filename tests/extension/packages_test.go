@@ -1,4 +1,4 @@
-package schema
+package extension
 
 import (
 	"archive/zip"
@@ -136,13 +136,13 @@ func TestPackages_MigrationsOverAnotherInstall(t *testing.T) {
 			t.Parallel()
 			db, dir := kit.NewDB(t), t.TempDir()
 			unpack(t, "../..", name, dir)
-			before := stateOf(t, db.DB)
+			before := kit.SchemaAndRows(t, db.DB)
 			for _, text := range textsOf(t, dir, pattern) {
 				up, _, _ := strings.Cut(text, "\n-- migrate:down\n")
 				_, err := db.Connect(t).Exec(t.Context(), up)
 				kit.RequireState(t, "55000", err)
 				require.ErrorContains(t, err, "another schema version is installed")
-				require.Equal(t, before, stateOf(t, db.DB))
+				require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 			}
 		})
 	}
