@@ -17,7 +17,7 @@ import (
 )
 
 func TestAcquireMany_EqualsOneByOne(t *testing.T) {
-	run := kit.Torture(t, 30)
+	run := kit.Torture(t, 20)
 	db := kit.NewDB(t)
 	ctx := context.Background()
 	conn := db.Connect(t)
@@ -155,7 +155,7 @@ func TestAcquireMany_NeverDeadlocks(t *testing.T) {
 func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, 1000*time.Hour).Take("p", "k", 2) // the bucket has a row: 8 left
 	holder := db.Begin().Take("p", "k", 5)                                       // 3 left, when it commits
-	call, answers := startBatch(db.Session(), kit.AcquireMany, slices.Repeat([]kit.NullableRequest{kit.RequestOf("p", "k", 2)}, 4)...)
+	call, answers := kit.StartBatch(db.Session(), kit.AcquireMany, slices.Repeat([]kit.NullableRequest{kit.RequestOf("p", "k", 2)}, 4)...)
 	call.AwaitBlockedBy(holder)
 	holder.Execute("commit")
 	call.Answer()
@@ -179,7 +179,7 @@ func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
 				first.IdempotencyKey = new("i")
 			}
 			db.Acquire(policy, "b", 10)
-			call, answers := startBatch(db.Session(), kit.AcquireMany, first, kit.RequestOf(policy, "b", 5))
+			call, answers := kit.StartBatch(db.Session(), kit.AcquireMany, first, kit.RequestOf(policy, "b", 5))
 			call.AwaitBlockedBy(holder)
 			db.Await(t, kit.Patience, "select allowed from ratelimit_peek($1, $2, 5)", policy, "b")
 			holder.Execute("rollback")
@@ -197,9 +197,9 @@ func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
 		db.Policy(policy, 10, 1, kit.ADay).Take(policy, "k", 1)
 	}
 	holder := db.Begin().Take("p", "k", 1)
-	pq, _ := startBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 1), kit.RequestOf("q", "k", 1))
+	pq, _ := kit.StartBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 1), kit.RequestOf("q", "k", 1))
 	pq.AwaitBlockedBy(holder)
-	qp, _ := startBatch(db.Session(), kit.AcquireMany, kit.RequestOf("q", "k", 1), kit.RequestOf("p", "k", 1))
+	qp, _ := kit.StartBatch(db.Session(), kit.AcquireMany, kit.RequestOf("q", "k", 1), kit.RequestOf("p", "k", 1))
 	qp.AwaitBlockedBy(pq.Session) // for p; it would have q by now
 	holder.Execute("rollback")
 	pq.Answer()
@@ -266,7 +266,7 @@ func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
 	remover, maker, keeper := db.Begin(), db.Begin(), db.Begin()
 	remover.Execute("select ratelimit_reset('p', 'a')")
 	keeper.Acquire("p", "b", 1)
-	batch, _ := startBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "a", 1), kit.RequestOf("p", "b", 1))
+	batch, _ := kit.StartBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "a", 1), kit.RequestOf("p", "b", 1))
 	batch.AwaitBlockedBy(remover)
 	remover.Execute("commit") // the batch goes on to b
 	batch.AwaitBlockedBy(keeper)
@@ -285,35 +285,13 @@ func TestAcquireMany_ABucketCreatedMeanwhileIsTakenInOrder(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.ADay).Take("p", "b", 1)
 	both := []kit.NullableRequest{kit.RequestOf("p", "a", 1), kit.RequestOf("p", "b", 1)}
 	g := db.GateBefore(`insert into buckets \(policy_id, key, level, refilled_at, due_at\) values`, "ratelimit.lock_buckets")
-	batch, _ := startBatch(g.Session(), kit.AcquireMany, both...)
+	batch, _ := kit.StartBatch(g.Session(), kit.AcquireMany, both...)
 	batch.AwaitBlockedBy(g.Keeper)
 	db.Acquire("p", "a", 1)
 	kit.SendBatch(t, db.Session(), kit.AcquireMany, both...)
 	g.Open()
 	batch.Answer()
 	require.Equal(t, []int64{7, 7}, []int64{db.Left("p", "a"), db.Left("p", "b")})
-}
-
-func count(decisions []kit.Decision, which func(kit.Decision) bool) (n int) {
-	for _, d := range decisions {
-		if which(d) {
-			n++
-		}
-	}
-	return n
-}
-
-func isAllowed(d kit.Decision) bool { return d.Allowed }
-
-// startBatch sends requests in one call that may wait for other sessions. The answers are there when the call is over.
-func startBatch[R, A any](s *kit.Session, send func(kit.RowsQuerier, []R) ([]A, error), requests ...R) (call *kit.Pending, answers *[]A) {
-	answers = new([]A)
-	return s.Start(func(kit.Querier) (_ kit.Decision, err error) {
-		if *answers, err = send(s, requests); err == nil && len(*answers) != len(requests) {
-			err = fmt.Errorf("%d requests have %d answers", len(requests), len(*answers))
-		}
-		return kit.Decision{}, err
-	}), answers
 }
 
 // acquireEach sends requests one by one, in a savepoint each.
@@ -362,7 +340,7 @@ func TestAcquireMany_ADenialIsAsOfAfterTheWait(t *testing.T) {
 			kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
 				db.At(kit.T0).Policy("p", 10, 1, kit.Second, kind).Take("p", "a", 2).Take("p", "b", 2)
 				holder := db.Begin().Take("p", "a", 6)
-				call, answers := startBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "b", 1), kit.RequestOf("p", "a", 5))
+				call, answers := kit.StartBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "b", 1), kit.RequestOf("p", "a", 5))
 				call.AwaitBlockedBy(holder)
 				test.meanwhile(db, holder)
 				holder.Execute("commit")

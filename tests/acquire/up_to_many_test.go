@@ -16,7 +16,7 @@ import (
 // Policies of every kind, with buckets that have a row and others, in calls that one update answers, and in calls that one odd request
 // leaves to the other way.
 func TestAcquireUpToMany_EqualsOneByOne(t *testing.T) {
-	run := kit.Torture(t, 30)
+	run := kit.Torture(t, 20)
 	db := kit.NewDB(t)
 	ctx := context.Background()
 	conn := db.Connect(t)
@@ -68,7 +68,7 @@ func TestAcquireUpToMany_TakesWhatOthersLeave(t *testing.T) {
 		race := func(policy string) (taken []int64, left int64) {
 			db.Policy(policy, 10, 1, 1000*time.Hour, kind).Take(policy, "a", 1).Take(policy, "b", 1).Take(policy, "c", 1)
 			holder := db.Begin().Take(policy, "b", 5)
-			call, answers := startBatch(db.Session(), kit.AcquireUpToMany, kit.RequestOf(policy, "c", 2), kit.RequestOf(policy, "b", 9), kit.RequestOf(policy, "a", 20))
+			call, answers := kit.StartBatch(db.Session(), kit.AcquireUpToMany, kit.RequestOf(policy, "c", 2), kit.RequestOf(policy, "b", 9), kit.RequestOf(policy, "a", 20))
 			call.AwaitBlockedBy(holder)
 			holder.Execute("commit")
 			call.Answer()

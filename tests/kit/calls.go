@@ -342,3 +342,26 @@ func RawDecision(conn *pgx.Conn, call string, args ...any) string {
 	}
 	return fmt.Sprintf("%+v", d)
 }
+
+// StartBatch sends requests in one call that may wait for other sessions. The answers are there when the call is over.
+func StartBatch[R, A any](s *Session, send func(RowsQuerier, []R) ([]A, error), requests ...R) (call *Pending, answers *[]A) {
+	answers = new([]A)
+	return s.Start(func(Querier) (_ Decision, err error) {
+		if *answers, err = send(s, requests); err == nil && len(*answers) != len(requests) {
+			err = fmt.Errorf("%d requests have %d answers", len(requests), len(*answers))
+		}
+		return Decision{}, err
+	}), answers
+}
+
+// Count is how many decisions are so.
+func Count(decisions []Decision, which func(Decision) bool) (n int) {
+	for _, d := range decisions {
+		if which(d) {
+			n++
+		}
+	}
+	return n
+}
+
+func IsAllowed(d Decision) bool { return d.Allowed }

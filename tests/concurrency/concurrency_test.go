@@ -1,4 +1,4 @@
-package acquire
+package concurrency
 
 import (
 	"fmt"
@@ -9,6 +9,7 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
 
@@ -20,7 +21,7 @@ func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
 		for i := range 100 {
 			key := fmt.Sprint("k", i)
 			answers := db.Together(20, func(_ int, q kit.Querier) (kit.Decision, error) { return kit.Acquire(q, "p", key, 1) })
-			require.Equal(t, 10, count(answers, isAllowed))
+			require.Equal(t, 10, kit.Count(answers, kit.IsAllowed))
 			remaining := map[int64]bool{}
 			for _, d := range answers {
 				if d.Allowed {
@@ -100,7 +101,7 @@ func TestConcurrency_ABucketCreatedMeanwhileIsCharged(t *testing.T) {
 func TestConcurrency_CreatingABucketIsPartOfTheOrder(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.ADay).Take("p", "x", 1)
 	many := func(requests ...kit.NullableRequest) *kit.Pending {
-		call, _ := startBatch(db.Session(), kit.AcquireMany, requests...)
+		call, _ := kit.StartBatch(db.Session(), kit.AcquireMany, requests...)
 		return call
 	}
 	holder := db.Begin().Take("p", "a", 1)
@@ -137,7 +138,7 @@ func TestConcurrency_ADenialLeavesNoRow(t *testing.T) {
 		db.Policy("p", 10, 1, kit.ADay, kind).Take("p", "x", 1).Take("p", "z", 10)
 		holder := db.Begin().Take("p", "x", 1)
 		never := kit.WholeRequest{Charges: []model.Charge{kit.ChargeOf("p", "y", 11)}}
-		call, answers := startBatch(db.Session(), kit.AcquireAllMany, kit.All("p", "x"), never, kit.All("p", "z"))
+		call, answers := kit.StartBatch(db.Session(), kit.AcquireAllMany, kit.All("p", "x"), never, kit.All("p", "z"))
 		call.AwaitBlockedBy(holder)
 		db.Must(kit.Refund(db.Pool, "p", "z", 5))
 		holder.Execute("commit")
@@ -224,7 +225,7 @@ func TestConcurrency_ABatchReadsBucketsAndIdempotencyKeysAsOfOneInstant(t *testi
 	db := kit.ParallelDB(t)
 	gate := db.GateBefore(`if idempotency_keys is null then`, "ratelimit.look_at_buckets")
 	db.Policy("p", 10, 1, kit.ADay).Take("p", "k", 6)
-	call, answers := startBatch(gate.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 3, "i"), kit.RequestOf("p", "k", 0))
+	call, answers := kit.StartBatch(gate.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 3, "i"), kit.RequestOf("p", "k", 0))
 	call.AwaitBlockedBy(gate.Keeper)
 	first := db.Acquire("p", "k", 3, "i")
 	gate.Open()
@@ -239,7 +240,7 @@ func TestConcurrency_ABatchThatCreatesABucketKnowsItsIdempotencyKeys(t *testing.
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
 		gate := db.GateBefore(`if not true = any \(v_verdict\.wanted\) then`, "ratelimit.decide_in_order")
 		db.DefinePolicy("p", 10, 1, kit.ADay, kind)
-		call, answers := startBatch(gate.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 8), kit.RequestOf("p", "k", 3, "i"))
+		call, answers := kit.StartBatch(gate.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 8), kit.RequestOf("p", "k", 3, "i"))
 		call.AwaitBlockedBy(gate.Keeper)
 		first := db.Acquire("p", "k", 3, "i")
 		db.Execute("select ratelimit_reset('p', 'k')")
@@ -262,7 +263,7 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 		}
 		start := func(s *kit.Session) (call *kit.Pending, remaining func() (of []int64, takes string)) {
 			s.Execute("set track_functions = pl; begin")
-			call, wholes := startBatch(s, kit.AcquireAllMany, kit.All(policy, "a", "b"), kit.All(policy, "c", "b"))
+			call, wholes := kit.StartBatch(s, kit.AcquireAllMany, kit.All(policy, "a", "b"), kit.All(policy, "c", "b"))
 			return call, func() (of []int64, takes string) {
 				call.Answer()
 				calls := kit.ColumnOf(t, s, `
@@ -327,7 +328,7 @@ func TestConcurrency_WhatWaitedForALockGoesByTheClockAndThePolicyAfterTheWait(t 
 			kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
 				db.At(kit.T0).Policy("p", 10, 1, kit.Second, kind).Take("p", "a", 5).Take("p", "b", 5)
 				holder := db.Begin().Take("p", "b", 1)
-				call, answers := startBatch(db.Session(), kit.AcquireAllMany, kit.All("p", "a", "b"))
+				call, answers := kit.StartBatch(db.Session(), kit.AcquireAllMany, kit.All("p", "a", "b"))
 				call.AwaitBlockedBy(holder)
 				test.meanwhile(db, holder)
 				holder.Execute("commit")
@@ -441,7 +442,7 @@ func TestConcurrency_Vectors(t *testing.T) {
 			answers := db.Together(v.callers, func(i int, q kit.Querier) (kit.Decision, error) {
 				return kit.Acquire(q, "p", fmt.Sprint("k", i%v.keys), v.cost)
 			})
-			require.Equal(t, v.granted, count(answers, isAllowed))
+			require.Equal(t, v.granted, kit.Count(answers, kit.IsAllowed))
 			for i := range v.keys {
 				require.Equal(t, v.left, db.Left("p", fmt.Sprint("k", i)))
 			}
@@ -519,3 +520,5 @@ func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
 	require.Equal(t, "40001", kit.SQLState(err), err)
 	require.Nil(t, db.Bucket("p", "new"))
 }
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -1,4 +1,4 @@
-package acquire
+package concurrency
 
 import (
 	"context"
