@@ -15,7 +15,9 @@ export function connect(options) {
 /** The script for psql, for a database that has no pgratelimit, without psql's own commands. */
 export const installation = () => {
   const read = (file) => readFileSync(new URL(file, new URL('../../../migrations/psql/', import.meta.url)), 'utf8')
-  return read('install.sql').replace(/^\\ir (.*)$/gm, (_, file) => read(file)).replace(/^\\gset$/gm, ';').replace(/^\\.*$/gm, '')
+  const script = read('install.sql').replace(/^\\ir (.*)$/gm, (_, file) => read(file)).replace(/^\\gset$/gm, ';').replace(/^\\.*$/gm, '')
+  const [, prepare] = /^select \$pgratelimit\$([^]*)^\$pgratelimit\$ as pgratelimit_prepare$/m.exec(script)
+  return script.replaceAll(/^:pgratelimit_prepare$/gm, () => prepare)
 }
 
 /** What the clients of all languages answer alike. */
