@@ -98,19 +98,18 @@ func run(o options) (err error) {
 		}
 		return nil
 	}
-	rounds, err := measureAll(ctx, o.rounds, experiments, cells)
-	if o.runs > 1 {
-		rounds = []round{medians(rounds)}
-	}
-	for err == nil && len(rounds) < o.runs {
-		var further []round
-		if err = lab.close(); err == nil {
-			further, err = measureAll(ctx, o.rounds, experiments, cells)
+	var rounds, runs []round
+	for range max(1, o.runs) {
+		if err := lab.close(); err != nil { // so that each run has servers of its own
+			return err
 		}
-		rounds = append(rounds, medians(further))
+		if rounds, err = measureAll(ctx, o.rounds, experiments, cells); err != nil {
+			return cmp.Or(context.Cause(ctx), err)
+		}
+		runs = append(runs, medians(rounds))
 	}
-	if err != nil {
-		return cmp.Or(context.Cause(ctx), err)
+	if o.runs > 1 {
+		rounds = runs
 	}
 	return newReport(lab, o, rounds, chosen).publish(o)
 }

@@ -42,9 +42,6 @@ func newReport(l *lab, o options, rounds []round, chosen []ratio) *report {
 // medians are those of rounds.
 func medians(rounds []round) round {
 	of := round{}
-	if len(rounds) == 0 {
-		return of // an error ended the run
-	}
 	for cell, metrics := range rounds[0] {
 		of[cell] = sample{}
 		for name := range metrics {

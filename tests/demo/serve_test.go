@@ -15,6 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -23,11 +24,7 @@ func TestServe(t *testing.T) {
 	t.Parallel()
 	root, err := filepath.Abs("../..")
 	require.NoError(t, err)
-	program := filepath.Join(t.TempDir(), "demo")
-	build := exec.Command("go", "build", "-o", program, "./tests/demo")
-	build.Dir = root
-	out, err := build.CombinedOutput()
-	require.NoError(t, err, "%s", out)
+	program := kit.Built(t, "tests/demo")
 
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute) // a fresh machine compiles the server
 	defer cancel()

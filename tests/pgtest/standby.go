@@ -3,13 +3,10 @@ package pgtest
 import (
 	"context"
 	"errors"
-	"os"
-	"path/filepath"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -18,19 +15,9 @@ import (
 // server is in a container, since these do not let each other in, or comes without pg_basebackup.
 func Standby(t testing.TB, primary *Server, settings ...string) *Server {
 	t.Helper()
-	source, ok := primary.host.(*cluster)
-	if !ok {
-		t.Skip("a standby takes PostgreSQL on this machine: RATELIMIT_TEST_REQUIRE=local")
-	}
-	if _, err := os.Stat(filepath.Join(source.bin, "pg_basebackup")); err != nil {
-		t.Skipf("a standby takes pg_basebackup: %v", err)
-	}
-	ctx := context.Background()
-	c, err := newCluster(source.bin, filepath.Dir(source.dir))
-	require.NoError(t, err)
-	standby := &Server{Rung: primary.Rung, Version: primary.Version, HasCron: primary.HasCron, host: c}
-	t.Cleanup(func() { assert.NoError(t, standby.Close()) })
-	require.NoError(t, c.follow(ctx, source, settings))
+	standby, c, source := beside(t, primary, "pg_basebackup")
+	standby.HasCron = primary.HasCron
+	require.NoError(t, c.follow(context.Background(), source, settings))
 	return standby
 }
 

@@ -1,11 +1,8 @@
 package pgtest
 
 import (
-	"os"
-	"path/filepath"
 	"testing"
 
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -13,18 +10,7 @@ import (
 // container, or comes without pg_upgrade.
 func Upgrade(t testing.TB, old *Server, settings ...string) *Server {
 	t.Helper()
-	source, ok := old.host.(*cluster)
-	if !ok {
-		t.Skip("pg_upgrade takes PostgreSQL on this machine: RATELIMIT_TEST_REQUIRE=local")
-	}
-	if _, err := os.Stat(source.program("pg_upgrade")); err != nil {
-		t.Skipf("the server comes without pg_upgrade: %v", err)
-	}
-	c, err := newCluster(source.bin, filepath.Dir(source.dir))
-	require.NoError(t, err)
-	c.made = source.made
-	upgraded := &Server{Rung: old.Rung, Version: old.Version, host: c}
-	t.Cleanup(func() { assert.NoError(t, upgraded.Close()) })
+	upgraded, c, source := beside(t, old, "pg_upgrade")
 	require.NoError(t, c.initialize(t.Context(), false, settings))
 	require.NoError(t, c.Stop(t.Context(), false))
 	require.NoError(t, source.Stop(t.Context(), false))
