@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -35,30 +36,50 @@ func holders(t *testing.T, db *pgtest.DB) []client.Holder {
 	return kit.NoError(client.New(db.Pool).Holders(t.Context()))(t)
 }
 
+// heldLease is the lease of jobs in [asLong]. A renewal is due when a third of it is over.
+const heldLease = time.Minute
+
+// asLong runs a test in a bubble, where time stands still until all goroutines sleep: no machine is too slow there to renew in
+// time. pass sleeps, and moves the server's clock by as much.
+func asLong(t *testing.T, capacity int64, test func(t *testing.T, db *pgtest.DB, pass func(time.Duration))) {
+	t.Parallel()
+	outside := newJobs(t, capacity, heldLease)
+	synctest.Test(t, func(t *testing.T) {
+		db := &kit.TestDB{DB: &pgtest.DB{Pool: connect(t, outside, nil), URL: outside.URL}, T: t}
+		now := kit.T0
+		db.SetClock(now)
+		test(t, db.DB, func(d time.Duration) {
+			time.Sleep(d)
+			now = now.Add(d)
+			db.SetClock(now)
+		})
+	})
+}
+
 // The work may last longer than the lease, and whoever waits gets the slot when it is released.
 func TestHold_OutlastsItsLease(t *testing.T) {
-	t.Parallel()
-	const lease = time.Second
-	db := newJobs(t, 1, lease)
-	limiter := client.New(db.Pool)
-	h, _, err := limiter.Hold(t.Context(), "jobs", "k")
-	require.NoError(t, err)
-	var released atomic.Bool
-	time.AfterFunc(3*lease, func() {
-		released.Store(true)
-		if err := h.Context().Err(); err != nil {
-			t.Errorf("the lease was lost: %v", err)
+	asLong(t, 1, func(t *testing.T, db *pgtest.DB, pass func(time.Duration)) {
+		limiter := client.New(db.Pool)
+		h, _, err := limiter.Hold(t.Context(), "jobs", "k")
+		require.NoError(t, err)
+		next, failed := make(chan *client.Hold, 1), make(chan error, 1)
+		go func() {
+			h, _, err := limiter.HoldWait(t.Context(), "jobs", "k")
+			next <- h
+			failed <- err
+		}()
+		for range 12 {
+			pass(heldLease / 4)
+			require.NoError(t, h.Context().Err())
+			require.Equal(t, h.Holder(), holders(t, db)[0].Holder)
+			require.Empty(t, next)
 		}
-		if err := h.Release(context.Background()); err != nil {
-			t.Error(err)
-		}
+		require.NoError(t, h.Release(t.Context()))
+		waited := <-next
+		require.NoError(t, <-failed)
+		require.Equal(t, waited.Holder(), holders(t, db)[0].Holder)
+		require.NoError(t, waited.Release(t.Context()))
 	})
-	next, d, err := limiter.HoldWait(t.Context(), "jobs", "k")
-	require.NoError(t, err)
-	require.True(t, released.Load())
-	require.True(t, d.Allowed)
-	require.Equal(t, []string{next.Holder()}, []string{holders(t, db)[0].Holder})
-	require.NoError(t, next.Release(t.Context()))
 }
 
 // stall returns a transaction that keeps the lock of a key of jobs.
@@ -71,49 +92,54 @@ func stall(t *testing.T, db *pgtest.DB) pgx.Tx {
 // A transaction that keeps the lock of the key holds up a hold, a renewal and a release. Each fails by statement_timeout,
 // or by lock_timeout, and nothing is taken; the renewal is tried again.
 func TestHold_StatementAndLockTimeout(t *testing.T) {
-	t.Parallel()
-	const lease = 4 * time.Second
-	db := newJobs(t, 2, lease)
-	pool := connect(t, db, map[string]string{"statement_timeout": "200ms"})
-	var renewals, failures atomic.Int64
-	limiter := client.New(pool, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
-		if a.Operation == "renew" {
-			renewals.Add(1)
-			if a.Err != nil {
-				failures.Add(1)
+	asLong(t, 2, func(t *testing.T, db *pgtest.DB, pass func(time.Duration)) {
+		pool := connect(t, db, map[string]string{"statement_timeout": "200ms"})
+		renewals := make(chan error, 100)
+		renewal := func() error {
+			select {
+			case err := <-renewals:
+				return err
+			case <-time.After(heldLease):
+				return errors.New("none")
 			}
 		}
-	}}))
-	h, _, err := limiter.Hold(t.Context(), "jobs", "k")
-	require.NoError(t, err)
-	tx := stall(t, db)
+		limiter := client.New(pool, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
+			if a.Operation == "renew" {
+				renewals <- a.Err
+			}
+		}}))
+		h, _, err := limiter.Hold(t.Context(), "jobs", "k")
+		require.NoError(t, err)
+		tx := stall(t, db)
 
-	_, _, err = limiter.Hold(t.Context(), "jobs", "k")
-	kit.RequireState(t, "57014", err)
-	_, _, err = client.New(connect(t, db, map[string]string{"lock_timeout": "100ms"})).Hold(t.Context(), "jobs", "k")
-	require.ErrorIs(t, err, client.ErrLocked)
-	_, _, err = limiter.Hold(t.Context(), "jobs", "other")
-	require.NoError(t, err, "another key waits for nothing")
-	require.Eventually(t, func() bool { return failures.Load() > 0 }, lease, time.Millisecond)
-	require.NoError(t, tx.Rollback(t.Context()))
-	renewed := renewals.Load() - failures.Load()
-	require.Eventually(t, func() bool { return renewals.Load()-failures.Load() > renewed }, lease, time.Millisecond)
-	require.NoError(t, h.Context().Err())
-	require.Len(t, holders(t, db), 2)
+		_, _, err = limiter.Hold(t.Context(), "jobs", "k")
+		kit.RequireState(t, "57014", err)
+		_, _, err = client.New(connect(t, db, map[string]string{"lock_timeout": "100ms"})).Hold(t.Context(), "jobs", "k")
+		require.ErrorIs(t, err, client.ErrLocked)
+		_, _, err = client.New(pool).Hold(t.Context(), "jobs", "other")
+		require.NoError(t, err, "another key waits for nothing")
+		pass(heldLease / 3)
+		kit.RequireState(t, "57014", renewal())
+		require.NoError(t, tx.Rollback(t.Context()))
+		pass(time.Second)
+		require.NoError(t, renewal())
+		require.NoError(t, h.Context().Err())
+		require.Len(t, holders(t, db), 2)
 
-	tx = stall(t, db)
-	kit.RequireState(t, "57014", h.Release(t.Context()))
-	require.NoError(t, tx.Rollback(t.Context()))
-	require.NoError(t, h.Release(t.Context()), "once more")
-	require.Len(t, holders(t, db), 1)
+		tx = stall(t, db)
+		kit.RequireState(t, "57014", h.Release(t.Context()))
+		require.NoError(t, tx.Rollback(t.Context()))
+		require.NoError(t, h.Release(t.Context()), "once more")
+		require.Len(t, holders(t, db), 1)
+	})
 }
 
 // Many holders that come and go, whose contexts end at any moment: no goroutine, connection or slot is left, and there are never more
 // than the capacity at work.
 func TestHold_LeaksNothing(t *testing.T) {
 	pgtest.OncePerServer(t)
-	const capacity, keys, callers, calls = 3, 4, 20, 500
-	db := newJobs(t, capacity, 2*time.Second)
+	const capacity, keys, callers, calls, lease = 3, 4, 20, 500, time.Minute // which ends for nobody who is only slow
+	db := newJobs(t, capacity, lease)
 	config := kit.NoError(pgxpool.ParseConfig(db.URL))(t)
 	config.MaxConns = 8
 	before := goleak.IgnoreCurrent()
@@ -157,7 +183,11 @@ func TestHold_LeaksNothing(t *testing.T) {
 	require.Greater(t, granted.Load(), int64(1000))
 	require.Greater(t, cancelled.Load(), int64(100))
 	// A call that was cancelled may hold until its release in the background, or until its lease ends.
-	require.Eventually(t, func() bool { return len(holders(t, db)) == 0 }, 20*time.Second, 10*time.Millisecond)
+	server := kit.TestDB{DB: db, T: t}
+	for now := time.Now(); len(holders(t, db)) > 0; {
+		now = now.Add(lease)
+		server.SetClock(now)
+	}
 	require.Eventually(t, func() bool { return pool.Stat().AcquiredConns() == 0 }, 20*time.Second, time.Millisecond)
 	pool.Close()
 	goleak.VerifyNone(t, before)
@@ -199,8 +229,11 @@ func beHolder() bool {
 			if h.Context().Err() != nil {
 				line.Ended, line.Cause = true, fmt.Sprint(context.Cause(h.Context()))
 			}
-			if err := says.Encode(line); err != nil || line.Ended {
+			if err := says.Encode(line); err != nil {
 				return err
+			}
+			if line.Ended {
+				select {} // until it is killed
 			}
 		}
 	}()
@@ -256,20 +289,22 @@ func TestHold_AFrozenProcess(t *testing.T) {
 	t.Parallel()
 	const lease = time.Second
 	db := newJobs(t, 1, lease)
-	for range 3 {
+	for frozen := 0; frozen < 3; {
 		p := startHolder(t, db, lease)
 		require.NoError(t, p.Process.Signal(syscall.SIGSTOP))
 		next, _, err := client.New(db.Pool).HoldWait(t.Context(), "jobs", "k")
 		require.NoError(t, err)
-		time.Sleep(lease / 2) // the client's count begins earlier, and its clock is another's
 		continued := time.Now()
 		require.NoError(t, p.Process.Signal(syscall.SIGCONT))
 		// A process that was stopped between its two looks has one of them from before.
 		first := p.drain(t, func(l holderLine) bool { return l.Ended || l.At.After(continued) })
 		require.True(t, first.Ended, "it went on")
 		require.Equal(t, client.ErrLeaseLost.Error(), first.Cause)
-		require.NoError(t, p.Wait())
-		require.NoError(t, next.Context().Err())
+		require.NoError(t, p.Process.Kill())
+		_ = p.Wait() // killed
 		require.NoError(t, next.Release(t.Context()))
+		if first.At.After(continued) { // else it may have been too slow to renew before it was stopped
+			frozen++
+		}
 	}
 }
