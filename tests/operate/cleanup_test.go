@@ -1,4 +1,4 @@
-// Package operate tests what an operator does: clean-up, pg_cron, status and doctor, durability, standbys, poolers, shards, and the fields of HTTP.
+// Package operate tests what an operator does: clean-up, status and doctor, durability, standbys, poolers, shards, and the fields of HTTP.
 package operate
 
 import (

@@ -2,7 +2,6 @@ package operate
 
 import (
 	"fmt"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -350,13 +349,6 @@ func TestDoctor_SilentUnderLoad(t *testing.T) {
 		db.Execute("call ratelimit_cleanup_all()")
 	}
 	require.NoError(t, load.End())
-}
-
-// psql runs one of pg_cron's scripts with psql.
-func psql(t *testing.T, db *kit.TestDB, name string) {
-	out, err := kit.RunPsql(t, db.URL, "--file", filepath.Join("../../pg_cron", name))
-	require.NoError(t, err, "%s", out)
-	require.NotContains(t, out, "ERROR")
 }
 
 // Each plain grant is a transaction id, and after autovacuum_freeze_max_age of them the server vacuums every table.

@@ -1,4 +1,4 @@
-"""A database for the tests: PGHOST and the other variables name it, and it has pgratelimit installed. tests/client/languages_test.go
+"""A database for the tests: PGHOST and the other variables name it, and it has pgratelimit installed. tests/languages
 starts them with one of their own."""
 
 import asyncio

@@ -1,4 +1,5 @@
-package client_test
+// Package languages runs the tests of the Node and Python clients.
+package languages
 
 import (
 	"os"
@@ -9,6 +10,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
 
 // The Node client has tests of its own.
 func TestNode_OwnTests(t *testing.T) {
