@@ -183,11 +183,12 @@ func TestHold_LeaksNothing(t *testing.T) {
 	require.Greater(t, granted.Load(), int64(1000))
 	require.Greater(t, cancelled.Load(), int64(100))
 	// A call that was cancelled may hold until its release in the background, or until its lease ends.
-	server := kit.TestDB{DB: db, T: t}
-	for now := time.Now(); len(holders(t, db)) > 0; {
+	server, now := kit.TestDB{DB: db, T: t}, time.Now()
+	require.Eventually(t, func() bool {
 		now = now.Add(lease)
 		server.SetClock(now)
-	}
+		return len(holders(t, db)) == 0
+	}, 20*time.Second, 10*time.Millisecond)
 	require.Eventually(t, func() bool { return pool.Stat().AcquiredConns() == 0 }, 20*time.Second, time.Millisecond)
 	pool.Close()
 	goleak.VerifyNone(t, before)
@@ -289,7 +290,8 @@ func TestHold_AFrozenProcess(t *testing.T) {
 	t.Parallel()
 	const lease = time.Second
 	db := newJobs(t, 1, lease)
-	for frozen := 0; frozen < 3; {
+	for trials, frozen := 1, 0; frozen < 3; trials++ {
+		require.LessOrEqual(t, trials, 20, "it loses what it should renew")
 		p := startHolder(t, db, lease)
 		require.NoError(t, p.Process.Signal(syscall.SIGSTOP))
 		next, _, err := client.New(db.Pool).HoldWait(t.Context(), "jobs", "k")
