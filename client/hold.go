@@ -156,8 +156,8 @@ func (t *tenure) end() { t.isRenewing, t.isOver = false, true }
 //
 // The holder is a uuid that is drawn for the call. While the Hold lasts, it renews the lease in the background: when a third of
 // the lease is over, and if that fails again and again until the lease ends. When ctx ends, nothing is renewed any more, and the
-// slots are free when the lease ends, or by Release. When ctx ends during the call, the call returns, and what the server may
-// have granted is released in the background, for up to 5 seconds.
+// slots are free when the lease ends, or by Release. When ctx ends during the call, Hold returns. In the background the call on a
+// *pgxpool.Pool goes on for up to a second, and slots that it was granted, or may have been, are released.
 //
 // Under a policy that only watches, a Hold that is Shadowed holds nothing, and makes no more calls.
 //
@@ -231,20 +231,36 @@ func (l *limiter) hold(ctx context.Context, policy, key, holder string, s settin
 		return nil, HoldDecision{}, failed(verbHold, err)
 	}
 	h := &Hold{limiter: l, policy: policy, key: key, holder: holder, calls: context.WithoutCancel(ctx), began: time.Now()}
-	d, err := l.holdAs(ctx, policy, key, holder, s)
-	switch {
-	case err != nil && ctx.Err() != nil && isUnknown(err): // it may hold
-		go func() {
+	type answer struct {
+		HoldDecision
+		err error
+	}
+	answers := make(chan answer) // unbuffered: an answer that is sent has been received
+	go func() {
+		d, err := l.finishing().holdAs(ctx, policy, key, holder, s)
+		if ctx.Err() == nil {
+			select {
+			case answers <- answer{d, err}:
+				return
+			case <-ctx.Done():
+			}
+		}
+		if d.Allowed || mayHaveHappened(err) {
 			ctx, cancel := context.WithTimeout(h.calls, releaseTimeout)
 			defer cancel()
 			_ = h.send(ctx) // else the lease ends by itself
-		}()
-		return nil, d, err
-	case err != nil || !d.Allowed:
-		return nil, d, err
+		}
+	}()
+	select {
+	case a := <-answers:
+		if a.err == nil && a.Allowed {
+			h.start(ctx, a.HoldDecision)
+			return h, a.HoldDecision, nil
+		}
+		return nil, a.HoldDecision, a.err
+	case <-ctx.Done():
+		return nil, HoldDecision{}, failed(verbHold, ctx.Err())
 	}
-	h.start(ctx, d)
-	return h, d, nil
 }
 
 // HoldAs is one call of the SQL function ratelimit_hold, for a program that names its holder and renews by itself, such as a server
@@ -465,16 +481,6 @@ func (h *Hold) send(ctx context.Context) error {
 		return nil
 	}
 	return err
-}
-
-// outlive returns a context that ends so long after ctx.
-func outlive(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
-	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	stop := context.AfterFunc(ctx, func() {
-		_ = sleep(longer, d)
-		cancel()
-	})
-	return longer, func() { stop(); cancel() }
 }
 
 // A Holder is a lease as [Limiter.Holders] lists it.

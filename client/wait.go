@@ -29,7 +29,8 @@ const (
 // Without a deadline it sleeps for up to 365 days. Either way the [Reservation] has the time that the wait would have taken.
 //
 // When ctx ends first, Wait gives the tokens back by [Limiter.Settle] at a cost of 0, for up to 5 seconds under a context of
-// its own, and returns the error of ctx. Callers already in line keep their time. The idempotency key for
+// its own, and returns the error of ctx. On a *pgxpool.Pool it waits before that for the answer to a call that has begun, for up to a
+// second. Callers already in line keep their time. The idempotency key for
 // this is drawn at random, so each Wait leaves one behind for as long as the policy remembers. If the connection breaks while
 // the server reserves, or nothing can be given back, the tokens may stay charged.
 //
@@ -56,10 +57,10 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 			longest = min(longest, max(0, time.Until(deadline).Truncate(time.Microsecond)))
 		}
 		idempotencyKey := rand.Text()
-		r, err := l.Reserve(ctx, policy, key, longest, s.cost, IdempotencyKey(idempotencyKey))
+		r, err := l.finishing().Reserve(ctx, policy, key, longest, s.cost, IdempotencyKey(idempotencyKey))
 		pause := r.Wait
 		switch {
-		case err != nil && ctx.Err() != nil && isUnknown(err): // it may have taken the tokens
+		case ctx.Err() != nil && mayHaveHappened(err): // it may have taken the tokens
 			return Reservation{}, errors.Join(err, l.giveBack(ctx, policy, key, idempotencyKey))
 		case err != nil:
 			return Reservation{}, err
@@ -67,7 +68,7 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 			return r, failed(verb, ErrTooLate)
 		case !r.Allowed: // a quota, until its next turn
 			pause += mathrand.N(min(time.Second, (longest-r.Wait)/2) + 1)
-		case r.Wait == 0:
+		case r.Wait == 0 && ctx.Err() == nil:
 			l.hooks.slept(ctx, policy, slept, nil)
 			return r, nil
 		}
@@ -89,8 +90,11 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 	}
 }
 
-// sleep returns the error of ctx if ctx ends first.
+// sleep returns the error of ctx if ctx has ended, or ends first.
 func sleep(ctx context.Context, d time.Duration) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {

@@ -140,21 +140,15 @@ func TestHold_LeaksNothing(t *testing.T) {
 	pgtest.OncePerServer(t)
 	const capacity, keys, callers, calls, lease = 3, 4, 20, 500, time.Minute // which ends for nobody who is only slow
 	db := newJobs(t, capacity, lease)
-	config := kit.NoError(pgxpool.ParseConfig(db.URL))(t)
-	config.MaxConns = 8
 	before := goleak.IgnoreCurrent()
-	pool := kit.NoError(pgxpool.NewWithConfig(t.Context(), config))(t)
+	pool := few(t, db)
 	limiter := client.New(pool)
 	var atWork [keys]atomic.Int64
 	var granted, cancelled atomic.Int64
 	kit.Crowd(t, callers, func(caller int) error {
 		for i := range calls {
 			n := (caller + i) % keys
-			timeout := time.Minute
-			if i%3 == 0 {
-				timeout = time.Duration((caller*31+i*17)%3000) * time.Microsecond
-			}
-			ctx, cancel := context.WithTimeout(context.Background(), timeout)
+			ctx, cancel := impatient(caller, i)
 			h, d, err := limiter.Hold(ctx, "jobs", fmt.Sprint(n))
 			switch {
 			case err != nil && ctx.Err() == nil:
@@ -182,13 +176,7 @@ func TestHold_LeaksNothing(t *testing.T) {
 	})
 	require.Greater(t, granted.Load(), int64(1000))
 	require.Greater(t, cancelled.Load(), int64(100))
-	// A call that was cancelled may hold until its release in the background, or until its lease ends.
-	server, now := kit.TestDB{DB: db, T: t}, time.Now()
-	require.Eventually(t, func() bool {
-		now = now.Add(lease)
-		server.SetClock(now)
-		return len(holders(t, db)) == 0
-	}, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return len(holders(t, db)) == 0 }, 20*time.Second, 10*time.Millisecond, "the cancelled calls, too")
 	require.Eventually(t, func() bool { return pool.Stat().AcquiredConns() == 0 }, 20*time.Second, time.Millisecond)
 	pool.Close()
 	goleak.VerifyNone(t, before)

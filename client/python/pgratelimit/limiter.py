@@ -22,6 +22,7 @@ P = ParamSpec("P")
 
 MAX_TRIES = 3
 LONGEST_WAIT = 365 * 86400.0  # that the server accepts
+FINISH_TIMEOUT = 1.0  # of a call that is to be undone
 GIVE_BACK_TIMEOUT = 5.0
 
 
@@ -243,7 +244,7 @@ class AsyncLimiter:
     release = _awaited(Limiter.release)
 
     async def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
-        """As Limiter.wait. A cancelled wait takes up to 5 seconds to give the tokens back."""
+        """As Limiter.wait. A cancelled wait takes up to 6 seconds to give the tokens back."""
         rounds = _rounds(self._driver, timeout)
         while True:
             max_wait, name = next(rounds)
@@ -255,29 +256,30 @@ class AsyncLimiter:
                     await asyncio.sleep(pause)
             except BaseException as error:
                 if _may_hold(reservation, error):
-                    with suppress(Exception):
-                        await asyncio.wait_for(self._give_back(reserving, policy, key, name), GIVE_BACK_TIMEOUT)
+                    await self._undo(reserving, self.settle, policy, key, name, 0)
                 raise
             if reservation:
                 return reservation
 
-    async def _give_back(self, reserving: asyncio.Future[Reservation], policy: str, key: str, name: str) -> None:
-        """Settles with 0 once the reserve has its answer: a connection whose call is cancelled may take no other."""
+    async def _undo(self, call: asyncio.Future[Any], undo: Callable[P, Awaitable[Any]], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Undo a call once it has its answer, or was cancelled after a second. A connection whose call is cancelled may take no other, and
+        the server may carry out the call later."""
         with suppress(Exception):
-            await reserving
-        await self.settle(policy, key, name, 0)
+            await asyncio.wait_for(call, FINISH_TIMEOUT)
+        with suppress(Exception):
+            await asyncio.wait_for(undo(*args, **kwargs), GIVE_BACK_TIMEOUT)
 
     @asynccontextmanager
     async def hold(self, policy: str, key: str, cost: int = 1) -> AsyncIterator[AsyncHeld]:
         """As Limiter.hold, in async with, and a task renews. When the lease is lost, the block is not cancelled. A cancelled hold takes
-        up to 5 seconds to release the slots."""
+        up to 6 seconds to release the slots."""
         holder, sent = _new_hold(self._driver)
+        holding = asyncio.ensure_future(self._run(calls.hold(policy, key, holder, cost)))
         try:
-            row = await self._run(calls.hold(policy, key, holder, cost))
+            row = await asyncio.shield(holding)
         except BaseException as error:
             if not isinstance(error, Exception):
-                with suppress(Exception):
-                    await asyncio.wait_for(self.release(policy, key, holder), GIVE_BACK_TIMEOUT)
+                await self._undo(holding, self.release, policy, key, holder)
             raise
         renewal, end = calls.renew(policy, key, holder, lambda us: us), calls.release(policy, key, holder)
         held = AsyncHeld(holder, sent, row, lambda: self._run(renewal), lambda: self._run(end))

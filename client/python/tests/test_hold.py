@@ -356,6 +356,23 @@ class AsyncTest(AsyncCase):
             await until_blocked(0)
             self.assertEqual([], holders(p))
 
+    async def test_holds_that_are_cancelled_on_their_way_hold_nothing(self):
+        async for limiter, p in self.limiters():
+            define_slots(p, 1000)
+
+            async def caller(i: int) -> bool:
+                holding = asyncio.create_task(limiter.hold(p, f"k{i % 7}").__aenter__())
+                await asyncio.sleep(i % 40 / 20_000)
+                holding.cancel()
+                await asyncio.wait({holding})
+                if not holding.cancelled():
+                    await holding.result().release()
+                return holding.cancelled()
+
+            cancelled = [await gather(caller(i), caller(i + 1)) for i in range(0, 1000, 2)]  # of 4 connections
+            self.assertIn([True, True], cancelled)
+            self.assertEqual([], holders(p))
+
     async def test_1000_holds_of_which_some_are_cancelled_leave_no_task(self):
         async for limiter, p in self.limiters():
             define_slots(p, 1000)
