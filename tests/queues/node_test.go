@@ -30,6 +30,7 @@ var nodeQueues = []nodeQueue{
 // onNodeQueues runs a test with each queue, on a database that has the table of starts.
 func onNodeQueues(t *testing.T, test func(t *testing.T, db *kit.TestDB, queue nodeQueue)) {
 	pgtest.OncePerServer(t)
+	t.Parallel()
 	for _, queue := range nodeQueues {
 		t.Run(queue.name, func(t *testing.T) {
 			t.Parallel()

@@ -18,6 +18,8 @@ const queues = {
       insert into starts (kind, n, key, instant, fetched) select $1, $2, $3, start_after, started_on from pgboss.job where id = $4`,
     [data.kind, data.n, data.key, id]).then(started)
     return {
+      jobs: 'pgboss.job',
+      due: 'start_after',
       enqueue: (client, data, options) => forBoss.enqueue(boss, client, 'calls', data, options),
       add: (jobs) => boss.insert('calls', jobs.map(({ data, at }) => ({ data, startAfter: at }))),
       work: () => boss.work('calls', { pollingIntervalSeconds: pollMs / 1000, batchSize: 200, burstWhenBatchFull: true },
@@ -48,6 +50,8 @@ const queues = {
       runner = await run({ pgPool: pool, logger, taskList: { calls: task }, concurrency: 10, pollInterval: pollMs, noHandleSignals: true })
     }
     return {
+      jobs: 'graphile_worker.jobs',
+      due: 'run_at',
       enqueue: (client, data, options) => forGraphile.enqueue(client, 'calls', data, options),
       add: (jobs) => pool.query(`
         select graphile_worker.add_job('calls', job->'data', run_at => (job->>'at')::timestamptz, job_key => gen_random_uuid()::text)
@@ -91,11 +95,11 @@ const [name, subject] = process.argv.slice(2)
 const queue = await queues[name]()
 const at = new Date(Date.now() - 60_000).toISOString()
 const subjects = {
-  // 1,000 jobs of one key, and then jobs at the same instants, without reservations.
+  // 1,000 jobs of one key, and for the instant of each that waits a job without a reservation.
   async reserve() {
     const options = { policy: 'calls', key: 'k', maxWait: '1 hour' }
     await pool.query("select ratelimit_charge('calls', 'k', 510)") // the line begins in 5 seconds
-    let all = starting(1000)
+    const all = starting(1000 + 1) // 1 until the others are added
     await queue.work()
     let n = 0
     await Promise.all(Array.from({ length: 8 }, async () => {
@@ -104,12 +108,12 @@ const subjects = {
         await transaction((client) => queue.enqueue(client, data, options), 'commit')
       }
     }))
-    await all
-    all = starting(1000)
     const { rows } = await pool.query(`
-      select n, to_char((instant - min(instant) over () + now() + interval '3 seconds') at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') as at
-        from starts`)
-    await queue.add(rows.map(({ n, at }) => ({ data: { kind: 'alone', n, key: 'k' }, at })))
+      select to_char(${queue.due} at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"') as at from ${queue.jobs}
+       where ${queue.due} > now() + interval '1 second'`)
+    left += rows.length
+    await queue.add(rows.map(({ at }, n) => ({ data: { kind: 'alone', n, key: 'k' }, at })))
+    started()
     await all
   },
   // Three keys, of which one is limited.
