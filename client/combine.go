@@ -231,7 +231,7 @@ func (c *Combiner) hurry() {
 	c.do(c.queue.hurry())
 }
 
-// serve makes calls for waiting requests in a reserved slot, until the slot is not reserved any more.
+// serve makes calls for waiting requests in a reserved place, until the place is not reserved any more.
 func (c *Combiner) serve() {
 	defer c.running.Done()
 	b := c.batches.Get().(*batch)
@@ -282,7 +282,7 @@ func (c *Combiner) take(b *batch) context.Context {
 	return ctx
 }
 
-// finish ends a call, and reports whether its slot is reserved for another call.
+// finish ends a call, and reports whether its place is reserved for another call.
 func (c *Combiner) finish(b *batch) (reserved bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -12,7 +12,7 @@ import (
 // finishTimeout is how long a call that can be undone goes on after its context has ended.
 const finishTimeout = time.Second
 
-// finishing is l for calls that are undone when their context ends. The server may carry out a call after its client has cancelled
+// finishing returns a copy of l for calls whose effect is undone if their context ends. The server may carry out a call after its client has cancelled
 // it, and even after another call that should undo it. So on a *pgxpool.Pool a call that has a connection waits for its answer, for up
 // to [finishTimeout] after its context has ended.
 func (l *limiter) finishing() *limiter {
@@ -49,13 +49,13 @@ type unsentError struct{ error }
 
 func (e *unsentError) Unwrap() error { return e.error }
 
-// mayHaveHappened reports whether a call with this error may have been carried out, so that it is to be undone.
+// mayHaveHappened reports whether the server may have carried out a call that failed with err.
 func mayHaveHappened(err error) bool {
 	var unsent *unsentError
 	return err != nil && isUnknown(err) && !errors.As(err, &unsent)
 }
 
-// outlive returns a context that ends so long after ctx.
+// outlive returns a context that ends d after ctx.
 func outlive(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
 	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	stop := context.AfterFunc(ctx, func() {

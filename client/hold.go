@@ -16,12 +16,6 @@ const (
 	// releaseTimeout is how long a release goes on after its context has ended.
 	releaseTimeout = 5 * time.Second
 
-	// maxHeldFor keeps sums of times in range.
-	maxHeldFor = 100 * 365 * 24 * time.Hour
-
-	// leastPatience is how long a renewal may take even if a third of the lease is less.
-	leastPatience = time.Second
-
 	// maxAskPause is the longest pause between two tries to renew, and about the longest between two tries to hold.
 	maxAskPause = time.Second
 )
@@ -64,80 +58,13 @@ type Hold struct {
 	calls               context.Context         // of renewals: it does not end
 	began               time.Time               // from here a tenure counts
 	idle                chan struct{}           // closed when no renewal is under way, nor will be
-	releasing           chan struct{}           // of one Release at a time
+	releasing           chan struct{}           // has an element while a Release is under way
+	released            bool                    // guarded by releasing
+	timer               *time.Timer             // at the end of the lease
 
-	mu       sync.Mutex
-	tenure   tenure
-	timer    *time.Timer // at the end of the lease
-	released bool
+	mu     sync.Mutex
+	tenure tenure // guarded by mu
 }
-
-// A tenure is the time for which a holder has its slots, as far as the client knows. It is a state machine without SQL,
-// goroutines, clock or lock: its owner serialises the methods, makes the calls, and passes the time, which counts from before
-// the call that granted.
-//
-// Invariants, between any two methods:
-//
-//  1. until is no later than the end of the lease on the server, because it is counted from before the last call that has an
-//     answer. A lease ends earlier if the server's clock steps forward, if the slots are reset or their policy dropped, and if
-//     the policy's lease was shortened and a renewal learned that whose answer was lost.
-//  2. From until on the tenure is over, whether or not a timer has fired. One that was seen to be over stays over.
-//  3. At most one renewal is under way. None begins at until or later, or after the end.
-//  4. A renewal begins when a third of the lease is over, and after one that failed when a pause is over.
-type tenure struct {
-	lease, until, due time.Duration
-	isRenewing        bool
-	isOver            bool
-}
-
-func newTenure(heldFor time.Duration) (t tenure) {
-	t.extend(0, heldFor)
-	return t
-}
-
-func (t *tenure) extend(sent, heldFor time.Duration) {
-	t.lease = min(heldFor, maxHeldFor)
-	t.until, t.due = sent+t.lease, sent+t.lease/3
-}
-
-// over reports whether the slots are lost, or given back.
-func (t *tenure) over(now time.Duration) bool {
-	t.isOver = t.isOver || now >= t.until
-	return t.isOver
-}
-
-// begin reports whether the owner must renew now. After true it calls renewed, failed or end.
-func (t *tenure) begin(now time.Duration) bool {
-	if t.over(now) || t.isRenewing || now < t.due {
-		return false
-	}
-	t.isRenewing = true
-	return true
-}
-
-// patience is how long a renewal that begins now may take: so long that another can follow, or until the end.
-func (t *tenure) patience(now time.Duration) time.Duration {
-	return min(max(t.lease/3, leastPatience), t.until-now)
-}
-
-// renewed is the answer to a renewal that was sent at that time. What is over stays over.
-func (t *tenure) renewed(sent, heldFor time.Duration) {
-	t.isRenewing = false
-	if !t.isOver {
-		t.extend(sent, heldFor)
-	}
-}
-
-// failed is a renewal without an answer. The next begins after a pause that is random, so that many holders of a database
-// that was away do not ask at once.
-func (t *tenure) failed(now time.Duration) {
-	t.isRenewing = false
-	pause := min(maxAskPause, t.lease/10)
-	t.due = now + pause/2 + mathrand.N(pause/2+1)
-}
-
-// end is the answer to a renewal that the holder does not hold.
-func (t *tenure) end() { t.isRenewing, t.isOver = false, true }
 
 // Hold takes slots of key if enough are free, and holds them until [Hold.Release], or until this program dies. It is for
 // policies with a [Policy.Lease]. The option is [Cost], 1 or more. A denial is a nil *Hold, a [HoldDecision] that is not Allowed,
@@ -225,7 +152,8 @@ func newHolder() string {
 
 var holdColumns = "allowed, remaining, " + microseconds("retry_after") + ", " + microseconds("held_for") + ", capacity, renewed, shadowed"
 
-// hold makes one call. The server takes a call by the same holder for the same, so it can be sent again.
+// hold makes one call, in a goroutine: Hold returns when ctx ends, and slots that are granted after that are released. The server takes
+// a second call of the holder for the first, so it can be sent again.
 func (l *limiter) hold(ctx context.Context, policy, key, holder string, s settings) (*Hold, HoldDecision, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, HoldDecision{}, failed(verbHold, err)
@@ -235,7 +163,7 @@ func (l *limiter) hold(ctx context.Context, policy, key, holder string, s settin
 		HoldDecision
 		err error
 	}
-	answers := make(chan answer) // unbuffered: an answer that is sent has been received
+	answers := make(chan answer) // unbuffered: either the caller receives the answer, or the goroutine undoes it
 	go func() {
 		d, err := l.finishing().holdAs(ctx, policy, key, holder, s)
 		if ctx.Err() == nil {
@@ -336,16 +264,14 @@ func (h *Hold) start(ctx context.Context, d HoldDecision) {
 		close(h.idle)
 		return
 	}
-	h.mu.Lock()
-	h.timer = time.AfterFunc(h.tenure.until-h.now(), func() { h.isOver() })
-	h.mu.Unlock()
+	h.timer = time.AfterFunc(h.tenure.until-h.now(), func() { h.endIfOver() })
 	go h.keep()
 }
 
 func (h *Hold) now() time.Duration { return time.Since(h.began) }
 
-// isOver ends the context if the lease has ended.
-func (h *Hold) isOver() bool {
+// endIfOver ends the context if the lease has ended, and reports whether the context has ended.
+func (h *Hold) endIfOver() bool {
 	if h.ctx.Context.Err() != nil {
 		return true
 	}
@@ -365,11 +291,11 @@ func (h *Hold) keep() {
 		h.mu.Lock()
 		pause := h.tenure.due - h.now()
 		h.mu.Unlock()
-		if sleep(h.ctx.Context, pause) != nil || h.isOver() {
+		if sleep(h.ctx.Context, pause) != nil || h.endIfOver() {
 			break
 		}
 		h.renew()
-		h.isOver()
+		h.endIfOver()
 	}
 	h.timer.Stop()
 }
@@ -394,7 +320,7 @@ func (h *Hold) renew() {
 		h.tenure.renewed(sent, heldFor)
 		h.timer.Reset(h.tenure.until - now)
 	case err == nil || errors.Is(err, ErrUnknownPolicy) || errors.Is(err, ErrInvalidArgument): // it was reset or dropped, or has ended
-		h.tenure.end() // which keep sees
+		h.tenure.end() // keep ends the context
 	default:
 		h.tenure.failed(now)
 	}
@@ -412,8 +338,8 @@ func (h *Hold) Holder() string {
 // Context is for the work under the slots. It has the values of the ctx of the call, and ends with that ctx, by
 // Release, and when the lease is lost: [context.Cause] is then [ErrLeaseLost]. The lease is counted by this machine's
 // monotonic clock, from before the call that granted or renewed it, so Context ends no later than the lease. A program that was
-// stopped for longer than the lease finds Context ended at its first look, which is Err or Done. Contexts made from it hear
-// of that a moment later.
+// stopped for longer than the lease finds Context ended at its first look, which is Err or Done. Contexts derived
+// from it end a moment later.
 //
 // Work that goes on afterwards has no slots: another holder may have them. Time in which the whole machine sleeps is not
 // counted on most systems: see [Hold.Holder] for a check that holds.
@@ -426,19 +352,19 @@ func (h *Hold) Context() context.Context {
 	return h.ctx
 }
 
-// A holdContext looks at the clock before it says that it goes on.
+// A holdContext looks at the clock before it answers Err or Done.
 type holdContext struct {
 	context.Context
 	hold *Hold
 }
 
 func (c holdContext) Err() error {
-	c.hold.isOver()
+	c.hold.endIfOver()
 	return c.Context.Err()
 }
 
 func (c holdContext) Done() <-chan struct{} {
-	c.hold.isOver()
+	c.hold.endIfOver()
 	return c.Context.Done()
 }
 

@@ -21,17 +21,17 @@ const (
 // A queue decides which requests share a call, when a call is made, and which requests are refused. It is a state machine
 // without SQL, goroutines, clock or lock: its owner serialises the methods, makes the calls, and passes the time.
 //
-// A request waits until take puts it into a batch, which is open until finish. add, next, finish and hurry reserve a slot
+// A request waits until take puts it into a batch, which is open until finish. add, next, finish and hurry reserve a place
 // for a batch. Requests that arrive between the reservation and take can join the batch. A caller whose request need not
 // wait opens a batch with claim, and makes the call itself.
 //
 // Invariants, between any two methods:
 //
-//  1. At most limit slots are in use: one for each open batch, and at most one reserved slot.
+//  1. At most limit places are in use: one for each open batch, and at most one reserved place.
 //  2. A bucket belongs to at most one open batch. A joint request counts as a request for one virtual bucket, named
 //     after all its buckets. If it owned each of its buckets, a stalled call on a bucket that all joint requests
 //     charge would hold up all of them, and a joint request might wait forever until all its buckets are free.
-//  3. While a slot is free and none is reserved, each waiting request is for a bucket of an open batch, or is held.
+//  3. While a place is free and none is reserved, each waiting request is for a bucket of an open batch, or is held.
 //     Requests are held only while a batch is open, from the step hold until the owner calls hurry. So a stalled
 //     call holds up its own buckets only.
 //  4. Requests for one bucket are taken in order of arrival. Requests with and without an idempotency key are two orders.
@@ -59,7 +59,7 @@ type step int
 
 const (
 	nothing step = iota
-	serve        // a slot is reserved: call take
+	serve        // a place is reserved: call take
 	hold         // too few requests for another call: wait for more, then call hurry
 )
 
@@ -102,7 +102,7 @@ func newQueue(limit, maxWaiting int) *queue {
 	return &queue{limit: limit, maxWaiting: maxWaiting, pace: newPace(limit), owners: make(map[bucket]*batch)}
 }
 
-// claim opens a batch for a caller that makes its own call. It returns nil if no slot is free, if the bucket
+// claim opens a batch for a caller that makes its own call. It returns nil if no place is free, if the bucket
 // is in an open batch, or if another call is not worth it. It also returns nil after a shared call, because
 // other callers are about to ask too.
 func (q *queue) claim(r request, now time.Time) *batch {
@@ -153,7 +153,7 @@ func (q *queue) expected(w *waiter, now time.Time) time.Duration {
 	return wait + wait/spare
 }
 
-// add puts w in line, and reserves a slot if w can be sent and a call is worth it.
+// add puts w in line, and reserves a place if w can be sent and a call is worth it.
 func (q *queue) add(w *waiter) step {
 	q.push(w)
 	if q.isFree() && q.owners[w.bucket()] == nil {
@@ -162,9 +162,9 @@ func (q *queue) add(w *waiter) step {
 	return nothing
 }
 
-// take fills b from the head of the line and opens it in the reserved slot. If no request can be taken, it frees the slot
+// take fills b from the head of the line and opens it in the reserved place. If no request can be taken, it frees the place
 // and returns false. In either case it moves requests that cannot be answered in time to b.late. After true the owner calls
-// next: another slot may be free.
+// next: another place may be free.
 func (q *queue) take(b *batch, now time.Time) bool {
 	q.reserved = false
 	*b = batch{waiters: b.waiters[:0], late: b.late[:0], buckets: b.buckets[:0], packed: b.packed, began: now}
@@ -222,7 +222,7 @@ func (q *queue) finish(b *batch, now time.Time) step {
 	return q.next()
 }
 
-// next reserves a slot if one is free and a waiting request can be taken.
+// next reserves a place if one is free and a waiting request can be taken.
 func (q *queue) next() step {
 	if !q.canTake() {
 		return nothing
@@ -246,7 +246,7 @@ func (q *queue) reserveIf(worth bool) step {
 	return serve
 }
 
-// canTake reports whether a slot is free and take would find a request.
+// canTake reports whether a place is free and take would find a request.
 func (q *queue) canTake() bool {
 	if !q.isFree() {
 		return false
@@ -278,11 +278,11 @@ func (q *queue) leave(w *waiter) (abandoned *batch) {
 	return w.batch
 }
 
-// isFree reports whether a slot can be reserved or claimed. While a slot is reserved, no other can be: requests that
+// isFree reports whether a place can be reserved or claimed. While a place is reserved, no other can be: requests that
 // arrive until take can join its batch.
 func (q *queue) isFree() bool { return !q.reserved && len(q.open) < q.limit }
 
-// share is how many requests a batch should have: the waiting and the open requests, divided by the slots, but no fewer than
+// share is how many requests a batch should have: the waiting and the open requests, divided by the places, but no fewer than
 // minShare if there are as many.
 func (q *queue) share(waiting int) int {
 	all := waiting

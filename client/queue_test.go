@@ -105,7 +105,7 @@ type drivenQueue struct {
 func (d *drivenQueue) do(next step) {
 	switch next {
 	case serve:
-		require.False(d, d.reserved, "one slot is reserved at a time")
+		require.False(d, d.reserved, "one place is reserved at a time")
 		d.reserved = true
 	case hold:
 		require.NotEmpty(d, d.batches)
@@ -296,11 +296,11 @@ func (d *drivenQueue) leave(w *waiter) {
 }
 
 func (d *drivenQueue) check() {
-	slots := len(d.batches)
+	places := len(d.batches)
 	if d.reserved {
-		slots++
+		places++
 	}
-	require.LessOrEqual(d, slots, d.limit)
+	require.LessOrEqual(d, places, d.limit)
 	require.LessOrEqual(d, len(d.waiting), d.most+1)
 	elements := 0
 	for _, w := range d.waiting {
@@ -309,11 +309,11 @@ func (d *drivenQueue) check() {
 	require.Equal(d, elements, d.queue.elements)
 
 	under := d.under()
-	if slots == d.limit || d.reserved || d.held {
+	if places == d.limit || d.reserved || d.held {
 		return
 	}
 	for _, w := range d.waiting {
-		require.NotNil(d, under[w.bucket()], "%v waits for nobody, and a slot is free", w.bucket())
+		require.NotNil(d, under[w.bucket()], "%v waits for nobody, and a place is free", w.bucket())
 	}
 }
 
@@ -356,7 +356,7 @@ func TestQueue_TellsListsOfBucketsApart(t *testing.T) {
 	}
 }
 
-// What a batch carries: an equal part for each slot, but not less than is worth a call, nor more than its bound,
+// What a batch carries: an equal part for each place, but not less than is worth a call, nor more than its bound,
 // but for requests that could go with nobody else.
 func TestQueue_Shares(t *testing.T) {
 	t.Parallel()
@@ -383,7 +383,7 @@ func TestQueue_Shares(t *testing.T) {
 	}
 }
 
-// What is expected is the rest of the call that ends first, unless a slot is reserved, and then as many calls as are needed, at the
+// What is expected is the rest of the call that ends first, unless a place is reserved, and then as many calls as are needed, at the
 // pace of the quickest; a quarter is added. A request is let in whose deadline is no nearer than that.
 func TestQueue_ExpectsTheNextCallAndThoseThatAreNeeded(t *testing.T) {
 	t.Parallel()
@@ -400,7 +400,7 @@ func TestQueue_ExpectsTheNextCallAndThoseThatAreNeeded(t *testing.T) {
 		want     time.Duration // before a quarter is added
 	}{
 		"the call that ends first":  {2, []time.Duration{10 * ms, 60 * ms}, false, 0, func() *waiter { return plain("k") }, 40*ms + 100*ms},
-		"a reserved slot":           {2, []time.Duration{10 * ms}, true, 0, func() *waiter { return plain("k") }, 100 * ms},
+		"a reserved place":          {2, []time.Duration{10 * ms}, true, 0, func() *waiter { return plain("k") }, 100 * ms},
 		"its bucket's call":         {2, []time.Duration{10 * ms, 60 * ms}, false, 0, func() *waiter { return plain("0") }, 90*ms + 100*ms},
 		"one bucket, a call a time": {2, []time.Duration{10 * ms}, false, 600, func() *waiter { return plain("0") }, 90*ms + 3*100*ms},
 		"a request is never split":  {1, []time.Duration{10 * ms}, false, 0, func() *waiter { return joint(1000) }, 90*ms + 100*ms},

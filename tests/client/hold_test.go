@@ -141,7 +141,7 @@ func TestHold_LeaksNothing(t *testing.T) {
 	const capacity, keys, callers, calls, lease = 3, 4, 20, 500, time.Minute // which ends for nobody who is only slow
 	db := newJobs(t, capacity, lease)
 	before := goleak.IgnoreCurrent()
-	pool := few(t, db)
+	pool := smallPool(t, db)
 	limiter := client.New(pool)
 	var atWork [keys]atomic.Int64
 	var granted, cancelled atomic.Int64

@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// few returns a pool of 8 connections, so that callers also leave while they wait for one.
-func few(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
+// smallPool returns a pool of 8 connections, so that callers also leave while they wait for one.
+func smallPool(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
 	config := kit.NoError(pgxpool.ParseConfig(db.URL))(t)
 	config.MaxConns = 8
 	return kit.NoError(pgxpool.NewWithConfig(t.Context(), config))(t)
@@ -36,7 +36,7 @@ func TestWait_ACancelledCallKeepsNoTokens(t *testing.T) {
 	pgtest.OncePerServer(t)
 	const capacity, keys, callers, calls = 1_000_000, 4, 20, 500
 	db := pgtest.New(t)
-	pool := few(t, db)
+	pool := smallPool(t, db)
 	defer pool.Close()
 	limiter := client.New(pool)
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "calls", Capacity: capacity, Refill: 1, Every: 24 * time.Hour}))
