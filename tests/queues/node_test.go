@@ -42,7 +42,7 @@ func onNodeQueues(t *testing.T, test func(t *testing.T, db *kit.TestDB, queue no
 	}
 }
 
-// drive runs docs/examples/queues/drive.mjs, and returns the lines it prints.
+// drive runs docs/examples/queues/drive.mjs, which has the numbers of jobs, and returns the lines it prints.
 func (q nodeQueue) drive(t *testing.T, db *kit.TestDB, subject string) ([]string, error) {
 	t.Helper()
 	node := needNode(t)

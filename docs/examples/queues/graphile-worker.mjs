@@ -15,7 +15,8 @@ export const limited = (pool, policy, work) => async (payload, helpers) => {
   const { job } = helpers
   const { allowed, retryAfter } = await new Limiter(pool).acquire(policy, payload.key, { idempotencyKey: job.id })
   if (allowed) return work(payload, helpers)
-  if (retryAfter === null || job.key === null) throw new Error(`job ${job.id} has no job_key, or no wait helps`)
+  if (retryAfter === null) throw new Error(`${policy} never lets ${payload.key} pass`)
+  if (job.key === null) throw new Error(`job ${job.id} has no job_key`)
   // add_job under the key of the running job adds a copy, and lets the running one never start again: a crash leaves one of the two.
   // An error would count as a failure. A job that crashes after its grant is tried again under its id, so the grant is replayed, and
   // nothing is charged.
