@@ -83,8 +83,8 @@ type Hold struct {
 //
 // The holder is a uuid that is drawn for the call. While the Hold lasts, it renews the lease in the background: when a third of
 // the lease is over, and if that fails again and again until the lease ends. When ctx ends, nothing is renewed any more, and the
-// slots are free when the lease ends, or by Release. When ctx ends during the call, Hold returns. In the background the call on a
-// *pgxpool.Pool goes on for up to a second, and slots that it was granted, or may have been, are released.
+// slots are free when the lease ends, or by Release. When ctx ends during the call, the call returns. What the server may
+// have granted is released in the background, twice within 11 seconds, because the server may carry out a call that is cancelled.
 //
 // Under a policy that only watches, a Hold that is Shadowed holds nothing, and makes no more calls.
 //
@@ -152,43 +152,32 @@ func newHolder() string {
 
 var holdColumns = "allowed, remaining, " + microseconds("retry_after") + ", " + microseconds("held_for") + ", capacity, renewed, shadowed"
 
-// hold makes one call, in a goroutine: Hold returns when ctx ends, and slots that are granted after that are released. The server takes
-// a second call of the holder for the first, so it can be sent again.
+// hold makes one call. The server takes a second call of the holder for the first, so it can be sent again.
 func (l *limiter) hold(ctx context.Context, policy, key, holder string, s settings) (*Hold, HoldDecision, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, HoldDecision{}, failed(verbHold, err)
 	}
 	h := &Hold{limiter: l, policy: policy, key: key, holder: holder, calls: context.WithoutCancel(ctx), began: time.Now()}
-	type answer struct {
-		HoldDecision
-		err error
-	}
-	answers := make(chan answer) // unbuffered: either the caller receives the answer, or the goroutine undoes it
-	go func() {
-		d, err := l.finishing().holdAs(ctx, policy, key, holder, s)
-		if ctx.Err() == nil {
-			select {
-			case answers <- answer{d, err}:
-				return
-			case <-ctx.Done():
-			}
-		}
-		if d.Allowed || mayHaveHappened(err) {
+	d, err := l.holdAs(ctx, policy, key, holder, s)
+	switch {
+	case err != nil && ctx.Err() != nil && isUnknown(err): // it may hold
+		release := func() bool {
 			ctx, cancel := context.WithTimeout(h.calls, releaseTimeout)
 			defer cancel()
-			_ = h.send(ctx) // else the lease ends by itself
+			released, _ := h.send(ctx) // else the lease ends by itself
+			return released
 		}
-	}()
-	select {
-	case a := <-answers:
-		if a.err == nil && a.Allowed {
-			h.start(ctx, a.HoldDecision)
-			return h, a.HoldDecision, nil
-		}
-		return nil, a.HoldDecision, a.err
-	case <-ctx.Done():
-		return nil, HoldDecision{}, failed(verbHold, ctx.Err())
+		go func() {
+			if !release() {
+				undoLate(func() { release() })
+			}
+		}()
+		return nil, d, err
+	case err != nil || !d.Allowed:
+		return nil, d, err
 	}
+	h.start(ctx, d)
+	return h, d, nil
 }
 
 // HoldAs is one call of the SQL function ratelimit_hold, for a program that names its holder and renews by itself, such as a server
@@ -395,18 +384,31 @@ func (h *Hold) Release(ctx context.Context) error {
 	case <-ctx.Done():
 		return failed(verbRelease, ctx.Err())
 	}
-	err := h.send(ctx)
+	_, err := h.send(ctx)
 	h.released = err == nil
 	return err
 }
 
-// send makes the call that releases.
-func (h *Hold) send(ctx context.Context) error {
-	_, err := h.limiter.Release(ctx, h.policy, h.key, h.holder)
+// send makes the call that releases, and reports whether there was something to release.
+func (h *Hold) send(ctx context.Context) (released bool, err error) {
+	released, err = h.limiter.Release(ctx, h.policy, h.key, h.holder)
 	if errors.Is(err, ErrUnknownPolicy) { // it was dropped with its holders
-		return nil
+		return false, nil
 	}
-	return err
+	return released, err
+}
+
+// undoLate undoes a cancelled call once more, a second later: the server may have carried it out after it was undone.
+func undoLate(undo func()) { time.AfterFunc(time.Second, undo) }
+
+// outlive returns a context that ends d after ctx.
+func outlive(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
+	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(ctx, func() {
+		_ = sleep(longer, d)
+		cancel()
+	})
+	return longer, func() { stop(); cancel() }
 }
 
 // A Holder is a lease as [Limiter.Holders] lists it.

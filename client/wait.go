@@ -29,9 +29,9 @@ const (
 // Without a deadline it sleeps for up to 365 days. Either way the [Reservation] has the time that the wait would have taken.
 //
 // When ctx ends first, Wait gives the tokens back by [Limiter.Settle] at a cost of 0, for up to 5 seconds under a context of
-// its own, and returns the error of ctx. On a *pgxpool.Pool it waits before that for the answer to a call that has begun, for up to a
-// second. Callers already in line keep their time. The idempotency key for
-// this is drawn at random, so each Wait leaves one behind for as long as the policy remembers. If the connection breaks while
+// its own, and returns the error of ctx. Callers already in line keep their time. The idempotency key for
+// this is drawn at random, so each Wait leaves one behind for as long as the policy remembers. The server may carry out a call that is
+// cancelled: if there was nothing to give back, Wait tries again in the background, a second later. If the connection breaks while
 // the server reserves, or nothing can be given back, the tokens may stay charged.
 //
 // It is for calls outside of a transaction, which would keep the bucket locked meanwhile.
@@ -57,18 +57,22 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 			longest = min(longest, max(0, time.Until(deadline).Truncate(time.Microsecond)))
 		}
 		idempotencyKey := rand.Text()
-		r, err := l.finishing().Reserve(ctx, policy, key, longest, s.cost, IdempotencyKey(idempotencyKey))
+		r, err := l.Reserve(ctx, policy, key, longest, s.cost, IdempotencyKey(idempotencyKey))
 		pause := r.Wait
 		switch {
-		case ctx.Err() != nil && mayHaveHappened(err): // it may have taken the tokens
-			return Reservation{}, errors.Join(err, l.giveBack(ctx, policy, key, idempotencyKey))
+		case err != nil && ctx.Err() != nil && isUnknown(err): // it may have taken the tokens
+			given, late := l.giveBack(ctx, policy, key, idempotencyKey)
+			if !given {
+				undoLate(func() { _, _ = l.giveBack(ctx, policy, key, idempotencyKey) })
+			}
+			return Reservation{}, errors.Join(err, late)
 		case err != nil:
 			return Reservation{}, err
 		case !r.Allowed && (r.Wait > longest || s.cost.Tokens() > r.Capacity):
 			return r, failed(verb, ErrTooLate)
 		case !r.Allowed: // a quota, until its next turn
 			pause += mathrand.N(min(time.Second, (longest-r.Wait)/2) + 1)
-		case r.Wait == 0 && ctx.Err() == nil:
+		case r.Wait == 0:
 			l.hooks.slept(ctx, policy, slept, nil)
 			return r, nil
 		}
@@ -84,17 +88,15 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 		}
 		err = failed(verb, err)
 		if r.Allowed {
-			err = errors.Join(err, l.giveBack(ctx, policy, key, idempotencyKey))
+			_, late := l.giveBack(ctx, policy, key, idempotencyKey)
+			err = errors.Join(err, late)
 		}
 		return r, err
 	}
 }
 
-// sleep returns the error of ctx if ctx has ended, or ends first.
+// sleep returns the error of ctx if ctx ends first.
 func sleep(ctx context.Context, d time.Duration) error {
-	if err := ctx.Err(); err != nil {
-		return err
-	}
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
@@ -105,13 +107,13 @@ func sleep(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// giveBack settles at 0, also when ctx has ended. There may be nothing to give back.
-func (l *limiter) giveBack(ctx context.Context, policy, key, idempotencyKey string) error {
+// giveBack settles at 0, also when ctx has ended, and reports whether there was something to give back.
+func (l *limiter) giveBack(ctx context.Context, policy, key, idempotencyKey string) (given bool, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), giveBackTimeout)
 	defer cancel()
-	_, err := l.Settle(ctx, policy, key, idempotencyKey, 0)
+	_, err = l.Settle(ctx, policy, key, idempotencyKey, 0)
 	if errors.Is(err, ErrNoGrant) {
-		return nil
+		return false, nil
 	}
-	return err
+	return err == nil, err
 }

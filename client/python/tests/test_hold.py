@@ -369,7 +369,7 @@ class AsyncTest(AsyncCase):
                     await holding.result().release()
                 return holding.cancelled()
 
-            cancelled = [await gather(caller(i), caller(i + 1)) for i in range(0, 1000, 2)]  # of 4 connections
+            cancelled = [await gather(caller(i), caller(i + 1)) for i in range(0, 400, 2)]  # of 4 connections
             self.assertIn([True, True], cancelled)
             self.assertEqual([], holders(p))
 
