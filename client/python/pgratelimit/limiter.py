@@ -244,7 +244,7 @@ class AsyncLimiter:
     release = _awaited(Limiter.release)
 
     async def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
-        """As Limiter.wait. A cancelled wait takes up to 7 seconds to give the tokens back."""
+        """As Limiter.wait. A cancelled wait first gives the tokens back, for up to 7 seconds, or longer if the driver is slow to cancel."""
         rounds = _rounds(self._driver, timeout)
         while True:
             max_wait, name = next(rounds)
@@ -266,19 +266,21 @@ class AsyncLimiter:
         the server may carry out the call later. It goes on when its caller is cancelled again."""
 
         async def after() -> None:
-            await asyncio.wait({call}, timeout=FINISH_TIMEOUT)
-            if not call.done():
-                call.cancel()
+            try:
                 await asyncio.wait({call}, timeout=FINISH_TIMEOUT)
-            with suppress(Exception):
-                await asyncio.wait_for(undo(*args, **kwargs), GIVE_BACK_TIMEOUT)
+                if not call.done():
+                    call.cancel()
+                    await asyncio.wait({call}, timeout=FINISH_TIMEOUT)
+            finally:  # also when the loop ends
+                with suppress(Exception):
+                    await asyncio.wait_for(undo(*args, **kwargs), GIVE_BACK_TIMEOUT)
 
         await asyncio.shield(asyncio.ensure_future(after()))
 
     @asynccontextmanager
     async def hold(self, policy: str, key: str, cost: int = 1) -> AsyncIterator[AsyncHeld]:
-        """As Limiter.hold, in async with, and a task renews. When the lease is lost, the block is not cancelled. A cancelled hold takes
-        up to 7 seconds to release the slots."""
+        """As Limiter.hold, in async with, and a task renews. When the lease is lost, the block is not cancelled. A cancelled hold
+        first releases the slots, for up to 7 seconds, or longer if the driver is slow to cancel."""
         holder, sent = _new_hold(self._driver)
         holding = asyncio.ensure_future(self._run(calls.hold(policy, key, holder, cost)))
         try:

@@ -364,6 +364,9 @@ class AsyncTest(AsyncCase):
                 holding = asyncio.create_task(limiter.hold(p, f"k{i % 7}").__aenter__())
                 await asyncio.sleep(i % 40 / 20_000)
                 holding.cancel()
+                if i % 3 == 0:  # and does not wait for the release
+                    await asyncio.sleep(0)
+                    holding.cancel()
                 await asyncio.wait({holding})
                 if not holding.cancelled():
                     await holding.result().release()
@@ -371,7 +374,7 @@ class AsyncTest(AsyncCase):
 
             cancelled = [await gather(caller(i), caller(i + 1)) for i in range(0, 400, 2)]  # of 4 connections
             self.assertIn([True, True], cancelled)
-            self.assertEqual([], holders(p))
+            await until(WITHOUT_LEASE, p)
 
     async def test_1000_holds_of_which_some_are_cancelled_leave_no_task(self):
         async for limiter, p in self.limiters():
