@@ -55,7 +55,7 @@ func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 		require.Equal(t, granted.Load(), capacity-kit.NoError(client.New(db.Pool).Peek(t.Context(), "api", key))(t).Remaining)
 	}
 	db.Pool.Close() // waits for its connections, which are no goroutines of a Leaser
-	goleak.VerifyNone(t, before)
+	requireNoLeak(t, before)
 }
 
 // It replaces the program's logger, so it is not parallel.
