@@ -161,16 +161,12 @@ func (l *limiter) hold(ctx context.Context, policy, key, holder string, s settin
 	d, err := l.holdAs(ctx, policy, key, holder, s)
 	switch {
 	case err != nil && ctx.Err() != nil && isUnknown(err): // it may hold
-		release := func() bool {
-			ctx, cancel := context.WithTimeout(h.calls, releaseTimeout)
-			defer cancel()
-			released, _ := h.send(ctx) // else the lease ends by itself
-			return released
-		}
 		go func() {
-			if !release() {
-				undoLate(func() { release() })
-			}
+			_ = undo(func() (bool, error) { // else the lease ends by itself
+				ctx, cancel := context.WithTimeout(h.calls, releaseTimeout)
+				defer cancel()
+				return h.send(ctx)
+			})
 		}()
 		return nil, d, err
 	case err != nil || !d.Allowed:
@@ -398,8 +394,15 @@ func (h *Hold) send(ctx context.Context) (released bool, err error) {
 	return released, err
 }
 
-// undoLate undoes a cancelled call once more, a second later: the server may have carried it out after it was undone.
-func undoLate(undo func()) { time.AfterFunc(time.Second, undo) }
+// undo makes the call that undoes a cancelled call. The server may carry out the cancelled call later: if there was nothing to undo, undo
+// makes its call once more in the background, a second later.
+func undo(call func() (undone bool, err error)) error {
+	undone, err := call()
+	if !undone {
+		time.AfterFunc(time.Second, func() { _, _ = call() })
+	}
+	return err
+}
 
 // outlive returns a context that ends d after ctx.
 func outlive(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {

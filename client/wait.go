@@ -61,11 +61,7 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 		pause := r.Wait
 		switch {
 		case err != nil && ctx.Err() != nil && isUnknown(err): // it may have taken the tokens
-			given, late := l.giveBack(ctx, policy, key, idempotencyKey)
-			if !given {
-				undoLate(func() { _, _ = l.giveBack(ctx, policy, key, idempotencyKey) })
-			}
-			return Reservation{}, errors.Join(err, late)
+			return Reservation{}, errors.Join(err, undo(func() (bool, error) { return l.giveBack(ctx, policy, key, idempotencyKey) }))
 		case err != nil:
 			return Reservation{}, err
 		case !r.Allowed && (r.Wait > longest || s.cost.Tokens() > r.Capacity):
