@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -39,11 +40,15 @@ func backoff(n int) time.Duration {
 	return rand.N(min(maxBackoff, baseBackoff<<(n-1)))
 }
 
+// isTransient reports whether nothing happened, and a repeat may succeed.
 func isTransient(err error) bool {
 	var pgErr *pgconn.PgError
-	return errors.As(err, &pgErr) &&
-		(pgErr.Code == "40001" || // serialization_failure
-			pgErr.Code == "40P01") // deadlock_detected
+	if !errors.As(err, &pgErr) {
+		return false
+	}
+	return pgErr.Code == "40001" || // serialization_failure
+		pgErr.Code == "40P01" || // deadlock_detected
+		pgErr.Code == "XX000" && strings.HasPrefix(pgErr.Message, "cache lookup failed for function") // an upgrade replaced it
 }
 
 // isUnknown reports whether the call may have happened or not: the server gave no answer, or ended the

@@ -17,8 +17,9 @@ import (
 func TestRetry_WhereItDoesNoHarm(t *testing.T) {
 	t.Parallel()
 	conflict, deadlock, refused, broken := pgError("40001"), pgError("40P01"), pgError("57014"), errors.New("connection reset")
-	fatal, panicked := pgError("57P01"), pgError("XX000")
+	fatal, panicked, internal, replaced := pgError("57P01"), pgError("XX000"), pgError("XX000"), pgError("XX000")
 	fatal.SeverityUnlocalized, panicked.SeverityUnlocalized = "FATAL", "PANIC"
+	replaced.Message = "cache lookup failed for function 16999"
 	sends := map[string]func(*testing.T, *gatedPool, *client.Combiner, ...client.CallOption) []<-chan answer{
 		"acquire": func(t *testing.T, db *gatedPool, _ *client.Combiner, opts ...client.CallOption) []<-chan answer {
 			return []<-chan answer{ask(t.Context(), client.New(db), "k1", opts...)}
@@ -46,7 +47,9 @@ func TestRetry_WhereItDoesNoHarm(t *testing.T) {
 		"a conflict, with idempotency key":  {once, []error{conflict}, nil},
 		"both":                              {nil, []error{deadlock, conflict}, nil},
 		"three are enough":                  {nil, []error{conflict, conflict, deadlock}, deadlock},
+		"a function that was replaced":      {nil, []error{replaced}, nil},
 		"another error":                     {nil, []error{refused}, refused},
+		"an internal error":                 {nil, []error{internal}, internal},
 		"that again, with idempotency key":  {once, []error{refused}, refused},
 		"another error, later":              {nil, []error{conflict, refused}, refused},
 		"a conflict, then an unknown end":   {nil, []error{conflict, broken}, broken},

@@ -10,9 +10,9 @@ export interface Options {
   /** The schema that has the ratelimit_* functions. Defaults to the functions that search_path finds. */
   schema?: string
   /**
-   * Each statement is a transaction of its own, and the handle has other connections when one is lost: so serialization failures and
-   * deadlocks are tried again, and with an idempotency key lost connections, too; three tries in all. Defaults to whether the handle is
-   * a Pool of pg.
+   * Each statement is a transaction of its own, and the handle has other connections when one is lost: so serialization failures,
+   * deadlocks and calls of a function that an upgrade replaced are tried again, and with an idempotency key lost connections, too; three
+   * tries in all. Defaults to whether the handle is a Pool of pg.
    */
   retry?: boolean
   /**

@@ -74,8 +74,9 @@ export const refusal = (code, message, detail, hint) =>
 /** Whether the cause is text that this database cannot hold. */
 export const isText = (error) => error.code === '22021' || error.code === '22P05'
 
-/** Whether nothing happened, and the same call may succeed: serialization_failure, deadlock_detected. */
-export const isTransient = (error) => error.code === '40001' || error.code === '40P01'
+/** Whether nothing happened, and the same call may succeed: a conflict, a deadlock, or a function that an upgrade replaced. */
+export const isTransient = ({ code, message }) =>
+  code === '40001' || code === '40P01' || (code === 'XX000' && message.startsWith('cache lookup failed for function'))
 
 /**
  * Whether the call may have happened or not: the server gave no answer, or ended the session with it. Drivers know the severity in the

@@ -83,14 +83,18 @@ test('when an answer is lost after the commit, a request with an idempotency key
   assert.equal(await left(policy, 'k'), 998)
 })
 
-test('a deadlock is tried again on a pool, and not on a connection', async () => {
-  for (const [db, tries] of [[{ connect() {}, totalCount: 0 }, 3], [{}, 1], [{ retry: true }, 3]]) {
+test('a call that did nothing is tried again on a pool, and not on a connection', async () => {
+  const deadlock = ['40P01', 'deadlock detected'], replaced = ['XX000', 'cache lookup failed for function 16999'], bug = ['XX000', 'made up']
+  const pool = { connect() {}, totalCount: 0 }, connection = {}, told = { retry: true }
+  for (const [db, [code, message], tries] of [
+    [pool, deadlock, 3], [connection, deadlock, 1], [told, deadlock, 3], [pool, replaced, 3], [connection, replaced, 1], [pool, bug, 1],
+  ]) {
     let calls = 0
     db.query = async () => {
       calls++
-      throw Object.assign(new Error('deadlock detected'), { code: '40P01', severity: 'ERROR' })
+      throw Object.assign(new Error(message), { code, severity: 'ERROR' })
     }
-    await assert.rejects(new Limiter(db, { retry: db.retry }).acquire('api', 'k'), { code: '40P01' })
+    await assert.rejects(new Limiter(db, { retry: db.retry }).acquire('api', 'k'), { code })
     assert.equal(calls, tries)
   }
 })

@@ -137,8 +137,9 @@ def _texts(error: BaseException) -> tuple[str | None, str | None, str | None]:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether nothing happened, and a repeat may succeed: a serialization failure or a deadlock."""
-    return getattr(error, "sqlstate", None) in ("40001", "40P01")
+    """Whether nothing happened, and a repeat may succeed: a serialization failure, a deadlock, or an upgrade replaced the function."""
+    sqlstate = getattr(error, "sqlstate", None)
+    return sqlstate in ("40001", "40P01") or sqlstate == "XX000" and str(error).startswith("cache lookup failed for function")
 
 
 def is_lost(error: Exception) -> bool:

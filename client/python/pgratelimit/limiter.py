@@ -49,9 +49,10 @@ class Limiter:
     open there, and a grant keeps the bucket locked until it ends. A psycopg connection without autocommit opens one by itself: without
     a commit the tokens go back.
 
-    A call is repeated after a serialization failure or a deadlock (40001, 40P01) where it is a transaction of its own: on a pool, and on
-    a connection with autocommit that is in no transaction. After the loss of a pool's connection a call is repeated if that does no
-    harm: with an idempotency key, peek, peek_many, settle, hold, renew and release. There are three tries at most.
+    A call is repeated after a serialization failure or a deadlock (40001, 40P01), or when an upgrade replaced its function (XX000), where
+    it is a transaction of its own: on a pool, and on a connection with autocommit that is in no transaction. After the loss of a pool's
+    connection a call is repeated if that does no harm: with an idempotency key, peek, peek_many, settle, hold, renew and release. There
+    are three tries at most.
 
     policy, key and idempotency_key have 1 to 512 bytes of UTF-8. schema names the schema of the functions, where search_path does not
     lead there. Besides the errors named below, each method raises UnknownPolicy, InvalidArgument, Locked, and errors of the driver.

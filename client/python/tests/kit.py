@@ -78,7 +78,7 @@ def stopped_clock() -> Iterator[Callable[[int], Any]]:
         execute("drop table public.test_clock")
 
 
-def fails_once(test: unittest.TestCase, sqlstate: str) -> None:
+def fails_once(test: unittest.TestCase, sqlstate: str, message: str) -> None:
     """ratelimit_acquire raises once, and works from then on, until "alter sequence fails restart"."""
     execute(f"""
         create sequence fails;
@@ -86,7 +86,7 @@ def fails_once(test: unittest.TestCase, sqlstate: str) -> None:
         create function ratelimit_acquire(policy text, key text, cost bigint, idempotency_key text)
           returns ratelimit.decision language plpgsql as $$
         begin
-          if nextval('fails') = 1 then raise sqlstate '{sqlstate}'; end if;
+          if nextval('fails') = 1 then raise exception '{message}' using errcode = '{sqlstate}'; end if;
           return original_acquire(policy, key, cost, idempotency_key);
         end $$""")
     test.addCleanup(execute, "drop function ratelimit_acquire; alter function original_acquire rename to ratelimit_acquire; drop sequence fails")

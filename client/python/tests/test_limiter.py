@@ -284,21 +284,28 @@ class EachTest(AsyncCase):
         self.assertEqual(1, taken(self.policy))
 
     async def test_a_serialization_failure_is_repeated_where_the_call_is_alone(self):
+        await self.is_repeated_where_alone("40001", "made up", asyncpg.SerializationError, psycopg.errors.SerializationFailure)
+
+    async def test_a_call_of_a_function_that_an_upgrade_replaced_is_repeated_where_it_is_alone(self):
+        message = "cache lookup failed for function 16999"
+        await self.is_repeated_where_alone("XX000", message, asyncpg.InternalServerError, psycopg.errors.InternalError_)
+
+    async def is_repeated_where_alone(self, sqlstate, message, of_asyncpg, of_psycopg):
         async def fails(limiter, error):
             execute("alter sequence fails restart")
             with self.assertRaises(error):
                 await limiter.acquire(self.policy, "k")
 
-        fails_once(self, "40001")
+        fails_once(self, sqlstate, message)
         async for limiter in self.limiters():
             execute("alter sequence fails restart")
             self.assertTrue(await limiter.acquire(self.policy, "k"))
         async with transaction() as conn:
-            await fails(AsyncLimiter(conn), asyncpg.SerializationError)
+            await fails(AsyncLimiter(conn), of_asyncpg)
         with psycopg.connect(autocommit=True) as conn, conn.transaction(force_rollback=True):
-            await fails(Awaited(Limiter(conn)), psycopg.errors.SerializationFailure)
+            await fails(Awaited(Limiter(conn)), of_psycopg)
         with psycopg.connect() as conn:
-            await fails(Awaited(Limiter(conn)), psycopg.errors.SerializationFailure)
+            await fails(Awaited(Limiter(conn)), of_psycopg)
         self.assertEqual(6, taken(self.policy))
 
     async def test_a_cancelled_wait_gives_the_tokens_back(self):
