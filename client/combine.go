@@ -16,8 +16,8 @@ const (
 	defaultCalls   = 2
 	defaultWaiting = 10_000
 
-	// linger is how long few requests wait for company while calls are under way. Most calls end sooner.
-	linger = 5 * time.Millisecond
+	// maxLinger is how long few requests wait for company while calls are under way. Most calls end sooner.
+	maxLinger = 5 * time.Millisecond
 
 	// maxApart is how many buckets are asked for at a time after a locked bucket has failed their call.
 	maxApart = 8
@@ -26,8 +26,8 @@ const (
 	maxLength = 512
 )
 
-// Pool lists the methods of *pgxpool.Pool that a [Combiner] needs. Types that embed one have them, too. A connection has another
-// Close, and a transaction no BeginTx.
+// Pool lists the methods of *pgxpool.Pool that a [Combiner] needs. A *pgx.Conn is no Pool, because its Close takes a context.
+// A pgx.Tx is none either, because it has no BeginTx.
 type Pool interface {
 	Querier
 	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
@@ -45,16 +45,15 @@ type Combiner struct {
 	batches sync.Pool
 	running sync.WaitGroup
 
-	mu        sync.Mutex
+	mu        sync.Mutex // guards what is below, and the waiters and batches of the queue
 	closed    bool
-	lingering bool // a timer is set
+	lingering bool // a timer will call hurry
 	queue     *queue
 }
 
-// NewCombiner returns a Combiner that calls the functions installed in the database of pool. The role
-// needs EXECUTE on ratelimit_acquire_packed and on ratelimit_acquire, and for AcquireAll on
-// ratelimit_acquire_all. Options are [CallsInFlight], [MaxWaiting] and those of [New]. Panics if either number is not
-// positive, and at a [Lease].
+// NewCombiner returns a Combiner that calls the functions installed in the database of pool. The role needs EXECUTE on
+// ratelimit_acquire_packed and ratelimit_acquire, and for AcquireAll on ratelimit_acquire_all. Options are [CallsInFlight],
+// [MaxWaiting] and those of [New]. It panics if one of the two numbers is not positive, or if opts has a [Lease].
 func NewCombiner(pool Pool, opts ...Option) *Combiner {
 	return newCombiner(pool, newConfig("NewCombiner", aCombiner, opts))
 }
@@ -76,8 +75,8 @@ func newCombiner(pool Pool, config config) *Combiner {
 
 // Acquire is [Limiter.Acquire], with the same answers, at a fraction of the work when there are many
 // callers. Few callers, no more than [CallsInFlight], make their own calls as a Limiter does, unless the
-// last call was shared. With more callers, requests that arrive while calls are under way share the next call. It starts
-// at once when they are worth another call, and otherwise when a call under way has ended, or after 5 ms.
+// last call was shared. With more callers, requests that arrive while calls are under way share the next call. That
+// call starts at once when they are worth it, and otherwise when a call under way has ended, or after 5 ms.
 // Requests of Acquire for one bucket are never in two calls at a time.
 //
 // A caller gets an error as soon as its ctx ends, and the other callers notice nothing. A request that has
@@ -90,9 +89,9 @@ func newCombiner(pool Pool, config config) *Combiner {
 // are then sent again. They never share a call with requests that have none.
 //
 // A bucket that another transaction has locked holds up all requests of the call, and all other calls go
-// on. As many such calls as CallsInFlight hold up every caller: set lock_timeout for the sessions of the pool
-// where transactions that take tokens may last. When lock_timeout ends the call, each of its buckets is asked for
-// anew by itself, eight at a time. Only requests for a bucket that is still locked fail, with [ErrLocked].
+// on. As many such calls as CallsInFlight hold up every caller: always set lock_timeout for the sessions of the pool.
+// When lock_timeout ends the call, each of its buckets is asked for anew by itself, eight at a time. Only requests for
+// a bucket that is still locked fail, with [ErrLocked].
 //
 // A request is refused at once, with [ErrOverloaded], when [MaxWaiting] requests already wait, and when its ctx has a deadline
 // that cannot be met. The estimate uses the quickest of the last calls, the time that calls under way have lasted, and the number
@@ -157,7 +156,7 @@ func (c *Combiner) combine(ctx context.Context, r request) (JointDecision, error
 	return c.await(ctx, w)
 }
 
-// enqueue adds a request to the queue, or returns why it must not wait. It needs the mutex.
+// enqueue adds a request to the queue, or returns why it must not wait. The caller holds c.mu.
 func (c *Combiner) enqueue(ctx context.Context, r request, now time.Time) (*waiter, error) {
 	w := c.waiters.Get().(*waiter)
 	w.request = r
@@ -211,19 +210,19 @@ func isSendable(r request) bool {
 	return isFit(r.policy) && isFit(r.key)
 }
 
-// do takes the next step for the queue. It needs the mutex.
+// do takes the next step for the queue. The caller holds c.mu.
 func (c *Combiner) do(next step) {
 	switch {
 	case next == serve:
 		c.running.Add(1)
 		go c.serve()
-	case next == hold && !c.lingering:
+	case next == linger && !c.lingering:
 		c.lingering = true
-		time.AfterFunc(linger, c.hurry)
+		time.AfterFunc(maxLinger, c.hurry)
 	}
 }
 
-// hurry sends the requests that were held for company.
+// hurry sends the requests that lingered for company.
 func (c *Combiner) hurry() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -298,7 +297,7 @@ func (c *Combiner) finish(b *batch) (reserved bool) {
 func (c *Combiner) finishOwn(ctx context.Context, b *batch) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	b.isLost = ctx.Err() != nil
+	b.abandoned = ctx.Err() != nil
 	c.do(c.queue.finish(b, time.Now()))
 	c.running.Done()
 }

@@ -26,9 +26,9 @@ func newPace(limit int) pace {
 	return pace{last: make([]time.Duration, max(paceCalls, 2*limit+1))}
 }
 
-// observe records how long a call took that ends now. A call that was given up is expected to have lasted as long again.
-func (p *pace) observe(took time.Duration, isLost bool, now time.Time) {
-	if isLost {
+// observe records how long a call took that ends now. An abandoned call is expected to have lasted as long again.
+func (p *pace) observe(took time.Duration, abandoned bool, now time.Time) {
+	if abandoned {
 		took *= 2
 	}
 	p.last[p.n%len(p.last)] = took

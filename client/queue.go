@@ -31,8 +31,8 @@ const (
 //  2. A bucket belongs to at most one open batch. A joint request counts as a request for one virtual bucket, named
 //     after all its buckets. If it owned each of its buckets, a stalled call on a bucket that all joint requests
 //     charge would hold up all of them, and a joint request might wait forever until all its buckets are free.
-//  3. While a place is free and none is reserved, each waiting request is for a bucket of an open batch, or is held.
-//     Requests are held only while a batch is open, from the step hold until the owner calls hurry. So a stalled
+//  3. While a place is free and none is reserved, each waiting request is for a bucket of an open batch, or lingers.
+//     Requests linger only while a batch is open, from the step linger until the owner calls hurry. So a stalled
 //     call holds up its own buckets only.
 //  4. Requests for one bucket are taken in order of arrival. Requests with and without an idempotency key are two orders.
 //  5. A batch that has maxBatch elements takes no more requests. Either all requests of a batch have an idempotency key
@@ -41,7 +41,7 @@ const (
 //     requests whose deadline comes before the quickest recent call would end. It never refuses the last waiting
 //     request: a call for it measures the pace anew.
 //
-// The owner has two duties: after the step serve it calls take, and soon after hold it calls hurry.
+// The owner has two duties: after the step serve it calls take, and soon after linger it calls hurry.
 type queue struct {
 	limit      int
 	maxWaiting int
@@ -60,7 +60,7 @@ type step int
 const (
 	nothing step = iota
 	serve        // a place is reserved: call take
-	hold         // too few requests for another call: wait for more, then call hurry
+	linger       // too few requests for another call: wait for more, then call hurry
 )
 
 // A waiter is a request whose caller waits for the owner's call.
@@ -88,14 +88,14 @@ func (w *waiter) canShare(other *waiter) bool {
 
 // A batch is the requests of one call.
 type batch struct {
-	waiters []*waiter
-	late    []*waiter // refused by take: the owner sends them the error
-	began   time.Time
-	buckets []bucket // each once
-	callers int      // that still wait
-	isLost  bool     // all callers left before the answer
-	cancel  func()   // ends the call
-	packed  *packed  // buffers of the call, reused
+	waiters   []*waiter
+	late      []*waiter // refused by take: the owner sends them the error
+	began     time.Time
+	buckets   []bucket // each once
+	callers   int      // that still wait
+	abandoned bool     // all callers left before the answer
+	cancel    func()   // ends the call
+	packed    *packed  // buffers of the call, reused
 }
 
 func newQueue(limit, maxWaiting int) *queue {
@@ -106,7 +106,7 @@ func newQueue(limit, maxWaiting int) *queue {
 // is in an open batch, or if another call is not worth it. It also returns nil after a shared call, because
 // other callers are about to ask too.
 func (q *queue) claim(r request, now time.Time) *batch {
-	if q.shared || !q.isFree() || q.owners[r.bucket()] != nil || !q.isWorthIt(q.waiting.length+1) {
+	if q.shared || !q.hasPlace() || q.owners[r.bucket()] != nil || !q.isWorthIt(q.waiting.length+1) {
 		return nil
 	}
 	b := &batch{began: now}
@@ -118,7 +118,7 @@ func (q *queue) claim(r request, now time.Time) *batch {
 // refusal returns the error for a request that must not wait, or nil. A request that can be sent at once is
 // never refused.
 func (q *queue) refusal(w *waiter, now time.Time) *OverloadedError {
-	if q.isFree() && q.owners[w.bucket()] == nil {
+	if q.hasPlace() && q.owners[w.bucket()] == nil {
 		return nil
 	}
 	expected := time.Duration(0)
@@ -156,8 +156,8 @@ func (q *queue) expected(w *waiter, now time.Time) time.Duration {
 // add puts w in line, and reserves a place if w can be sent and a call is worth it.
 func (q *queue) add(w *waiter) step {
 	q.push(w)
-	if q.isFree() && q.owners[w.bucket()] == nil {
-		return q.reserveIf(q.isWorthIt(q.waiting.length))
+	if q.hasPlace() && q.owners[w.bucket()] == nil {
+		return q.reserveIfWorthIt()
 	}
 	return nothing
 }
@@ -214,7 +214,7 @@ func (q *queue) refuseLate(b *batch, now time.Time) {
 
 // finish closes a batch whose call has ended, and returns next.
 func (q *queue) finish(b *batch, now time.Time) step {
-	q.pace.observe(now.Sub(b.began), b.isLost, now)
+	q.pace.observe(now.Sub(b.began), b.abandoned, now)
 	for _, at := range b.buckets {
 		delete(q.owners, at)
 	}
@@ -222,25 +222,26 @@ func (q *queue) finish(b *batch, now time.Time) step {
 	return q.next()
 }
 
-// next reserves a place if one is free and a waiting request can be taken.
+// next reserves a place if one is free, a waiting request can be taken, and a call is worth it.
 func (q *queue) next() step {
 	if !q.canTake() {
 		return nothing
 	}
-	return q.reserveIf(q.isWorthIt(q.waiting.length))
+	return q.reserveIfWorthIt()
 }
 
-// hurry is next without the test of worth, for requests that were held long enough.
+// hurry is next without the test of worth, for requests that lingered long enough.
 func (q *queue) hurry() step {
 	if !q.canTake() {
 		return nothing
 	}
-	return q.reserveIf(true)
+	q.reserved = true
+	return serve
 }
 
-func (q *queue) reserveIf(worth bool) step {
-	if !worth {
-		return hold
+func (q *queue) reserveIfWorthIt() step {
+	if !q.isWorthIt(q.waiting.length) {
+		return linger
 	}
 	q.reserved = true
 	return serve
@@ -248,7 +249,7 @@ func (q *queue) reserveIf(worth bool) step {
 
 // canTake reports whether a place is free and take would find a request.
 func (q *queue) canTake() bool {
-	if !q.isFree() {
+	if !q.hasPlace() {
 		return false
 	}
 	for w := q.waiting.first; w != nil; w = w.next {
@@ -274,13 +275,13 @@ func (q *queue) leave(w *waiter) (abandoned *batch) {
 	if w.batch.callers--; w.batch.callers > 0 {
 		return nil
 	}
-	w.batch.isLost = true
+	w.batch.abandoned = true
 	return w.batch
 }
 
-// isFree reports whether a place can be reserved or claimed. While a place is reserved, no other can be: requests that
+// hasPlace reports whether a place can be reserved or claimed. While a place is reserved, no other can be: requests that
 // arrive until take can join its batch.
-func (q *queue) isFree() bool { return !q.reserved && len(q.open) < q.limit }
+func (q *queue) hasPlace() bool { return !q.reserved && len(q.open) < q.limit }
 
 // share is how many requests a batch should have: the waiting and the open requests, divided by the places, but no fewer than
 // minShare if there are as many.

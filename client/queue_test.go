@@ -43,7 +43,7 @@ func TestQueue_KeepsItsInvariants(t *testing.T) {
 				d.finish(pick(r, d.batches...))
 			case step == 3 && len(d.callers()) > 0:
 				d.leave(pick(r, d.callers()...))
-			case step == 4 && d.held:
+			case step == 4 && d.lingering:
 				d.hurry()
 			default:
 				d.now = d.now.Add(time.Duration(1+r.IntN(100)) * time.Millisecond)
@@ -51,11 +51,11 @@ func TestQueue_KeepsItsInvariants(t *testing.T) {
 			d.check()
 		}
 
-		for d.reserved || d.held || len(d.batches) > 0 {
+		for d.reserved || d.lingering || len(d.batches) > 0 {
 			switch {
 			case d.reserved:
 				d.take()
-			case d.held:
+			case d.lingering:
 				d.hurry()
 			default:
 				d.finish(d.batches[0])
@@ -86,20 +86,20 @@ func pick[T any](r *rand.Rand, from ...T) T { return from[r.IntN(len(from))] }
 // A drivenQueue knows what its queue was told and what it has answered.
 type drivenQueue struct {
 	*testing.T
-	queue    *queue
-	limit    int
-	most     int // that may wait
-	now      time.Time
-	calls    []time.Duration // that have ended
-	ended    time.Time       // when the last of them did
-	reserved bool
-	held     bool
-	waiting  []*waiter // in order of arrival
-	batches  []*batch  // handed out and not finished
-	own      []*batch  // of these, callers' own
-	lost     []*batch  // whose callers have all left
-	requests []request // of these, the requests
-	taken    map[*waiter]*batch
+	queue     *queue
+	limit     int
+	most      int // that may wait
+	now       time.Time
+	calls     []time.Duration // that have ended
+	ended     time.Time       // when the last of them did
+	reserved  bool
+	lingering bool
+	waiting   []*waiter // in order of arrival
+	batches   []*batch  // handed out and not finished
+	own       []*batch  // of these, callers' own
+	lost      []*batch  // whose callers have all left
+	requests  []request // of these, the requests
+	taken     map[*waiter]*batch
 }
 
 func (d *drivenQueue) do(next step) {
@@ -107,16 +107,16 @@ func (d *drivenQueue) do(next step) {
 	case serve:
 		require.False(d, d.reserved, "one place is reserved at a time")
 		d.reserved = true
-	case hold:
+	case linger:
 		require.NotEmpty(d, d.batches)
-		d.held = true
+		d.lingering = true
 	}
 }
 
 func (d *drivenQueue) hurry() {
-	d.held = false
+	d.lingering = false
 	next := d.queue.hurry()
-	require.NotEqual(d, hold, next)
+	require.NotEqual(d, linger, next)
 	d.do(next)
 }
 
@@ -309,7 +309,7 @@ func (d *drivenQueue) check() {
 	require.Equal(d, elements, d.queue.elements)
 
 	under := d.under()
-	if places == d.limit || d.reserved || d.held {
+	if places == d.limit || d.reserved || d.lingering {
 		return
 	}
 	for _, w := range d.waiting {
