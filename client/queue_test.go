@@ -12,12 +12,12 @@ import (
 )
 
 // Whatever arrives, leaves and ends in whatever order, the invariants of the queue hold after each step, and in the
-// end everybody was sent, was refused or has left. What should hold is worked out from the calls of its methods alone.
+// end every request was sent or refused, or its caller has left. The test knows the queue by the calls of its methods alone.
 func TestQueue_KeepsItsInvariants(t *testing.T) {
 	t.Parallel()
 	random(t, 100, func(t *testing.T, r *rand.Rand) {
-		d := &drivenQueue{T: t, limit: 1 + r.IntN(4), most: pick(r, 1, 20, 300, 10_000), now: time.Unix(0, 0), taken: map[*waiter]*batch{}}
-		d.queue = newQueue(d.limit, d.most)
+		d := &drivenQueue{T: t, limit: 1 + r.IntN(4), maxWaiting: pick(r, 1, 20, 300, 10_000), now: time.Unix(0, 0), taken: map[*waiter]*batch{}}
+		d.queue = newQueue(d.limit, d.maxWaiting)
 		arrive := func() {
 			spread := pick(r, 1, 5, 300)
 			for range pick(r, 1, 1, 1, 40, 300) {
@@ -67,7 +67,7 @@ func TestQueue_KeepsItsInvariants(t *testing.T) {
 	})
 }
 
-// random runs a test of random choices under seeds from 0 on, the same ones each time. The seed that fails is logged.
+// random runs a test of random choices under the seeds from 0 on, and logs the seed that fails.
 func random(t *testing.T, seeds uint64, test func(*testing.T, *rand.Rand)) {
 	t.Helper()
 	seed := uint64(0)
@@ -83,23 +83,23 @@ func random(t *testing.T, seeds uint64, test func(*testing.T, *rand.Rand)) {
 
 func pick[T any](r *rand.Rand, from ...T) T { return from[r.IntN(len(from))] }
 
-// A drivenQueue knows what its queue was told and what it has answered.
+// A drivenQueue records the calls of its queue's methods, and requires what follows from them.
 type drivenQueue struct {
 	*testing.T
-	queue     *queue
-	limit     int
-	most      int // that may wait
-	now       time.Time
-	calls     []time.Duration // that have ended
-	ended     time.Time       // when the last of them did
-	reserved  bool
-	lingering bool
-	waiting   []*waiter // in order of arrival
-	batches   []*batch  // handed out and not finished
-	own       []*batch  // of these, callers' own
-	lost      []*batch  // whose callers have all left
-	requests  []request // of these, the requests
-	taken     map[*waiter]*batch
+	queue      *queue
+	limit      int
+	maxWaiting int
+	now        time.Time
+	calls      []time.Duration // of the calls that have ended
+	ended      time.Time       // when the last call did
+	reserved   bool
+	lingering  bool
+	waiting    []*waiter // in order of arrival
+	batches    []*batch  // open
+	claimed    []*batch  // those of batches that claim opened
+	claimedFor []request // the request of each claimed batch
+	abandoned  []*batch  // those of batches whose callers have all left
+	taken      map[*waiter]*batch
 }
 
 func (d *drivenQueue) do(next step) {
@@ -120,8 +120,8 @@ func (d *drivenQueue) hurry() {
 	d.do(next)
 }
 
-// last are the calls that the queue may judge by, if it does.
-func (d *drivenQueue) last() []time.Duration {
+// recent returns the times of the calls that the queue may judge by.
+func (d *drivenQueue) recent() []time.Duration {
 	return d.calls[max(0, len(d.calls)-max(paceCalls, 2*d.limit+1)):]
 }
 
@@ -133,7 +133,7 @@ func (d *drivenQueue) judges() bool {
 func (d *drivenQueue) arrive(r request, within time.Duration) {
 	if b := d.queue.claim(r, d.now); b != nil {
 		require.False(d, d.reserved)
-		d.batches, d.own, d.requests = append(d.batches, b), append(d.own, b), append(d.requests, r)
+		d.batches, d.claimed, d.claimedFor = append(d.batches, b), append(d.claimed, b), append(d.claimedFor, r)
 		return
 	}
 	w := &waiter{request: r}
@@ -149,14 +149,14 @@ func (d *drivenQueue) arrive(r request, within time.Duration) {
 	d.do(d.queue.add(w))
 }
 
-// checkRefusal knows when a deadline plainly can be met, and when it plainly cannot.
+// checkRefusal requires no refusal where the deadline plainly can be met, and one where it plainly cannot.
 func (d *drivenQueue) checkRefusal(w *waiter, within time.Duration, refusal *OverloadedError) {
 	isFree := !d.reserved && len(d.batches) < d.limit
-	if isFree && d.under()[w.bucket()] == nil {
+	if isFree && d.owners()[w.bucket()] == nil {
 		require.Nil(d, refusal, "it can be sent at once")
 		return
 	}
-	if len(d.waiting) >= d.most {
+	if len(d.waiting) >= d.maxWaiting {
 		require.NotNil(d, refusal)
 		return
 	}
@@ -170,7 +170,7 @@ func (d *drivenQueue) checkRefusal(w *waiter, within time.Duration, refusal *Ove
 	}
 	longest, shortest := time.Duration(0), time.Duration(0)
 	if len(d.calls) > 0 {
-		longest, shortest = slices.Max(d.last()), slices.Min(d.last())
+		longest, shortest = slices.Max(d.recent()), slices.Min(d.recent())
 	}
 	lasted, young := time.Duration(0), !d.reserved
 	for _, b := range d.batches {
@@ -227,11 +227,11 @@ func (d *drivenQueue) take() {
 	d.do(d.queue.next())
 }
 
-// checkLate knows who cannot be answered in time. One request stays in any case.
+// checkLate requires that take refused only requests that cannot be answered in time, and not the last one that waited.
 func (d *drivenQueue) checkLate(b *batch, before int) {
 	soonest := d.now
 	if d.judges() {
-		soonest = soonest.Add(slices.Min(d.last()))
+		soonest = soonest.Add(slices.Min(d.recent()))
 	}
 	late := map[*waiter]bool{}
 	for _, w := range b.late {
@@ -251,19 +251,19 @@ func (d *drivenQueue) checkLate(b *batch, before int) {
 
 func (d *drivenQueue) finish(b *batch) {
 	took := d.now.Sub(b.began)
-	if slices.Contains(d.lost, b) {
+	if slices.Contains(d.abandoned, b) {
 		took *= 2
 	}
 	d.calls, d.ended = append(d.calls, took), d.now
 	d.batches = slices.DeleteFunc(d.batches, func(o *batch) bool { return o == b })
-	if i := slices.Index(d.own, b); i >= 0 {
-		d.own, d.requests = slices.Delete(d.own, i, i+1), slices.Delete(d.requests, i, i+1)
+	if i := slices.Index(d.claimed, b); i >= 0 {
+		d.claimed, d.claimedFor = slices.Delete(d.claimed, i, i+1), slices.Delete(d.claimedFor, i, i+1)
 	}
 	maps.DeleteFunc(d.taken, func(_ *waiter, by *batch) bool { return by == b })
 	d.do(d.queue.finish(b, d.now))
 }
 
-// callers are those who wait for an answer that others ask for.
+// callers returns the waiters whose callers have not left.
 func (d *drivenQueue) callers() []*waiter {
 	callers := slices.Clone(d.waiting)
 	for _, b := range d.batches {
@@ -292,7 +292,7 @@ func (d *drivenQueue) leave(w *waiter) {
 		}
 	}
 	require.Same(d, b, abandoned)
-	d.lost = append(d.lost, b)
+	d.abandoned = append(d.abandoned, b)
 }
 
 func (d *drivenQueue) check() {
@@ -301,41 +301,41 @@ func (d *drivenQueue) check() {
 		places++
 	}
 	require.LessOrEqual(d, places, d.limit)
-	require.LessOrEqual(d, len(d.waiting), d.most+1)
+	require.LessOrEqual(d, len(d.waiting), d.maxWaiting+1)
 	elements := 0
 	for _, w := range d.waiting {
 		elements += w.elements()
 	}
 	require.Equal(d, elements, d.queue.elements)
 
-	under := d.under()
+	owners := d.owners()
 	if places == d.limit || d.reserved || d.lingering {
 		return
 	}
 	for _, w := range d.waiting {
-		require.NotNil(d, under[w.bucket()], "%v waits for nobody, and a place is free", w.bucket())
+		require.NotNil(d, owners[w.bucket()], "%v waits for nobody, and a place is free", w.bucket())
 	}
 }
 
-// under has the call of each bucket.
-func (d *drivenQueue) under() map[bucket]*batch {
-	under := map[bucket]*batch{}
+// owners returns the open batch of each bucket.
+func (d *drivenQueue) owners() map[bucket]*batch {
+	owners := map[bucket]*batch{}
 	owned := func(b *batch, r request) {
-		require.True(d, under[r.bucket()] == nil || under[r.bucket()] == b, "%v is in two calls", r.bucket())
-		under[r.bucket()] = b
+		require.True(d, owners[r.bucket()] == nil || owners[r.bucket()] == b, "%v is in two calls", r.bucket())
+		owners[r.bucket()] = b
 	}
 	for _, b := range d.batches {
 		for _, w := range b.waiters {
 			owned(b, w.request)
 		}
 	}
-	for i, b := range d.own {
-		owned(b, d.requests[i])
+	for i, b := range d.claimed {
+		owned(b, d.claimedFor[i])
 	}
-	return under
+	return owners
 }
 
-// No text looks like the end of another.
+// Each list of buckets has a name of its own, whatever texts the policies and keys are.
 func TestQueue_TellsListsOfBucketsApart(t *testing.T) {
 	t.Parallel()
 	names := map[string][]Charge{}
@@ -356,8 +356,8 @@ func TestQueue_TellsListsOfBucketsApart(t *testing.T) {
 	}
 }
 
-// What a batch carries: an equal part for each place, but not less than is worth a call, nor more than its bound,
-// but for requests that could go with nobody else.
+// A batch gets an equal share of the requests for each place: at least minShare, and at most maxBatch. Further requests
+// for its own buckets do not count, because no other batch could take them.
 func TestQueue_Shares(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct{ limit, keys, each, want int }{
@@ -383,8 +383,8 @@ func TestQueue_Shares(t *testing.T) {
 	}
 }
 
-// What is expected is the rest of the call that ends first, unless a place is reserved, and then as many calls as are needed, at the
-// pace of the quickest; a quarter is added. A request is let in whose deadline is no nearer than that.
+// The expected time is the rest of the call that ends first, unless a place is reserved, and the calls that are needed then, each as
+// long as the quickest recent call. A quarter is added. A request is refused if and only if its deadline is earlier.
 func TestQueue_ExpectsTheNextCallAndThoseThatAreNeeded(t *testing.T) {
 	t.Parallel()
 	const ms = time.Millisecond
@@ -428,8 +428,8 @@ func TestQueue_ExpectsTheNextCallAndThoseThatAreNeeded(t *testing.T) {
 	}
 }
 
-// A call whose callers have all left is expected to have lasted as long again.
-func TestQueue_ACallThatAllHaveLeftCountsTwice(t *testing.T) {
+// An abandoned call is cancelled: the pace counts it as twice as long as it lasted.
+func TestQueue_AnAbandonedCallCountsTwice(t *testing.T) {
 	t.Parallel()
 	q, now := newQueue(1, 10), time.Unix(0, 0)
 	for range paceCalls {
@@ -463,7 +463,7 @@ func TestPace_ACallHasStalledAfterTwiceTheUsualTime(t *testing.T) {
 	require.Zero(t, p.left(time.Hour, now.Add(paceLife+1)), "what is known is too old")
 }
 
-// The quickest of the last calls counts, so all calls at a time may be slow twice: the first ones, which connect, or some that stall.
+// The pace is that of the quickest recent call. Two slow rounds of calls do not change it: the first ones connect, and some may stall.
 func TestPace_SlowCallsNowAndThenDoNotCount(t *testing.T) {
 	t.Parallel()
 	now := time.Unix(0, 0)
@@ -482,7 +482,7 @@ func TestPace_SlowCallsNowAndThenDoNotCount(t *testing.T) {
 	}
 }
 
-// A denial that is renewed takes the place of the one before, and a new one that of a denial that ends soon.
+// A later denial of a bucket replaces the earlier one. When the cache is full, a new bucket replaces one whose denial ends soon.
 func TestDenialCache_IsBoundedAndKeepsDenialsThatLast(t *testing.T) {
 	t.Parallel()
 	const most = maxDenials / denialShards
