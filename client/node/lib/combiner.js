@@ -71,7 +71,7 @@ export class Combiner extends Limiter {
       this.#linger = undefined
       this.#track(this.#serving, this.#serve(batch))
     }
-    if (!this.#queue.isHeld) return
+    if (!this.#queue.isLingering) return
     this.#linger ??= setTimeout(() => {
       this.#linger = undefined
       this.#look(true)

@@ -9,11 +9,11 @@ const MIN_SHARE = 32
  * and calls take() after each change until it returns null.
  *
  * A request has a bucket (its name; all buckets of a joint request are one, named after them all), elements (its size in a call), keyed
- * and joint. It waits until take() puts it into a batch, whose buckets belong to it until finish(), and whose slot until then or giveUp().
+ * and joint. It waits until take() puts it into a batch, whose buckets belong to it until finish(), and whose place until then or giveUp().
  *
  * Invariants, between any two methods:
  *
- * 1. At most `limit` slots are in use, one for each open batch.
+ * 1. At most `limit` places are in use, one for each open batch.
  * 2. A bucket belongs to at most one unfinished batch. So a stalled call holds up its own buckets only.
  * 3. Requests for one bucket are taken in order of arrival. Requests with and without an idempotency key are two orders.
  * 4. A batch that has MAX_BATCH elements takes no more. Its requests are all keyed or none is, and all joint or none.
@@ -21,7 +21,7 @@ const MIN_SHARE = 32
  */
 export class Queue {
   waiting = new Set() // in order of arrival
-  isHeld = false // the last take left requests for company: call it soon with hurry
+  isLingering = false // the last take left requests to linger for company: call it soon with hurry
   #open = new Set()
   #owned = new Set() // buckets of unfinished batches
 
@@ -42,15 +42,15 @@ export class Queue {
   leave(request) { return this.waiting.delete(request) }
 
   /**
-   * Opens the next batch: requests from the head of the line. It is null if no slot is free or no request can be sent; or, without
+   * Opens the next batch: requests from the head of the line. It is null if no place is free or no request can be sent; or, without
    * hurry, if another call is not worth it beside the open calls: below half a share, because more requests are likely to come.
    */
   take(hurry = false) {
-    this.isHeld = false
+    this.isLingering = false
     if (this.#open.size >= this.limit) return null
     const batch = [], mine = new Set(), share = this.#share()
     if (this.#open.size > 0 && this.waiting.size < Math.floor(share / 2) && !hurry) {
-      this.isHeld = this.#canTake()
+      this.isLingering = this.#canTake()
       return null
     }
     let elements = 0
@@ -70,10 +70,10 @@ export class Queue {
     return batch
   }
 
-  /** Frees the slot of a batch whose call has taken too long. Its buckets stay apart until finish(). */
+  /** Frees the place of a batch whose call has taken too long. Its buckets stay apart until finish(). */
   giveUp(batch) { this.#open.delete(batch) }
 
-  /** Closes a batch whose call has ended: its slot is free, and its buckets are. */
+  /** Closes a batch whose call has ended: its place is free, and so are its buckets. */
   finish(batch) {
     this.#open.delete(batch)
     for (const { bucket } of batch) this.#owned.delete(bucket)
@@ -84,7 +84,7 @@ export class Queue {
     return false
   }
 
-  /** How many requests a batch should have: all waiting and open ones divided by the slots, but MIN_SHARE if there are as many. */
+  /** How many requests a batch should have: all waiting and open ones divided by the places, but MIN_SHARE if there are as many. */
   #share() {
     let all = this.waiting.size
     for (const batch of this.#open) all += batch.length

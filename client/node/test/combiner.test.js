@@ -105,7 +105,7 @@ test('more than maxWaiting requests are refused at once', async (t) => {
   assert.deepEqual(sent(gate), [['k1'], ['k2', 'k3']])
 })
 
-test('a call that is given up fails its callers and frees its slot, and its buckets stay apart until it has ended', async (t) => {
+test('a call that is given up fails its callers and frees its place, and its buckets stay apart until it has ended', async (t) => {
   t.mock.timers.enable({ apis: ['setTimeout'] })
   const { gate, combiner, ask } = gated(t, { callsInFlight: 1, callTimeout: 2 })
   const stalled = ask('k0', 'k1')

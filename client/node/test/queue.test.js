@@ -24,7 +24,7 @@ test('a call has at most 256 elements, but a joint request is never split', () =
   assert.equal(filled(300, { limit: 1, more: { elements: 100, joint: true } }).take().length, 3)
 })
 
-test('what waits is split over the slots, but into calls of 32 at least', () => {
+test('what waits is split over the places, but into calls of 32 at least', () => {
   for (const [waiting, calls] of [[200, [100, 100]], [64, [32, 32]], [40, [32, 8]], [5, [5]]]) {
     assert.deepEqual(opened(filled(waiting), true).map((batch) => batch.length), calls)
   }
@@ -39,10 +39,10 @@ test('the rest of the requests for a bucket are in its call, whatever its share'
 test('requests that are not worth a call beside open calls are held, until a call ends or the owner hurries', () => {
   const queue = filled(32), first = queue.take()
   queue.add(request('x'))
-  assert.deepEqual([queue.take(), queue.isHeld], [null, true])
+  assert.deepEqual([queue.take(), queue.isLingering], [null, true])
   assert.deepEqual(names(queue.take(true)), ['x'])
   queue.add(request('y'))
-  assert.deepEqual([queue.take(), queue.isHeld], [null, false], 'there is no slot')
+  assert.deepEqual([queue.take(), queue.isLingering], [null, false], 'there is no place')
   queue.finish(first)
   queue.add(request(0))
   assert.deepEqual(names(queue.take(true)), ['y', 0])
@@ -62,7 +62,7 @@ test('a request for a bucket of an open call is not held: no timer could send it
   const queue = filled(1)
   queue.take()
   queue.add(request(0))
-  assert.deepEqual([queue.take(), queue.isHeld], [null, false])
+  assert.deepEqual([queue.take(), queue.isLingering], [null, false])
 })
 
 test('the rules hold in any order of events', () => {
@@ -86,9 +86,9 @@ test('the rules hold in any order of events', () => {
       } else if (kind === 2) {
         const before = owned(), hurry = random(2) === 0, batch = queue.take(hurry)
         if (batch === null) {
-          const isHeld = open.length < limit && takeable()
-          assert.equal(queue.isHeld, isHeld, 'a request waits for nothing')
-          assert.ok(!isHeld || (open.length > 0 && !hurry), 'held beside no call, or in a hurry')
+          const isLingering = open.length < limit && takeable()
+          assert.equal(queue.isLingering, isLingering, 'a request waits for nothing')
+          assert.ok(!isLingering || (open.length > 0 && !hurry), 'lingers beside no call, or in a hurry')
           continue
         }
         for (const r of batch) {

@@ -16,7 +16,7 @@ async function stall(combiner, policy, keys, options) {
 
 const kill = (pid) => pool.query('select pg_terminate_backend($1)', [pid])
 
-test('a call without an answer within callTimeout has its connection destroyed, and its slot is free', async (t) => {
+test('a call without an answer within callTimeout has its connection destroyed, and its place is free', async (t) => {
   const policy = await definePolicy(), own = connect({ max: 2, idleTimeoutMillis: 0 })
   const combiner = new Combiner(own, { callTimeout: 3600 }), { setTimeout } = globalThis, due = []
   t.mock.method(globalThis, 'setTimeout', (end, ms, ...more) => ms === 3_600_000 ? void due.push(end) : setTimeout(end, ms, ...more))
@@ -24,7 +24,7 @@ test('a call without an answer within callTimeout has its connection destroyed, 
     const { answers } = await stall(combiner, policy, ['held', 'beside'])
     for (const end of due.splice(0)) end()
     for (const answer of answers) await assert.rejects(answer, TimedOut)
-    assert.ok((await combiner.acquire(policy, 'free')).allowed, 'the only slot')
+    assert.ok((await combiner.acquire(policy, 'free')).allowed, 'the only place')
     await eventually(() => own.totalCount === 1)
     await eventually(async () => (await stuck(PACKED)).length === 0) // the server does not go on waiting
   })

@@ -126,7 +126,7 @@ class Combiner(AsyncLimiter):
         while batch := self._queue.take(hurry):
             hurry = False
             self._track(self._serve(batch))
-        if self._queue.is_held and self._linger is None:
+        if self._queue.is_lingering and self._linger is None:
             self._linger = asyncio.get_running_loop().call_later(LINGER, self._hurry)
 
     def _hurry(self) -> None:
@@ -182,7 +182,7 @@ class Combiner(AsyncLimiter):
                 group.create_task(some())
 
     async def _ask(self, batch: Batch, requests: list[Request]) -> list[Any]:
-        """Makes one call. When it takes too long, the callers have their error and the slot is free before the call has ended."""
+        """Makes one call. When it takes too long, the callers have their error and the place is free before the call has ended."""
         deadline = asyncio.get_running_loop().time() + self._call_timeout
         timer = asyncio.get_running_loop().call_at(deadline, self._give_up, batch, requests)
         try:

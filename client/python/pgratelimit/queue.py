@@ -53,7 +53,7 @@ class Queue:
 
     Between any two methods:
 
-    1. At most limit calls hold a slot: the calls in open.
+    1. At most limit calls have a place: the calls in open.
     2. A bucket belongs to one call at most, until finish, so a stalled call holds up its own buckets only. A joint request counts as one
        for a virtual bucket, named after all of its buckets.
     3. Requests for one bucket are taken in order of arrival. Requests with and without an idempotency key are two orders.
@@ -68,7 +68,7 @@ class Queue:
         self.waiting: dict[Request, None] = {}  # in order of arrival
         self.open: set[Batch] = set()
         self.owned: set[tuple[Any, ...]] = set()  # the buckets of calls that have not ended
-        self.is_held = False  # the last take left requests for company: call it soon with hurry
+        self.is_lingering = False  # the last take left requests to linger for company: call it soon with hurry
 
     def add(self, request: Request) -> None:
         if len(self.waiting) >= self.max_waiting:
@@ -80,15 +80,15 @@ class Queue:
         self.waiting.pop(request, None)
 
     def take(self, hurry: bool = False) -> Batch | None:
-        """Open the next call. None if no slot is free or no request can be sent; or, without hurry, if another call is not worth it
+        """Open the next call. None if no place is free or no request can be sent; or, without hurry, if another call is not worth it
         beside the open calls: below half a share."""
-        self.is_held = False
+        self.is_lingering = False
         if len(self.open) >= self.limit:
             return None
         free = [r for r in self.waiting if r.bucket not in self.owned]
         share = self._share(len(free))
         if self.open and len(free) < share // 2 and not hurry:
-            self.is_held = bool(free)
+            self.is_lingering = bool(free)
             return None
         batch = Batch()
         elements = 0
@@ -111,7 +111,7 @@ class Queue:
         return batch
 
     def give_up(self, batch: Batch) -> None:
-        """Free the slot of a call that has taken too long. Its buckets stay apart until finish."""
+        """Free the place of a call that has taken too long. Its buckets stay apart until finish."""
         self.open.discard(batch)
 
     def finish(self, batch: Batch) -> None:
@@ -119,7 +119,7 @@ class Queue:
         self.owned -= batch.buckets
 
     def _share(self, waiting: int) -> int:
-        """How many requests a call should have: all that wait and are under way, divided by the slots, but no fewer than MIN_SHARE if
+        """How many requests a call should have: all that wait and are under way, divided by the places, but no fewer than MIN_SHARE if
         there are as many."""
         everything = waiting + sum(len(batch.requests) for batch in self.open)
         return max(-(-everything // self.limit), min(everything, MIN_SHARE))

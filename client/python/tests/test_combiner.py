@@ -168,12 +168,12 @@ class Failures(Base):
             self.assertEqual([TimeoutError] * 2, [type(e) for e in await gather(*(combiner.acquire(p, key) for key in ("hot", "beside")))])
             self.assertGreaterEqual(time.monotonic() - began, 0.3)
             combiner._call_timeout = 60
-            self.assertTrue(await combiner.acquire(p, "free"), "the slot is free")
+            self.assertTrue(await combiner.acquire(p, "free"), "the place is free")
             await until_blocked(0)
             await combiner.close()
         self.assertEqual((1, 0), (taken(p, "hot"), taken(p, "beside")), "the lock's own: the server was told to stop")
 
-    async def test_while_a_call_that_was_given_up_goes_on_its_slot_is_free_and_its_buckets_stay_apart(self):
+    async def test_while_a_call_that_was_given_up_goes_on_its_place_is_free_and_its_buckets_stay_apart(self):
         p, combiner = self.policy(), await self.combiner(calls_in_flight=1)
         combiner._call_timeout = 0.1
         fetch, ended = combiner._driver.fetch, asyncio.Event()

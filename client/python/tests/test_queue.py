@@ -63,10 +63,10 @@ class QueueTest(unittest.TestCase):
         first = queue.take()
         filled(queue, request("more"))
         self.assertIsNone(queue.take())
-        self.assertTrue(queue.is_held)
+        self.assertTrue(queue.is_lingering)
         queue.finish(first)
         self.assertIsNotNone(queue.take())
-        self.assertFalse(queue.is_held)
+        self.assertFalse(queue.is_lingering)
 
     def test_what_is_too_long_for_any_bucket_shares_no_call(self):
         for r, can in (
@@ -110,7 +110,7 @@ class QueueTest(unittest.TestCase):
                         hurry = chance.random() < 0.5
                         if (batch := queue.take(hurry)) is None:
                             waits = oldest is not None and len(open_batches) < limit
-                            self.assertIs(waits, queue.is_held, seed)
+                            self.assertIs(waits, queue.is_lingering, seed)
                             self.assertFalse(waits and (hurry or not open_batches), seed)
                             continue
                         self.assertIs(oldest, batch.requests[0], seed)
