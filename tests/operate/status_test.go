@@ -16,6 +16,7 @@ import (
 const statusColumns = `select concat_ws('|', policy, key, remaining, coalesce(extract(epoch from retry_after)::real::text, 'never'),
 	coalesce(extract(epoch from reset_after)::real::text, 'never'), capacity, overridden) from `
 
+// The emptiest buckets come first, whatever the arguments select. The numbers are those of peek. A call writes nothing.
 func TestStatus_EmptiestFirst(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, 2*kit.Second).Policy("stepped", 100, 50, time.Minute, kit.Stepped, kit.Ephemeral).Policy("budget", 4, 0, kit.Second)
 	db.DefinePolicy("gone", 10, 1, kit.ADay)
@@ -23,10 +24,14 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 	for _, take := range []struct {
 		policy, key string
 		cost        int64
-	}{{"p", "half", 5}, {"p", "empty", 10}, {"p", "plan", 2}, {"p", "blocked", 1}, {"stepped", "k", 99}, {"budget", "k", 4}, {"p", "later", 9}, {"gone", "k", 10}} {
+	}{
+		{"p", "half", 5}, {"p", "empty", 10}, {"p", "plan", 2}, {"p", "blocked", 1}, {"p", "later", 9},
+		{"stepped", "k", 99}, {"budget", "k", 4}, {"gone", "k", 10},
+	} {
 		db.Acquire(take.policy, take.key, take.cost)
 	}
-	db.Execute("select ratelimit_override('p', 'plan', 20), ratelimit_override('p', 'blocked', 0), ratelimit_override('p', 'half', 1, expires_at => $1)", kit.T0.Add(kit.Second))
+	db.Execute("select ratelimit_override('p', 'plan', 20), ratelimit_override('p', 'blocked', 0)")
+	db.Execute("select ratelimit_override('p', 'half', 1, expires_at => $1)", kit.T0.Add(kit.Second))
 	db.PutBucket("p", "in debt", kit.Bucket{Level: -2_500_000, RefilledAt: kit.T0})
 	db.Execute("delete from ratelimit.policies where name = 'gone'") // and not yet its rows
 	db.SetClock(kit.T0.Add(3 * kit.Second))
@@ -40,7 +45,6 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 	require.Equal(t, []string{want[1], want[3]}, kit.Column(t, db.DB, statusColumns+"ratelimit_status(key => 'k')"))
 	require.Equal(t, want[6:7], kit.Column(t, db.DB, statusColumns+"ratelimit_status('p', 100, 'plan')"))
 	require.Empty(t, kit.Column(t, db.DB, statusColumns+"ratelimit_status('p', key => 'k')"))
-	// Its numbers are those of peek.
 	for _, row := range kit.Column(t, db.DB, "select policy || '|' || key from ratelimit_status()") {
 		policy, key, _ := strings.Cut(row, "|")
 		d := db.Must(kit.Peek(db.Pool, policy, key, 1))
@@ -49,7 +53,8 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 			policy, key, kit.OrNever(nil)))
 	}
 	for call, code := range map[string]string{
-		"(key => '')": "22023", "('none', key => 'k')": "RL001", "('none')": "RL001", "('')": "22023", "(repeat('x', 513))": "22023", "(max_rows => 0)": "22023", "(max_rows => null)": "22023", "('p', -1)": "22023",
+		"('none')": "RL001", "('none', key => 'k')": "RL001", "('')": "22023", "(repeat('x', 513))": "22023", "(key => '')": "22023",
+		"('p', -1)": "22023", "(max_rows => 0)": "22023", "(max_rows => null)": "22023",
 	} {
 		_ = db.Refused(code, "select * from ratelimit_status"+call)
 	}
@@ -58,44 +63,38 @@ func TestStatus_EmptiestFirst(t *testing.T) {
 	require.Equal(t, before, db.Rows())
 }
 
+// Clean-up has ten minutes for a row that is due. After that the doctor warns, with the call that removes it.
 func TestDoctor_OverdueRows(t *testing.T) {
+	acquire := "select ratelimit_acquire('p', n::text, 5) from generate_series(1, 3) as n"
+	remember := "select ratelimit_acquire('p', n::text, 5, 'i') from generate_series(1, 3) as n"
+	override := "select ratelimit_override('p', 'k', 5, expires_at => '2024-03-30 12:00:05+00')"
 	type testCase struct {
-		table string
-		kind  kit.PolicyOption
-		key   []string
-		rows  int // of buckets: clean-up sees to them
+		kind    kit.PolicyOption
+		every   time.Duration
+		create  string // rows that are due at 12:00:05
+		overdue string
 	}
 	kit.InParallel(t, map[string]testCase{
-		"buckets":                    {"buckets", kit.Durable, nil, 3},
-		"ephemeral buckets":          {"ephemeral_buckets", kit.Ephemeral, nil, 3},
-		"idempotency keys":           {"idempotency_keys", kit.Durable, []string{"i"}, 3},
-		"ephemeral idempotency keys": {"ephemeral_idempotency_keys", kit.Ephemeral, []string{"i"}, 3},
-		"overrides":                  {"overrides", kit.Durable, nil, 1},
+		"buckets":                    {kit.Durable, kit.Second, acquire, "buckets has 3 rows overdue"},
+		"ephemeral buckets":          {kit.Ephemeral, kit.Second, acquire, "ephemeral_buckets has 3 rows overdue"},
+		"idempotency keys":           {kit.Durable, 10 * time.Hour, remember, "idempotency_keys has 3 rows overdue"},
+		"ephemeral idempotency keys": {kit.Ephemeral, 10 * time.Hour, remember, "ephemeral_idempotency_keys has 3 rows overdue"},
+		"overrides":                  {kit.Durable, kit.Second, override, "overrides has 1 row overdue"},
 	}, func(t *testing.T, test testCase) {
 		db := kit.NewDB(t).GiveAway()
-		db.At(kit.T0).Policy("p", 10, 1, kit.Second, test.kind, kit.Remember(5*kit.Second))
-		switch {
-		case test.table == "overrides":
-			db.Execute("select ratelimit_override('p', 'k', 5, expires_at => $1)", kit.T0.Add(5*kit.Second))
-		case test.key != nil:
-			db.DefinePolicy("p", 10, 1, 10*time.Hour, test.kind)
-			fallthrough
-		default:
-			for i := range 3 {
-				db.Acquire("p", fmt.Sprint(i), 5, test.key...)
-			}
-		}
+		db.At(kit.T0).Policy("p", 10, 1, test.every, test.kind, kit.Remember(5*kit.Second))
+		db.Execute(test.create)
 		db.SetClock(kit.T0.Add(10*time.Minute + 5*kit.Second))
-		require.Empty(t, db.Findings(), "clean-up has had no time for them")
+		require.Empty(t, db.Findings())
 		db.SetClock(kit.T0.Add(10*time.Minute + 6*kit.Second))
-		remedy := db.RequireFinding("warning", strings.Replace(fmt.Sprintf("ratelimit.%s has %d rows overdue", test.table, test.rows), "has 1 rows", "has 1 row", 1), "2024-03-30 12:00:05")
+		remedy := db.RequireFinding("warning", "ratelimit."+test.overdue, "2024-03-30 12:00:05")
 		require.Contains(t, remedy, "call ratelimit_cleanup_all();")
 		db.Execute("call ratelimit_cleanup_all()")
 		require.Empty(t, db.Findings())
 	})
 }
 
-// A bucket in use is locked whenever clean-up looks, and that is no fault.
+// Clean-up skips a bucket that is locked, so a bucket that is often used may stay overdue. It is no finding within ten minutes of its use.
 func TestDoctor_OverdueAndInUse(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.GiveAway().DefinePolicy("p", 10, 1, kit.Second, durability)
@@ -165,8 +164,8 @@ func TestDoctor_PreparedTransactions(t *testing.T) {
 	require.Empty(t, db.Findings())
 }
 
-// What the owner cannot see is a finding, with the grant that helps.
-func TestDoctor_OwnerWithoutASight(t *testing.T) {
+// If the owner cannot see other sessions, the doctor returns a notice with the grant that helps.
+func TestDoctor_OwnerCannotSeeSessions(t *testing.T) {
 	t.Parallel()
 	owner, caller := kit.NewRole(t), kit.NewRole(t)
 	db := &kit.TestDB{DB: pgtest.Empty(t), T: t}
@@ -192,7 +191,7 @@ func TestDoctor_OwnerWithoutASight(t *testing.T) {
 	require.Empty(t, find())
 }
 
-// What belongs to another role is a warning with the statements that mend it, and those of a superuser are a notice, too.
+// An object of another role is a warning with the statements that mend it. A function of a superuser is a notice, too.
 func TestDoctor_Owners(t *testing.T) {
 	t.Parallel()
 	other := kit.NewRole(t)
