@@ -10,7 +10,7 @@ const MAX_CHARGES = 1000
 const LONGEST_WAIT = 365 * 86_400 // s
 const A_DAY = 86_400_000 // ms
 
-/** Asks for tokens, one call for each request. Its types explain each method. */
+/** Asks for tokens, one call for each request. index.d.ts explains each method. A Combiner has its own _ask, and uses _database. */
 export class Limiter {
   constructor(db, options) {
     this._database = new Database(db, known(options, 'schema', 'retry', 'callTimeout'))
@@ -45,8 +45,8 @@ export class Limiter {
     const { signal } = known(options, 'signal')
     signal?.throwIfAborted()
     if (!areCharges(requests)) throw invalid('requests', 'is no array of requests.', `Pass such as [{ policy, key, ${amount}: 1 }].`)
-    const asked = requests.map((request) => askable(request, amount))
-    const found = (await unless(signal, this.#each({ ...kind, call: `${name}($1::text[], $2::text[], $3::bigint[])` }, asked.filter(Array.isArray)))).values()
+    const asked = requests.map((request) => askable(request, amount)), call = `${name}($1::text[], $2::text[], $3::bigint[])`
+    const found = (await unless(signal, this.#each({ ...kind, call }, asked.filter(Array.isArray)))).values()
     return asked.map((values) => Array.isArray(values) ? found.next().value : values)
   }
 
@@ -107,13 +107,13 @@ export class Limiter {
     signal?.throwIfAborted()
     const longest = Math.min(timeout, LONGEST_WAIT), begin = performance.now()
     for (let left = longest; ; left = Math.max(0, longest - (performance.now() - begin) / 1000)) {
-      const reserved = await this.#sleepFor(policy, key, left, cost ?? 1, signal)
+      const reserved = await this.#reserveAndSleep(policy, key, left, cost ?? 1, signal)
       if (reserved.allowed) return reserved
     }
   }
 
-  /** Reserves, and sleeps for the wait. A refusal by a quota is slept out, too: until its turn, and up to a second more for the herd. */
-  async #sleepFor(policy, key, longest, cost, signal) {
+  /** Reserves, and sleeps for the wait. If a quota refuses, sleeps until its turn, and up to a second more: not all ask at once. */
+  async #reserveAndSleep(policy, key, longest, cost, signal) {
     const idempotencyKey = randomUUID()
     const reserving = this.reserve(policy, key, longest, { cost, idempotencyKey })
     let reserved
@@ -126,7 +126,7 @@ export class Limiter {
     } catch (error) {
       if (!signal?.aborted) throw error
       const givingBack = reserving.catch(() => {}).then(() => this.settle(policy, key, idempotencyKey, 0)).catch(() => {})
-      if (reserved) await givingBack // and before that, the reservation may take its time
+      if (reserved) await givingBack // without an answer, reserving may last: givingBack goes on alone
       throw signal.reason
     }
   }
@@ -200,7 +200,7 @@ export const areCharges = (charges) => Array.isArray(charges) && charges.every((
 
 const isShort = (t) => t.length * 3 <= MAX_LENGTH || Buffer.byteLength(t) <= MAX_LENGTH
 
-/** Options as they were passed. A name that a method does not know would change nothing, and nobody would notice. */
+/** Returns the options. Throws for a name that the method does not know, because a misspelt option would change nothing. */
 export function known(options = {}, ...names) {
   if (options === null || typeof options !== 'object') throw invalid('options', `is ${String(options)}.`, `Pass an object that may have ${names.join(', ')}.`)
   for (const name in options) {
@@ -220,7 +220,7 @@ function text(name, value) {
 
 const bucket = (policy, key) => [text('policy', policy), text('key', key)]
 
-/** The values of one of many requests, or its error, which is not to fail the others. */
+/** The values of one of many requests, or its error, which must not fail the others. */
 function askable(request, amount) {
   try {
     return [...bucket(request.policy, request.key), tokens(amount, amount === 'cost' ? request.cost ?? 1 : request[amount])]
@@ -244,7 +244,7 @@ function interval(name, value) {
   return `${us} microseconds`
 }
 
-/** Sleeps no shorter than told: timers are whole milliseconds, may be early, and cannot be longer than 24 days. */
+/** Sleeps for so many seconds at least. A timer counts whole milliseconds, may be early, and lasts 24 days at most. */
 export async function sleep(seconds, signal) {
   const due = performance.now() + seconds * 1000
   for (let left; (left = due - performance.now()) > 0;) await setTimeout(Math.min(Math.ceil(left), A_DAY), undefined, { signal })
