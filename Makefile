@@ -10,7 +10,7 @@ BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
 CYCLONEDX := github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod@v1.10.0
 RACE  :=# -race, which takes a C compiler and three times as long
 TESTS := work# all packages of all modules
-SERVER_TESTS := $(addprefix ./tests/,acquire client concurrency demo docs extension operate pgtest schema security slots spend torture)
+SERVER_TESTS := $(addprefix ./tests/,acquire client concurrency cron demo docs extension operate pgtest schema security slots spend torture)
 GO_TEST := go test -json -count=1 -timeout=0
 MODULES := . client/grpclimit client/otellimit migrations server tests tests/bench tests/packages
 SKIP  :=# tests to leave out, by a pattern of their names
