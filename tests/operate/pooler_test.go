@@ -22,7 +22,7 @@ type pooledDB struct {
 	pooler *pgtest.Pooler
 }
 
-// newPooledDB is for a test that runs beside others.
+// newPooledDB starts a PgBouncer, and lets the test run beside others.
 func newPooledDB(t *testing.T) *pooledDB {
 	t.Helper()
 	db := &pooledDB{kit.ParallelDB(t), pgtest.StartPooler(t)}
@@ -43,7 +43,7 @@ func (db *pooledDB) connect(t testing.TB, mode pgx.QueryExecMode, change ...func
 	return pool
 }
 
-// modes are those that work through this PgBouncer.
+// modes returns pgx's modes that work through this PgBouncer.
 func (db *pooledDB) modes() []pgx.QueryExecMode {
 	modes := []pgx.QueryExecMode{pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeCacheDescribe}
 	if db.pooler.Prepares() {
@@ -68,15 +68,15 @@ func TestPooler_CountsAreExactUnderLoad(t *testing.T) {
 	db.inEachMode(t, func(t *testing.T, policy string, pool *pgxpool.Pool) {
 		combiner := client.NewCombiner(pool)
 		defer combiner.Close()
-		unflushed := client.NewCombiner(pool, client.NoFlush())
-		defer unflushed.Close()
-		plain, quick := client.New(pool), client.New(pool, client.NoFlush())
+		unflushedCombiner := client.NewCombiner(pool, client.NoFlush())
+		defer unflushedCombiner.Close()
+		plain, unflushed := client.New(pool), client.New(pool, client.NoFlush())
 		ways := []func(id string) (client.Decision, error){
 			func(string) (client.Decision, error) { return plain.Acquire(t.Context(), policy, "k") },
-			func(string) (client.Decision, error) { return quick.Acquire(t.Context(), policy, "k") },
+			func(string) (client.Decision, error) { return unflushed.Acquire(t.Context(), policy, "k") },
 			func(string) (client.Decision, error) { return combiner.Acquire(t.Context(), policy, "k") },
 			func(id string) (client.Decision, error) {
-				return unflushed.Acquire(t.Context(), policy, "k", client.IdempotencyKey(id))
+				return unflushedCombiner.Acquire(t.Context(), policy, "k", client.IdempotencyKey(id))
 			},
 			func(id string) (client.Decision, error) { return acquireTwiceKeepOne(t.Context(), pool, policy, id) },
 		}
@@ -107,25 +107,25 @@ func TestPooler_CountsAreExactUnderLoad(t *testing.T) {
 // acquireTwiceKeepOne takes a token in a transaction that is rolled back, and one in the next.
 func acquireTwiceKeepOne(ctx context.Context, pool *pgxpool.Pool, policy, id string) (d client.Decision, err error) {
 	errRollback := errors.New("rollback")
-	for _, end := range []error{errRollback, nil} {
-		err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-			// A bucket that nobody else wants: a token on its way back would deny others theirs.
-			if end != nil {
-				_, err := client.New(tx).Acquire(ctx, policy, id, client.IdempotencyKey(id))
-				return errors.Join(err, end)
-			}
-			mine, err := client.New(tx).Peek(ctx, policy, id)
-			if err != nil || mine.Remaining != mine.Capacity {
-				return fmt.Errorf("a rollback left %d tokens: %w", mine.Remaining, err)
-			}
-			d, err = client.New(tx).Acquire(ctx, policy, "k", client.IdempotencyKey(id))
+	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		// A bucket that nobody else wants: a token on its way back would deny others theirs.
+		if _, err := client.New(tx).Acquire(ctx, policy, id, client.IdempotencyKey(id)); err != nil {
 			return err
-		})
-		if err != nil && !errors.Is(err, errRollback) {
-			return client.Decision{}, err
 		}
+		return errRollback
+	})
+	if !errors.Is(err, errRollback) {
+		return client.Decision{}, err
 	}
-	return d, nil
+	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		mine, err := client.New(tx).Peek(ctx, policy, id)
+		if err != nil || mine.Remaining != mine.Capacity {
+			return fmt.Errorf("a rollback left %d tokens: %w", mine.Remaining, err)
+		}
+		d, err = client.New(tx).Acquire(ctx, policy, "k", client.IdempotencyKey(id))
+		return err
+	})
+	return d, err
 }
 
 func TestPooler_CleansUp(t *testing.T) {
@@ -235,7 +235,7 @@ func TestPooler_ExecModesWhenTheConnectionChanges(t *testing.T) {
 			limiter := client.New(pool)
 			for i := range 3 {
 				d, err := limiter.Acquire(t.Context(), "p", "k")
-				change.back()
+				change.giveBack()
 				if code != "" {
 					require.Equal(t, code, kit.SQLState(err), "%v", err)
 					require.EqualValues(t, 1000, db.Left("p", "k"))
@@ -243,9 +243,9 @@ func TestPooler_ExecModesWhenTheConnectionChanges(t *testing.T) {
 				}
 				require.NoError(t, err)
 				require.EqualValues(t, 999-i, d.Remaining)
-				change.connection() // and between calls
+				change.take() // and between calls
 			}
-			change.back()
+			change.giveBack()
 			require.NotZero(t, change.count)
 		})
 	}
@@ -259,7 +259,7 @@ type changer struct {
 	count int
 }
 
-func (c *changer) connection() {
+func (c *changer) take() {
 	tx := kit.NoError(c.pool.Begin(context.Background()))(c.t)
 	_, err := tx.Exec(context.Background(), "select") // for the pooler a transaction begins with its first statement
 	require.NoError(c.t, err)
@@ -267,8 +267,8 @@ func (c *changer) connection() {
 	c.count++
 }
 
-// back returns all connections to the pooler.
-func (c *changer) back() {
+// giveBack returns all connections to the pooler.
+func (c *changer) giveBack() {
 	for _, tx := range c.taken {
 		require.NoError(c.t, tx.Rollback(context.Background()))
 	}
@@ -280,7 +280,7 @@ func (*changer) TracePrepareStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceP
 }
 
 func (c *changer) TracePrepareEnd(context.Context, *pgx.Conn, pgx.TracePrepareEndData) {
-	c.connection()
+	c.take()
 }
 
 func (*changer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
