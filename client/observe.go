@@ -10,9 +10,10 @@ import (
 // The goroutine that did the work calls them, and goes on when they return; many goroutines call them at a time. No hook
 // gets a key. Package otellimit, a module of its own, has hooks for OpenTelemetry.
 type Hooks struct {
-	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek, Refund, Pause and Hold, before the
-	// caller has it, and each renewal and release of a [Hold]. In a transaction it is unknown by then whether the transaction
-	// will be committed. A Wait appears as its Reserves, a HoldWait as its Holds. A grant from a lease of a [Leaser] is an answer of Acquire. The Leaser's own refills and refunds are not reported.
+	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek, Refund, Pause and Hold, and each of
+	// many, before the caller has it, and each renewal and release of a [Hold]. In a transaction it is unknown by then whether the
+	// transaction will be committed. A Wait appears as its Reserves, a HoldWait as its Holds. A grant from a lease of a [Leaser] is an
+	// answer of Acquire. The Leaser's own refills and refunds are not reported.
 	Answered func(context.Context, Answer)
 
 	// Waited gets the time that a Wait or HoldWait has slept, 0 if the tokens or slots were there, and the error of ctx if ctx
@@ -26,7 +27,7 @@ type Hooks struct {
 // An Answer is the result of one call of a limiter.
 type Answer struct {
 	// Operation is the operation's name, as in the text of errors: "acquire", "acquire all", "acquire up to", "charge", "settle",
-	// "reserve", "peek", "refund", "hold", "renew" or "release".
+	// "reserve", "peek", "refund", "pause", "hold", "renew" or "release".
 	Operation string
 
 	// Policy is the policy of the request, which may not exist. Of several charges it is the policy of the binding charge, and
