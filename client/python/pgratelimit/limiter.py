@@ -252,7 +252,7 @@ class AsyncLimiter:
             reservation = None
             reserving = asyncio.ensure_future(self.reserve(policy, key, max_wait, cost, idempotency_key=name))
             try:
-                reservation = await asyncio.shield(reserving)
+                reservation = await _outlived(reserving)
                 for pause in _pauses(reservation, max_wait, cost):
                     await asyncio.sleep(pause)
             except BaseException as error:
@@ -265,6 +265,7 @@ class AsyncLimiter:
     async def _undo(self, call: asyncio.Future[Any], undo: Callable[P, Awaitable[Any]], *args: P.args, **kwargs: P.kwargs) -> None:
         """Undo a call once it has its answer, or was cancelled after a second. A connection whose call is cancelled may take no other, and
         the server may carry out the call later. It goes on when its caller is cancelled again."""
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error that nobody gets is none
 
         async def after() -> None:
             try:
@@ -285,7 +286,7 @@ class AsyncLimiter:
         holder, sent = _new_hold(self._driver)
         holding = asyncio.ensure_future(self._run(calls.hold(policy, key, holder, cost)))
         try:
-            row = await asyncio.shield(holding)
+            row = await _outlived(holding)
         except BaseException as error:
             if not isinstance(error, Exception):
                 await self._undo(holding, self.release, policy, key, holder)
@@ -322,6 +323,12 @@ class AsyncLimiter:
             except Exception as error:
                 pause = tries.after(error)
             await asyncio.sleep(pause)
+
+
+async def _outlived(call: asyncio.Future[T]) -> T:
+    """The result of a call that goes on when its caller is cancelled. From Python 3.14 on, asyncio.shield would report its error then."""
+    await asyncio.wait({call})
+    return call.result()
 
 
 class _Tries:

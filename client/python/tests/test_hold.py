@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import threading
 import unittest
 from unittest import mock
@@ -12,6 +13,8 @@ from tests.kit import BOTH_POOLS, AsyncCase, define, define_slots, execute, gath
 
 WITHOUT_LEASE = "select count(*) = 0 from ratelimit_holders(%s::text)"
 RENEWED = "select held_for > interval '45 minutes' from ratelimit_holders(%s::text)"
+FAIL_BLOCKED = """select pg_cancel_backend(pid) from pg_stat_activity
+    where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'"""
 AN_ERROR = psycopg.OperationalError
 
 
@@ -355,6 +358,24 @@ class AsyncTest(AsyncCase):
             await conn.close()
             await until_blocked(0)
             self.assertEqual([], holders(p))
+
+    async def test_nothing_reports_an_error_that_comes_after_a_cancellation(self):
+        async for limiter, p in self.limiters():
+            define(f"{p} tokens", 10)
+            for call, lock in (
+                (limiter.hold(p, "k").__aenter__, ("select ratelimit_hold(%s::text, 'k', 'other')", p)),
+                (functools.partial(limiter.wait, f"{p} tokens", "k"), ("select ratelimit_acquire(%s::text, 'k')", f"{p} tokens")),
+            ):
+                execute(*lock)  # so that there is a row
+                with psycopg.connect() as conn:
+                    conn.execute(lock[0], lock[1:])
+                    calling = asyncio.create_task(call())
+                    await until_blocked()
+                    calling.cancel()
+                    execute(FAIL_BLOCKED)
+                    with self.assertRaises(asyncio.CancelledError):
+                        await calling
+        del calling, call  # leaves_nothing sees what they leave
 
     async def test_holds_that_are_cancelled_on_their_way_hold_nothing(self):
         async for limiter, p in self.limiters():
