@@ -211,15 +211,14 @@ class AsyncHeld(_Held):
         self._task: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._keep()) if self._calls else None
 
     async def release(self) -> None:
-        """As Held.release. When its caller is cancelled, it goes on for up to 5 seconds."""
-        task = asyncio.get_running_loop().create_task(self._finish())
+        """As Held.release. When its caller is cancelled, it goes on for up to 5 seconds, also when its caller does not wait for that."""
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._finish())
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            try:
-                await asyncio.wait({task}, timeout=RELEASE_TIMEOUT)
-            finally:
-                task.cancel()
+            loop.call_later(RELEASE_TIMEOUT, task.cancel)
+            await asyncio.wait({task}, timeout=RELEASE_TIMEOUT)
             raise
 
     def _finish(self) -> Coroutine[Any, Any, None]:

@@ -274,8 +274,7 @@ class AsyncLimiter:
                     call.cancel()
                     await asyncio.wait({call}, timeout=FINISH_TIMEOUT)
             finally:  # also when the loop ends
-                with suppress(Exception):
-                    await asyncio.wait_for(undo(*args, **kwargs), GIVE_BACK_TIMEOUT)
+                await _try(undo(*args, **kwargs))
 
         await asyncio.shield(asyncio.ensure_future(after()))
 
@@ -296,8 +295,7 @@ class AsyncLimiter:
         try:
             yield held
         except BaseException:
-            with suppress(Exception):
-                await asyncio.wait_for(held._finish(), GIVE_BACK_TIMEOUT)
+            await asyncio.shield(asyncio.ensure_future(_try(held._finish())))
             raise
         await held.release()
 
@@ -329,6 +327,11 @@ async def _outlived(call: asyncio.Future[T]) -> T:
     """The result of a call that goes on when its caller is cancelled. From Python 3.14 on, asyncio.shield would report its error then."""
     await asyncio.wait({call})
     return call.result()
+
+
+async def _try(undo: Awaitable[Any]) -> None:
+    with suppress(Exception):
+        await asyncio.wait_for(undo, GIVE_BACK_TIMEOUT)
 
 
 class _Tries:

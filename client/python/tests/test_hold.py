@@ -377,6 +377,35 @@ class AsyncTest(AsyncCase):
                         await calling
         del calling, call  # leaves_nothing sees what they leave
 
+    async def test_a_release_goes_on_when_its_caller_is_cancelled_again(self):
+        async for limiter, p in self.limiters():
+
+            async def use(is_cancelled: bool, begun: asyncio.Event, may_go_on: asyncio.Event) -> None:
+                async with limiter.hold(p, "k") as held:
+                    release = held._release
+
+                    async def gated() -> None:
+                        begun.set()
+                        await may_go_on.wait()
+                        await release()
+
+                    held._release = gated
+                    if is_cancelled:
+                        asyncio.current_task().cancel()
+                        await asyncio.sleep(0)
+
+            for is_cancelled in (False, True):
+                begun, may_go_on = asyncio.Event(), asyncio.Event()
+                using = asyncio.create_task(use(is_cancelled, begun, may_go_on))
+                await begun.wait()
+                for _ in range(2):
+                    using.cancel()
+                    await asyncio.sleep(0)
+                may_go_on.set()
+                await asyncio.wait({using})
+                self.assertTrue(using.cancelled())
+                await until(WITHOUT_LEASE, p)
+
     async def test_holds_that_are_cancelled_on_their_way_hold_nothing(self):
         async for limiter, p in self.limiters():
             define_slots(p, 1000)
