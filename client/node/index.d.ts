@@ -35,7 +35,8 @@ export interface CombinerOptions extends Options {
 export interface CallOptions {
   /**
    * Frees the caller, who gets its reason. A request that has not been sent is not sent. One that has been sent may be granted, and its
-   * tokens taken: with an idempotency key, asking again settles that.
+   * tokens taken: with an idempotency key, asking again settles that. Its call goes on, with its connection, until it has an answer or
+   * callTimeout is over.
    */
   signal?: AbortSignal
 }
@@ -188,8 +189,8 @@ export class Limiter {
 
   /**
    * Reserves tokens, and returns when they are there. If they would come after the timeout (365 days), it fails at once with TooLate. A
-   * caller that stops waiting gives its tokens back. A quota lends nothing: at its next turn, and up to a second later at random, wait
-   * reserves again. Not for transactions.
+   * caller that stops waiting gives its tokens back first, for up to 5 seconds. A quota lends nothing: at its next turn, and up to a second
+   * later at random, wait reserves again. Not for transactions.
    */
   wait(policy: string, key: string, options?: CostOptions & { timeout?: number }): Promise<Reservation>
 

@@ -9,6 +9,7 @@ const MAX_LENGTH = 512 // bytes, of policies, keys and idempotency keys
 const MAX_CHARGES = 1000
 const LONGEST_WAIT = 365 * 86_400 // s
 const A_DAY = 86_400_000 // ms
+const GIVE_BACK_PATIENCE = 5000 // ms
 
 /** Asks for tokens, one call for each request. index.d.ts explains each method. A Combiner has its own _ask, and uses _database. */
 export class Limiter {
@@ -71,9 +72,12 @@ export class Limiter {
   }
 
   async settle(policy, key, idempotencyKey, cost, options) {
-    const { signal } = known(options, 'signal')
+    return this.#settle(policy, key, idempotencyKey, cost, known(options, 'signal'))
+  }
+
+  #settle(policy, key, idempotencyKey, cost, options) {
     const values = [...bucket(policy, key), text('idempotencyKey', idempotencyKey), tokens('cost', cost)]
-    return this.#call(DECISION, 'ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)', values, { signal, once: true })
+    return this.#call(DECISION, 'ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)', values, { ...options, once: true })
   }
 
   async reserve(policy, key, maxWait, options) {
@@ -125,7 +129,8 @@ export class Limiter {
       return reserved
     } catch (error) {
       if (!signal?.aborted) throw error
-      const givingBack = reserving.catch(() => {}).then(() => this.settle(policy, key, idempotencyKey, 0)).catch(() => {})
+      const giveBack = () => this.#settle(policy, key, idempotencyKey, 0, { patience: GIVE_BACK_PATIENCE })
+      const givingBack = reserving.catch(() => {}).then(giveBack).catch(() => {})
       if (reserved) await givingBack // without an answer, reserving may last: givingBack goes on alone
       throw signal.reason
     }
@@ -155,9 +160,9 @@ export class Limiter {
     return unless(signal, release(this._database, ...bucket(policy, key), text('holder', holder)))
   }
 
-  async #call(kind, call, values, { signal, once }) {
+  async #call(kind, call, values, { signal, once, patience }) {
     signal?.throwIfAborted()
-    return unless(signal, this._database.row({ ...kind, call, values, once }))
+    return unless(signal, this._database.row({ ...kind, call, values, once }, { patience }))
   }
 }
 

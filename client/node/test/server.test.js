@@ -2,7 +2,7 @@
 import assert from 'node:assert/strict'
 import test from 'node:test'
 import { Combiner, Denied, IdempotencyMismatch, InvalidArgument, Limiter, Locked, TimedOut, TooLate, UnknownPolicy, translate } from '../index.js'
-import { connect, definePolicy, defineQuota, eventually, installation, left, pool, stuck, withLocked } from './kit.js'
+import { connect, definePolicy, defineQuota, eventually, installation, left, pool, stuck, whileOpen, withLocked } from './kit.js'
 
 const PACKED = 'ratelimit_acquire_packed'
 
@@ -187,6 +187,23 @@ test('a caller that stops waiting gets its tokens back', async () => {
   leaving.abort(new Error('enough'))
   await assert.rejects(waiting, /enough/)
   await eventually(async () => await left(policy, 'k') === 0)
+})
+
+test('a caller that stops waiting leaves after 5 seconds, if its bucket is locked', async (t) => {
+  const policy = await definePolicy(10, 1, '1 hour'), leaving = new AbortController(), { setTimeout } = globalThis, due = []
+  await pool.query("select ratelimit_charge($1, 'k', 10)", [policy])
+  const waiting = new Limiter(pool).wait(policy, 'k', { signal: leaving.signal })
+  waiting.catch(() => {})
+  await eventually(async () => await left(policy, 'k') === -1)
+  t.mock.method(globalThis, 'setTimeout', (end, ms, ...more) => ms === 5000 ? void due.push(end) : setTimeout(end, ms, ...more))
+  await whileOpen("select ratelimit_charge($1, 'k', 1)", [policy], async () => {
+    leaving.abort(new Error('enough'))
+    await eventually(async () => (await stuck('ratelimit_settle')).length === 1)
+    assert.equal(due.length, 1)
+    due[0]()
+    await assert.rejects(waiting, /enough/)
+    await eventually(async () => (await stuck('ratelimit_settle')).length === 0) // the server does not go on waiting
+  })
 })
 
 test('the error of a guard has its numbers', async () => {
