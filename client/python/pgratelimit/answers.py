@@ -97,6 +97,31 @@ def seconds(microseconds: Any) -> float | None:
     return s if numerator * 1_000_000 >= n * denominator else math.nextafter(s, math.inf)
 
 
+def microseconds(column: str) -> str:
+    """Selects an interval as a bigint. The factor is numeric, as extract is: for an integer, an operator that an attacker planted on
+    search_path would be the closer match."""
+    return f"(extract(epoch from {column}) * 1000000.0)::bigint"
+
+
+def _columns(of: str = "", wait: str = "retry_after") -> str:
+    times = f"{microseconds(of + wait)}, {microseconds(f'{of}reset_after')}"
+    return f"{of}allowed, {of}remaining, {times}, {of}capacity, {of}replayed, {of}shadowed"
+
+
+def _fields(row: Sequence[Any]) -> tuple[Any, ...]:
+    allowed, remaining, wait, reset_after, capacity, replayed, shadowed = row
+    return bool(allowed), int(remaining), seconds(wait), seconds(reset_after), int(capacity), bool(replayed), bool(shadowed)
+
+
+DECISION = _columns()
+RESERVATION = _columns(wait="wait")
+PARTIAL = f"taken, {DECISION}"
+JOINT = (
+    f"binding, (select pg_catalog.json_agg(pg_catalog.json_build_array({_columns('d.')}) order by d.ordinality) "
+    f"from pg_catalog.unnest(decisions) with ordinality as d)::text, {DECISION}"
+)
+
+
 def decision(row: Sequence[Any]) -> Decision:
     return Decision(*_fields(row))
 
@@ -106,7 +131,8 @@ def reservation(row: Sequence[Any]) -> Reservation:
 
 
 def partial(row: Sequence[Any]) -> PartialDecision:
-    return PartialDecision(*(*_fields(row), int(row[7])))
+    taken, *columns = row
+    return PartialDecision(*_fields(columns), int(taken))
 
 
 def joint(decisions: list[Decision], binding: int, allowed: bool, replayed: bool, shadowed: bool) -> JointDecision:
@@ -114,8 +140,3 @@ def joint(decisions: list[Decision], binding: int, allowed: bool, replayed: bool
     return JointDecision(
         allowed, of.remaining, of.retry_after, of.reset_after, of.capacity, replayed, shadowed, binding=binding, decisions=decisions
     )
-
-
-def _fields(row: Sequence[Any]) -> tuple[Any, ...]:
-    allowed, remaining, wait, reset_after, capacity, replayed, shadowed, *_ = row
-    return bool(allowed), int(remaining), seconds(wait), seconds(reset_after), int(capacity), bool(replayed), bool(shadowed)

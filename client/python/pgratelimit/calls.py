@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from . import answers
-from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation
+from .answers import DECISION, JOINT, PARTIAL, RESERVATION, Charge, Decision, JointDecision, PartialDecision, Reservation, microseconds
 from .errors import Error, InvalidArgument, of_server
+from .hold import COLUMNS as HOLD
 
 T = TypeVar("T")
 
@@ -42,25 +43,6 @@ def statement(schema: str | None, columns: str, function: str, percent: bool) ->
     return f"select {columns} from {function}"
 
 
-def microseconds(column: str) -> str:
-    """Selects an interval as a bigint. The factor is numeric, as extract is: for an integer, an operator that an attacker planted on
-    search_path would be the closer match."""
-    return f"(extract(epoch from {column}) * 1000000.0)::bigint"
-
-
-def _columns(wait: str) -> str:
-    return f"allowed, remaining, {microseconds(wait)}, {microseconds('reset_after')}, capacity, replayed, shadowed"
-
-
-DECISION = _columns("retry_after")
-RESERVATION = _columns("wait")
-JOINT = (
-    f"{DECISION}, binding, pg_catalog.to_json(array(select array[d.allowed::integer, d.remaining, {microseconds('d.retry_after')}, "
-    f"{microseconds('d.reset_after')}, d.capacity, d.replayed::integer, d.shadowed::integer] "
-    "from pg_catalog.unnest(decisions) with ordinality as d order by d.ordinality))::text"
-)
-
-
 def acquire(policy: str, key: str, cost: int, idempotency_key: str | None) -> Call[Decision]:
     function = "ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)"
     return _call("acquire", DECISION, function, answers.decision, policy, key, whole("cost", cost), idempotency_key)
@@ -76,7 +58,7 @@ def peek_many(requests: Iterable[Charge]) -> Call[list[Decision | Error]]:
 
 
 def acquire_up_to_many(requests: Iterable[Charge]) -> Call[list[PartialDecision | Error]]:
-    return _many("acquire up to", DECISION + ", taken", "ratelimit_acquire_up_to_many", answers.partial, requests, "at_most", False)
+    return _many("acquire up to", PARTIAL, "ratelimit_acquire_up_to_many", answers.partial, requests, "at_most", False)
 
 
 def _many(
@@ -139,22 +121,20 @@ def pause(policy: str, key: str, pause_for: float) -> Call[Decision]:
 def acquire_up_to(policy: str, key: str, at_most: int, at_least: int, idempotency_key: str | None) -> Call[PartialDecision]:
     function = "ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)"
     bounds = whole("at_most", at_most), whole("at_least", at_least)
-    return _call("acquire up to", DECISION + ", taken", function, answers.partial, policy, key, *bounds, idempotency_key)
+    return _call("acquire up to", PARTIAL, function, answers.partial, policy, key, *bounds, idempotency_key)
 
 
 def acquire_all(charges: Sequence[Charge], idempotency_key: str | None) -> Call[JointDecision]:
     def decode(row: Sequence[Any]) -> JointDecision:
-        decisions = [answers.decision(numbers) for numbers in json.loads(row[8])]
+        binding, parts, *columns = row
+        decisions, of_all = [answers.decision(part) for part in json.loads(parts)], answers.decision(columns)
         if len(decisions) != len(charges):
             raise Error(f"pgratelimit: acquire all: {len(decisions)} decisions about {len(charges)} charges")
-        return answers.joint(decisions, int(row[7]) - 1, row[0], row[5], row[6])
+        return answers.joint(decisions, int(binding) - 1, of_all.allowed, of_all.replayed, of_all.shadowed)
 
     function = "ratelimit_acquire_all($1::text::text[], $2::text::text[], $3::text::bigint[], $4::text)"
     args = *arrays(charges), name_or_none(idempotency_key)
     return Call("acquire all", JOINT, function, args, decode, idempotency_key is not None)
-
-
-HOLD = f"allowed, remaining, {microseconds('retry_after')}, {microseconds('held_for')}, capacity, renewed, shadowed"
 
 
 def hold(policy: str, key: str, holder: str, cost: int) -> Call[Sequence[Any]]:

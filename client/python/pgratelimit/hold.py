@@ -8,7 +8,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from .answers import seconds
+from .answers import microseconds, seconds
 from .errors import InvalidArgument, LeaseLost, UnknownPolicy
 
 LEAST_PATIENCE = 1.0
@@ -21,6 +21,8 @@ RELEASE_TIMEOUT = 5.0
 """Seconds that a release goes on for after its caller was cancelled."""
 
 A_DAY = 86400.0
+
+COLUMNS = f"allowed, remaining, {microseconds('retry_after')}, {microseconds('held_for')}, capacity, renewed, shadowed"
 
 
 class Tenure:
