@@ -93,15 +93,9 @@ func nameOfAll(charges []Charge) string {
 	return string(name)
 }
 
-// fieldsOfDecision are the numbers that a decision is sent as.
-const fieldsOfDecision = 7
-
-// The columns of a joint decision. The decisions are one array of numbers, since nothing but numbers means
-// the same in every way of sending it.
-var jointColumns = decisionColumns + ", binding, array(select array[" +
-	"d.allowed::integer, d.remaining, " + microseconds("d.retry_after") + ", " + microseconds("d.reset_after") + ", " +
-	"d.capacity, d.replayed::integer, d.shadowed::integer" +
-	"] from pg_catalog.unnest(decisions) with ordinality as d order by d.ordinality)"
+// The columns of a joint decision.
+var jointColumns = decisionColumns + ", binding, array(select " + numbersOf("d.") +
+	" from pg_catalog.unnest(decisions) with ordinality as d order by d.ordinality)"
 
 // askAll sends one request of several charges.
 func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) {
@@ -132,16 +126,7 @@ func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) 
 	}
 	d := JointDecision{Decision: whole, Binding: int(binding) - 1, Decisions: make([]Decision, len(r.charges))}
 	for i := range d.Decisions {
-		n := numbers[fieldsOfDecision*i:]
-		d.Decisions[i] = Decision{
-			Allowed:    n[0].Int64 != 0,
-			Remaining:  n[1].Int64,
-			RetryAfter: wait(n[2]),
-			ResetAfter: wait(n[3]),
-			Capacity:   n[4].Int64,
-			Replayed:   n[5].Int64 != 0,
-			Shadowed:   n[6].Int64 != 0,
-		}
+		d.Decisions[i] = decisionOf(numbers[fieldsOfDecision*i:])
 	}
 	return d, nil
 }

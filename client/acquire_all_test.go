@@ -15,7 +15,8 @@ import (
 func TestAcquireAll_RefusesAMisshapenAnswer(t *testing.T) {
 	t.Parallel()
 	charges := []client.Charge{{Policy: "p", Key: "k"}, {Policy: "q", Key: "l"}}
-	for binding, numbers := range map[int64]int{1: 7, 0: 14, 3: 14} {
+	fields := len(granted(1))
+	for binding, numbers := range map[int64]int{1: fields, 0: 2 * fields, 3: 2 * fields} {
 		db := &fakeDB{answers: []any{append(granted(1), binding, make([]pgtype.Int8, numbers))}}
 		_, err := client.New(db).AcquireAll(t.Context(), charges)
 		require.EqualError(t, err, fmt.Sprintf("pgratelimit: acquire all: %d numbers about 2 charges, of which %d is the binding one", numbers, binding))

@@ -292,13 +292,18 @@ func microseconds(column string) string {
 
 // The columns of a decision, and in the same order the columns of a reservation.
 var (
-	decisionColumns    = columnsWith("retry_after")
-	reservationColumns = columnsWith("wait")
+	decisionColumns    = columnsOf("", "retry_after", "")
+	reservationColumns = columnsOf("", "wait", "")
 )
 
-func columnsWith(wait string) string {
-	return "allowed, remaining, " + microseconds(wait) + ", " + microseconds("reset_after") + ", capacity, replayed, shadowed"
+// columnsOf lists what decisionRow.columns reads. row is a prefix such as "d.", or empty; flag follows each boolean.
+func columnsOf(row, wait, flag string) string {
+	return row + "allowed" + flag + ", " + row + "remaining, " + microseconds(row+wait) + ", " + microseconds(row+"reset_after") + ", " +
+		row + "capacity, " + row + "replayed" + flag + ", " + row + "shadowed" + flag
 }
+
+// numbersOf selects a decision as one array: nothing but numbers means the same in every way of sending it.
+func numbersOf(row string) string { return "array[" + columnsOf(row, "retry_after", "::integer") + "]" }
 
 // A decisionRow is the row that the columns are read to.
 type decisionRow struct {
@@ -308,6 +313,24 @@ type decisionRow struct {
 
 func (r *decisionRow) columns() []any {
 	return []any{&r.Allowed, &r.Remaining, &r.retryAfter, &r.resetAfter, &r.Capacity, &r.Replayed, &r.Shadowed}
+}
+
+var fieldsOfDecision = len(new(decisionRow).columns())
+
+// decisionOf reads what numbersOf selects.
+func decisionOf(numbers []pgtype.Int8) Decision {
+	var r decisionRow
+	for i, column := range r.columns() {
+		switch column := column.(type) {
+		case *bool:
+			*column = numbers[i].Int64 != 0
+		case *int64:
+			*column = numbers[i].Int64
+		case *pgtype.Int8:
+			*column = numbers[i]
+		}
+	}
+	return r.decision()
 }
 
 func (r *decisionRow) decision() Decision {

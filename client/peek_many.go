@@ -4,6 +4,8 @@ import (
 	"context"
 	"slices"
 	"time"
+
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 // PeekMany is [Limiter.Peek] about many buckets in one call, as of one instant. The answers are in the order of the charges. Each is
@@ -25,7 +27,7 @@ type PartialAnswer struct {
 // are in the order of the charges. Of two charges of one bucket, the second takes from what the first left. Errors are as in
 // [Limiter.PeekMany]. Calls of it, and of AcquireMany and AcquireAll, do not deadlock with each other.
 func (l *limiter) AcquireUpToMany(ctx context.Context, charges []Charge) []PartialAnswer {
-	columns := manyColumns("'shadowed', shadowed, 'taken', taken, ")
+	columns := manyColumns("'taken', taken, ")
 	return l.askMany(ctx, call{verb: verbAcquireUpTo, columns: columns, function: "ratelimit_acquire_up_to_many", tokens: true}, charges)
 }
 
@@ -83,8 +85,7 @@ func (l *limiter) askSome(ctx context.Context, c call, charges []Charge, numbers
 func manyColumns(more string) string {
 	return `
 	coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
-		'allowed', allowed, 'remaining', remaining, 'retry_after', ` + microseconds("retry_after") + `,
-		'reset_after', ` + microseconds("reset_after") + `, 'capacity', capacity, ` + more + `
+		'decision', ` + numbersOf("") + `, ` + more + `
 		'code', error_code, 'message', error_message, 'detail', error_detail, 'hint', error_hint
 		) order by request), '[]')::text`
 }
@@ -99,10 +100,8 @@ func answersOf(partial []PartialAnswer) []Answer {
 
 // A manyRow is an answer as manyColumns has it.
 type manyRow struct {
-	Allowed, Shadowed           bool
-	Remaining, Capacity, Taken  int64
-	RetryAfter                  *int64 `json:"retry_after"`
-	ResetAfter                  *int64 `json:"reset_after"`
+	Decision                    []pgtype.Int8
+	Taken                       int64
 	Code, Message, Detail, Hint string
 }
 
@@ -110,17 +109,10 @@ func (r manyRow) answer(verb string) (Decision, error) {
 	if r.Code != "" {
 		return Decision{}, refused(verb, r.Code, r.Message, r.Detail, r.Hint)
 	}
-	return Decision{
-		Allowed: r.Allowed, Remaining: r.Remaining, RetryAfter: orNever(r.RetryAfter), ResetAfter: orNever(r.ResetAfter), Capacity: r.Capacity, Shadowed: r.Shadowed,
-	}, nil
-}
-
-// orNever converts microseconds; nil is never.
-func orNever(microseconds *int64) time.Duration {
-	if microseconds == nil {
-		return never
+	if len(r.Decision) != fieldsOfDecision {
+		return Decision{}, failed(verb, errMisshapen)
 	}
-	return duration(*microseconds)
+	return decisionOf(r.Decision), nil
 }
 
 // PeekMany is [Limiter.PeekMany] on the shards of the keys, at the same time.

@@ -46,10 +46,7 @@ func (db *database) askMany(now time.Time, charges []model.Charge, upTo bool) st
 		} else {
 			d, _ = db.model.Peek(now, c.BucketID, c.Cost)
 		}
-		rows[i] = map[string]any{
-			"allowed": d.Allowed, "remaining": d.Remaining, "capacity": d.Capacity,
-			"retry_after": waitInt8(d.RetryAfter), "reset_after": waitInt8(d.ResetAfter), "shadowed": d.Shadowed, "taken": taken,
-		}
+		rows[i] = map[string]any{"decision": numbersOf(d), "taken": taken}
 	}
 	text, _ := json.Marshal(rows)
 	return string(text)
@@ -103,10 +100,24 @@ func ofElement(charges []model.Charge, i int, err error) error {
 func joint(whole model.Whole) []any {
 	var numbers []pgtype.Int8
 	for _, d := range whole.Decisions {
-		numbers = append(numbers, number(one(d.Allowed)), number(d.Remaining), waitInt8(d.RetryAfter), waitInt8(d.ResetAfter),
-			number(d.Capacity), number(one(d.Replayed)), number(one(d.Shadowed)))
+		numbers = append(numbers, numbersOf(d)...)
 	}
 	return append(columns(whole.Decision), int64(whole.Binding), numbers)
+}
+
+// numbersOf are the columns of a decision as numbers.
+func numbersOf(d model.Decision) (numbers []pgtype.Int8) {
+	for _, column := range columns(d) {
+		switch column := column.(type) {
+		case bool:
+			numbers = append(numbers, number(one(column)))
+		case int64:
+			numbers = append(numbers, number(column))
+		case nil:
+			numbers = append(numbers, pgtype.Int8{})
+		}
+	}
+	return numbers
 }
 
 // packed answers many requests. Without sizes each has one charge.
