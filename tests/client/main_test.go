@@ -48,8 +48,7 @@ func main() {}
 		command := exec.CommandContext(t.Context(), "go", args...)
 		command.Dir = dir
 		command.Env = append(os.Environ(), "GOWORK=off", "GOFLAGS=-mod=mod")
-		out, err := command.Output()
-		require.NoError(t, err)
+		out := kit.NoError(command.Output())(t)
 		return string(out)
 	}
 	compiled := strings.Fields(run("list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", "."))

@@ -22,8 +22,7 @@ import (
 // make serve-demo: what it tells its reader to run answers, and Ctrl-C ends all of it.
 func TestServe(t *testing.T) {
 	t.Parallel()
-	root, err := filepath.Abs("../..")
-	require.NoError(t, err)
+	root := kit.NoError(filepath.Abs("../.."))(t)
 	program := kit.Built(t, "tests/demo")
 
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute) // a fresh machine compiles the server
@@ -34,8 +33,7 @@ func TestServe(t *testing.T) {
 	c.Env = append(os.Environ(), "CALL_TIMEOUT=1m", "HTTP_ADDR="+http, "GRPC_ADDR="+grpc)
 	var complaints bytes.Buffer
 	c.Stderr = &complaints
-	stdout, err := c.StdoutPipe()
-	require.NoError(t, err)
+	stdout := kit.NoError(c.StdoutPipe())(t)
 	require.NoError(t, c.Start())
 	lines := bufio.NewScanner(stdout)
 	var told strings.Builder

@@ -385,8 +385,7 @@ func TestDocs_GoCompiles(t *testing.T) {
 // buildDocs compiles each file as a package of the module, which is there for the compiler only.
 func buildDocs(t *testing.T, files ...string) (out string, err error) {
 	dir := t.TempDir()
-	root, err := filepath.Abs("../..")
-	require.NoError(t, err)
+	root := kit.NoError(filepath.Abs("../.."))(t)
 	overlay := map[string]string{}
 	args := []string{"build", "-overlay", filepath.Join(dir, "overlay.json")}
 	add := func(path, text string) {
@@ -400,8 +399,7 @@ func buildDocs(t *testing.T, files ...string) (out string, err error) {
 		add(pkg+"/environment.go", docsEnvironment)
 		args = append(args, "./"+pkg)
 	}
-	text, err := json.Marshal(map[string]any{"Replace": overlay})
-	require.NoError(t, err)
+	text := kit.NoError(json.Marshal(map[string]any{"Replace": overlay}))(t)
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "overlay.json"), text, 0o600))
 	command := exec.Command("go", args...)
 	command.Dir = root
@@ -418,8 +416,7 @@ var (
 
 func TestDocs_LinksFilesAndTargetsAreThere(t *testing.T) {
 	t.Parallel()
-	makefile, err := os.ReadFile("../../Makefile")
-	require.NoError(t, err)
+	makefile := kit.NoError(os.ReadFile("../../Makefile"))(t)
 	anchors := map[string][]string{}
 	files := docsFiles(t)
 	for _, file := range files {
@@ -483,8 +480,7 @@ func TestDocs_NamedTestsAreThere(t *testing.T) {
 
 func TestDocs_ReadmeIsShort(t *testing.T) {
 	t.Parallel()
-	text, err := os.ReadFile("../../README.md")
-	require.NoError(t, err)
+	text := kit.NoError(os.ReadFile("../../README.md"))(t)
 	require.LessOrEqual(t, strings.Count(string(text), "\n"), 150)
 }
 
@@ -500,11 +496,9 @@ func TestDocs_NumbersAreThoseOfTheCode(t *testing.T) {
 		{"docs/design.md", "has been due for five minutes", "sql/cleanup_batch.sql", `clock\(\) - interval '5 minutes'`},
 		{"docs/proof.md", "costs less than 256 KiB", "server/cmd/pgratelimit/idle_test.go", `perConnection = 256 << 10`},
 	} {
-		page, err := os.ReadFile("../../" + number.page)
-		require.NoError(t, err)
+		page := kit.NoError(os.ReadFile("../../" + number.page))(t)
 		require.Contains(t, strings.Join(strings.Fields(string(page)), " "), number.phrase, number.page)
-		file, err := os.ReadFile("../../" + number.file)
-		require.NoError(t, err)
+		file := kit.NoError(os.ReadFile("../../" + number.file))(t)
 		require.True(t, regexp.MustCompile(number.pattern).Match(file), "%s says %q, and %s does not", number.page, number.phrase, number.file)
 	}
 }
@@ -609,8 +603,7 @@ func TestDocs_Grants(t *testing.T) {
 		"clean up one batch":            func(pool *pgxpool.Pool) error { return kit.ErrorOf(client.New(pool).Cleanup(ctx)) },
 		"clean up all that is due":      sql("call ratelimit_cleanup_all()"),
 	}
-	page, err := os.ReadFile("../../docs/operating.md")
-	require.NoError(t, err)
+	page := kit.NoError(os.ReadFile("../../docs/operating.md"))(t)
 	_, table, found := strings.Cut(string(page), "\n| use | functions |\n|---|---|\n")
 	require.True(t, found)
 	table, _, _ = strings.Cut(table, "\n\n")
@@ -652,8 +645,7 @@ func TestDocs_Grants(t *testing.T) {
 func TestDocs_TheFirstGrantIsForOneBucketAndSeveral(t *testing.T) {
 	t.Parallel()
 	for _, page := range []string{"README.md", "docs/languages.md"} {
-		text, err := os.ReadFile("../../" + page)
-		require.NoError(t, err)
+		text := kit.NoError(os.ReadFile("../../" + page))(t)
 		grant := regexp.MustCompile(`grant execute on function [a-z_, ]+ to app`).Find(text)
 		require.NotNil(t, grant, page)
 		role, db := kit.NewRole(t), kit.NewDB(t)

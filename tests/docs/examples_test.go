@@ -75,16 +75,14 @@ func TestDocs_Examples(t *testing.T) {
 			startProgram(t, port, example.program(t, port, append(serverVariables(t, db.DB), kit.PgVariables(t, db.URL)...)))
 
 			get := func(user, path string) (status int, retryAfter, body string) {
-				request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://127.0.0.1:"+port+path, nil)
-				require.NoError(t, err)
+				request := kit.NoError(http.NewRequestWithContext(t.Context(), http.MethodGet, "http://127.0.0.1:"+port+path, nil))(t)
 				if user != "" {
 					request.Header.Set("X-User", user)
 				}
 				response, err := http.DefaultClient.Do(request)
 				require.NoError(t, err)
 				defer response.Body.Close()
-				text, err := io.ReadAll(response.Body)
-				require.NoError(t, err)
+				text := kit.NoError(io.ReadAll(response.Body))(t)
 				return response.StatusCode, response.Header.Get("Retry-After"), string(text)
 			}
 			for range 3 {
@@ -94,8 +92,7 @@ func TestDocs_Examples(t *testing.T) {
 			}
 			status, retryAfter, _ := get("42", "/")
 			require.Equal(t, http.StatusTooManyRequests, status)
-			wait, err := strconv.Atoi(retryAfter)
-			require.NoError(t, err)
+			wait := kit.NoError(strconv.Atoi(retryAfter))(t)
 			require.LessOrEqual(t, wait, 3600)
 			require.Greater(t, wait, 3000)
 			status, _, _ = get("43", "/")
@@ -117,8 +114,7 @@ func TestDocs_Examples(t *testing.T) {
 		})
 	}
 	for _, pattern := range []string{"*.go", "*.mjs", "*.py", "*.php", "*.rb"} {
-		found, err := filepath.Glob("../../docs/examples/*/" + pattern)
-		require.NoError(t, err)
+		found := kit.NoError(filepath.Glob("../../docs/examples/*/" + pattern))(t)
 		for _, path := range found {
 			if strings.HasPrefix(path, "../../docs/examples/queues/") {
 				continue // tests/queues runs them
@@ -130,7 +126,6 @@ func TestDocs_Examples(t *testing.T) {
 
 // call runs a client of gRPC, which makes every call, and returns what it prints.
 func (e docsExample) call(t *testing.T) string {
-	t.Helper()
 	e.need(t)
 	db := kit.NewDB(t)
 	db.DefinePolicy("api", 10, 1, kit.ADay)
@@ -192,8 +187,7 @@ var patient = strings.NewReplacer(
 
 // program is the command of an example, whose patient copy finds what is beside the original.
 func (e docsExample) program(t *testing.T, port string, env []string) *exec.Cmd {
-	text, err := os.ReadFile(filepath.Join("../../docs/examples", e.path))
-	require.NoError(t, err)
+	text := kit.NoError(os.ReadFile(filepath.Join("../../docs/examples", e.path)))(t)
 	copied := patient.Replace(string(text))
 	require.True(t, e.path == nodeTest.path || e.path == pythonTest.path || copied != string(text), "%s waits for how long?", e.path)
 	root := t.TempDir()
@@ -202,8 +196,7 @@ func (e docsExample) program(t *testing.T, port string, env []string) *exec.Cmd 
 	require.NoError(t, os.WriteFile(file, []byte(copied), 0o600))
 	if e.npm {
 		for _, beside := range []string{"server", "docs/examples/node/node_modules"} {
-			from, err := filepath.Abs(filepath.Join("../..", beside))
-			require.NoError(t, err)
+			from := kit.NoError(filepath.Abs(filepath.Join("../..", beside)))(t)
 			require.NoError(t, os.Symlink(from, filepath.Join(root, beside)))
 		}
 	}
@@ -216,8 +209,7 @@ func (e docsExample) program(t *testing.T, port string, env []string) *exec.Cmd 
 // startProgram runs a program until the test ends, and returns when it listens. What it wrote is shown if the test fails.
 func startProgram(t *testing.T, port string, c *exec.Cmd) {
 	t.Helper()
-	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
-	require.NoError(t, err)
+	log := kit.NoError(os.Create(filepath.Join(t.TempDir(), "log")))(t)
 	c.Stdout, c.Stderr = log, log
 	require.NoError(t, c.Start())
 	ended := make(chan struct{})

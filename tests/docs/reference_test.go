@@ -88,8 +88,7 @@ var (
 
 func TestDocs_ReferenceIsGenerated(t *testing.T) {
 	t.Parallel()
-	text, err := os.ReadFile("../../docs/reference.md")
-	require.NoError(t, err)
+	text := kit.NoError(os.ReadFile("../../docs/reference.md"))(t)
 	byHand, _, found := strings.Cut(string(text), referenceBegins)
 	require.True(t, found, "docs/reference.md has no line %s", referenceBegins)
 	page := byHand + referenceBegins + reference(t)
@@ -103,10 +102,8 @@ func TestDocs_ReferenceIsGenerated(t *testing.T) {
 // reference is the generated part of the page.
 func reference(t *testing.T) string {
 	db := pgtest.New(t)
-	rows, err := db.Pool.Query(t.Context(), referenceQuery)
-	require.NoError(t, err)
-	fields, err := pgx.CollectRows(rows, pgx.RowToStructByName[referenceField])
-	require.NoError(t, err)
+	rows := kit.NoError(db.Pool.Query(t.Context(), referenceQuery))(t)
+	fields := kit.NoError(pgx.CollectRows(rows, pgx.RowToStructByName[referenceField]))(t)
 	sections := map[string][]referenceField{}
 	for _, field := range fields {
 		field.Comment = referenceName.ReplaceAllString(strings.ReplaceAll(field.Comment, "\n  ", " "), "`$0`")
@@ -173,8 +170,7 @@ func referenceRights(t *testing.T, db *pgtest.DB, body *strings.Builder) {
 		       coalesce(substring(proconfig::text from 'search_path=([^"]*)'), '') as path
 		  from `+kit.PackageFunctions+` as p order by proname`)
 	require.NoError(t, err)
-	functions, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[referenceBody])
-	require.NoError(t, err)
+	functions := kit.NoError(pgx.CollectRows(rows, pgx.RowToStructByNameLax[referenceBody]))(t)
 	tables := map[string]bool{}
 	for _, table := range kit.Column(t, db, "select relname::text from pg_class where relnamespace = 'ratelimit'::regnamespace and relkind = 'r'") {
 		tables[table] = true

@@ -152,7 +152,6 @@ func TestGated_AKilledWorkerLosesNothing(t *testing.T) {
 			g.DefinePolicy("tenant", 3, 1, kit.ADay)
 			g.enqueue(1, 5, 4)
 			requireEach := func(state string) {
-				t.Helper()
 				require.Equal(t, slices.Repeat([]string{state}, 5), kit.Column(t, g.DB, `
 					select format('%s tokens, %s of %s jobs wait', (ratelimit_peek('tenant', tenant)).remaining, count(*) filter (where started_at is null), count(*))
 					  from jobs group by tenant`))

@@ -62,7 +62,6 @@ func (q nodeQueue) drive(t *testing.T, db *kit.TestDB, subject string) ([]string
 
 // requireNoneLeft fails if a job is not done, or was done twice.
 func (q nodeQueue) requireNoneLeft(t *testing.T, db *kit.TestDB) {
-	t.Helper()
 	require.Equal(t, []string{"0"}, kit.Column(t, db.DB, q.waiting))
 	require.Empty(t, kit.Column(t, db.DB, "select kind || ' ' || n from starts group by kind, n having count(*) > 1"))
 }
@@ -127,8 +126,7 @@ func TestNode_TheWorkerAsks(t *testing.T) {
 func TestNode_ARolledBackEnqueueGivesTheTokensBack(t *testing.T) {
 	onNodeQueues(t, func(t *testing.T, db *kit.TestDB, queue nodeQueue) {
 		db.DefinePolicy("calls", 1, 1, kit.ADay)
-		ids, err := queue.drive(t, db, "rollback")
-		require.NoError(t, err)
+		ids := kit.NoError(queue.drive(t, db, "rollback"))(t)
 		require.Len(t, ids, 1)
 		require.NotEqual(t, "null", ids[0], "there was a job")
 		require.Equal(t, []string{"0"}, kit.Column(t, db.DB, queue.waiting))
@@ -139,8 +137,7 @@ func TestNode_ARolledBackEnqueueGivesTheTokensBack(t *testing.T) {
 func TestNode_ADeniedEnqueueInsertsNothing(t *testing.T) {
 	onNodeQueues(t, func(t *testing.T, db *kit.TestDB, queue nodeQueue) {
 		db.DefinePolicy("calls", 1, 1, kit.ADay)
-		ids, err := queue.drive(t, db, "deny")
-		require.NoError(t, err)
+		ids := kit.NoError(queue.drive(t, db, "deny"))(t)
 		require.Len(t, ids, 2)
 		require.NotEqual(t, "null", ids[0])
 		require.Equal(t, "null", ids[1])
@@ -201,8 +198,7 @@ func TestNode_ThePageShowsTheFiles(t *testing.T) {
 }
 
 func times(t *testing.T, db *kit.TestDB, sql string) []time.Time {
-	rows, err := db.Pool.Query(t.Context(), sql)
-	require.NoError(t, err)
+	rows := kit.NoError(db.Pool.Query(t.Context(), sql))(t)
 	return kit.NoError(pgx.CollectRows(rows, pgx.RowTo[time.Time]))(t)
 }
 

@@ -1079,8 +1079,7 @@ func (m *modelRun) askMany(
 	t *rapid.T, what string, requests []kit.NullableRequest,
 	ask func(kit.RowsQuerier, []kit.NullableRequest) ([]kit.Answer, error), of func(model.BucketID, int64) (kit.Answer, error),
 ) {
-	got, err := ask(m.session, requests)
-	require.NoError(t, err)
+	got := kit.NoError(ask(m.session, requests))(t)
 	require.Len(t, got, len(requests))
 	for i, r := range requests {
 		want, err := of(model.BucketID{Policy: *r.Policy, Key: *r.Key}, *r.Cost)
