@@ -101,7 +101,7 @@ func pgError(code string) *pgconn.PgError {
 
 // noError returns the value of a call that must not fail.
 func noError[T any](value T, err error) func(testing.TB) T {
-	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
+	return func(t testing.TB) T { require.NoError(t, err); return value }
 }
 
 // inBubble runs a parallel test in which time passes when all goroutines wait.

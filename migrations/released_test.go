@@ -44,7 +44,6 @@ func sum(text string) string { return fmt.Sprintf("%x", sha256.Sum256([]byte(tex
 
 // changed says what differs from released.sha256, which is as sha256sum writes it.
 func changed(t *testing.T, migrations fs.FS) (differences []string) {
-	t.Helper()
 	list, err := fs.ReadFile(migrations, "released.sha256")
 	require.NoError(t, err)
 	released := map[string]bool{}

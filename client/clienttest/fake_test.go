@@ -38,7 +38,7 @@ func frozen() time.Time { return time.Unix(0, 0) }
 
 // noError returns the value of a call that must not fail.
 func noError[T any](value T, err error) func(testing.TB) T {
-	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
+	return func(t testing.TB) T { require.NoError(t, err); return value }
 }
 
 func TestFailNext_FailsAsManyCallsAsItHasErrors(t *testing.T) {

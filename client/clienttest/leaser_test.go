@@ -125,7 +125,7 @@ func inBubble(t *testing.T, test func(*testing.T)) { t.Parallel(); synctest.Test
 
 // noError returns the value of a call that must not fail.
 func noError[T any](value T, err error) func(testing.TB) T {
-	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
+	return func(t testing.TB) T { require.NoError(t, err); return value }
 }
 
 // remaining is what the server has left, besides what is leased.

@@ -78,7 +78,7 @@ func charge(charges ...client.Charge) func(*http.Request) []client.Charge {
 
 // noError returns the value of a call that must not fail.
 func noError[T any](value T, err error) func(testing.TB) T {
-	return func(t testing.TB) T { t.Helper(); require.NoError(t, err); return value }
+	return func(t testing.TB) T { require.NoError(t, err); return value }
 }
 
 var api = client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second}

@@ -93,7 +93,7 @@ func TestHooks_CountEveryResult(t *testing.T) {
 	acquire := func(policy string, opts ...client.CallOption) {
 		_, _ = fake.Acquire(ctx, policy, "a secret key", opts...)
 	}
-	must := func(_ any, err error) { t.Helper(); require.NoError(t, err) }
+	must := func(_ any, err error) { require.NoError(t, err) }
 	acquire("api", client.IdempotencyKey("i"))
 	acquire("api", client.IdempotencyKey("i"))
 	acquire("api", client.IdempotencyKey("i"), client.Cost(2)) // another cost

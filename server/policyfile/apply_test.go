@@ -502,7 +502,6 @@ type stuck struct {
 }
 
 func startStuck(t *testing.T, db *pgtest.DB) *stuck {
-	t.Helper()
 	apply(t, db.Pool, before)
 	holder := kit.NoError(db.Connect(t).Begin(t.Context()))(t)
 	require.NoError(t, kit.ErrorOf(holder.Exec(t.Context(), "select from ratelimit.policies where name = 'b' for update")))
@@ -518,7 +517,6 @@ func startStuck(t *testing.T, db *pgtest.DB) *stuck {
 
 // awaitLock returns when a connection waits for a lock of a kind.
 func awaitLock(t *testing.T, db *pgtest.DB, conn *pgx.Conn, kind string) {
-	t.Helper()
 	db.Await(t, time.Minute, "select exists (select from pg_stat_activity where pid = $1 and wait_event_type = 'Lock' and wait_event = $2)",
 		conn.PgConn().PID(), kind)
 }

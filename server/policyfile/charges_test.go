@@ -34,7 +34,6 @@ http:
 
 // chargesOf are those that a file says, for users in the header User.
 func chargesOf(t testing.TB, text string) func(*http.Request) []client.Charge {
-	t.Helper()
 	rules := kit.NoError(parse(t, text).Rules(""))(t)
 	return kit.NoError(rules.HTTP.Charges(func(r *http.Request) string { return r.Header.Get("User") }))(t)
 }

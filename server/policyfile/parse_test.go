@@ -19,7 +19,6 @@ type mistake struct{ name, file, want string }
 
 // mistakes reads testdata/mistakes.txt.
 func mistakes(t testing.TB) (all []mistake) {
-	t.Helper()
 	data := kit.NoError(os.ReadFile("testdata/mistakes.txt"))(t)
 	for _, section := range strings.Split(string(data), "=== ")[1:] {
 		name, text, _ := strings.Cut(section, "\n")
@@ -55,7 +54,6 @@ func TestParse_MistakesThatAreHardToRead(t *testing.T) {
 }
 
 func requireProblems(t *testing.T, file, want string) {
-	t.Helper()
 	parsed, err := policyfile.Parse("limits.yaml", []byte(file))
 	require.Nil(t, parsed)
 	var problems policyfile.Problems

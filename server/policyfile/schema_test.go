@@ -24,13 +24,11 @@ import (
 )
 
 func schema(t testing.TB) *jsonschema.Schema {
-	t.Helper()
 	return kit.NoError(jsonschema.NewCompiler().Compile("schema.json"))(t)
 }
 
 // asJSON is what an editor's validator sees of a file.
 func asJSON(t testing.TB, file string) any {
-	t.Helper()
 	var document any
 	require.NoError(t, yaml.Load([]byte(file), &document))
 	text := kit.NoError(json.Marshal(document))(t)

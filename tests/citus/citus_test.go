@@ -158,7 +158,6 @@ func testCitusTransactions(t *testing.T, db kit.CitusDB) {
 	for n, node := range db {
 		keys := []string{fmt.Sprint("a", n), fmt.Sprint("b", n), fmt.Sprint("c", n), fmt.Sprint("d", n)} // on both workers
 		remaining := func(want int64) {
-			t.Helper()
 			for _, key := range keys {
 				require.Equal(t, want, node.Must(kit.Peek(node.Pool, "tx", key, 1)).Remaining, key)
 			}
@@ -326,7 +325,6 @@ select * from ratelimit_peek('p', '{key} t1') ;; select ratelimit_drop_policy('n
 
 // say answers as the server does: rows as text, errors with all that the package says.
 func say(t testing.TB, conn *pgx.Conn, sql string) (lines []string) {
-	t.Helper()
 	results, err := conn.PgConn().Exec(t.Context(), sql).ReadAll()
 	for _, r := range results {
 		for _, row := range r.Rows {
@@ -399,7 +397,6 @@ func testCitusVectors(t *testing.T, db kit.CitusDB) {
 
 func testCitusCleansUp(t *testing.T, db kit.CitusDB) {
 	rows := func() (counts [3]int64) {
-		t.Helper()
 		err := db.Coordinator().Pool.QueryRow(t.Context(), `select (select count(*) from ratelimit.buckets) + (select count(*) from ratelimit.ephemeral_buckets),
 			(select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
 			(select count(*) from ratelimit.overrides)`).Scan(&counts[0], &counts[1], &counts[2])
@@ -430,7 +427,6 @@ func testCitusCleansUp(t *testing.T, db kit.CitusDB) {
 
 func testCitusCleansUpSlots(t *testing.T, db kit.CitusDB) {
 	rows := func() (counts [2]int64) {
-		t.Helper()
 		err := db.Coordinator().Pool.QueryRow(t.Context(), `select (select count(*) from ratelimit.slots) + (select count(*) from ratelimit.ephemeral_slots),
 			(select count(*) from ratelimit.leases) + (select count(*) from ratelimit.ephemeral_leases)`).Scan(&counts[0], &counts[1])
 		require.NoError(t, err)
@@ -520,8 +516,7 @@ func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 		   and exists (select from pg_type as t join pg_class as c on c.oid = t.typrelid
 		                where t.oid = any (p.proargtypes || p.prorettype) and c.relkind = 'r')`), "the row type of a table is in the signature")
 
-	files, err := packages.One(os.DirFS("../.."), "citus")
-	require.NoError(t, err)
+	files := kit.NoError(packages.One(os.DirFS("../.."), "citus"))(t)
 	rendered := string(files["citus/citus.sql"])
 	require.NotRegexp(t, `[^\x00-\x7f]`, rendered, "psql takes the file to be in the encoding of its locale")
 	for _, function := range []string{

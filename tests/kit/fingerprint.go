@@ -20,7 +20,6 @@ import (
 
 // SameSchema requires that two databases hold the same objects. Rows are not compared.
 func SameSchema(t *testing.T, want, got *pgtest.DB) {
-	t.Helper()
 	require.Equal(t, FingerprintOf(t, want), FingerprintOf(t, got))
 	t.Run("pg_dump", func(t *testing.T) {
 		pgDump := FindPgDump(t)

@@ -195,7 +195,6 @@ func NeedNode(t *testing.T) {
 
 // RunNode runs tests of client/node on a database, if there is Node.js.
 func RunNode(t *testing.T, url string, env []string, command string, args ...string) {
-	t.Helper()
 	NeedNode(t)
 	c := exec.CommandContext(t.Context(), command, args...)
 	c.Dir = "../../client/node"

@@ -150,7 +150,6 @@ func TestCleanup_KeepsWhatAQuotaHasUsedUntilTheTurn(t *testing.T) {
 			db.Acquire("p", "given back", 3)
 			db.RefundAt(at("2024-01-20 00:00:00"), "p", "given back", 3)
 			removed := func(want int64, now time.Time, why string) {
-				t.Helper()
 				require.Equal(t, kit.Deleted{}, db.CleanupAt(now.Add(-time.Microsecond)), why)
 				require.Equal(t, kit.Deleted{Buckets: want}, db.CleanupAt(now), why)
 			}

@@ -14,7 +14,6 @@ import (
 // has the same settings but for those given. It streams when it is returned. A test is skipped when its
 // server is in a container, since these do not let each other in, or comes without pg_basebackup.
 func Standby(t testing.TB, primary *Server, settings ...string) *Server {
-	t.Helper()
 	standby, c, source := beside(t, primary, "pg_basebackup")
 	standby.HasCron = primary.HasCron
 	require.NoError(t, c.follow(context.Background(), source, settings))

@@ -9,7 +9,6 @@ import (
 // Upgrade stops a server, and starts what pg_upgrade --link makes of it, with the same version. It skips the test where the server is in a
 // container, or comes without pg_upgrade.
 func Upgrade(t testing.TB, old *Server, settings ...string) *Server {
-	t.Helper()
 	upgraded, c, source := beside(t, old, "pg_upgrade")
 	require.NoError(t, c.initialize(t.Context(), false, settings))
 	require.NoError(t, c.Stop(t.Context(), false))

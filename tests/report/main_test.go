@@ -12,7 +12,6 @@ import (
 )
 
 func reportOf(t *testing.T, in string) (out string, ok bool) {
-	t.Helper()
 	var text strings.Builder
 	r := report{out: &text}
 	require.NoError(t, r.read(strings.NewReader(in)))
@@ -22,7 +21,6 @@ func reportOf(t *testing.T, in string) (out string, ok bool) {
 
 // run is the report of a test file that really runs.
 func run(t *testing.T, source string) (out string, ok bool) {
-	t.Helper()
 	file := filepath.Join(t.TempDir(), "a_test.go")
 	require.NoError(t, os.WriteFile(file, []byte("package a\n\nimport \"testing\"\n"+source), 0o600))
 	text, _ := exec.Command("go", "test", "-json", "-count=1", file).Output() // it fails where its tests do

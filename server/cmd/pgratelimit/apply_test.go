@@ -16,7 +16,6 @@ import (
 
 // applied runs apply with a file, or with standard input where its argument is "-".
 func applied(t *testing.T, url, text string, args ...string) ran {
-	t.Helper()
 	path := filepath.Join(t.TempDir(), "limits.yaml")
 	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
 	if len(args) == 0 || args[0] != "-" {

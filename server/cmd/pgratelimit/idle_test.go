@@ -33,7 +33,6 @@ func TestServe_TenThousandIdleConnections(t *testing.T) {
 	client := kit.NoError(grpc.NewClient(s.grpc, grpc.WithTransportCredentials(insecure.NewCredentials())))(t)
 	defer client.Close()
 	call := func() {
-		t.Helper()
 		d := kit.NoError(pb.NewRateLimiterClient(client).Acquire(t.Context(), &pb.Request{Policy: "budget", LogicalKey: "k"}))(t)
 		require.Equal(t, pb.Verdict_ALLOWED, d.GetVerdict())
 		_, text := s.ask(t, "/v1/acquire", `{"policy":"budget","key":"k"}`)
@@ -67,7 +66,6 @@ func TestServe_TenThousandIdleConnections(t *testing.T) {
 
 // raiseFiles returns how many connections this process may open.
 func raiseFiles(t *testing.T) int {
-	t.Helper()
 	const wanted, others = 10_000, 500
 	var limit syscall.Rlimit
 	require.NoError(t, syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit))
@@ -85,7 +83,6 @@ func raiseFiles(t *testing.T) int {
 
 // greet does what clients do when they connect, and waits until the server has seen it.
 func greet(t *testing.T, conn net.Conn, isGRPC bool) {
-	t.Helper()
 	if !isGRPC {
 		require.NoError(t, kit.ErrorOf(io.WriteString(conn, "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")))
 		response, err := http.ReadResponse(bufio.NewReader(conn), nil)
@@ -101,7 +98,6 @@ func greet(t *testing.T, conn net.Conn, isGRPC bool) {
 
 // metric reads one that has no labels.
 func (p *process) metric(t *testing.T, name string) float64 {
-	t.Helper()
 	_, text := p.ask(t, "/metrics", "")
 	_, value, found := strings.Cut(text, "\n"+name+" ")
 	require.True(t, found, name)

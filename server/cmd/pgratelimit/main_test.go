@@ -35,12 +35,10 @@ type ran struct {
 }
 
 func on(t *testing.T, db *pgtest.DB, args ...string) ran {
-	t.Helper()
 	return command(t, append(args, "--database-url", db.URL)...)
 }
 
 func command(t *testing.T, args ...string) ran {
-	t.Helper()
 	var out, errors bytes.Buffer
 	code := run(t.Context(), append([]string{}, args...), nil, &out, &errors) // without any, nil would be those of the test
 	return ran{code, out.String(), errors.String()}
@@ -359,7 +357,6 @@ func TestDocs_HaveEachSetting(t *testing.T) {
 }
 
 func settingsFile(t *testing.T) string {
-	t.Helper()
 	path := filepath.Join(t.TempDir(), "settings")
 	require.NoError(t, os.WriteFile(path, []byte("GRPC_ADDR=off\nHTTP_ADDR=127.0.0.1:0\nCALL_TIMEOUT=1m\n"), 0o600))
 	return path

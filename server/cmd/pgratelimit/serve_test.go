@@ -68,7 +68,6 @@ func TestDocker_ImageHasWhatItBuildsFrom(t *testing.T) {
 
 // copyForImage copies a file or folder/, without what .dockerignore leaves out.
 func copyForImage(t *testing.T, to, name string) {
-	t.Helper()
 	text := kit.NoError(os.ReadFile(root + "/.dockerignore"))(t)
 	require.Subset(t, strings.Split(string(text), "\n"), []string{"*", regexp.MustCompile("/$").ReplaceAllString("!"+name, "/**"), "**/*_test.go", "**/testdata"})
 	out, err := exec.Command("sh", "-c", `tar -C "$1" --exclude '*_test.go' --exclude testdata -cf - "$2" | tar -C "$3" -xf -`, "sh", root, name, to).CombinedOutput()
@@ -129,7 +128,6 @@ func TestDocker_ComposeServes(t *testing.T) {
 }
 
 func asksHealth(t *testing.T, settings ...string) ran {
-	t.Helper()
 	path := filepath.Join(t.TempDir(), "settings")
 	require.NoError(t, os.WriteFile(path, []byte(strings.Join(append(settings, "DATABASE_URL=postgres://nobody"), "\n")), 0o600))
 	return command(t, "health", "--config", path)
@@ -137,7 +135,6 @@ func asksHealth(t *testing.T, settings ...string) ran {
 
 // awaitHealthy returns when the server is: a check that takes a second finds what is well not healthy.
 func awaitHealthy(t *testing.T, settings ...string) {
-	t.Helper()
 	require.Eventually(t, func() bool { return asksHealth(t, settings...) == ran{code: exitDone, out: "healthy\n"} }, time.Minute, 10*time.Millisecond, settings)
 }
 
@@ -187,7 +184,6 @@ func TestServe_SIGHUP(t *testing.T) {
 		return code
 	}
 	hangUp := func(logs string) {
-		t.Helper()
 		before := strings.Count(p.logged(), logs)
 		require.NoError(t, p.Process.Signal(syscall.SIGHUP))
 		require.Eventually(t, func() bool { return strings.Count(p.logged(), logs) > before }, 30*time.Second, 5*time.Millisecond)
@@ -278,7 +274,6 @@ func (p *process) end(t *testing.T, signal os.Signal) {
 
 // ask posts a body, or gets what is at the path if there is none.
 func (p *process) ask(t *testing.T, path, body string) (status int, text string) {
-	t.Helper()
 	method := http.MethodPost
 	if body == "" {
 		method = http.MethodGet

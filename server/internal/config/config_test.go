@@ -27,7 +27,6 @@ func environment(pairs ...string) func(string) (string, bool) {
 }
 
 func file(t *testing.T, lines ...string) string {
-	t.Helper()
 	path := filepath.Join(t.TempDir(), "settings")
 	require.NoError(t, os.WriteFile(path, []byte(strings.Join(lines, "\n")), 0o600))
 	return path

@@ -160,7 +160,6 @@ func FuzzRules(f *testing.F) {
 type bucket struct{ policy, key string }
 
 func levels(t *testing.T, fake *clienttest.Fake, charges []service.GateCharge) map[bucket]int64 {
-	t.Helper()
 	levels := make(map[bucket]int64)
 	for _, charge := range charges {
 		d := kit.NoError(fake.Peek(t.Context(), charge.Policy, charge.Key))(t)
@@ -171,7 +170,6 @@ func levels(t *testing.T, fake *clienttest.Fake, charges []service.GateCharge) m
 
 // requirePaid checks that each bucket lost what was asked of it, and held what it had to.
 func requirePaid(t *testing.T, charges []service.GateCharge, before, after map[bucket]int64) {
-	t.Helper()
 	const floor = -9_000_000_000_000
 	want, lowest := maps.Clone(before), make(map[bucket]int64)
 	for _, charge := range charges {

@@ -18,7 +18,6 @@ import (
 )
 
 func folder(t testing.TB, files map[string]string) string {
-	t.Helper()
 	dir := t.TempDir()
 	for name, text := range files {
 		require.NoError(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o700))
@@ -29,14 +28,11 @@ func folder(t testing.TB, files map[string]string) string {
 
 // read reads rules that are right.
 func read(t testing.TB, text string) *envoy.Rules {
-	t.Helper()
-	rules := kit.NoError(envoy.Read(t.Context(), filepath.Join(folder(t, map[string]string{"rules.yaml": text}), "rules.yaml")))(t)
-	return rules
+	return kit.NoError(envoy.Read(t.Context(), filepath.Join(folder(t, map[string]string{"rules.yaml": text}), "rules.yaml")))(t)
 }
 
 // mistakes are the lines of an error, without the folder.
 func mistakes(t testing.TB, files map[string]string) []string {
-	t.Helper()
 	dir := folder(t, files)
 	_, err := envoy.Read(t.Context(), dir)
 	require.Error(t, err)
@@ -66,7 +62,6 @@ func (b *book) Unmatched(asked func() (domain, keys string)) {
 
 // ask sends descriptors to rules, and returns what the gate was asked.
 func ask(t testing.TB, rules *envoy.Rules, descriptors ...*common.RateLimitDescriptor) (*pb.RateLimitResponse, *book) {
-	t.Helper()
 	b := &book{}
 	answer := kit.NoError(envoy.New(b, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: descriptors}))(t)
 	return answer, b

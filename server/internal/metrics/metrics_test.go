@@ -21,7 +21,6 @@ import (
 )
 
 func newMetrics(t *testing.T) *metrics.Metrics {
-	t.Helper()
 	m := kit.NoError(metrics.New())(t)
 	t.Cleanup(func() { require.NoError(t, m.Close(t.Context())) })
 	return m
@@ -35,8 +34,7 @@ func scrape(m *metrics.Metrics) string {
 }
 
 // series are the lines of a metric.
-func series(t *testing.T, m *metrics.Metrics, name string) (lines []string) {
-	t.Helper()
+func series(m *metrics.Metrics, name string) (lines []string) {
 	for line := range strings.Lines(scrape(m)) {
 		if strings.HasPrefix(line, name+"{") {
 			lines = append(lines, strings.TrimSpace(line))
@@ -56,18 +54,18 @@ func TestMetrics_HaveABoundedNumberOfSeries(t *testing.T) {
 	for i, kind := range []service.Kind{service.Unavailable, service.InvalidArgument, service.Overloaded} {
 		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("of an error ", i), Result: client.ResultError, Err: &service.Error{Kind: kind}})
 	}
-	require.Equal(t, []string{`ratelimit_requests_total{policy="_other",result="error"} 1003`}, series(t, m, "ratelimit_requests_total"))
+	require.Equal(t, []string{`ratelimit_requests_total{policy="_other",result="error"} 1003`}, series(m, "ratelimit_requests_total"))
 
 	for i := range 3000 {
 		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("policy ", i), Result: client.ResultAllowed})
 	}
-	lines := series(t, m, "ratelimit_requests_total")
+	lines := series(m, "ratelimit_requests_total")
 	require.Len(t, lines, 1002)
 	require.Contains(t, lines, `ratelimit_requests_total{policy="_other",result="allowed"} 2000`)
 	require.Contains(t, lines, `ratelimit_requests_total{policy="policy 0",result="allowed"} 1`)
 	m.Observe(service.Call{Operation: service.Acquire, Policy: "policy 0", Result: client.ResultError, Err: unknown})
-	require.Contains(t, series(t, m, "ratelimit_requests_total"), `ratelimit_requests_total{policy="policy 0",result="error"} 1`, "one that was dropped is known")
-	require.Len(t, series(t, m, "ratelimit_acquire_duration_seconds_count"), 2)
+	require.Contains(t, series(m, "ratelimit_requests_total"), `ratelimit_requests_total{policy="policy 0",result="error"} 1`, "one that was dropped is known")
+	require.Len(t, series(m, "ratelimit_acquire_duration_seconds_count"), 2)
 }
 
 // Also beyond 2000 series, where the SDK would stop by itself.
@@ -80,7 +78,7 @@ func TestMetrics_EachResultOfAPolicyIsCounted(t *testing.T) {
 			m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("policy ", i), Result: result})
 		}
 	}
-	require.Len(t, series(t, m, "ratelimit_requests_total"), 5000)
+	require.Len(t, series(m, "ratelimit_requests_total"), 5000)
 }
 
 func TestMetrics_Gauges(t *testing.T) {
@@ -99,10 +97,10 @@ func TestMetrics_CountRequestsForTokensOnly(t *testing.T) {
 	for _, operation := range []service.Operation{service.Peek, service.PeekMany, service.Settle, service.Refund} {
 		m.Observe(service.Call{Operation: operation, Policy: "api", Result: client.ResultAllowed, Duration: time.Millisecond})
 	}
-	require.Empty(t, series(t, m, "ratelimit_requests_total"))
-	require.Len(t, series(t, m, "ratelimit_server_calls_total"), 4)
+	require.Empty(t, series(m, "ratelimit_requests_total"))
+	require.Len(t, series(m, "ratelimit_server_calls_total"), 4)
 	m.Observe(service.Call{Operation: service.Charge, Policy: "a \"b\"\n\\ é", Result: client.ResultDenied}) // any name that PostgreSQL can hold
-	require.Equal(t, []string{`ratelimit_requests_total{policy="a \"b\"\n\\ é",result="denied"} 1`}, series(t, m, "ratelimit_requests_total"))
+	require.Equal(t, []string{`ratelimit_requests_total{policy="a \"b\"\n\\ é",result="denied"} 1`}, series(m, "ratelimit_requests_total"))
 }
 
 // These tests set the environment, and so run before the others.

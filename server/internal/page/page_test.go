@@ -48,8 +48,7 @@ type clock struct{ now time.Time }
 func (c *clock) read() time.Time { return c.now }
 
 // get returns the page as a browser does.
-func get(t *testing.T, p http.Handler, path string) (answer *httptest.ResponseRecorder, page string) {
-	t.Helper()
+func get(p http.Handler, path string) (answer *httptest.ResponseRecorder, page string) {
 	w := httptest.NewRecorder()
 	p.ServeHTTP(w, httptest.NewRequest(http.MethodGet, path, nil))
 	return w, w.Body.String()
@@ -57,7 +56,6 @@ func get(t *testing.T, p http.Handler, path string) (answer *httptest.ResponseRe
 
 // elements calls see for the elements of a page.
 func elements(t *testing.T, page string, see func(*html.Node)) {
-	t.Helper()
 	root := kit.NoError(html.Parse(strings.NewReader(page)))(t)
 	for n := range root.Descendants() {
 		if n.Type == html.ElementNode {
@@ -68,7 +66,6 @@ func elements(t *testing.T, page string, see func(*html.Node)) {
 
 // text is what a person reads, of all elements of a class or of a kind.
 func text(t *testing.T, page, selector string) (texts []string) {
-	t.Helper()
 	elements(t, page, func(n *html.Node) {
 		classes := ""
 		for _, a := range n.Attr {
@@ -97,20 +94,19 @@ func TestPage_EscapesEverything(t *testing.T) {
 	state := quiet
 	state.Health = func() string { return hostile }
 	p := away(state)
-	_, plain := get(t, p, "/")
+	_, plain := get(p, "/")
 	p.databases[0].seen = snapshot{
 		policies: section[client.Policy]{rows: []client.Policy{{Name: hostile, Capacity: 1, Refill: client.Zero, Remember: time.Hour}}, at: t0, notice: hostile},
 		buckets:  section[inspect.Bucket]{rows: []inspect.Bucket{{Policy: hostile, Key: hostile, Overridden: true}}, at: t0, notice: hostile},
 		findings: section[inspect.Finding]{rows: []inspect.Finding{{Severity: hostile, Finding: hostile, Remedy: hostile}}, at: t0, notice: hostile},
 	}
 	for _, path := range []string{"/", "/?refresh=off&policy=" + url.QueryEscape(hostile)} {
-		_, page := get(t, p, path)
+		_, page := get(p, path)
 		requireNoMarkup(t, page, plain)
 	}
 }
 
 func requireNoMarkup(t *testing.T, page, plain string) {
-	t.Helper()
 	require.Equal(t, []string{name(hostile) + " override"}, text(t, page, "key"))
 	require.Contains(t, name(hostile), "<script>")
 	kinds := map[string]bool{}
@@ -140,7 +136,7 @@ func TestPage_NamesArePrintableAndALongOneIsWholeInItsTitle(t *testing.T) {
 		policies: section[client.Policy]{rows: []client.Policy{{Name: odd}}, at: t0},
 		buckets:  section[inspect.Bucket]{rows: []inspect.Bucket{{Policy: odd, Key: long}}, at: t0},
 	}
-	_, page := get(t, p, "/")
+	_, page := get(p, "/")
 	require.Equal(t, 2, strings.Count(page, `evil\u202etxt`), "both of them")
 	key := text(t, page, "key")[0]
 	require.Len(t, []rune(key), maxName+1)
@@ -165,7 +161,7 @@ func TestPage_CountsRequestsAndDenialsOfEachPolicy(t *testing.T) {
 	a, b := policy, policy
 	a.Name, b.Name = "a", "b"
 	p.databases[0].seen.policies = section[client.Policy]{rows: []client.Policy{a, b}, at: t0}
-	_, page := get(t, p, "/")
+	_, page := get(p, "/")
 	require.Equal(t, []string{
 		"b 4,000 500 13 % 1 never 1h",
 		"_other 3 0 of policies that are not known to exist",
@@ -178,11 +174,11 @@ func TestPage_FoldsWhatIsRare(t *testing.T) {
 	t.Parallel()
 	p := away(quiet)
 	p.history.sample(t0.Add(5*time.Second), tally{allowed: 10})
-	_, page := get(t, p, "/")
+	_, page := get(p, "/")
 	require.Equal(t, []string{"Replayed 0 Shadowed 0"}, text(t, page, "summary"))
 	require.Contains(t, page, "<details>")
 	p.history.sample(t0.Add(10*time.Second), tally{allowed: 10, shadowed: 5})
-	_, page = get(t, p, "/")
+	_, page = get(p, "/")
 	require.Equal(t, []string{"Replayed 0 Shadowed 1"}, text(t, page, "summary"))
 	require.Contains(t, page, "<details open>")
 }
@@ -192,11 +188,11 @@ func TestPage_HealthIsAlsoTheShareOfErrors(t *testing.T) {
 	t.Parallel()
 	p := newPage(nil, quiet, slog.New(slog.DiscardHandler), (&clock{t0}).read)
 	p.history.sample(t0.Add(5*time.Second), tally{allowed: 990, failed: 10})
-	_, page := get(t, p, "/")
+	_, page := get(p, "/")
 	require.Equal(t, []string{"Healthy"}, text(t, page, "health"))
 	require.Contains(t, page, "Healthy: the database answers, and at most 1 % of the requests of the last minute ended in an error.")
 	p.history.sample(t0.Add(10*time.Second), tally{allowed: 1900, failed: 100})
-	_, page = get(t, p, "/")
+	_, page = get(p, "/")
 	require.Equal(t, []string{"Not healthy"}, text(t, page, "health"))
 	require.Contains(t, page, "Not healthy: 5 % of the requests of the last minute ended in an error.")
 }
@@ -231,7 +227,7 @@ func TestPolicyOf_TellsWhatIsNotByDefault(t *testing.T) {
 func TestPage_LetsTheBrowserDoNothing(t *testing.T) {
 	t.Parallel()
 	p := away(quiet)
-	answer, page := get(t, p, "/")
+	answer, page := get(p, "/")
 	require.Equal(t, http.StatusOK, answer.Code)
 	require.Equal(t, "text/html; charset=utf-8", answer.Header().Get("Content-Type"))
 	require.Equal(t, "no-store", answer.Header().Get("Cache-Control"))
@@ -245,20 +241,18 @@ func TestPage_LetsTheBrowserDoNothing(t *testing.T) {
 	sum := sha256.Sum256([]byte(inline[1]))
 	require.Contains(t, csp, "'sha256-"+base64.StdEncoding.EncodeToString(sum[:])+"'", "the hash is that of the style")
 	require.Contains(t, page, `<meta http-equiv="refresh" content="10">`)
-	_, page = get(t, p, "/?refresh=off")
+	_, page = get(p, "/?refresh=off")
 	require.NotContains(t, page, "http-equiv")
 }
 
 // newDB returns a database with policies and a pool of its own, whose settings the test may choose.
 func newDB(t *testing.T) *pgtest.DB {
-	t.Helper()
 	db := pgtest.New(t)
 	db.Exec(t, `select ratelimit_define_policy('api', 10, 1, '1 day'), ratelimit_define_policy('exports', 5, 5, '1 hour', stepped => true)`)
 	return db
 }
 
-func shown(t *testing.T, db *pgxpool.Pool, now func() time.Time) *Page {
-	t.Helper()
+func shown(db *pgxpool.Pool, now func() time.Time) *Page {
 	p := newPage([]*pgxpool.Pool{db}, quiet, slog.New(slog.DiscardHandler), now)
 	p.databases[0].patience = time.Minute // on any machine
 	p.databases[0].policies.limit, p.databases[0].buckets.limit, p.databases[0].findings.limit = time.Minute, time.Minute, time.Minute
@@ -271,10 +265,10 @@ func TestPage_ShowsTheDatabase(t *testing.T) {
 	db.Exec(t, "select ratelimit_override('api', 'user:7', capacity => 1000)")
 	db.Exec(t, "select ratelimit_acquire('api', 'user:42', 10), ratelimit_acquire('api', 'user:7', 900), ratelimit_acquire('exports', E'x\\u202ey', 1)")
 	db.Exec(t, "select ratelimit_acquire('api', 'full', 5), ratelimit_refund('api', 'full', 5)") // a bucket that has a row and is full is no news
-	p := shown(t, db.Pool, time.Now)
+	p := shown(db.Pool, time.Now)
 	p.history = &history{begun: t0}
 	p.history.sample(t0.Add(5*time.Second), tally{denied: 30})
-	_, page := get(t, p, "/")
+	_, page := get(p, "/")
 	require.Equal(t, []string{"user:42", "user:7 override", `"x\u202ey"`}, text(t, page, "key"))
 	require.Equal(t, []string{"Tokens left", "0 of 10", "100 of 1,000", "4 of 5"}, text(t, page, "level"))
 	require.Contains(t, text(t, page, "tr"), "exports stepped 0 0 5 5 every 1h 1d")
@@ -290,9 +284,9 @@ func TestPage_FindsOneKey(t *testing.T) {
 	db := newDB(t)
 	const odd = "O'Brien\"; -- \n\u202e<b>"
 	db.Exec(t, "select ratelimit_acquire('api', $1, 3), ratelimit_acquire('exports', $1, 5), ratelimit_acquire('api', 'other', 1)", odd)
-	p := shown(t, db.Pool, time.Now)
+	p := shown(db.Pool, time.Now)
 	find := func(policy, key string) (keys, levels, says []string) {
-		_, page := get(t, p, "/?"+url.Values{"policy": {policy}, "key": {key}}.Encode())
+		_, page := get(p, "/?"+url.Values{"policy": {policy}, "key": {key}}.Encode())
 		require.NotContains(t, page, "http-equiv", "it does not load anew")
 		_, page, _ = strings.Cut(page, `<section id="find">`)
 		page, _, _ = strings.Cut(page, "</section>")
@@ -314,7 +308,7 @@ func TestPage_FindsOneKey(t *testing.T) {
 		require.Empty(t, keys)
 		require.Equal(t, []string{test.says}, says)
 	}
-	_, page := get(t, p, "/")
+	_, page := get(p, "/")
 	require.NotContains(t, page, "<form", "what is typed would be lost when the page loads anew")
 }
 
@@ -326,7 +320,7 @@ func TestPage_FindsTheHoldersOfAKey(t *testing.T) {
 	db.Exec(t, "select ratelimit_acquire('api', 'tenant'), ratelimit_hold('jobs', 'tenant', $1, 2), ratelimit_hold('streams', 'tenant', 'b')", hostile)
 	db.Exec(t, "select ratelimit_hold('jobs', 'another', 'c')")
 	search := "/?" + url.Values{"key": {"tenant"}}.Encode()
-	_, page := get(t, shown(t, db.Pool, time.Now), search)
+	_, page := get(shown(db.Pool, time.Now), search)
 	_, found, _ := strings.Cut(page, `<section id="find">`)
 	require.Equal(t, []string{"1 of 2", "3 of 5", "9 of 10"}, text(t, found, "tokens"))
 	rows := text(t, found, "tr")
@@ -338,7 +332,7 @@ func TestPage_FindsTheHoldersOfAKey(t *testing.T) {
 
 func TestPage_OfAnEmptyDatabase(t *testing.T) {
 	t.Parallel()
-	_, page := get(t, shown(t, pgtest.New(t).Pool, time.Now), "/")
+	_, page := get(shown(pgtest.New(t).Pool, time.Now), "/")
 	require.Subset(t, text(t, page, "fine"), []string{"Every bucket is full.", "There is no policy yet."})
 	require.Empty(t, text(t, page, "notice"))
 }
@@ -347,11 +341,11 @@ func TestPage_SaysThatThereAreMorePolicies(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	db.Exec(t, "select count(ratelimit_define_policy('p' || n, 10, 1, '1 day')) from generate_series(1, 201) as n")
-	p := shown(t, db.Pool, time.Now)
-	_, page := get(t, p, "/")
+	p := shown(db.Pool, time.Now)
+	_, page := get(p, "/")
 	require.Contains(t, page, "There are more. This page shows the first 200.")
 	db.Exec(t, "select ratelimit_drop_policy('p1')")
-	_, page = get(t, shown(t, db.Pool, time.Now), "/")
+	_, page = get(shown(db.Pool, time.Now), "/")
 	require.NotContains(t, page, "There are more.")
 }
 
@@ -360,9 +354,9 @@ func TestPage_AsksSeldom(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	now := &clock{t0}
-	p := shown(t, db.Pool, now.read)
+	p := shown(db.Pool, now.read)
 	keys := func() []string {
-		_, page := get(t, p, "/")
+		_, page := get(p, "/")
 		return text(t, page, "key")
 	}
 	require.Empty(t, keys())
@@ -373,7 +367,7 @@ func TestPage_AsksSeldom(t *testing.T) {
 	require.Equal(t, []string{"k"}, keys())
 
 	ticking := &clock{t0} // half a second for each look at it
-	p = shown(t, db.Pool, func() time.Time {
+	p = shown(db.Pool, func() time.Time {
 		ticking.now = ticking.now.Add(time.Second / 2)
 		return ticking.now
 	})
@@ -388,8 +382,8 @@ func TestPage_GivesUp(t *testing.T) {
 	db := newDB(t)
 	db.Exec(t, "select ratelimit_acquire('api', 'k', 5)")
 	now := &clock{t0}
-	p := shown(t, db.Pool, now.read)
-	_, page := get(t, p, "/")
+	p := shown(db.Pool, now.read)
+	_, page := get(p, "/")
 	require.Equal(t, []string{"k"}, text(t, page, "key"))
 
 	locker := db.Connect(t)
@@ -397,11 +391,11 @@ func TestPage_GivesUp(t *testing.T) {
 	now.now = t0.Add(10 * time.Second)
 	looked := make(chan string, 1)
 	go func() {
-		_, page := get(t, p, "/")
+		_, page := get(p, "/")
 		looked <- page
 	}()
 	db.Await(t, 20*time.Second, "select count(*) = 1 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
-	_, page = get(t, p, "/")
+	_, page = get(p, "/")
 	require.Equal(t, []string{"k"}, text(t, page, "key"))
 	require.Empty(t, looked, "the other one is waiting still")
 	db.Exec(t, "select pg_cancel_backend(pid) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'")
@@ -410,14 +404,14 @@ func TestPage_GivesUp(t *testing.T) {
 	limit := p.databases[0].buckets.limit
 	p.databases[0].buckets.limit = 20 * time.Millisecond
 	now.now = t0.Add(15 * time.Second)
-	_, page = get(t, p, "/")
+	_, page = get(p, "/")
 	require.Equal(t, []string{"k"}, text(t, page, "key"))
 	require.Contains(t, text(t, page, "h2"), "Emptiest buckets seen 15s ago")
 	require.Equal(t, []string{"The database took longer than 20ms, and was not waited for. On a command line, pgratelimit status waits."}, text(t, page, "notice"))
 	require.NoError(t, kit.ErrorOf(locker.Exec(t.Context(), "rollback")))
 	p.databases[0].buckets.limit = limit // to connect anew may take longer than 20 ms
 	now.now = t0.Add(20 * time.Second)
-	_, page = get(t, p, "/")
+	_, page = get(p, "/")
 	require.Empty(t, text(t, page, "notice"))
 }
 
@@ -428,8 +422,8 @@ func TestPage_WithoutGrants(t *testing.T) {
 	db := newDB(t)
 	db.Exec(t, "grant execute on function ratelimit_policies to "+role)
 	pool := kit.PoolAs(t, db, role)
-	p := shown(t, pool, time.Now)
-	_, page := get(t, p, "/")
+	p := shown(pool, time.Now)
+	_, page := get(p, "/")
 	require.Contains(t, text(t, page, "tr"), "api 0 0 10 1 every 1d 1d")
 	notices := text(t, page, "notice")
 	require.Len(t, notices, 2)
@@ -438,10 +432,10 @@ func TestPage_WithoutGrants(t *testing.T) {
 		require.Equal(t, "grant execute on function "+function+" to "+role+";", grant)
 		db.Exec(t, grant)
 	}
-	_, page = get(t, shown(t, pool, time.Now), "/")
+	_, page = get(shown(pool, time.Now), "/")
 	require.Empty(t, text(t, page, "notice"))
 	db.Exec(t, "select ratelimit_define_policy('jobs', 5, lease => '1 hour'), ratelimit_hold('jobs', 'tenant', 'a')")
-	_, page = get(t, shown(t, pool, time.Now), "/?key=tenant")
+	_, page = get(shown(pool, time.Now), "/?key=tenant")
 	require.Contains(t, strings.Join(text(t, page, "notice"), "\n"), "can run: grant execute on function ratelimit_holders to "+role+";")
 }
 
@@ -449,7 +443,7 @@ func TestPage_NobodyAnswers(t *testing.T) {
 	t.Parallel()
 	pool := kit.NoError(pgxpool.New(t.Context(), "postgres://127.0.0.1:1/none?sslmode=disable"))(t)
 	defer pool.Close()
-	_, page := get(t, shown(t, pool, time.Now), "/")
+	_, page := get(shown(pool, time.Now), "/")
 	require.Len(t, text(t, page, "notice"), 3)
 	require.Equal(t, "The database did not answer. This is tried again.", text(t, page, "notice")[0])
 	require.Len(t, text(t, page, "figcaption"), 5)

@@ -72,8 +72,8 @@ func underAttack(t *testing.T, s *testServer, db *pgtest.DB, attack func()) {
 	callers.Wait()
 	require.Positive(t, granted.Load())
 	// The attackers' calls may still be under way.
-	require.Eventually(t, func() bool { return scrape(t, s)["ratelimit_server_calls_under_way"] == "0" }, time.Minute, 10*time.Millisecond)
-	counted := kit.NoError(strconv.ParseInt(scrape(t, s)[`ratelimit_requests_total{policy="budget",result="allowed"}`], 10, 64))(t)
+	require.Eventually(t, func() bool { return scrape(s)["ratelimit_server_calls_under_way"] == "0" }, time.Minute, 10*time.Millisecond)
+	counted := kit.NoError(strconv.ParseInt(scrape(s)[`ratelimit_requests_total{policy="budget",result="allowed"}`], 10, 64))(t)
 	require.LessOrEqual(t, granted.Load(), counted)
 	require.LessOrEqual(t, counted, taken(t, db), "the server has granted what nobody has paid")
 	require.NotContains(t, s.log.String(), "panic")
@@ -89,7 +89,6 @@ type peer struct {
 }
 
 func newPeer(t *testing.T, s *testServer, settings ...http2.Setting) *peer {
-	t.Helper()
 	conn := patient{dial(t, s.GRPCAddr())}
 	p := &peer{Conn: conn, Framer: http2.NewFramer(conn, bufio.NewReader(conn)), stream: 1}
 	p.encoder = hpack.NewEncoder(&p.headers)
@@ -143,7 +142,6 @@ func (p *peer) swallow() (ended <-chan struct{}) {
 }
 
 func acquireMessage(t *testing.T, key string) []byte {
-	t.Helper()
 	return kit.NoError(proto.Marshal(&pb.Request{Policy: "budget", LogicalKey: key}))(t)
 }
 
@@ -319,7 +317,7 @@ func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 	})
 	of := kit.One[int64](t, db.Pool, "select count(*) from ratelimit_status('budget', 10000) where key !~ '^ordinary [0-7]$'")
 	require.Zero(t, of, "a bad request has a bucket")
-	for sample := range scrape(t, s) {
+	for sample := range scrape(s) {
 		require.Less(t, len(sample), 200, "what callers send is in no label")
 	}
 }

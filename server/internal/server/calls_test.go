@@ -48,7 +48,6 @@ var everyCall = map[string]string{
 
 // asJSON has the values of an answer by gRPC as the call by JSON writes them.
 func asJSON(t *testing.T, answer protoreflect.Message) map[string]any {
-	t.Helper()
 	values := make(map[string]any)
 	fields, isAnswer := answer.Descriptor().Fields(), answer.Descriptor().Name() == "Answer"
 	for i := range fields.Len() {
@@ -320,7 +319,6 @@ func TestErrors_OfRequests(t *testing.T) {
 
 // requireError makes a call in both protocols, which fails. What code each of them has for a kind, TestErrors_HaveAKind tells.
 func requireError(t *testing.T, s *testServer, path, body string, kind service.Kind, sqlState string) (answer, error) {
-	t.Helper()
 	_, err := s.call(t.Context(), path, body)
 	require.Equal(t, kind.Code(), status.Code(err), "%v", err)
 	requireInfo(t, err, kind.Reason(), sqlState)
@@ -331,7 +329,6 @@ func requireError(t *testing.T, s *testServer, path, body string, kind service.K
 
 // requireFault makes a call in both protocols whose error the database is to blame for.
 func requireFault(t *testing.T, s *testServer, kind service.Kind, sqlState string) {
-	t.Helper()
 	_, _ = requireError(t, s, "acquire", `{"policy":"api","key":"secret"}`, kind, sqlState)
 	require.Contains(t, s.log.String(), "call failed", "what callers are not told is in the log")
 	require.NotContains(t, s.log.String(), "secret", "but no key")
@@ -369,7 +366,6 @@ func TestErrors_OfTheDatabase(t *testing.T) {
 // reconnect lets the server's sessions end, so that a setting of the database holds for the next ones. It does when calls fail
 // with sqlState: a connection that has just ended is noticed by its next call.
 func reconnect(t *testing.T, s *testServer, db *pgtest.DB, setting, sqlState string) {
-	t.Helper()
 	db.Exec(t, "alter database "+pgx.Identifier{db.Name}.Sanitize()+" set "+setting)
 	db.Exec(t, "select pg_terminate_backend(pid, 10000) from pg_stat_activity where application_name = 'pgratelimit' and datname = current_database()")
 	require.Eventually(t, func() bool {
@@ -386,7 +382,6 @@ func TestDenialCache_RepeatsDenialsOnlyIfSet(t *testing.T) {
 		db := newDB(t)
 		s := start(t, db.URL, setting)
 		allowed := func(cost int) bool {
-			t.Helper()
 			body := fmt.Sprintf(`{"policy":"api","key":"k","cost":%d}`, cost)
 			one := s.mustPost("/v1/acquire", body)
 			many := s.mustPost("/v1/acquire_many", `{"requests":[`+body+`]}`)

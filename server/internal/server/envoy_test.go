@@ -49,7 +49,6 @@ descriptors:
 `
 
 func rulesFile(t testing.TB, text string) string {
-	t.Helper()
 	path := filepath.Join(t.TempDir(), "rules.yaml")
 	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
 	return path
@@ -64,7 +63,6 @@ type edge struct {
 
 // startEdge is for a test that runs beside others.
 func startEdge(t *testing.T, rules string, settings ...string) edge {
-	t.Helper()
 	t.Parallel()
 	db := newDB(t)
 	db.Exec(t, freeze)
@@ -137,14 +135,11 @@ const (
 
 // requireStatuses asks, and checks the whole answer.
 func (e edge) requireStatuses(descriptors list, statuses ...*envoypb.RateLimitResponse_DescriptorStatus) {
-	e.t.Helper()
-	got := kit.NoError(e.ask(descriptors...))(e.t)
-	requireAnswer(e.t, got, statuses...)
+	requireAnswer(e.t, kit.NoError(e.ask(descriptors...))(e.t), statuses...)
 }
 
 // requireAnswer checks a whole answer: it is over the limit if a status is.
 func requireAnswer(t testing.TB, got *envoypb.RateLimitResponse, statuses ...*envoypb.RateLimitResponse_DescriptorStatus) {
-	t.Helper()
 	want := &envoypb.RateLimitResponse{OverallCode: envoypb.RateLimitResponse_OK, Statuses: statuses}
 	for _, s := range statuses {
 		if s.Code == envoypb.RateLimitResponse_OVER_LIMIT {
@@ -300,7 +295,6 @@ func TestEnvoy_Keys(t *testing.T) {
 func TestEnvoy_JSON(t *testing.T) {
 	e := startEdge(t, edgeRules)
 	requirePosted := func(body string, code int, status *envoypb.RateLimitResponse_DescriptorStatus) {
-		t.Helper()
 		a := e.mustPost("/json", body)
 		require.Equal(t, "application/json", a.header.Get("Content-Type"), a.text)
 		require.Equal(t, code, a.status)
@@ -350,7 +344,7 @@ func TestEnvoy_LimitsThatAreOffAreSeen(t *testing.T) {
 	_, err := e.call(t.Context(), "acquire", `{"policy":"nobody","key":"ann"}`)
 	require.Error(t, err)
 	requireProblem(t, e.mustPost("/v1/peek", `{"policy":"nobody","key":"ann"}`), http.StatusNotFound, "RL001")
-	samples := scrape(t, e.testServer)
+	samples := scrape(e.testServer)
 	require.Equal(t, "3", samples[`ratelimit_requests_total{policy="_other",result="no_rule"}`])
 	require.Equal(t, "1", samples[`ratelimit_server_calls_total{code="UNKNOWN_POLICY",operation="acquire"}`])
 	require.Equal(t, "1", samples[`ratelimit_server_calls_total{code="UNKNOWN_POLICY",operation="peek"}`])
@@ -361,7 +355,6 @@ func TestEnvoy_LimitsThatAreOffAreSeen(t *testing.T) {
 
 // policies are those of a database, by name.
 func policies(t testing.TB, db *pgtest.DB) map[string]client.Policy {
-	t.Helper()
 	all := kit.NoError(client.New(db.Pool).Policies(t.Context()))(t)
 	byName := make(map[string]client.Policy)
 	for _, p := range all {

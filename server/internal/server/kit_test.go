@@ -71,21 +71,18 @@ func (l *logged) String() string {
 
 // newDB returns a database with the policies api (10 tokens, 1 a day), budget (a million, no refill) and jobs (10 slots, for a minute).
 func newDB(t testing.TB) *pgtest.DB {
-	t.Helper()
 	db := pgtest.New(t)
 	definePolicies(t, db)
 	return db
 }
 
 func definePolicies(t testing.TB, db *pgtest.DB) {
-	t.Helper()
 	db.Exec(t, `select ratelimit_define_policy('api', 10, 1, '1 day'); select ratelimit_define_policy('budget', 1000000, 0, '1 day');
 		select ratelimit_define_policy('jobs', 10, lease => '1 minute')`)
 }
 
 // load reads settings, each NAME=value, over those that a test needs.
 func load(t testing.TB, url string, settings ...string) config.Config {
-	t.Helper()
 	values := map[string]string{"DATABASE_URL": url, "GRPC_ADDR": "127.0.0.1:0", "HTTP_ADDR": "127.0.0.1:0",
 		"CALL_TIMEOUT": "1m", "LOCK_TIMEOUT": "1m", "STOP_TIMEOUT": "1m"}
 	for _, setting := range settings {
@@ -101,13 +98,11 @@ func load(t testing.TB, url string, settings ...string) config.Config {
 }
 
 func start(t testing.TB, url string, settings ...string) *testServer {
-	t.Helper()
 	return startWith(t, load(t, url, settings...))
 }
 
 // parallel starts a server with a database of its own, for a test that runs beside others.
 func parallel(t *testing.T, settings ...string) (*pgtest.DB, *testServer) {
-	t.Helper()
 	t.Parallel()
 	db := newDB(t)
 	return db, start(t, db.URL, settings...)
@@ -175,17 +170,14 @@ func (s *testServer) post(ctx context.Context, path, body string, headers ...str
 
 // mustDo, mustPost and get are for answers that there have to be.
 func (s *testServer) mustDo(method, path, body string, headers ...string) answer {
-	s.t.Helper()
 	return kit.NoError(s.do(s.t.Context(), method, path, body, headers...))(s.t)
 }
 
 func (s *testServer) mustPost(path, body string, headers ...string) answer {
-	s.t.Helper()
 	return s.mustDo(http.MethodPost, path, body, headers...)
 }
 
 func (s *testServer) get(path string, headers ...string) answer {
-	s.t.Helper()
 	return s.mustDo(http.MethodGet, path, "", headers...)
 }
 
@@ -244,7 +236,6 @@ func (s *testServer) beginPost(ctx context.Context, path, body string) <-chan er
 
 // acquire takes one token by gRPC.
 func (s *testServer) acquire(policy, key string) *pb.Decision {
-	s.t.Helper()
 	return kit.NoError(s.rpc.Acquire(s.t.Context(), &pb.Request{Policy: policy, LogicalKey: key}))(s.t)
 }
 
@@ -262,14 +253,11 @@ func (s *testServer) take(ctx context.Context, caller int, policy, key string) (
 }
 
 func (s *testServer) remaining(policy, key string) int64 {
-	s.t.Helper()
-	d := kit.NoError(s.rpc.Peek(s.t.Context(), &pb.Charge{Policy: policy, LogicalKey: key}))(s.t)
-	return d.GetRemaining()
+	return kit.NoError(s.rpc.Peek(s.t.Context(), &pb.Charge{Policy: policy, LogicalKey: key}))(s.t).GetRemaining()
 }
 
 // requireProblem checks that an answer is one.
 func requireProblem(t testing.TB, a answer, status int, sqlState string) {
-	t.Helper()
 	require.Equal(t, status, a.status, a.body)
 	require.Equal(t, "application/problem+json", a.header.Get("Content-Type"))
 	require.EqualValues(t, status, a.body["status"])
@@ -283,7 +271,6 @@ func requireProblem(t testing.TB, a answer, status int, sqlState string) {
 
 // requireInfo checks what a gRPC error says for programs.
 func requireInfo(t testing.TB, err error, reason, sqlState string) {
-	t.Helper()
 	for _, detail := range status.Convert(err).Details() {
 		if info, ok := detail.(*errdetails.ErrorInfo); ok {
 			require.Equal(t, "pgratelimit", info.GetDomain())
@@ -297,19 +284,16 @@ func requireInfo(t testing.TB, err error, reason, sqlState string) {
 
 // taken is what buckets of budget have lost.
 func taken(t testing.TB, db *pgtest.DB) int64 {
-	t.Helper()
 	return kit.One[int64](t, db.Pool, "select coalesce(sum(capacity - remaining), 0)::bigint from ratelimit_status('budget', 10000)")
 }
 
 // lock holds all policies until it is called: no call of a limiter ends meanwhile.
 func lock(t testing.TB, db *pgtest.DB) (unlock func()) {
-	t.Helper()
 	return hold(t, db, "lock table ratelimit.policies in access exclusive mode")
 }
 
 // hold runs a statement, and holds its locks until it is called.
 func hold(t testing.TB, db *pgtest.DB, sql string) (unlock func()) {
-	t.Helper()
 	conn := db.Connect(t)
 	kit.Execute(t, conn, "begin; "+sql)
 	return sync.OnceFunc(func() {
@@ -319,7 +303,6 @@ func hold(t testing.TB, db *pgtest.DB, sql string) (unlock func()) {
 
 // awaitBlocked waits until so many calls of the server wait for a lock.
 func awaitBlocked(t testing.TB, db *pgtest.DB, n int) {
-	t.Helper()
 	db.Await(t, 20*time.Second, `
 		select count(*) = $1 from pg_stat_activity
 		 where application_name = 'pgratelimit' and datname = current_database() and wait_event_type = 'Lock'`, n)
@@ -327,7 +310,6 @@ func awaitBlocked(t testing.TB, db *pgtest.DB, n int) {
 
 // newRole returns a database, a role that may call functions of it, and the connection string with its rights and none of our own.
 func newRole(t testing.TB, functions string) (db *pgtest.DB, role, roleURL string) {
-	t.Helper()
 	role = kit.NewRole(t)
 	db = newDB(t)
 	if functions != "" {
@@ -342,7 +324,6 @@ func newRole(t testing.TB, functions string) (db *pgtest.DB, role, roleURL strin
 
 // newPrivateDB is newDB on a server of its own.
 func newPrivateDB(t testing.TB) (*pgtest.DB, *pgtest.Server) {
-	t.Helper()
 	db, postgres := kit.NewPrivateDB(t)
 	definePolicies(t, db.DB)
 	return db.DB, postgres
@@ -399,7 +380,6 @@ func invoke(ctx context.Context, s *testServer, method string, message []byte) e
 
 // startError is why a server does not start.
 func startError(t testing.TB, url string, settings ...string) error {
-	t.Helper()
 	s, err := server.Start(t.Context(), load(t, url, settings...), slog.New(slog.DiscardHandler))
 	if s != nil {
 		require.NoError(t, s.Stop())

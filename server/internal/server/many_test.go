@@ -88,7 +88,7 @@ func TestAcquireMany_RequestsShareCalls(t *testing.T) {
 		require.EqualValues(t, 999_999, a.GetDecision().GetRemaining(), keys[i])
 	}
 	require.EqualValues(t, 1000, taken(t, db))
-	samples := scrape(t, s)
+	samples := scrape(s)
 	require.Equal(t, "1000", samples[`ratelimit_requests_total{policy="budget",result="allowed"}`])
 	require.Equal(t, "1000", samples[`ratelimit_server_calls_total{code="OK",operation="acquire_many"}`])
 	require.Equal(t, "1000", samples["ratelimit_combiner_batch_size_sum"])
@@ -102,19 +102,16 @@ type stream struct {
 }
 
 func (s *testServer) stream(ctx context.Context) stream {
-	s.t.Helper()
 	conn := kit.NoError(s.rpc.AcquireStream(ctx))(s.t)
 	return stream{s.t, conn}
 }
 
 func (s stream) send(id uint64, keys ...string) {
-	s.t.Helper()
 	require.NoError(s.t, s.Send(&pb.AcquireStreamRequest{Id: id, Requests: manyRequests("budget", keys...)}))
 }
 
 // granted reads an answer, all of whose decisions are grants, and returns its id.
 func (s stream) granted() uint64 {
-	s.t.Helper()
 	out := kit.NoError(s.Recv())(s.t)
 	require.NotEmpty(s.t, out.GetAnswers())
 	for _, a := range out.GetAnswers() {
@@ -209,7 +206,7 @@ func TestStream_IsReadNoFurtherWhileAHundredMessagesAreUnderWay(t *testing.T) {
 	for id := range uint64(messages) {
 		stream.send(id, "k")
 	}
-	require.Eventually(t, func() bool { return scrape(t, s)["ratelimit_server_calls_under_way"] == "100" }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return scrape(s)["ratelimit_server_calls_under_way"] == "100" }, time.Minute, time.Millisecond)
 	unlock()
 	for range messages {
 		stream.granted()
@@ -250,7 +247,6 @@ func TestStream_LimitsHoldForEachMessage(t *testing.T) {
 
 // refused receives the error of a message, or of its only request.
 func (s *stream) refused(id uint64, code codes.Code, reason string) {
-	s.t.Helper()
 	out := kit.NoError(s.Recv())(s.t)
 	require.Equal(s.t, id, out.GetId())
 	e := out.GetError()

@@ -60,7 +60,6 @@ func TestHealth_FollowsTheDatabase(t *testing.T) {
 func (s *testServer) watchHealth(service string) (await func(healthpb.HealthCheckResponse_ServingStatus)) {
 	watch := kit.NoError(healthpb.NewHealthClient(s.conn).Watch(s.t.Context(), &healthpb.HealthCheckRequest{Service: service}))(s.t)
 	return func(status healthpb.HealthCheckResponse_ServingStatus) {
-		s.t.Helper()
 		for got := healthpb.HealthCheckResponse_UNKNOWN; got != status; {
 			update := kit.NoError(watch.Recv())(s.t)
 			got = update.GetStatus()
@@ -99,7 +98,7 @@ func TestMetrics_CountWhatCallersGot(t *testing.T) {
 	}
 	s.mustPost("/v1/hold", `{"policy":"jobs","key":"k","holder":"another","cost":10}`)
 	s.mustPost("/v1/release", `{"policy":"jobs","key":"k","holder":"a secret holder"}`)
-	samples := scrape(t, s)
+	samples := scrape(s)
 	all := map[string]string{
 		`ratelimit_requests_total{policy="api",result="allowed"}`:                     "11", // and the one that acquire_all was bound by
 		`ratelimit_requests_total{policy="api",result="denied"}`:                      "1",
@@ -139,8 +138,7 @@ func TestMetrics_CountWhatCallersGot(t *testing.T) {
 }
 
 // scrape reads the samples that Prometheus would, by name and labels.
-func scrape(t testing.TB, s *testServer) map[string]string {
-	t.Helper()
+func scrape(s *testServer) map[string]string {
 	samples := map[string]string{}
 	for line := range strings.Lines(s.get("/metrics").text) {
 		if i := strings.LastIndex(line, " "); line[0] != '#' {
@@ -355,7 +353,6 @@ func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 
 // page asks for the status page as a browser does, with a token as the password.
 func (s *testServer) page(password string) answer {
-	s.t.Helper()
 	return s.get("/", "Authorization: Basic "+base64.StdEncoding.EncodeToString([]byte("anybody:"+password)))
 }
 

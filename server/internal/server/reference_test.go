@@ -30,7 +30,6 @@ import (
 var programs = os.Getenv("RATELIMIT_ENVOY_PROGRAMS")
 
 func program(t *testing.T, name string, args ...string) *exec.Cmd {
-	t.Helper()
 	require.NotEmpty(t, programs, "run make test-envoy")
 	return exec.CommandContext(t.Context(), filepath.Join(programs, name), args...)
 }
@@ -52,9 +51,7 @@ func run(t *testing.T, c *exec.Cmd) {
 }
 
 func startReference(t *testing.T, files map[string]string) envoypb.RateLimitServiceClient {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "envoy") // t.TempDir is too long for a socket
-	require.NoError(t, err)
+	dir := kit.NoError(os.MkdirTemp("", "envoy"))(t) // t.TempDir is too long for a socket
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	redis, socket := filepath.Join(dir, "redis"), filepath.Join(dir, "grpc")
 	redisServer := kit.NoError(pgtest.Program(t.Context(), "redis-server"))(t)

@@ -96,7 +96,6 @@ func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
 }
 
 func requireCode(t *testing.T, admitted bool, err error, what string) {
-	t.Helper()
 	require.Equal(t, admitted, status.Code(err) != codes.Unauthenticated, "%s: %v", what, err)
 	if admitted {
 		require.NoError(t, err, what)
@@ -106,7 +105,6 @@ func requireCode(t *testing.T, admitted bool, err error, what string) {
 }
 
 func requireStatus(t *testing.T, admitted bool, a answer) {
-	t.Helper()
 	require.Equal(t, admitted, a.status != http.StatusUnauthorized)
 	if !admitted {
 		requireProblem(t, a, http.StatusUnauthorized, "")
@@ -276,7 +274,6 @@ func TestListeners_SlowConnections(t *testing.T) {
 	s, brief := start(t, db.URL), start(t, db.URL, "CALL_TIMEOUT=1s") // which ends a call whose body does not come
 	var slow []net.Conn
 	open := func(address net.Addr, begin string) {
-		t.Helper()
 		conn := dial(t, address)
 		require.NoError(t, conn.SetDeadline(time.Now().Add(time.Minute)))
 		require.NoError(t, kit.ErrorOf(io.WriteString(conn, begin)))

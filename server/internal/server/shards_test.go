@@ -18,7 +18,6 @@ import (
 
 // newShards are databases with the policies of newDB, which are numbered, and the setting that lists them.
 func newShards(t testing.TB, of int) (dbs []*pgtest.DB, setting string) {
-	t.Helper()
 	var urls []string
 	for n := range of {
 		db := newDB(t)
@@ -128,7 +127,6 @@ func (s *testServer) spend(key string, enough int64) (granted, leased int64) {
 }
 
 func spent(t *testing.T, db *pgtest.DB, key string) int64 {
-	t.Helper()
 	return kit.One[int64](t, db.Pool, "select 1000000 - (ratelimit_peek('busy', $1)).remaining", key)
 }
 

@@ -41,7 +41,6 @@ func (r *recorder) last() service.Call {
 }
 
 func newFake(t *testing.T) *clienttest.Fake {
-	t.Helper()
 	fake := clienttest.New(func() time.Time { return time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC) })
 	for _, name := range []string{"api", service.DefaultPolicy} {
 		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: name, Capacity: 10, Refill: 1, Every: time.Second}))
@@ -183,7 +182,6 @@ func (s stuck) Peek(ctx context.Context, policy, key string, opts ...client.Call
 }
 
 func requireKind(t *testing.T, kind service.Kind, err error, about ...any) {
-	t.Helper()
 	var e *service.Error
 	require.ErrorAs(t, err, &e)
 	require.Equal(t, kind.Reason(), e.Kind.Reason(), about...)
@@ -244,9 +242,7 @@ func TestLimits_CallsOfTheirOwnWaitForEachOther(t *testing.T) {
 }
 
 func left(t *testing.T, fake *clienttest.Fake, policy, key string) int64 {
-	t.Helper()
-	d := kit.NoError(fake.Peek(t.Context(), policy, key))(t)
-	return d.Remaining
+	return kit.NoError(fake.Peek(t.Context(), policy, key))(t).Remaining
 }
 
 // A request may take several steps, and is observed once.
