@@ -476,10 +476,7 @@ func TestApply_InEveryExecMode(t *testing.T) {
 		t.Run(mode.String(), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			config := kit.NoError(pgx.ParseConfig(db.URL))(t)
-			config.DefaultQueryExecMode = mode
-			conn := kit.NoError(pgx.ConnectConfig(t.Context(), config))(t)
-			defer conn.Close(context.Background())
+			conn := db.Connect(t, func(config *pgx.ConnConfig) { config.DefaultQueryExecMode = mode })
 
 			require.Len(t, apply(t, conn, twoPolicies).Changes, 3)
 			require.True(t, apply(t, conn, twoPolicies).Empty())

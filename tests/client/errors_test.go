@@ -1,7 +1,7 @@
 package client_test
 
 import (
-	"context"
+	"maps"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -88,14 +88,10 @@ func TestErrors_NotInstalled(t *testing.T) {
 
 // connect opens a pool whose sessions have these settings.
 func connect(t testing.TB, db *pgtest.DB, settings map[string]string, change ...func(*pgx.ConnConfig)) *pgxpool.Pool {
-	config := kit.NoError(pgxpool.ParseConfig(db.URL))(t)
-	for name, value := range settings {
-		config.ConnConfig.RuntimeParams[name] = value
-	}
-	for _, change := range change {
-		change(config.ConnConfig)
-	}
-	pool := kit.NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
-	t.Cleanup(pool.Close)
-	return pool
+	return kit.Pool(t, db.URL, func(config *pgxpool.Config) {
+		maps.Copy(config.ConnConfig.RuntimeParams, settings)
+		for _, change := range change {
+			change(config.ConnConfig)
+		}
+	})
 }

@@ -7,7 +7,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -21,10 +20,7 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 		"wal_writer_delay=10s", "wal_writer_flush_after=1GB") // nobody else writes, and the server itself rarely flushes
 	db := quiet.DB
 	ctx := t.Context()
-	config := kit.NoError(pgxpool.ParseConfig(db.URL))(t)
-	config.MaxConns = 1 // all in one session, where a setting that stays would be found
-	pool := kit.NoError(pgxpool.NewWithConfig(ctx, config))(t)
-	t.Cleanup(pool.Close)
+	pool := kit.Pool(t, db.URL+"&pool_max_conns=1") // all in one session, where a setting that stays would be found
 
 	plain := client.New(pool)
 	unflushed := client.New(pool, client.NoFlush())

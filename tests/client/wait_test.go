@@ -18,9 +18,7 @@ import (
 
 // smallPool returns a pool of 8 connections, so that callers also leave while they wait for one.
 func smallPool(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
-	config := kit.NoError(pgxpool.ParseConfig(db.URL))(t)
-	config.MaxConns = 8
-	return kit.NoError(pgxpool.NewWithConfig(t.Context(), config))(t)
+	return kit.Pool(t, db.URL, func(config *pgxpool.Config) { config.MaxConns = 8 })
 }
 
 // impatient returns a context for a call. Every third ends within 3 ms: before the call has a connection, on its way, or later.
@@ -37,9 +35,7 @@ func TestWait_ACancelledCallKeepsNoTokens(t *testing.T) {
 	pgtest.OncePerServer(t)
 	const capacity, keys, callers, calls = 1_000_000, 4, 20, 500
 	db := pgtest.New(t)
-	pool := smallPool(t, db)
-	defer pool.Close()
-	limiter := client.New(pool)
+	limiter := client.New(smallPool(t, db))
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "calls", Capacity: capacity, Refill: 1, Every: 24 * time.Hour}))
 	var granted, cancelled atomic.Int64
 	kit.Crowd(t, callers, func(caller int) error {

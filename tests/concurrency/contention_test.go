@@ -9,7 +9,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/stretchr/testify/require"
@@ -59,8 +58,7 @@ func TestContention_AHeldBucket(t *testing.T) {
 	l := kit.NewLedger(db, "p", 100, time.Minute)
 	config := db.Pool.Config()
 	config.ConnConfig.RuntimeParams["lock_timeout"] = "200ms"
-	hasty := kit.NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
-	defer hasty.Close()
+	hasty := kit.OpenPool(t, config)
 	limiters := []client.Acquirer{client.New(hasty), client.NewCombiner(hasty)}
 	require.NoError(t, l.Settle(client.New(db.Pool), l.Request("held", 1, "first")))
 	holder := db.Begin().Take("p", "held", 5)
@@ -129,8 +127,7 @@ func TestContention_TooManyConnections(t *testing.T) {
 	const most = 12
 	db, _ := kit.NewPrivateDB(t, fmt.Sprint("max_connections=", most))
 	l := kit.NewLedger(db, "p", 1000, time.Minute)
-	pool := kit.NoError(pgxpool.New(context.Background(), db.URL))(t)
-	defer pool.Close()
+	pool := kit.Pool(t, db.URL)
 	var others []*pgx.Conn
 	for {
 		conn, err := pgx.Connect(context.Background(), db.URL)
@@ -158,8 +155,7 @@ func TestContention_TooManyConnections(t *testing.T) {
 	// A pool that is larger than its server, and every call takes a connection for a while.
 	large := pool.Config()
 	large.MaxConns = 2 * most
-	pool = kit.NoError(pgxpool.NewWithConfig(context.Background(), large))(t)
-	defer pool.Close()
+	pool = kit.OpenPool(t, large)
 	holder := db.Begin().Take("p", "k", 1)
 	var callers sync.WaitGroup
 	for caller := range large.MaxConns {

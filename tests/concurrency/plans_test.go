@@ -179,8 +179,7 @@ type planner struct {
 
 func newPlanner(db *kit.TestDB) *planner {
 	p := &planner{t: db.T}
-	config := kit.NoError(pgx.ParseConfig(db.URL))(db.T)
-	config.OnNotice = func(_ *pgconn.PgConn, notice *pgconn.Notice) {
+	note := func(_ *pgconn.PgConn, notice *pgconn.Notice) {
 		if _, text, found := strings.Cut(notice.Message, "Query Text: "); found {
 			var statement, nodes string
 			for line := range strings.Lines(text) {
@@ -194,8 +193,7 @@ func newPlanner(db *kit.TestDB) *planner {
 			p.plans = append(p.plans, plan{strings.Join(strings.Fields(statement), " "), nodes})
 		}
 	}
-	p.conn = kit.NoError(pgx.ConnectConfig(context.Background(), config))(db.T)
-	db.T.Cleanup(func() { _ = p.conn.Close(context.Background()) })
+	p.conn = db.Connect(db.T, func(config *pgx.ConnConfig) { config.OnNotice = note })
 	kit.Execute(db.T, p.conn, "load 'auto_explain'")
 	return p
 }

@@ -1,6 +1,7 @@
 package kit
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net/url"
@@ -19,13 +20,7 @@ func (db *TestDB) Strings(sql string) []string { return Column(db.T, db.DB, sql)
 
 // As connects as a role, or as the owner.
 func (db *TestDB) As(role string) *pgx.Conn {
-	config := NoError(pgx.ParseConfig(db.URL))(db.T)
-	if role != "" {
-		config.User = role
-	}
-	conn := NoError(pgx.ConnectConfig(db.T.Context(), config))(db.T)
-	db.T.Cleanup(func() { conn.Close(context.Background()) })
-	return conn
+	return db.Connect(db.T, func(config *pgx.ConnConfig) { config.User = cmp.Or(role, config.User) })
 }
 
 var (

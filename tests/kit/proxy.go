@@ -5,6 +5,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -50,18 +51,14 @@ func (p *Proxy) Heal() { p.Plan(func(bool) Fault { return Pass }) }
 // Pool connects through the proxy. Its settings are those that users have, but for its connect_timeout:
 // by default a connection attempt without an answer keeps its place in the pool for two minutes.
 func (p *Proxy) Pool(t testing.TB, db *TestDB, change ...func(*pgxpool.Config)) *pgxpool.Pool {
-	config := NoError(pgxpool.ParseConfig(db.URL))(t)
-	config.ConnConfig.ConnectTimeout = time.Second
-	config.ConnConfig.RuntimeParams["application_name"] = "through a proxy"
-	config.ConnConfig.DialFunc = func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "tcp", p.Listener.Addr().String())
+	through := func(config *pgxpool.Config) {
+		config.ConnConfig.ConnectTimeout = time.Second
+		config.ConnConfig.RuntimeParams["application_name"] = "through a proxy"
+		config.ConnConfig.DialFunc = func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "tcp", p.Listener.Addr().String())
+		}
 	}
-	for _, change := range change {
-		change(config)
-	}
-	pool := NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
-	t.Cleanup(pool.Close)
-	return pool
+	return Pool(t, db.URL, slices.Insert(change, 0, through)...)
 }
 
 func (p *Proxy) Serve() {

@@ -52,9 +52,23 @@ func InstalledDB(t testing.TB, server *pgtest.Server, name string) *TestDB {
 
 // OpenDB returns a database of a server as it is.
 func OpenDB(t testing.TB, server *pgtest.Server, name string) *TestDB {
-	pool := NoError(pgxpool.New(context.Background(), server.URL(name)))(t)
+	return &TestDB{DB: &pgtest.DB{Pool: Pool(t, server.URL(name)), URL: server.URL(name), Name: name}, T: t}
+}
+
+// Pool connects to a database until the test ends.
+func Pool(t testing.TB, url string, change ...func(*pgxpool.Config)) *pgxpool.Pool {
+	config := NoError(pgxpool.ParseConfig(url))(t)
+	for _, change := range change {
+		change(config)
+	}
+	return OpenPool(t, config)
+}
+
+// OpenPool opens a pool until the test ends.
+func OpenPool(t testing.TB, config *pgxpool.Config) *pgxpool.Pool {
+	pool := NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
 	t.Cleanup(pool.Close)
-	return &TestDB{DB: &pgtest.DB{Pool: pool, URL: server.URL(name), Name: name}, T: t}
+	return pool
 }
 
 // An Address is the URL of a database that moves: a container that is started again has another port.

@@ -199,9 +199,7 @@ func (g *Gate) Open() { g.Keeper.Execute("select pg_advisory_unlock(1)") }
 
 // PoolAs is a pool whose sessions have a role.
 func PoolAs(t *testing.T, db *pgtest.DB, role string) *pgxpool.Pool {
-	config := NoError(pgxpool.ParseConfig(db.URL))(t)
-	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error { return ErrorOf(conn.Exec(ctx, "set role "+role)) }
-	pool := NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
-	t.Cleanup(pool.Close)
-	return pool
+	return Pool(t, db.URL, func(config *pgxpool.Config) {
+		config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error { return ErrorOf(conn.Exec(ctx, "set role "+role)) }
+	})
 }

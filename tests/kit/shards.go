@@ -1,7 +1,6 @@
 package kit
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -72,13 +71,9 @@ func KeyOf(shard, of int, begin string) string {
 func (s *Shards) Limiter(pools map[int]*pgxpool.Pool, opts ...client.Option) *client.Sharded {
 	all := make([]*pgxpool.Pool, s.Of())
 	for n, db := range s.Dbs {
-		all[n] = pools[n]
-		if all[n] != nil {
-			continue
+		if all[n] = pools[n]; all[n] == nil {
+			all[n] = Pool(s.T, db.URL)
 		}
-		pool := NoError(pgxpool.New(context.Background(), db.URL))(s.T)
-		s.T.Cleanup(pool.Close)
-		all[n] = pool
 	}
 	limiter := NoError(client.NewSharded(s.T.Context(), all, opts...))(s.T)
 	s.T.Cleanup(limiter.Close)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -32,15 +33,11 @@ func newPooledDB(t *testing.T) *pooledDB {
 
 // connect returns a pool of many clients of the pooler.
 func (db *pooledDB) connect(t testing.TB, mode pgx.QueryExecMode, change ...func(*pgxpool.Config)) *pgxpool.Pool {
-	config := kit.NoError(pgxpool.ParseConfig(db.pooler.URL(db.Name)))(t)
-	config.ConnConfig.DefaultQueryExecMode = mode
-	config.MaxConns = 32
-	for _, change := range change {
-		change(config)
+	clients := func(config *pgxpool.Config) {
+		config.ConnConfig.DefaultQueryExecMode = mode
+		config.MaxConns = 32
 	}
-	pool := kit.NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
-	t.Cleanup(pool.Close)
-	return pool
+	return kit.Pool(t, db.pooler.URL(db.Name), slices.Insert(change, 0, clients)...)
 }
 
 // modes returns pgx's modes that work through this PgBouncer.

@@ -55,11 +55,8 @@ func TestShards_SQLFindsTheShardsOfTheClient(t *testing.T) {
 
 // createShownDB is a connection to a database of an encoding, that sends UTF-8.
 func createShownDB(t *testing.T, encoding string) *pgx.Conn {
-	config := kit.NoError(pgx.ParseConfig(pgtest.Empty(t, "encoding '"+encoding+"'", "locale 'C'").URL))(t)
-	config.RuntimeParams["client_encoding"] = "UTF8"
-	conn := kit.NoError(pgx.ConnectConfig(t.Context(), config))(t)
-	t.Cleanup(func() { conn.Close(context.Background()) })
-	return conn
+	db := pgtest.Empty(t, "encoding '"+encoding+"'", "locale 'C'")
+	return db.Connect(t, func(config *pgx.ConnConfig) { config.RuntimeParams["client_encoding"] = "UTF8" })
 }
 
 // A database moves to the other server while callers ask, by the steps of docs/sharding.md. No token is granted twice,
@@ -74,9 +71,7 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	address.MoveTo(s.Dbs[moves].URL)
 	config := address.Config(t)
 	config.AfterConnect = client.CheckShard(moves, s.Of())
-	pool := kit.NoError(pgxpool.NewWithConfig(t.Context(), config))(t)
-	defer pool.Close()
-	limiter := s.Limiter(map[int]*pgxpool.Pool{moves: pool})
+	limiter := s.Limiter(map[int]*pgxpool.Pool{moves: kit.OpenPool(t, config)})
 	ledger := kit.NewLedger(s.Dbs[0], "p", 3_000, 2*time.Second)
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: ledger.Capacity, Refill: 1, Every: kit.ADay}))
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 100, Refill: 1, Every: kit.ADay}))

@@ -296,10 +296,7 @@ func newChronicler(db *kit.TestDB, policies ...string) *chronicler {
 	for range 5 {
 		c.clients = append(c.clients, newRecorder(db))
 	}
-	config := kit.NoError(pgxpool.ParseConfig(db.URL))(db.T)
-	config.ConnConfig.OnNotice = c.readings.note
-	c.pool = kit.NoError(pgxpool.NewWithConfig(context.Background(), config))(db.T)
-	db.T.Cleanup(c.pool.Close)
+	c.pool = kit.Pool(db.T, db.URL, func(config *pgxpool.Config) { config.ConnConfig.OnNotice = c.readings.note })
 	combiner := client.NewCombiner(c.pool)
 	db.T.Cleanup(combiner.Close)
 	c.combiner = combiner
@@ -369,11 +366,8 @@ type recorder struct {
 }
 
 func newRecorder(db *kit.TestDB) *recorder {
-	config := kit.NoError(pgx.ParseConfig(db.URL))(db.T)
 	r := &recorder{}
-	config.OnNotice = r.readings.note
-	r.Conn = kit.NoError(pgx.ConnectConfig(context.Background(), config))(db.T)
-	db.T.Cleanup(func() { r.Close(context.Background()) })
+	r.Conn = db.Connect(db.T, func(config *pgx.ConnConfig) { config.OnNotice = r.readings.note })
 	return r
 }
 

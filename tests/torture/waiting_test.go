@@ -66,9 +66,7 @@ type waitingLine struct {
 }
 
 func newLine(t *testing.T, db *kit.TestDB, key string) *waitingLine {
-	pool := kit.NoError(pgxpool.New(context.Background(), db.URL+"&pool_max_conns=16"))(t)
-	t.Cleanup(pool.Close)
-	calls := &callCounter{Pool: pool, keys: map[any]string{}}
+	calls := &callCounter{Pool: kit.Pool(t, db.URL+"&pool_max_conns=16"), keys: map[any]string{}}
 	return &waitingLine{db: db, key: key, limiter: client.New(calls), calls: calls}
 }
 
