@@ -3,7 +3,6 @@ package pgtest
 import (
 	"context"
 	"errors"
-	"io"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -96,17 +95,11 @@ func copyTree(from, to string) error {
 }
 
 func copyFile(from, to string) error {
-	source, err := os.Open(from)
+	data, err := os.ReadFile(from)
 	if err != nil {
 		return err
 	}
-	defer source.Close()
-	target, err := os.OpenFile(to, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o755)
-	if err != nil {
-		return err
-	}
-	_, err = io.Copy(target, source)
-	return errors.Join(err, target.Close())
+	return os.WriteFile(to, data, 0o755)
 }
 
 // CronScript returns a script of pg_cron/ for a client other than psql, without its line for psql.

@@ -95,9 +95,9 @@ auth_type = any
 
 // startProcess starts the machine's PgBouncer in a directory of its own, where its socket is, too.
 func (p *Pooler) startProcess(ctx context.Context, server *Server) (end func() error, err error) {
-	bin, err := findPgBouncer(ctx)
+	bin, err := Program(ctx, "pgbouncer")
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w: %w", errAbsent, err)
 	}
 	owner, err := unprivileged()
 	if err != nil {
@@ -141,14 +141,6 @@ func (p *Pooler) startProcess(ctx context.Context, server *Server) (end func() e
 		return nil, errors.Join(fmt.Errorf("%w\n%s%s", err, out, tail(log)), guard.release())
 	}
 	return guard.release, nil
-}
-
-func findPgBouncer(ctx context.Context) (string, error) {
-	bin, err := Program(ctx, "pgbouncer")
-	if err != nil {
-		return "", fmt.Errorf("%w: %w", errAbsent, err)
-	}
-	return bin, nil
 }
 
 // startContainer starts PgBouncer in a container beside the server's.
