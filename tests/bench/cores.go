@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -21,9 +20,9 @@ type cores struct {
 
 const coresDatabase = "cores"
 
-var coresCells = []string{"cores/1/combined", "cores/2/combined", "cores/1/plain", "cores/2/plain"}
-
-func (*cores) cells() []string { return slices.Clone(coresCells) }
+func (*cores) cells() []string {
+	return []string{"cores/1/combined", "cores/2/combined", "cores/1/plain", "cores/2/plain"}
+}
 
 func (c *cores) open(ctx context.Context, _ []string) error {
 	pg, err := c.database(ctx, coresDatabase, append(definePolicies(), "vacuum analyze")...)

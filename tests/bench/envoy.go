@@ -101,10 +101,7 @@ func (e *envoyService) acquirer() acquirer {
 			return err
 		}
 		// A status without a limit is of a request that no rule is for.
-		if answer.OverallCode != envoypb.RateLimitResponse_OK || answer.Statuses[0].CurrentLimit == nil {
-			return errDenied
-		}
-		return nil
+		return wanted(answer.OverallCode == envoypb.RateLimitResponse_OK && answer.Statuses[0].CurrentLimit != nil, nil)
 	}
 }
 

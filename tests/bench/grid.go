@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -208,13 +209,10 @@ func (g *grid) openPostgres(ctx context.Context) error {
 }
 
 func (g *grid) run(ctx context.Context, cell string) (sample, error) {
-	var (
-		keys    string
-		callers int
-	)
-	name, rest, _ := strings.Cut(cell, "/")
-	keys, rest, _ = strings.Cut(rest, "/")
-	if _, err := fmt.Sscan(rest, &callers); err != nil {
+	part := strings.Split(cell, "/")
+	name, keys := part[0], part[1]
+	callers, err := strconv.Atoi(part[2])
+	if err != nil {
 		return nil, err
 	}
 	o := g.opponents[name]

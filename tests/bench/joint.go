@@ -57,10 +57,7 @@ func (m membership) pgratelimit(limiter interface {
 		d, err := limiter.AcquireAll(ctx, []client.Charge{
 			{Policy: "user", Key: user}, {Policy: "organisation", Key: m.of(user)}, {Policy: everybody, Key: everybody},
 		})
-		if err == nil && !d.Allowed {
-			err = errDenied
-		}
-		return err
+		return wanted(d.Allowed, err)
 	}
 }
 
@@ -118,8 +115,5 @@ func (m membership) script(rdb redis.Scripter) acquirer {
 // isAllowed reads the answer of a script, whose first number tells how many requests are allowed.
 func isAllowed(cmd *redis.Cmd) error {
 	answer, err := cmd.Slice()
-	if err == nil && answer[0] != int64(1) {
-		err = errDenied
-	}
-	return err
+	return wanted(err == nil && answer[0] == int64(1), err)
 }

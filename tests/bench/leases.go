@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
 	"strings"
 	"time"
 
@@ -28,13 +27,6 @@ const leasesDatabase = "leases"
 // leasesAdded are the latencies by the ends of the clients' names.
 var leasesAdded = map[string]time.Duration{"": 0, "-1ms": time.Millisecond}
 
-var leasesCells = []string{
-	"leases/leaser/hot/64", "leases/redis/hot/64", "leases/combined/hot/64",
-	"leases/leaser-1ms/hot/64", "leases/redis-1ms/hot/64", "leases/combined-1ms/hot/64",
-	"leases/leaser/uniform/64", "leases/combined/uniform/64",
-	"leases/combined-1ms/uniform/64", "leases/redis-1ms/uniform/64", "leases/redis-pipelined-1ms/uniform/64",
-}
-
 // defineLeasedPolicies defines policies with a larger bucket of the hot key: leases answer millions of requests a second for it.
 func defineLeasedPolicies() []string {
 	return append(definePolicies(),
@@ -42,7 +34,14 @@ func defineLeasedPolicies() []string {
 		fmt.Sprintf("select ratelimit_reset('durable', '%s')", hotKey), "vacuum analyze")
 }
 
-func (*leases) cells() []string { return slices.Clone(leasesCells) }
+func (*leases) cells() []string {
+	return []string{
+		"leases/leaser/hot/64", "leases/redis/hot/64", "leases/combined/hot/64",
+		"leases/leaser-1ms/hot/64", "leases/redis-1ms/hot/64", "leases/combined-1ms/hot/64",
+		"leases/leaser/uniform/64", "leases/combined/uniform/64",
+		"leases/combined-1ms/uniform/64", "leases/redis-1ms/uniform/64", "leases/redis-pipelined-1ms/uniform/64",
+	}
+}
 
 func (l *leases) open(ctx context.Context, cells []string) error {
 	l.keyspaces, l.opponents = keyspaces(), map[string]*opponent{}

@@ -33,11 +33,16 @@ var errDenied = errors.New("denied, though the bucket was not to run dry")
 func pgratelimit(limiter client.Acquirer) acquirer {
 	return func(ctx context.Context, key string) error {
 		d, err := limiter.Acquire(ctx, "durable", key)
-		if err == nil && !d.Allowed {
-			err = errDenied
-		}
-		return err
+		return wanted(d.Allowed, err)
 	}
+}
+
+// wanted makes an error of a denial.
+func wanted(granted bool, err error) error {
+	if err == nil && !granted {
+		err = errDenied
+	}
+	return err
 }
 
 // keyed gives each request an idempotency key that nobody has used.
@@ -45,10 +50,7 @@ func keyed(limiter client.Acquirer) acquirer {
 	name := newNames()
 	return func(ctx context.Context, key string) error {
 		d, err := limiter.Acquire(ctx, "durable", key, client.IdempotencyKey(name()))
-		if err == nil && (!d.Allowed || d.Replayed) {
-			err = errDenied
-		}
-		return err
+		return wanted(d.Allowed && !d.Replayed, err)
 	}
 }
 
@@ -65,10 +67,7 @@ func redisRate(rdb redis.Cmdable) acquirer {
 	limiter := redis_rate.NewLimiter(rdb)
 	return func(ctx context.Context, key string) error {
 		d, err := limiter.Allow(ctx, key, limit)
-		if err == nil && d.Allowed != 1 {
-			err = errDenied
-		}
-		return err
+		return wanted(err == nil && d.Allowed == 1, err)
 	}
 }
 

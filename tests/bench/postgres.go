@@ -179,12 +179,9 @@ type fill struct {
 }
 
 func (f fill) sql() string {
-	table, ago, order := "buckets", "0", ""
+	table, order := "buckets", ""
 	if f.ephemeral {
 		table = "ephemeral_buckets"
-	}
-	if f.ago != "" {
-		ago = f.ago
 	}
 	if f.count <= 1_000_000 {
 		order = "order by hashint4(i)"
@@ -196,7 +193,7 @@ func (f fill) sql() string {
 		       '%[7]s' || i
 		  from generate_series(1, %[4]d) as i
 		  join ratelimit.policies as p on p.name = '%[5]s'
-		 %[6]s`, table, f.tokens, ago, f.count, f.policy, order, cmp.Or(f.prefix, userPrefix))
+		 %[6]s`, table, f.tokens, cmp.Or(f.ago, "0"), f.count, f.policy, order, cmp.Or(f.prefix, userPrefix))
 }
 
 // inUse asks for every bucket once: the first update of a row makes it smaller. A batch of every hundredth key is a transaction,

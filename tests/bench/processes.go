@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"slices"
 	"strings"
 
 	"github.com/redis/go-redis/v9"
@@ -25,9 +24,9 @@ const (
 	processesCallers  = 64
 )
 
-var processesCells = []string{"processes/combined", "processes/redis", "processes/leaser", "processes/plain"}
-
-func (*processes) cells() []string { return slices.Clone(processesCells) }
+func (*processes) cells() []string {
+	return []string{"processes/combined", "processes/redis", "processes/leaser", "processes/plain"}
+}
 
 // helperEnv tells a process of this program that it is one of those: the name of its limiter and what it asks.
 const helperEnv = "RATELIMIT_BENCH_HELPER"

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -33,20 +32,13 @@ type served struct {
 
 const servedDatabase = "served"
 
-var (
-	servedWays    = []string{"grpc", "many", "stream", "json", "envoy"}
-	servedCallers = []int{64, 256}
-)
-
 // The connections of the callers' process to the program by gRPC.
 const servedConnections = 2
 
-func servedName(way string, callers int) string { return fmt.Sprintf("served/%s/%d", way, callers) }
-
 func (*served) cells() (cells []string) {
-	for _, callers := range servedCallers {
-		for _, way := range servedWays {
-			cells = append(cells, servedName(way, callers))
+	for _, callers := range fewCallers {
+		for _, way := range []string{"grpc", "many", "stream", "json", "envoy"} {
+			cells = append(cells, fmt.Sprintf("served/%s/%d", way, callers))
 		}
 	}
 	return cells
@@ -96,10 +88,7 @@ func overGRPC(conns [servedConnections]*grpc.ClientConn) acquirer {
 	return func(ctx context.Context, key string) error {
 		conn := conns[int(key[len(key)-1])%servedConnections]
 		d, err := pb.NewRateLimiterClient(conn).Acquire(ctx, &pb.Request{Policy: "durable", LogicalKey: key})
-		if err == nil && d.GetVerdict() != pb.Verdict_ALLOWED {
-			err = errDenied
-		}
-		return err
+		return wanted(d.GetVerdict() == pb.Verdict_ALLOWED, err)
 	}
 }
 
@@ -217,32 +206,27 @@ func (s *served) overJSON(p *program) acquirer {
 			return err
 		}
 		defer response.Body.Close()
-		var text bytes.Buffer
-		if _, err := io.Copy(&text, response.Body); err != nil {
+		text, err := io.ReadAll(response.Body)
+		if err != nil {
 			return err
 		}
-		var d struct{ Allowed bool }
 		if response.StatusCode != http.StatusOK {
 			return errors.New(response.Status)
 		}
-		if err := json.Unmarshal(text.Bytes(), &d); err != nil {
-			return err
-		}
-		if !d.Allowed {
-			return errDenied
-		}
-		return nil
+		var d struct{ Allowed bool }
+		err = json.Unmarshal(text, &d)
+		return wanted(d.Allowed, err)
 	}
 }
 
-func (s *served) run(ctx context.Context, cell string) (sample, error) {
-	_, rest, _ := strings.Cut(cell, "/")
-	way, rest, _ := strings.Cut(rest, "/")
+func (s *served) run(ctx context.Context, cell string) (_ sample, err error) {
+	part := strings.Split(cell, "/")
+	way := part[1]
 	l := load{keys: s.keys, acquire: s.acquire[way], many: s.many[way], servers: []int{s.pg.pid}}
 	if way == "envoy" {
 		l.servers = []int{s.redis[false].pid}
 	}
-	if _, err := fmt.Sscan(rest, &l.callers); err != nil {
+	if l.callers, err = strconv.Atoi(part[2]); err != nil {
 		return nil, err
 	}
 	return l.run(ctx, s.window)

@@ -67,10 +67,3 @@ func heldRedis(rdb redis.Cmdable) acquirer {
 		return wanted(removed == 1, err)
 	}
 }
-
-func wanted(done bool, err error) error {
-	if err == nil && !done {
-		err = errDenied
-	}
-	return err
-}
