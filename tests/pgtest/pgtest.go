@@ -87,6 +87,15 @@ func Private(t testing.TB, settings ...string) *Server {
 	return private(t, rungs, settings)
 }
 
+// OrSkip fails a test for an error, but skips it where the machine cannot do what was asked, such as [Server.Kill] without /proc.
+func OrSkip(t testing.TB, err error) {
+	t.Helper()
+	if errors.Is(err, errors.ErrUnsupported) {
+		t.Skip(err)
+	}
+	require.NoError(t, err)
+}
+
 func private(t testing.TB, rungs []rung, settings []string) *Server {
 	server, err := climb(context.Background(), rungs, settings)
 	require.NoError(t, err, "a private server")

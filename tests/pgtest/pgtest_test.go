@@ -73,11 +73,7 @@ func TestKill_LeavesAServerThatRecovers(t *testing.T) {
 		if cluster, ok := server.host.(*cluster); ok && i > 0 {
 			require.NoError(t, os.Truncate(cluster.lockFiles()[i-1], 0)) // as if killed before it was written
 		}
-		if err := server.Kill(t.Context()); errors.Is(err, errors.ErrUnsupported) {
-			t.Skip(err)
-		} else {
-			require.NoError(t, err)
-		}
+		OrSkip(t, server.Kill(t.Context()))
 		_, err := pgx.Connect(t.Context(), server.URL(""))
 		require.Error(t, err)
 		require.NoError(t, server.Start(t.Context()))
@@ -92,11 +88,7 @@ func TestFreeze_AServerAnswersNobodyUntilItThaws(t *testing.T) {
 	conn, err := pgx.Connect(t.Context(), server.URL(""))
 	require.NoError(t, err)
 	defer conn.Close(context.Background())
-	if err := server.Freeze(t.Context()); errors.Is(err, errors.ErrUnsupported) {
-		t.Skip(err)
-	} else {
-		require.NoError(t, err)
-	}
+	OrSkip(t, server.Freeze(t.Context()))
 	short, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 	defer cancel()
 	_, err = pgx.Connect(short, server.URL(""))

@@ -1,7 +1,6 @@
 package torture
 
 import (
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -119,11 +118,7 @@ func killBackend(t *testing.T, server *pgtest.Server, _ *crashLoad) (recovery ti
 
 func kill(t *testing.T, server *pgtest.Server) {
 	t.Helper()
-	err := server.Kill(t.Context())
-	if errors.Is(err, errors.ErrUnsupported) {
-		t.Skip(err)
-	}
-	require.NoError(t, err)
+	pgtest.OrSkip(t, server.Kill(t.Context()))
 }
 
 // The audit finds lost grants on a server that does not flush: those on its last page of WAL. That page may

@@ -3,7 +3,6 @@ package torture
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -50,11 +49,7 @@ func TestTorture_HTTP(t *testing.T) {
 			o.at.MoveTo(server.URL(kit.PrivateName))
 			o.awaitRecovery()
 			o.phase("started", run.Budget/10)
-			if err := server.Freeze(ctx); errors.Is(err, errors.ErrUnsupported) {
-				t.Skip(err)
-			} else {
-				require.NoError(t, err)
-			}
+			pgtest.OrSkip(t, server.Freeze(ctx))
 			o.phase("frozen", run.Budget/10)
 			require.NoError(t, server.Thaw(ctx))
 			o.awaitRecovery()

@@ -124,17 +124,10 @@ func TestTorture_ShardsFault(t *testing.T) {
 			theirs = append(theirs, n)
 		}
 	}
-	do := func(err error) {
-		t.Helper()
-		if errors.Is(err, errors.ErrUnsupported) {
-			t.Skip(err)
-		}
-		require.NoError(t, err)
-	}
 	for _, fault := range []shardFault{
 		{"cut off", []int{alone}, func() { proxy.Plan(func(bool) kit.Fault { return kit.Vanish }) }, func() { proxy.Heal(); proxy.HangUp() }},
-		{"frozen", theirs, func() { do(second.Freeze(t.Context())) }, func() { do(second.Thaw(t.Context())) }},
-		{"killed", theirs, func() { do(second.Kill(t.Context())) }, func() { do(second.Start(t.Context())) }},
+		{"frozen", theirs, func() { pgtest.OrSkip(t, second.Freeze(t.Context())) }, func() { require.NoError(t, second.Thaw(t.Context())) }},
+		{"killed", theirs, func() { kill(t, second) }, func() { require.NoError(t, second.Start(t.Context())) }},
 	} {
 		watch := newShardWatch(s, limiter, fault.shards)
 		load := kit.NewLoad(t)
