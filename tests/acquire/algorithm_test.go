@@ -429,8 +429,7 @@ func TestPolicyChange_OverridesFollowStepped(t *testing.T) {
 		})
 		call.AwaitBlockedBy(first)
 		first.Execute("commit")
-		_, err := call.Result()
-		require.NoError(t, err)
+		require.NoError(t, kit.ErrorOf(call.Result()))
 		require.Equal(t, []string{"true, 20, 5"}, kit.Column(t, db.DB, "select stepped::text || ', ' || capacity || ', ' || refill from ratelimit.overrides"))
 	})
 }

@@ -334,8 +334,7 @@ func TestIdempotency_RacesOfSeveral(t *testing.T) {
 		return func(db *kit.TestDB, _ *kit.Gate) *kit.Pending {
 			rows(db)
 			holder := db.Begin()
-			_, err := twoOfEach("X", "k", "l").AcquireAll(holder)
-			require.NoError(db.T, err)
+			require.NoError(db.T, kit.ErrorOf(twoOfEach("X", "k", "l").AcquireAll(holder)))
 			caller := db.Session().StartAll(twoOfEach("X", "l", "k")).BlockedBy(holder)
 			holder.Execute(end)
 			return caller

@@ -28,8 +28,7 @@ func TestOddTexts_AreBucketsOfTheirOwn(t *testing.T) {
 					d, err = kit.Acquire(q, policy, key, 1, key+"?")
 					require.NoError(t, err, "%q", key)
 					require.Equal(t, 1000-cost-1, d.Remaining, "%q is an idempotency key of its own", key)
-					_, err = kit.Refund(q, policy, key, 1)
-					require.NoError(t, err)
+					require.NoError(t, kit.ErrorOf(kit.Refund(q, policy, key, 1)))
 				}
 			}
 			for i, key := range kit.OddTexts {
@@ -38,8 +37,7 @@ func TestOddTexts_AreBucketsOfTheirOwn(t *testing.T) {
 				require.True(t, d.Replayed)
 				d = kit.NoError(kit.Peek(q, policy, key, 1))(t)
 				require.Equal(t, 1000-cost, d.Remaining)
-				_, err := conn.Exec(context.Background(), "select ratelimit_reset($1, $2)", mode, policy, key)
-				require.NoError(t, err)
+				require.NoError(t, kit.ErrorOf(conn.Exec(context.Background(), "select ratelimit_reset($1, $2)", mode, policy, key)))
 				require.Nil(t, db.Bucket(policy, key))
 			}
 		}

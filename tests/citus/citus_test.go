@@ -341,8 +341,7 @@ func say(t testing.TB, conn *pgx.Conn, sql string) (lines []string) {
 		require.NotNil(t, e, "%s: %v", sql, err)
 		lines = append(lines, fmt.Sprintf("%s %s / %s / %s", e.Code, e.Message, e.Detail, e.Hint))
 		if conn.PgConn().TxStatus() != 'I' {
-			_, err = conn.Exec(context.Background(), "rollback")
-			require.NoError(t, err)
+			require.NoError(t, kit.ErrorOf(conn.Exec(context.Background(), "rollback")))
 		}
 	}
 	return lines
@@ -487,8 +486,7 @@ func testCitusWorkerDown(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 		require.Equal(t, "08006", refused.Code, refused)
 		_, err = node.Pool.Exec(t.Context(), "select ratelimit_define_policy('needs all nodes', 1, 1, '1 s')")
 		require.Error(t, err)
-		_, err = node.Pool.Exec(t.Context(), "call ratelimit_cleanup_all()")
-		require.NoError(t, err, "the other nodes are cleaned up")
+		require.NoError(t, kit.ErrorOf(node.Pool.Exec(t.Context(), "call ratelimit_cleanup_all()")), "the other nodes are cleaned up")
 	}
 	require.NoError(t, c.Nodes[2].Start(t.Context()))
 	for n, node := range db {

@@ -39,10 +39,8 @@ func TestPgCron(t *testing.T) {
 		require.NoError(t, kit.RunScript(here, "schedule.sql")) // creates the extension
 		here.Execute("grant usage on schema cron to cleaner")
 		asCleaner := here.Connect(t)
-		_, err := asCleaner.Exec(t.Context(), "set role cleaner")
-		require.NoError(t, err)
-		_, err = asCleaner.Exec(t.Context(), kit.Script(t, "schedule.sql"))
-		require.NoError(t, err)
+		require.NoError(t, kit.ErrorOf(asCleaner.Exec(t.Context(), "set role cleaner")))
+		require.NoError(t, kit.ErrorOf(asCleaner.Exec(t.Context(), kit.Script(t, "schedule.sql"))))
 		require.Len(t, kit.Jobs(here), 4, "a role sees its own jobs only, so these are in addition")
 		var wg sync.WaitGroup
 		for range 20 {

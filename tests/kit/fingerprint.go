@@ -44,8 +44,7 @@ func SchemaAndRows(t testing.TB, db *pgtest.DB) string {
 // FingerprintIn is fingerprintOf in a transaction, with what it changed.
 func FingerprintIn(t testing.TB, tx pgx.Tx) string {
 	// Names are told in full. To compile the query would take longer than to run it.
-	_, err := tx.Exec(context.Background(), "select set_config('search_path', '', true), set_config('jit', 'off', true)")
-	require.NoError(t, err)
+	require.NoError(t, ErrorOf(tx.Exec(context.Background(), "select set_config('search_path', '', true), set_config('jit', 'off', true)")))
 	lines := ColumnOf(t, tx, schemaQuery)
 	slices.Sort(lines)
 	return strings.Join(lines, "\n")

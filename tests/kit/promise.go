@@ -112,8 +112,7 @@ func Verdicts[T any](db *TestDB, cases []T) []string {
 	tx := NoError(db.Pool.Begin(ctx))(db.T)
 	defer tx.Rollback(ctx)
 	// Were an acquire told to wait for nothing and yet find too little, it would try for ever.
-	_, err := tx.Exec(ctx, "set local statement_timeout = '2min'")
-	require.NoError(db.T, err)
+	require.NoError(db.T, ErrorOf(tx.Exec(ctx, "set local statement_timeout = '2min'")))
 	verdicts := ColumnOf(db.T, tx, "select * from verdicts($1)", input)
 	require.Len(db.T, verdicts, len(cases))
 	return verdicts

@@ -134,8 +134,7 @@ func (l *Lent) BlockedBy(holder *Session) *Lent { l.AwaitBlockedBy(holder); retu
 
 // Over returns the call when it is over. The call must not have failed.
 func (l *Lent) Over() *Lent {
-	_, err := l.Result()
-	require.NoError(l.Session.Db.T, err)
+	require.NoError(l.Session.Db.T, ErrorOf(l.Result()))
 	return l
 }
 

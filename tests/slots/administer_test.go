@@ -201,8 +201,7 @@ func TestGrants_OfAnApplicationRole(t *testing.T) {
 	role := fmt.Sprint("slots_", strings.ToLower(db.Name))
 	db.Execute("create role " + role + " login")
 	t.Cleanup(func() {
-		_, err := db.Pool.Exec(context.Background(), "drop owned by "+role+"; drop role "+role)
-		require.NoError(t, err)
+		require.NoError(t, kit.ErrorOf(db.Pool.Exec(context.Background(), "drop owned by "+role+"; drop role "+role)))
 	})
 	db.Execute("grant execute on function ratelimit_hold, ratelimit_renew, ratelimit_release to " + role)
 	conn := kit.ConnectAs(t, db.DB, role)

@@ -433,8 +433,7 @@ func TestSpend_DenialsAndReplaysWriteNothing(t *testing.T) {
 			upTo(2, 2, "r"), charge(0), charge(1, "c"), settle("c", 3),
 		} {
 			tx := db.Begin()
-			_, err := s.By(tx)
-			require.NoError(t, err, s)
+			require.NoError(t, kit.ErrorOf(s.By(tx)), s)
 			require.Equal(t, kit.Traces{}, tx.Traces(), s)
 			tx.Execute("commit")
 		}

@@ -125,8 +125,7 @@ func (l *waitingLine) wait(t *testing.T, callers int) {
 	l.calls.came.Add(stay)
 	for i := range stay {
 		all.Go(func() {
-			_, err := l.limiter.Wait(context.WithValue(context.Background(), callerKey{}, i), "line", l.key)
-			require.NoError(l.db.T, err)
+			require.NoError(l.db.T, kit.ErrorOf(l.limiter.Wait(context.WithValue(context.Background(), callerKey{}, i), "line", l.key)))
 			returned[i] = time.Now()
 		})
 	}
