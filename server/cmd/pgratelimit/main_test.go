@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
@@ -44,6 +45,8 @@ func command(t *testing.T, args ...string) ran {
 	return ran{code, out.String(), errors.String()}
 }
 
+var newYear = time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
+
 func TestInstallAndUninstall(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
@@ -68,8 +71,7 @@ func TestInstallAndUninstall(t *testing.T) {
 }
 
 func TestAcquireAndPeek(t *testing.T) {
-	db := kit.ParallelDB(t).DB
-	db.Exec(t, "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '2030-01-01 00:00:00+00' $$")
+	db := kit.ParallelDB(t, newYear).DB
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 second'), ratelimit_define_policy('budget', 10, 0, '1 day'), ratelimit_define_policy('watched', 10, 1, '1 second', shadow => true)")
 	for _, test := range []struct {
 		args string
@@ -94,8 +96,7 @@ func TestAcquireAndPeek(t *testing.T) {
 }
 
 func TestAdministration(t *testing.T) {
-	db := kit.ParallelDB(t).DB
-	db.Exec(t, "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '2030-01-01 00:00:00+00' $$")
+	db := kit.ParallelDB(t, newYear).DB
 	require.Equal(t, ran{out: "There is no policy yet.\n"}, on(t, db, "policies"))
 	require.Equal(t, ran{out: "[]\n"}, on(t, db, "policies", "--json"))
 	require.Equal(t, ran{out: "policies: {}\n"}, on(t, db, "export"))
@@ -274,11 +275,8 @@ func TestDatabaseURL_IsObligatory(t *testing.T) {
 }
 
 func TestStatusAndDoctor(t *testing.T) {
-	db := kit.ParallelDB(t).DB
-	clock := func(now string) {
-		db.Exec(t, "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '"+now+"' $$")
-	}
-	clock("2030-01-01 00:00:00+00")
+	clocked := kit.ParallelDB(t, newYear)
+	db := clocked.DB
 	require.Equal(t, ran{out: "Every bucket is full.\n"}, on(t, db, "status"))
 	require.Equal(t, ran{out: "[]\n"}, on(t, db, "status", "--json"))
 	r := on(t, db, "doctor")
@@ -315,7 +313,7 @@ func TestStatusAndDoctor(t *testing.T) {
 	}
 	db.Exec(t, "select ratelimit_drop_policy('jobs'), ratelimit_drop_policy('streams')")
 
-	clock("2031-01-01 00:00:00+00")
+	clocked.SetClock(newYear.AddDate(1, 0, 0))
 	r = on(t, db, "doctor")
 	require.Equal(t, exitNo, r.code)
 	require.Contains(t, r.out, "warning: ratelimit.buckets has 3 rows overdue for clean-up")
