@@ -373,8 +373,8 @@ envoy:
 
 // An error has its remedy, or the place of what the database refuses, and nothing is changed.
 func TestApply_Errors(t *testing.T) {
-	t.Parallel()
-	for name, test := range map[string]struct{ sql, file, want string }{
+	type testCase struct{ sql, file, want string }
+	kit.InParallel(t, map[string]testCase{
 		"a constraint that is checked at commit": {`create function refuse() returns trigger language plpgsql as $$ begin raise 'not today'; end $$;
 			create constraint trigger refuse after insert on ratelimit.policies initially deferred for each row execute function refuse()`,
 			twoPolicies, "commit: ERROR: not today"},
@@ -399,23 +399,20 @@ func TestApply_Errors(t *testing.T) {
 limits.yaml:3:55: policy "stays" was created with durable: true, which cannot change: write that, or drop the policy first, and its buckets will be full`},
 		"no function": {"alter function ratelimit_overrides rename to gone", twoPolicies,
 			"list overrides: the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.New(t)
-			db.Exec(t, `select ratelimit_define_policy('stays', 1, 1, '1 second')`)
-			db.Exec(t, test.sql)
-			before := policiesIn(t, db)
-			_, planned := policyfile.Plan(t.Context(), db.Pool, parse(t, test.file), policyfile.Options{Prune: true})
-			_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, test.file), policyfile.Options{Prune: true})
-			require.ErrorContains(t, err, test.want)
-			require.Equal(t, strings.HasPrefix(test.want, "limits.yaml:"), errors.As(err, new(policyfile.Problems)))
-			if planned != nil { // what the database refuses, it refuses later
-				require.EqualError(t, planned, err.Error())
-			}
-			require.Equal(t, before, policiesIn(t, db))
-		})
-	}
+	}, func(t *testing.T, test testCase) {
+		db := pgtest.New(t)
+		db.Exec(t, `select ratelimit_define_policy('stays', 1, 1, '1 second')`)
+		db.Exec(t, test.sql)
+		before := policiesIn(t, db)
+		_, planned := policyfile.Plan(t.Context(), db.Pool, parse(t, test.file), policyfile.Options{Prune: true})
+		_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, test.file), policyfile.Options{Prune: true})
+		require.ErrorContains(t, err, test.want)
+		require.Equal(t, strings.HasPrefix(test.want, "limits.yaml:"), errors.As(err, new(policyfile.Problems)))
+		if planned != nil { // what the database refuses, it refuses later
+			require.EqualError(t, planned, err.Error())
+		}
+		require.Equal(t, before, policiesIn(t, db))
+	})
 }
 
 // The second time no row has a new version.

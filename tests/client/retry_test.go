@@ -52,46 +52,42 @@ func (lookalike) Close() {}
 // A Limiter on a transaction makes each call once and remembers nothing, whatever the transaction's type
 // has: it is told, and does not guess.
 func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
-	t.Parallel()
 	ctx := t.Context()
 	cached, app := client.DenialCache(), client.Schema("app")
-	for name, of := range map[string]func(*pgxpool.Pool, pgx.Tx) *client.Limiter{
+	kit.InParallel(t, map[string]func(*pgxpool.Pool, pgx.Tx) *client.Limiter{
 		"Limiter": func(pool *pgxpool.Pool, tx pgx.Tx) *client.Limiter { return client.New(pool, cached, app).WithTx(tx) },
 		"Combiner": func(pool *pgxpool.Pool, tx pgx.Tx) *client.Limiter {
 			return client.NewCombiner(pool, cached, app).WithTx(tx)
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.Empty(t)
-			db.Exec(t, "create schema app")
-			require.NoError(t, migrations.Up(ctx, acquired(t, connect(t, db, map[string]string{"search_path": "app"})).Conn()))
-			db.Exec(t, "select app.ratelimit_define_policy('api', 10, 1, '1 hour')")
+	}, func(t *testing.T, of func(*pgxpool.Pool, pgx.Tx) *client.Limiter) {
+		db := pgtest.Empty(t)
+		db.Exec(t, "create schema app")
+		require.NoError(t, migrations.Up(ctx, acquired(t, connect(t, db, map[string]string{"search_path": "app"})).Conn()))
+		db.Exec(t, "select app.ratelimit_define_policy('api', 10, 1, '1 hour')")
 
-			var tries tryCounter
-			pool := connect(t, db, map[string]string{"default_transaction_isolation": "repeatable read"}, tries.count)
-			tx := begin(t, pool)
-			limiter := of(pool, lookalike{tx})
-			for range 2 {
-				require.False(t, kit.NoError(limiter.Acquire(ctx, "api", "denied", client.Cost(11)))(t).Allowed)
-				kit.NoError(limiter.Acquire(ctx, "api", "k", client.Cost(5)))(t)
-			}
-			require.False(t, kit.NoError(limiter.Acquire(ctx, "api", "k"))(t).Allowed)
-			kit.NoError(limiter.Acquire(ctx, "api", "k"))(t)
-			require.EqualValues(t, 6, tries.n.Load(), "no denial is remembered")
-			require.NoError(t, tx.Rollback(ctx))
-			require.EqualValues(t, 10, kit.NoError(client.New(pool, app).Peek(ctx, "api", "k"))(t).Remaining, "a rollback has taken nothing")
+		var tries tryCounter
+		pool := connect(t, db, map[string]string{"default_transaction_isolation": "repeatable read"}, tries.count)
+		tx := begin(t, pool)
+		limiter := of(pool, lookalike{tx})
+		for range 2 {
+			require.False(t, kit.NoError(limiter.Acquire(ctx, "api", "denied", client.Cost(11)))(t).Allowed)
+			kit.NoError(limiter.Acquire(ctx, "api", "k", client.Cost(5)))(t)
+		}
+		require.False(t, kit.NoError(limiter.Acquire(ctx, "api", "k"))(t).Allowed)
+		kit.NoError(limiter.Acquire(ctx, "api", "k"))(t)
+		require.EqualValues(t, 6, tries.n.Load(), "no denial is remembered")
+		require.NoError(t, tx.Rollback(ctx))
+		require.EqualValues(t, 10, kit.NoError(client.New(pool, app).Peek(ctx, "api", "k"))(t).Remaining, "a rollback has taken nothing")
 
-			tx = begin(t, pool)
-			_, err := of(pool, tx).Peek(ctx, "api", "k") // a snapshot
-			require.NoError(t, err)
-			kit.NoError(client.New(pool, app).Acquire(ctx, "api", "k"))(t)
-			tries.n.Store(0)
-			_, err = of(pool, lookalike{tx}).Acquire(ctx, "api", "k")
-			kit.RequireState(t, "40001", err)
-			require.EqualValues(t, 1, tries.n.Load(), "no retry")
-		})
-	}
+		tx = begin(t, pool)
+		_, err := of(pool, tx).Peek(ctx, "api", "k") // a snapshot
+		require.NoError(t, err)
+		kit.NoError(client.New(pool, app).Acquire(ctx, "api", "k"))(t)
+		tries.n.Store(0)
+		_, err = of(pool, lookalike{tx}).Acquire(ctx, "api", "k")
+		kit.RequireState(t, "40001", err)
+		require.EqualValues(t, 1, tries.n.Load(), "no retry")
+	})
 }
 
 func TestRetry_RealSerializationFailure(t *testing.T) {

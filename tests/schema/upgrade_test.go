@@ -42,18 +42,14 @@ func TestUpgrade_FromEveryVersion(t *testing.T) {
 
 // A call that began before the new version goes on after it.
 func TestUpgrade_ACallUnderWay(t *testing.T) {
-	t.Parallel()
 	files, newest := kit.NextVersion(t, "", "", kit.Edits...), kit.NewestMigration(t)
-	for name, call := range underWay {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := kit.InstalledAt(t, files, newest)
-			for i, version := range []int32{newest + 1, newest} {
-				require.NoError(t, db.Overtake(call, func() { kit.MigrateTo(t, db.DB, files, version) }))
-				require.EqualValues(t, 100-3*(i+1), db.Left("p", "k"))
-			}
-		})
-	}
+	kit.InParallel(t, underWay, func(t *testing.T, call func(q kit.Querier) (kit.Decision, error)) {
+		db := kit.InstalledAt(t, files, newest)
+		for i, version := range []int32{newest + 1, newest} {
+			require.NoError(t, db.Overtake(call, func() { kit.MigrateTo(t, db.DB, files, version) }))
+			require.EqualValues(t, 100-3*(i+1), db.Left("p", "k"))
+		}
+	})
 }
 
 // Version 2 adds a column to a decision. A prepared statement that names its columns goes on, with a generic plan and with

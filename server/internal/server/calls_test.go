@@ -335,32 +335,29 @@ func requireFault(t *testing.T, s *testServer, kind service.Kind, sqlState strin
 }
 
 func TestErrors_OfTheDatabase(t *testing.T) {
-	t.Parallel()
-	for name, test := range map[string]struct {
+	type testCase struct {
 		server   string // its setting
 		database string // its setting, for sessions that begin later
 		isLocked bool
 		kind     service.Kind
 		sqlState string
-	}{
+	}
+	kit.InParallel(t, map[string]testCase{
 		"a lock is held too long": {"LOCK_TIMEOUT=10ms", "", true, service.Contended, "55P03"},
 		"the call has no time":    {"CALL_TIMEOUT=20ms", "", true, service.DeadlineExceeded, ""},
 		"statement_timeout":       {"LOCK_TIMEOUT=1m", "statement_timeout = '20ms'", true, service.DeadlineExceeded, "57014"},
 		"the server is read-only": {"LOCK_TIMEOUT=1m", "default_transaction_read_only = on", false, service.Unavailable, "25006"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := newDB(t)
-			s := start(t, db.URL, test.server)
-			if test.isLocked {
-				defer lock(t, db)()
-			}
-			if test.database != "" {
-				reconnect(t, s, db, test.database, test.sqlState)
-			}
-			requireFault(t, s, test.kind, test.sqlState)
-		})
-	}
+	}, func(t *testing.T, test testCase) {
+		db := newDB(t)
+		s := start(t, db.URL, test.server)
+		if test.isLocked {
+			defer lock(t, db)()
+		}
+		if test.database != "" {
+			reconnect(t, s, db, test.database, test.sqlState)
+		}
+		requireFault(t, s, test.kind, test.sqlState)
+	})
 }
 
 // reconnect lets the server's sessions end, so that a setting of the database holds for the next ones. It does when calls fail
