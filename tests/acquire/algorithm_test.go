@@ -383,7 +383,7 @@ func TestPolicyChange_TwoAtATimeAreCheckedTogether(t *testing.T) {
 		_, err := second.Exec(context.Background(), "select ratelimit_define_policy('p', refill => 1)")
 		return kit.Decision{}, err
 	})
-	call.AwaitBlockedBy(first)
+	call.BlockedBy(first)
 	first.Execute("commit")
 	_, err := call.Result()
 	require.Equal(t, "22023", kit.SQLState(err), "%v", err)
@@ -427,7 +427,7 @@ func TestPolicyChange_OverridesFollowStepped(t *testing.T) {
 			}
 			return d, err
 		})
-		call.AwaitBlockedBy(first)
+		call.BlockedBy(first)
 		first.Execute("commit")
 		require.NoError(t, kit.ErrorOf(call.Result()))
 		require.Equal(t, []string{"true, 20, 5"}, kit.Column(t, db.DB, "select stepped::text || ', ' || capacity || ', ' || refill from ratelimit.overrides"))

@@ -74,7 +74,7 @@ func TestAcquireMany_EqualsOneByOne(t *testing.T) {
 // among those here, and buckets in debt, overfull, or not asked for a long time.
 func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
 	db := kit.ParallelDB(t)
-	inside := db.Session().Run("set search_path = ratelimit; set track_functions = pl")
+	inside := db.Session().Execute("set search_path = ratelimit; set track_functions = pl")
 	magnitude := func(most float64) int64 { return int64(math.Exp(rand.Float64() * math.Log(most))) }
 	met := map[string]int{}
 	for i := 0; len(met) < 4 || met["small, granted"] < 30 || met["large, granted"] < 30; i++ {
@@ -156,7 +156,7 @@ func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, 1000*time.Hour).Take("p", "k", 2) // the bucket has a row: 8 left
 	holder := db.Begin().Take("p", "k", 5)                                       // 3 left, when it commits
 	call, answers := kit.StartBatch(db.Session(), kit.AcquireMany, slices.Repeat([]kit.NullableRequest{kit.RequestOf("p", "k", 2)}, 4)...)
-	call.AwaitBlockedBy(holder)
+	call.BlockedBy(holder)
 	holder.Execute("commit")
 	call.Answer()
 	for i, a := range *answers {
@@ -180,7 +180,7 @@ func TestAcquireMany_AWaitThatEndsInARollbackIsDecidedAfresh(t *testing.T) {
 			}
 			db.Acquire(policy, "b", 10)
 			call, answers := kit.StartBatch(db.Session(), kit.AcquireMany, first, kit.RequestOf(policy, "b", 5))
-			call.AwaitBlockedBy(holder)
+			call.BlockedBy(holder)
 			db.Await(t, kit.Patience, "select allowed from ratelimit_peek($1, $2, 5)", policy, "b")
 			holder.Execute("rollback")
 			call.Answer()
@@ -198,9 +198,9 @@ func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
 	}
 	holder := db.Begin().Take("p", "k", 1)
 	pq, _ := kit.StartBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 1), kit.RequestOf("q", "k", 1))
-	pq.AwaitBlockedBy(holder)
+	pq.BlockedBy(holder)
 	qp, _ := kit.StartBatch(db.Session(), kit.AcquireMany, kit.RequestOf("q", "k", 1), kit.RequestOf("p", "k", 1))
-	qp.AwaitBlockedBy(pq.Session) // for p; it would have q by now
+	qp.BlockedBy(pq.Session) // for p; it would have q by now
 	holder.Execute("rollback")
 	pq.Answer()
 	qp.Answer()
@@ -267,9 +267,9 @@ func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
 	remover.Execute("select ratelimit_reset('p', 'a')")
 	keeper.Acquire("p", "b", 1)
 	batch, _ := kit.StartBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "a", 1), kit.RequestOf("p", "b", 1))
-	batch.AwaitBlockedBy(remover)
+	batch.BlockedBy(remover)
 	remover.Execute("commit") // the batch goes on to b
-	batch.AwaitBlockedBy(keeper)
+	batch.BlockedBy(keeper)
 	maker.Acquire("p", "a", 1)
 	other := maker.StartAcquire("p", "b", 1)
 	db.Await(t, kit.Patience, "select cardinality(pg_blocking_pids($1)) > 0", maker.PgConn().PID())
@@ -286,7 +286,7 @@ func TestAcquireMany_ABucketCreatedMeanwhileIsTakenInOrder(t *testing.T) {
 	both := []kit.NullableRequest{kit.RequestOf("p", "a", 1), kit.RequestOf("p", "b", 1)}
 	g := db.GateBefore(`insert into buckets \(policy_id, key, level, refilled_at, due_at\) values`, "ratelimit.lock_buckets")
 	batch, _ := kit.StartBatch(g.Session(), kit.AcquireMany, both...)
-	batch.AwaitBlockedBy(g.Keeper)
+	batch.BlockedBy(g.Keeper)
 	db.Acquire("p", "a", 1)
 	kit.SendBatch(t, db.Session(), kit.AcquireMany, both...)
 	g.Open()
@@ -341,7 +341,7 @@ func TestAcquireMany_ADenialIsAsOfAfterTheWait(t *testing.T) {
 				db.At(kit.T0).Policy("p", 10, 1, kit.Second, kind).Take("p", "a", 2).Take("p", "b", 2)
 				holder := db.Begin().Take("p", "a", 6)
 				call, answers := kit.StartBatch(db.Session(), kit.AcquireMany, kit.RequestOf("p", "b", 1), kit.RequestOf("p", "a", 5))
-				call.AwaitBlockedBy(holder)
+				call.BlockedBy(holder)
 				test.meanwhile(db, holder)
 				holder.Execute("commit")
 				call.Answer()

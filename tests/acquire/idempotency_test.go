@@ -284,7 +284,7 @@ func TestIdempotency_Races(t *testing.T) {
 		{name: "the bucket is reset by a transaction the caller waits for", capacity: 10,
 			play: func(db *kit.TestDB, _ *kit.Gate) *kit.Pending {
 				db.Acquire("p", "k", 4, "Y")
-				holder := db.Begin().Run("select ratelimit_reset('p', 'k')")
+				holder := db.Begin().Execute("select ratelimit_reset('p', 'k')")
 				caller := db.Session().StartAcquire("p", "k", 2, "X").BlockedBy(holder)
 				holder.Execute("commit")
 				return caller
@@ -445,7 +445,7 @@ func behindCleanup(end string) func(db *kit.TestDB, _ *kit.Gate) *kit.Pending {
 		db.SetClock(kit.T0.Add(time.Hour))
 		db.Reset("p", "k")
 		db.Acquire("p", "k", 3) // the bucket is in use, and not due
-		holder := db.Begin().Run("select ratelimit_cleanup()")
+		holder := db.Begin().Execute("select ratelimit_cleanup()")
 		caller := db.Session().StartAcquire("p", "k", 2, "X").BlockedBy(holder)
 		holder.Execute(end)
 		return caller

@@ -21,7 +21,7 @@ func TestTransaction_ARollbackGivesBackExactlyWhatWasTaken(t *testing.T) {
 			db.AcquireAt(kit.T0, "p", "twin", 4)
 			before := db.Bucket("p", "known")
 			db.SetClock(kit.T0.Add(1234567 * time.Microsecond))
-			s := db.Begin().Take("p", "known", 5, "X").Take("p", "known", 1).Take("p", "new", 1).Run("rollback")
+			s := db.Begin().Take("p", "known", 5, "X").Take("p", "known", 1).Take("p", "new", 1).Execute("rollback")
 			require.Equal(t, before, db.Bucket("p", "known"))
 			require.Nil(t, db.Bucket("p", "new"))
 			s.Execute("begin")
@@ -60,7 +60,7 @@ func TestTransaction_SnapshotIsolation_AGrantOnAChangedBucketFails(t *testing.T)
 		db.Policy("p", 10, 1, kit.ADay, kind).Take("p", "known", 1)
 		for i, level := range snapshotIsolation {
 			for _, key := range []string{"known", fmt.Sprint("new", i)} {
-				s := db.Session().Run("begin isolation level " + level).Run("select from ratelimit.policies") // takes the snapshot
+				s := db.Session().Execute("begin isolation level " + level).Execute("select from ratelimit.policies") // takes the snapshot
 				db.Acquire("p", key, 1)
 				left := db.Left("p", key)
 				_, err := kit.Acquire(s, "p", key, 1)
@@ -69,7 +69,7 @@ func TestTransaction_SnapshotIsolation_AGrantOnAChangedBucketFails(t *testing.T)
 				require.Equal(t, left, db.Left("p", key))
 				require.Equal(t, left-1, s.Acquire("p", key, 1).Remaining, "tried again")
 			}
-			s := db.Session().Run("begin isolation level " + level)
+			s := db.Session().Execute("begin isolation level " + level)
 			require.True(t, s.Acquire("p", fmt.Sprint("unchanged", i), 1).Allowed)
 			s.Execute("commit")
 		}
@@ -80,7 +80,7 @@ func TestTransaction_SnapshotIsolation_ADenialIsAsOldAsTheSnapshot(t *testing.T)
 	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.ADay)
 	for _, level := range snapshotIsolation {
 		db.Acquire("p", level, 10)
-		s := db.Session().Run("begin isolation level " + level).Run("select from ratelimit.policies")
+		s := db.Session().Execute("begin isolation level " + level).Execute("select from ratelimit.policies")
 		db.Must(kit.Refund(db.Pool, "p", level, 5))
 		require.False(t, s.Acquire("p", level, 1).Allowed)
 		require.EqualValues(t, 0, s.Db.Must(kit.Peek(s, "p", level, 1)).Remaining)
@@ -90,7 +90,7 @@ func TestTransaction_SnapshotIsolation_ADenialIsAsOldAsTheSnapshot(t *testing.T)
 }
 
 func TestTransaction_NoSettingOfTheSessionChanges(t *testing.T) {
-	s := kit.ParallelDB(t).Session().Run("do '/* loads plpgsql, which has settings */ begin end'")
+	s := kit.ParallelDB(t).Session().Execute("do '/* loads plpgsql, which has settings */ begin end'")
 	s.Execute("set search_path = pg_catalog; set intervalstyle = iso_8601; set timezone = 'Asia/Tokyo'")
 	s.Execute("create temporary table before as select name, setting from pg_settings")
 	changed := func() []string {

@@ -69,7 +69,7 @@ func TestAcquireUpToMany_TakesWhatOthersLeave(t *testing.T) {
 			db.Policy(policy, 10, 1, 1000*time.Hour, kind).Take(policy, "a", 1).Take(policy, "b", 1).Take(policy, "c", 1)
 			holder := db.Begin().Take(policy, "b", 5)
 			call, answers := kit.StartBatch(db.Session(), kit.AcquireUpToMany, kit.RequestOf(policy, "c", 2), kit.RequestOf(policy, "b", 9), kit.RequestOf(policy, "a", 20))
-			call.AwaitBlockedBy(holder)
+			call.BlockedBy(holder)
 			holder.Execute("commit")
 			call.Answer()
 			for _, a := range *answers {

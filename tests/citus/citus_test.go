@@ -508,7 +508,7 @@ func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 		"acquire", "acquire_ephemeral", "acquire_up_to_ephemeral", "charge_ephemeral", "reserve_ephemeral", "settle_ephemeral", "bucket_now",
 		"hold_ephemeral", "renew_ephemeral", "release_ephemeral", "look_at_slots", "look_at_ephemeral_slots", "reset_slots",
 	}, plain...) {
-		lintForCitus(t, db, function, db.Text("select string_agg(prosrc, '' order by oid) from pg_proc where proname = $1", function))
+		lintForCitus(t, db, function, kit.One[string](t, db.Pool, "select string_agg(prosrc, '' order by oid) from pg_proc where proname = $1", function))
 	}
 	require.Empty(t, db.Strings("select p.oid::regprocedure::text from pg_proc as p where p.proname = any ('{"+strings.Join(plain, ",")+`}')
 		   and exists (select from pg_type as t join pg_class as c on c.oid = t.typrelid

@@ -90,7 +90,7 @@ func TestConcurrency_ABucketCreatedMeanwhileIsCharged(t *testing.T) {
 		db.Acquire("p", "b", 1)
 		other.Acquire("p", "b", 1)
 		holder.Execute("rollback")
-		call.AwaitBlockedBy(other)
+		call.BlockedBy(other)
 		other.Execute("commit")
 		require.True(t, call.Answer().Allowed)
 		require.Equal(t, []int64{8, 7}, []int64{db.Left("p", "a"), db.Left("p", "b")})
@@ -106,7 +106,7 @@ func TestConcurrency_CreatingABucketIsPartOfTheOrder(t *testing.T) {
 	}
 	holder := db.Begin().Take("p", "a", 1)
 	first := many(kit.RequestOf("p", "x", 1), kit.RequestOf("p", "a", 1), kit.RequestOf("p", "b", 1))
-	first.AwaitBlockedBy(holder)
+	first.BlockedBy(holder)
 	db.Acquire("p", "b", 1)
 	second := many(kit.RequestOf("p", "b", 1), kit.RequestOf("p", "x", 1))
 	second.AwaitLockOrEnd()
@@ -139,7 +139,7 @@ func TestConcurrency_ADenialLeavesNoRow(t *testing.T) {
 		holder := db.Begin().Take("p", "x", 1)
 		never := kit.WholeRequest{Charges: []model.Charge{kit.ChargeOf("p", "y", 11)}}
 		call, answers := kit.StartBatch(db.Session(), kit.AcquireAllMany, kit.All("p", "x"), never, kit.All("p", "z"))
-		call.AwaitBlockedBy(holder)
+		call.BlockedBy(holder)
 		db.Must(kit.Refund(db.Pool, "p", "z", 5))
 		holder.Execute("commit")
 		call.Answer()
@@ -226,7 +226,7 @@ func TestConcurrency_ABatchReadsBucketsAndIdempotencyKeysAsOfOneInstant(t *testi
 	gate := db.GateBefore(`if idempotency_keys is null then`, "ratelimit.look_at_buckets")
 	db.Policy("p", 10, 1, kit.ADay).Take("p", "k", 6)
 	call, answers := kit.StartBatch(gate.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 3, "i"), kit.RequestOf("p", "k", 0))
-	call.AwaitBlockedBy(gate.Keeper)
+	call.BlockedBy(gate.Keeper)
 	first := db.Acquire("p", "k", 3, "i")
 	gate.Open()
 	call.Answer()
@@ -241,7 +241,7 @@ func TestConcurrency_ABatchThatCreatesABucketKnowsItsIdempotencyKeys(t *testing.
 		gate := db.GateBefore(`if not true = any \(v_verdict\.wanted\) then`, "ratelimit.decide_in_order")
 		db.DefinePolicy("p", 10, 1, kit.ADay, kind)
 		call, answers := kit.StartBatch(gate.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 8), kit.RequestOf("p", "k", 3, "i"))
-		call.AwaitBlockedBy(gate.Keeper)
+		call.BlockedBy(gate.Keeper)
 		first := db.Acquire("p", "k", 3, "i")
 		db.Execute("select ratelimit_reset('p', 'k')")
 		gate.Open()
@@ -283,14 +283,14 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 		// It has the bucket while the batch looks.
 		holder := db.Begin().Take(policy, "b", 20)
 		call, remaining := start(db.Session())
-		call.AwaitBlockedBy(holder)
+		call.BlockedBy(holder)
 		holder.Execute("commit")
 		left, takes := remaining()
 		require.Equal(t, []int64{89, 69, 89, 68}, left)
 		require.Equal(t, "1", takes, "it has waited before")
 		// It has taken after the batch has looked.
 		call, remaining = start(gate.Session())
-		call.AwaitBlockedBy(gate.Keeper)
+		call.BlockedBy(gate.Keeper)
 		db.Acquire(policy, "b", 20)
 		gate.Open()
 		left, takes = remaining()
@@ -299,11 +299,11 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 		gate.Keeper.Execute("select pg_advisory_lock(1)")
 		// It takes while the batch takes.
 		call, remaining = start(gate.Session())
-		call.AwaitBlockedBy(gate.Keeper)
+		call.BlockedBy(gate.Keeper)
 		holder.Execute("begin")
 		holder.Acquire(policy, "b", 20)
 		gate.Open()
-		call.AwaitBlockedBy(holder)
+		call.BlockedBy(holder)
 		holder.Execute("commit")
 		left, _ = remaining()
 		require.Equal(t, []int64{87, 25, 87, 24}, left)
@@ -329,7 +329,7 @@ func TestConcurrency_WhatWaitedForALockGoesByTheClockAndThePolicyAfterTheWait(t 
 				db.At(kit.T0).Policy("p", 10, 1, kit.Second, kind).Take("p", "a", 5).Take("p", "b", 5)
 				holder := db.Begin().Take("p", "b", 1)
 				call, answers := kit.StartBatch(db.Session(), kit.AcquireAllMany, kit.All("p", "a", "b"))
-				call.AwaitBlockedBy(holder)
+				call.BlockedBy(holder)
 				test.meanwhile(db, holder)
 				holder.Execute("commit")
 				call.Answer()
@@ -346,9 +346,9 @@ func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
 		"acquire all": func(s *kit.Session) *kit.Pending { return s.StartAll(kit.All("p", "a", "b")) },
 	}, func(t *testing.T, db *kit.TestDB, call func(s *kit.Session) *kit.Pending) {
 		db.Policy("p", 10, 1, kit.ADay).Take("p", "b", 1)
-		holder := db.Begin().Take("p", "b", 1).Run("select ratelimit_override('p', 'b', capacity => 0)")
+		holder := db.Begin().Take("p", "b", 1).Execute("select ratelimit_override('p', 'b', capacity => 0)")
 		pending := call(db.Session())
-		pending.AwaitBlockedBy(holder)
+		pending.BlockedBy(holder)
 		holder.Execute("select ratelimit_reset('p', 'b')")
 		holder.Execute("commit")
 		require.Equal(t, kit.Never(0, 0, 0), pending.Answer())
@@ -363,7 +363,7 @@ func TestConcurrency_AnOverrideAndADropOfItsPolicyTakeTurns(t *testing.T) {
 	for _, inTurn := range [][2]string{{override, drop}, {drop, override}} {
 		db.DefinePolicy("p", 10, 1, kit.ADay)
 		db.Execute("select ratelimit_override('p', 'first', 5)") // which writes the row of the policy
-		holder := db.Begin().Run(inTurn[0])
+		holder := db.Begin().Execute(inTurn[0])
 		call := db.Session().StartExec(inTurn[1]).BlockedBy(holder)
 		holder.Execute("commit")
 		_, err := call.Result()
@@ -393,9 +393,8 @@ func TestConcurrency_AQuotaIsDroppedDuringAWait(t *testing.T) {
 				db.SetClock(kit.T0)
 				db.Execute("select ratelimit_define_policy('p', 10, period => '1 day', durable => $1::boolean)", p.Durable)
 				db.Acquire("p", "k", 5)
-				holder := db.Begin().Run("select ratelimit_drop_policy('p')")
-				pending := db.Session().Start(call)
-				pending.AwaitBlockedBy(holder)
+				holder := db.Begin().Execute("select ratelimit_drop_policy('p')")
+				pending := db.Session().Start(call).BlockedBy(holder)
 				holder.Execute("commit")
 				require.Equal(t, kit.Allowed(7, 12*time.Hour, 10), pending.Answer())
 			})
@@ -406,7 +405,7 @@ func TestConcurrency_AQuotaIsDroppedDuringAWait(t *testing.T) {
 // Two sessions create a quota. The second changes what it names, and an override that the key has by then counts.
 func TestConcurrency_TwoSessionsCreateAQuota(t *testing.T) {
 	db := kit.ParallelDB(t)
-	holder := db.Begin().Run("select ratelimit_define_policy('p', 10, period => '1 day', time_zone => 'Europe/Berlin', anchor => '2024-01-31')").Run("select ratelimit_override('p', 'k', capacity => 0)")
+	holder := db.Begin().Execute("select ratelimit_define_policy('p', 10, period => '1 day', time_zone => 'Europe/Berlin', anchor => '2024-01-31')").Execute("select ratelimit_override('p', 'k', capacity => 0)")
 	call := db.Session().StartExec("select ratelimit_define_policy('p', 20, period => '1 month')").BlockedBy(holder)
 	holder.Execute("commit")
 	require.NoError(t, kit.ErrorOf(call.Result()))
@@ -458,7 +457,7 @@ func TestConcurrency_DifferentBucketsNeverWaitOnEachOther(t *testing.T) {
 	// Each holds its bucket and its idempotency key until the test ends.
 	for i := range 16 {
 		for _, policy := range []string{"p", "q"} {
-			require.True(t, db.Hasty().Run("begin").Acquire(policy, fmt.Sprint("k", i), 1, "the same").Allowed)
+			require.True(t, db.Hasty().Execute("begin").Acquire(policy, fmt.Sprint("k", i), 1, "the same").Allowed)
 		}
 	}
 }
@@ -509,7 +508,7 @@ func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
 	db.AcquireAt(kit.T0, "p", "k", 3)
 	db.Mutate(kit.Mutation{Pattern: `greatest\(refilled_at, now\)`, Replacement: "now"}, "ratelimit.refilled_until")
 	db.SetClock(kit.T0.Add(-100 * time.Second)) // update and look disagree
-	s := db.Session().Run("set statement_timeout = '5min'")
+	s := db.Session().Execute("set statement_timeout = '5min'")
 	_, err := kit.Acquire(s, "p", "k", 7)
 	require.Equal(t, "40001", kit.SQLState(err), err)
 	// A batch repeats its round when it wants a bucket that it has not locked.

@@ -66,7 +66,7 @@ func TestDenial_WritesNoWAL(t *testing.T) {
 	// No snapshots of running transactions for standbys, no checkpoint, no vacuum: nobody else writes.
 	db, _ := kit.NewPrivateDB(t, "wal_level=minimal", "max_wal_senders=0", "checkpoint_timeout=1h", "autovacuum=off")
 	db.Policy("p", 10, 1, kit.ADay).Take("p", "known", 10, "another").Take("p", "half", 5)
-	s := db.Session().Run("checkpoint")
+	s := db.Session().Execute("checkpoint")
 	for _, d := range denials {
 		// Should somebody else write after all, then hardly each time; a denial would.
 		var wal int64

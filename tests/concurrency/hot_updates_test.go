@@ -71,7 +71,7 @@ func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 		const versions = 12000
 		db.Policy("full", 1_000_000, 1, kit.ADay, kind).Policy("empty", versions, 1, kit.ADay, kind)
 		db.Execute("select from ratelimit_acquire_many('{full,full,empty}', '{hot,other,hot}')")
-		db.Begin().Run("set transaction isolation level repeatable read").Run("select from ratelimit.policies")
+		db.Begin().Execute("set transaction isolation level repeatable read").Execute("select from ratelimit.policies")
 		// As calls would, but for the time they take.
 		db.Execute(fmt.Sprintf(`do $$
 			declare

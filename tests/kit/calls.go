@@ -43,9 +43,6 @@ func (db *TestDB) Refused(code, sql string, args ...any) *pgconn.PgError {
 	return PgError(err)
 }
 
-// Run is exec in a chain.
-func (s *Session) Run(sql string, args ...any) *Session { s.Execute(sql, args...); return s }
-
 // Take is acquire in a chain.
 func (s *Session) Take(policy, key string, cost int64, idempotencyKey ...string) *Session {
 	s.Acquire(policy, key, cost, idempotencyKey...)
@@ -59,9 +56,6 @@ func (s *Session) StartExec(sql string) *Pending {
 		return Decision{}, err
 	})
 }
-
-// BlockedBy returns the call when it waits for a lock that the holder has.
-func (p *Pending) BlockedBy(holder *Session) *Pending { p.AwaitBlockedBy(holder); return p }
 
 // Policy is definePolicy in a chain.
 func (db *TestDB) Policy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) *TestDB {
@@ -201,10 +195,15 @@ func (r Request) By(ctx context.Context, limiter client.Acquirer) (client.Decisi
 }
 
 func (r Request) Nullable() NullableRequest {
-	if r.IdempotencyKey == "" {
-		return RequestOf(r.Policy, r.Key, r.Cost)
+	return NullableRequest{&r.Policy, &r.Key, &r.Cost, nullable(r.IdempotencyKey)}
+}
+
+// nullable is null for an empty text.
+func nullable(text string) *string {
+	if text == "" {
+		return nil
 	}
-	return RequestOf(r.Policy, r.Key, r.Cost, r.IdempotencyKey)
+	return &text
 }
 
 // A NullableRequest is a request that may be a bad one; nil is null.

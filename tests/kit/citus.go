@@ -34,10 +34,6 @@ var (
 	SQLNotCalls = []string{"and", "or", "in", "values", "any", "exists", "least", "greatest", "coalesce", "nullif", "row", "when", "then", "else", "not", "array", "case", "key"}
 )
 
-func (db *TestDB) Text(sql string, args ...any) string {
-	return NoError(pgx.CollectExactlyOneRow(NoError(db.Pool.Query(context.Background(), sql, args...))(db.T), pgx.RowTo[string]))(db.T)
-}
-
 // A Citus is a cluster: a coordinator and two workers. Databases are made in it one by one.
 type Citus struct {
 	T     testing.TB

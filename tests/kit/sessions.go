@@ -28,20 +28,17 @@ func (db *TestDB) Session() *Session { return &Session{Conn: db.Connect(db.T), D
 
 // Begin returns a session in an open transaction.
 func (db *TestDB) Begin() *Session {
-	s := db.Session()
-	s.Execute("begin")
-	return s
+	return db.Session().Execute("begin")
 }
 
 // Hasty returns a session that fails with 55P03 instead of waiting for a lock that others keep.
 func (db *TestDB) Hasty() *Session {
-	s := db.Session()
-	s.Execute("set lock_timeout = '50ms'")
-	return s
+	return db.Session().Execute("set lock_timeout = '50ms'")
 }
 
-func (s *Session) Execute(sql string, args ...any) {
+func (s *Session) Execute(sql string, args ...any) *Session {
 	require.NoError(s.Db.T, ErrorOf(s.Exec(context.Background(), sql, args...)), sql)
+	return s
 }
 
 func (s *Session) Acquire(policy, key string, cost int64, idempotencyKey ...string) Decision {
@@ -70,10 +67,11 @@ type Pending struct {
 	Err      error
 }
 
-// AwaitBlockedBy returns when the call waits for a lock that the holder has.
-func (p *Pending) AwaitBlockedBy(holder *Session) {
+// BlockedBy returns the call when it waits for a lock that the holder has.
+func (p *Pending) BlockedBy(holder *Session) *Pending {
 	require.True(p.Session.Db.T, p.waits("select count(*) from pg_stat_activity where pid = $1 and wait_event_type = 'Lock' and $2 = any (pg_blocking_pids(pid))",
 		p.Session.PgConn().PID(), holder.PgConn().PID()), "the call ended, and did not wait for the holder")
+	return p
 }
 
 // AwaitLockOrEnd returns when the call waits for a lock or is over.
@@ -184,15 +182,11 @@ func (db *TestDB) GateBefore(pattern string, function ...string) *Gate {
 	remove := db.Mutate(Mutation{pattern, `
 		perform pg_advisory_xact_lock_shared(1) where current_setting('application_name') = 'gated';
 		$0`}, function...)
-	g := &Gate{db, db.Session(), remove}
-	g.Keeper.Execute("select pg_advisory_lock(1)")
-	return g
+	return &Gate{db, db.Session().Execute("select pg_advisory_lock(1)"), remove}
 }
 
 func (g *Gate) Session() *Session {
-	s := g.Db.Session()
-	s.Execute("set application_name = 'gated'")
-	return s
+	return g.Db.Session().Execute("set application_name = 'gated'")
 }
 
 func (g *Gate) Open() { g.Keeper.Execute("select pg_advisory_unlock(1)") }

@@ -130,7 +130,7 @@ func (s *Session) startLent(call func(l *Lent) error) *Lent {
 }
 
 // BlockedBy returns the call when it waits for a lock that the holder has.
-func (l *Lent) BlockedBy(holder *Session) *Lent { l.AwaitBlockedBy(holder); return l }
+func (l *Lent) BlockedBy(holder *Session) *Lent { l.Pending.BlockedBy(holder); return l }
 
 // Over returns the call when it is over. The call must not have failed.
 func (l *Lent) Over() *Lent {

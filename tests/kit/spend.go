@@ -51,10 +51,7 @@ type Spent struct {
 
 // By sends the spending in SQL.
 func (s Spending) By(q Querier) (Spent, error) {
-	var key *string
-	if s.IdempotencyKey != "" {
-		key = &s.IdempotencyKey
-	}
+	key := nullable(s.IdempotencyKey)
 	var d Decision
 	var err error
 	switch s.Function {

@@ -56,7 +56,7 @@ func arraysOf(requests []WholeRequest) (a wholeArrays) {
 			cost = cost || c.Cost != 1
 		}
 		a.sizes = append(a.sizes, int32(len(r.Charges)))
-		a.idempotencyKeys = append(a.idempotencyKeys, r.nullableKey())
+		a.idempotencyKeys = append(a.idempotencyKeys, nullable(r.IdempotencyKey))
 		keyed = keyed || r.IdempotencyKey != ""
 	}
 	if !cost {
@@ -66,13 +66,6 @@ func arraysOf(requests []WholeRequest) (a wholeArrays) {
 		a.idempotencyKeys = nil
 	}
 	return a
-}
-
-func (r WholeRequest) nullableKey() *string {
-	if r.IdempotencyKey == "" {
-		return nil
-	}
-	return &r.IdempotencyKey
 }
 
 // wholeColumns are those of a whole d.
@@ -110,7 +103,7 @@ func (r WholeRequest) AcquireAll(q Querier) (Whole, error) {
 	a := arraysOf([]WholeRequest{r})
 	var row wholeRow
 	err := q.QueryRow(context.Background(), "select "+wholeColumns+" from ratelimit_acquire_all($1, $2, $3, $4) as d",
-		a.policies, a.Keys, a.costs, r.nullableKey()).Scan(row.fields()...)
+		a.policies, a.Keys, a.costs, nullable(r.IdempotencyKey)).Scan(row.fields()...)
 	if err != nil {
 		return Whole{}, err
 	}

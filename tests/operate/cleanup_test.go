@@ -74,7 +74,7 @@ func TestCleanup_ABucketThatIsNeverFullIsNotDueAtOnce(t *testing.T) {
 			db.Execute("select ratelimit_override('p', 'k', refill => " + refill.override + ")")
 			db.Acquire("p", "k", 5)
 			db.SetClock(kit.T0.Add(2 * kit.ADay))
-			db.Session().Run("set statement_timeout = '5min'").Run("call ratelimit_cleanup_all()")
+			db.Session().Execute("set statement_timeout = '5min'").Execute("call ratelimit_cleanup_all()")
 			require.Equal(t, []string{"1 day"}, kit.Column(t, db.DB, `
 				select (due_at - (ratelimit.clock() - interval '5 minutes'))::text
 				  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b`), name)
@@ -97,7 +97,7 @@ func TestCleanup_RemovesExpiredOverrides(t *testing.T) {
 	require.True(t, db.GoesOn(10))
 	require.Equal(t, []string{"2", "3", "4"}, left())
 	db.SetClock(kit.T0.Add(time.Hour))
-	holder := db.Begin().Run("select ratelimit_override('p', '2', 5)")
+	holder := db.Begin().Execute("select ratelimit_override('p', '2', 5)")
 	require.True(t, db.GoesOn(1))
 	require.Equal(t, []string{"2", "4"}, left())
 	require.True(t, db.GoesOn(10))
@@ -244,8 +244,8 @@ func TestCleanup_GivesWayWhereItWouldWait(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, time.Second)
 	db.AcquireAt(kit.T0, "p", "k", 2)
 	db.SetClock(kit.T0.Add(time.Hour))
-	holder := db.Begin().Run("lock table ratelimit.idempotency_keys in exclusive mode")
-	impatient := db.Session().Run("set statement_timeout = '5min'")
+	holder := db.Begin().Execute("lock table ratelimit.idempotency_keys in exclusive mode")
+	impatient := db.Session().Execute("set statement_timeout = '5min'")
 	require.Equal(t, kit.Deleted{}, db.Swept(impatient, 100))
 	require.Len(t, db.Rows(), 1, "nothing is done by halves")
 	require.True(t, db.GoesOn(100), "the row that it did not get may be due")
@@ -273,7 +273,7 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 			}
 			db.Mutate(kit.Mutation{Pattern: "lock_timeout TO .100ms.", Replacement: "lock_timeout TO 0"}, "ratelimit.cleanup_batch") // the gate is no busy row
 			db.Mutate(kit.Mutation{Pattern: place.statement, Replacement: "$0 and ('%1$$s' like 'ephemeral%%' or pg_advisory_xact_lock_shared(1)::text = '')"}, place.function)
-			keeper := db.Session().Run("select pg_advisory_lock(1)")
+			keeper := db.Session().Execute("select pg_advisory_lock(1)")
 			call := db.Session().StartExec("select ratelimit_cleanup(100)").BlockedBy(keeper)
 			granted := db.Acquire("p", "k", 4, "X")
 			require.Equal(t, kit.Allowed(6, 4*time.Second, 10), granted)
@@ -457,7 +457,7 @@ func TestResetAll_FillsTheBucketsOfAPolicyAndNothingElse(t *testing.T) {
 func TestResetAll_CommitsEachBatch(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, time.Hour)
 	db.Execute("select count(*) from ratelimit_acquire_many(array_fill('p'::text, array[1500]), array(select to_char(n, 'FM0000') from generate_series(1, 1500) as n))")
-	holder := db.Begin().Run("select ratelimit_acquire('p', '1200')")
+	holder := db.Begin().Execute("select ratelimit_acquire('p', '1200')")
 	call := db.Session().StartExec("call ratelimit_reset_all('p')").BlockedBy(holder)
 	require.Nil(t, db.Bucket("p", "1000"))
 	require.NotNil(t, db.Bucket("p", "1001"), "not committed")
@@ -477,7 +477,7 @@ func TestDrop_WhileAnAcquireIsOpen(t *testing.T) {
 					db.Take("p", "k", 1, "old").Take("p", "other", 1, "old")
 				}
 				holder := db.Begin().Take("p", "k", 4, "X")
-				hasty := db.Hasty().Run("select ratelimit_drop_policy('p')") // waits for nobody
+				hasty := db.Hasty().Execute("select ratelimit_drop_policy('p')") // waits for nobody
 				_, err := kit.Acquire(hasty, "p", "k", 1)
 				require.Equal(t, "RL001", kit.SQLState(err))
 				db.DefinePolicy("p", 10, 1, kit.ADay, kind)

@@ -27,7 +27,7 @@ func TestReplication_ALogicalCopyTakesOver(t *testing.T) {
 	origin.Execute("select pg_create_logical_replication_slot('copy', 'pgoutput')")
 
 	replica := kit.CreateDB(t, server, "copy")
-	socket := origin.Text(`select format('host=%s port=%s dbname=%s user=%s', split_part(current_setting('unix_socket_directories'), ',', 1),
+	socket := kit.One[string](t, origin.Pool, `select format('host=%s port=%s dbname=%s user=%s', split_part(current_setting('unix_socket_directories'), ',', 1),
 		current_setting('port'), current_database(), current_user)`)
 	replica.Execute(fmt.Sprintf("create subscription copy connection '%s' publication ratelimit with (create_slot = false, slot_name = 'copy')",
 		strings.ReplaceAll(socket, "'", "''")))
@@ -46,8 +46,8 @@ func TestReplication_ALogicalCopyTakesOver(t *testing.T) {
 		require.Equal(t, left, replica.Left(bucket.Policy, bucket.Key), bucket)
 	}
 
-	require.Equal(t, "true", replica.Text("select replayed::text from ratelimit_acquire('api', 'before', 3, 'id')"))
-	require.Equal(t, "false", replica.Text("select allowed::text from ratelimit_hold('jobs', 'k', 'b', 2)"))
+	require.True(t, kit.One[bool](t, replica.Pool, "select replayed from ratelimit_acquire('api', 'before', 3, 'id')"))
+	require.False(t, kit.One[bool](t, replica.Pool, "select allowed from ratelimit_hold('jobs', 'k', 'b', 2)"))
 	replica.DefinePolicy("new", 1, 1, time.Hour)
 	require.True(t, replica.Acquire("new", "k", 1).Allowed)
 }

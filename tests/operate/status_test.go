@@ -138,7 +138,7 @@ func TestDoctor_SessionsThatStayOpen(t *testing.T) {
 	}
 	// A transaction that has neither a snapshot nor a lock harms nobody.
 	db.SetClock(time.Now().Add(2 * time.Minute))
-	idle := db.Begin().Run("show timezone")
+	idle := db.Begin().Execute("show timezone")
 	require.Empty(t, db.Findings())
 	idle.Execute("rollback")
 	db.Begin().Execute("select ratelimit_acquire('p', 'k')")
@@ -153,7 +153,7 @@ func TestDoctor_PreparedTransactions(t *testing.T) {
 	db, server := kit.NewPrivateDB(t, "max_prepared_transactions=2")
 	for _, db := range []*kit.TestDB{kit.CreateDB(t, server, "another"), db.GiveAway()} {
 		db.DefinePolicy("p", 10, 1, kit.ADay)
-		db.Begin().Run("select ratelimit_acquire('p', 'k')").Run("prepare transaction 'it''s forgotten in " + db.Name + "'")
+		db.Begin().Execute("select ratelimit_acquire('p', 'k')").Execute("prepare transaction 'it''s forgotten in " + db.Name + "'")
 	}
 	aMinute := db.AMinuteAfter("select prepared from pg_prepared_xacts where database = current_database()")
 	db.SetClock(aMinute)
@@ -174,7 +174,7 @@ func TestDoctor_OwnerCannotSeeSessions(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), conn))
 	kit.Execute(t, conn, "grant execute on function ratelimit_doctor to "+caller)
 	kit.Execute(t, conn, `create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe as $$ select clock_timestamp() + interval '2 minutes' $$`)
-	open := db.Begin().Run("create temporary table t ()")
+	open := db.Begin().Execute("create temporary table t ()")
 	asCaller := kit.ConnectAs(t, db.DB, caller)
 	find := func() []string {
 		return kit.ColumnOf(t, asCaller, "select severity || ': ' || finding || ' ' || remedy from ratelimit_doctor()")

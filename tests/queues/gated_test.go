@@ -169,7 +169,7 @@ func TestGated_AKilledWorkerLosesNothing(t *testing.T) {
 				return kit.Decision{}, kit.ErrorOf(fetch(worker, "", []string{}, 10, 10))
 			})
 			if when == "before the claim" {
-				fetching.AwaitBlockedBy(keeper)
+				fetching.BlockedBy(keeper)
 			} else {
 				require.NoError(t, kit.ErrorOf(fetching.Result()))
 			}

@@ -237,7 +237,7 @@ var races = map[string]race{
 			db.SetClock(at(time.Hour))
 			defer db.Mutate(kit.Mutation{Pattern: "lock_timeout TO .100ms.", Replacement: "lock_timeout TO 0"}, "ratelimit.cleanup_batch")()
 			defer db.Mutate(kit.Mutation{Pattern: `where s\.due_at <= \$1`, Replacement: "$0 and pg_advisory_xact_lock_shared(1)::text = ''''"}, "ratelimit.cleanup_slots")()
-			keeper := db.Session().Run("select pg_advisory_lock(1)")
+			keeper := db.Session().Execute("select pg_advisory_lock(1)")
 			batch := db.Session().StartExec("select ratelimit_cleanup(100)").BlockedBy(keeper)
 			db.Hold("b", 1) // after the snapshot of the batch, and before its lock
 			keeper.Execute("select pg_advisory_unlock(1)")
@@ -331,8 +331,7 @@ var races = map[string]race{
 	"a lease that ends while its release waits is in the sum when the clock went back": {
 		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
-			first := db.Begin()
-			first.Run("select ratelimit_renew('p', 'k', 'a')")
+			first := db.Begin().Execute("select ratelimit_renew('p', 'k', 'a')")
 			second := db.Session().StartRelease("a").BlockedBy(first)
 			db.SetClock(at(lease))
 			first.Execute("rollback")
@@ -348,8 +347,7 @@ var races = map[string]race{
 		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 3)")
 			db.Hold("a", 1)
-			first := db.Begin()
-			first.Run("select ratelimit_release('p', 'k', 'a')")
+			first := db.Begin().Execute("select ratelimit_release('p', 'k', 'a')")
 			first.Hold("a", 2)
 			second := db.Session().StartRelease("a").BlockedBy(first)
 			first.Execute("commit")
@@ -364,8 +362,7 @@ var races = map[string]race{
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.SetClock(at(lease / 2))
 			db.Hold("a", 1)
-			first := db.Begin()
-			first.Run("select ratelimit_renew('p', 'k', 'a')")
+			first := db.Begin().Execute("select ratelimit_renew('p', 'k', 'a')")
 			second := db.Session().StartRenew("a").BlockedBy(first)
 			db.SetClock(at(0))
 			first.Execute("commit")
@@ -443,7 +440,7 @@ func TestHold_SnapshotIsolation(t *testing.T) {
 				db := kit.ParallelDB(t).At(kit.T0).Lend("p", 2, lease)
 				db.Hold("a", 1)
 				for _, stale := range []string{"hold('p', 'k', 'c')", "renew('p', 'k', 'a')", "release('p', 'k', 'a')"} {
-					s := db.Session().Run("begin isolation level " + level).Run("select 1 from ratelimit_policies()")
+					s := db.Session().Execute("begin isolation level " + level).Execute("select 1 from ratelimit_policies()")
 					db.Execute("select " + call)
 					kit.RequireState(t, "40001", kit.ErrorOf(s.Exec(t.Context(), "select ratelimit_"+stale)))
 					s.Execute("rollback")

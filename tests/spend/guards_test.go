@@ -303,7 +303,7 @@ func TestGuard_WritesEachBucketOnceForAStatement(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 9_000_000_000_000, 0, kit.Second)
 	db.Guarded("p", "orders")
 	const insert = "insert into orders (customer) select 'user:' || n % 1000 from generate_series(1, 100000) as n"
-	s := db.Session().Run(insert).Run("begin").Run(insert)
+	s := db.Session().Execute(insert).Execute("begin").Execute(insert)
 	require.EqualValues(t, 1000, kit.One[int64](t, s, "select pg_stat_get_xact_tuples_updated('ratelimit.buckets'::regclass)"))
 	s.Execute("commit")
 	require.EqualValues(t, 1000, db.Number("select count(*) from ratelimit.buckets where level = (9000000000000 - 2 * 100) * 1000000"))
@@ -315,7 +315,7 @@ func TestGuard_GivesBackWhatFails(t *testing.T) {
 	db.Execute("alter table orders add constraint positive check (size > 0)")
 	_ = db.Refused("23514", "insert into orders values ('a', 1), ('a', -1)")
 	require.EqualValues(t, 10, db.Left("p", "a"))
-	tx := db.Begin().Run("insert into orders values ('a', 1)").Run("savepoint s").Run("insert into orders values ('a', 1), ('b', 1)")
+	tx := db.Begin().Execute("insert into orders values ('a', 1)").Execute("savepoint s").Execute("insert into orders values ('a', 1), ('b', 1)")
 	tx.Execute("rollback to s")
 	waiter := db.Session().StartAcquire("p", "a", 9).BlockedBy(tx)
 	tx.Execute("commit")

@@ -12,7 +12,7 @@ import (
 func TestReserve_TokensRefundedWhileItWaitsForTheLockCount(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10)
-		holder := db.Begin().Run("select ratelimit_refund('p', 'k', 7)")
+		holder := db.Begin().Execute("select ratelimit_refund('p', 'k', 7)")
 		caller := db.Session().StartSpending(reserve(time.Hour, 4, "i")).BlockedBy(holder)
 		holder.Execute("commit")
 		require.Equal(t, waits(0, kit.Allowed(3, 7*kit.Second, 10)), caller.Answer())
@@ -28,7 +28,7 @@ func TestReserve_TheWaitForTheLockCounts(t *testing.T) {
 			cost              int64
 			later, wait, left time.Duration
 		}{{"i", 5, 2 * kit.Second, 3 * kit.Second, 3*kit.Second - kit.Ms}, {"j", 1, time.Hour, 0, 0}} {
-			holder := db.Begin().Run("select ratelimit_charge('p', 'k', 0)").Run("select from ratelimit.buckets where key = 'k' for update")
+			holder := db.Begin().Execute("select ratelimit_charge('p', 'k', 0)").Execute("select from ratelimit.buckets where key = 'k' for update")
 			holder.Execute("select from ratelimit.ephemeral_buckets where key = 'k' for update")
 			caller := db.Session().StartSpending(reserve(time.Hour, c.cost, c.key)).BlockedBy(holder)
 			db.SetClock(kit.T0.Add(c.later))

@@ -61,11 +61,11 @@ func TestSettle_CreatesTheRowOfABucket(t *testing.T) {
 func TestSettle_OfConcurrentSettlementsOneCounts(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.At(kit.T0).Policy("p", 100, 1, time.Hour, durability).Take("p", "k", 50, "i")
-		holder := db.Begin().Run("select ratelimit_charge('p', 'k', 1)") // so that all settlements wait for the bucket
+		holder := db.Begin().Execute("select ratelimit_charge('p', 'k', 1)") // so that all settlements wait for the bucket
 		var callers []*kit.Pending
 		for n := range 10 {
 			callers = append(callers, db.Session().StartSpending(settle("i", int64(10+n%2))))
-			callers[0].AwaitBlockedBy(holder)
+			callers[0].BlockedBy(holder)
 		}
 		holder.Execute("commit")
 		mismatches, first := 0, 0

@@ -377,7 +377,7 @@ func TestSpend_ABucketCreatedAfterAWaitIsFullByTheNewNumbers(t *testing.T) {
 		for _, change := range []string{"ratelimit_define_policy('p', 30)", "ratelimit_override('p', 'k', 30)"} {
 			for _, s := range []kit.Spending{charge(3), settle("i", 4)} {
 				db.Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 1, "i")
-				holder := db.Begin().Run("select ratelimit_reset('p', 'k'), " + change)
+				holder := db.Begin().Execute("select ratelimit_reset('p', 'k'), " + change)
 				call := db.Session().StartSpending(s).BlockedBy(holder)
 				holder.Execute("commit")
 				require.Equal(t, kit.Allowed(27, 3*kit.Second, 30), call.Answer(), "%s after %s", s, change)
@@ -410,7 +410,7 @@ func TestSpend_AnIdempotencyKeyStoredAfterTheReadIsReplayed(t *testing.T) {
 				got, err = late.By(q)
 				return got.Decision, err
 			})
-			caller.AwaitBlockedBy(holder)
+			caller.BlockedBy(holder)
 			holder.Execute("commit")
 			want.Replayed = true
 			caller.Answer()
