@@ -340,17 +340,15 @@ func micros(arg any) *model.Micros {
 		return nil
 	}
 	n, _ := strconv.ParseInt(strings.TrimSuffix(text, " microseconds"), 10, 64)
-	m := model.Micros(n)
-	return &m
+	return new(model.Micros(n))
 }
 
 func boolean(arg any) (*bool, error) {
-	yes := arg == "yes"
 	switch arg {
 	case nil:
 		return nil, nil
 	case "yes", "no":
-		return &yes, nil
+		return new(arg == "yes"), nil
 	}
 	return nil, failure("22P02", fmt.Sprintf(`invalid input syntax for type boolean: "%v"`, arg), "")
 }

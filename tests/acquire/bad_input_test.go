@@ -31,8 +31,6 @@ func invalid(argument, sql string, args ...any) badCall {
 	return badCall{sql, args, "22023", "invalid " + argument, argument}
 }
 
-func integer(n int32) *int32 { return &n }
-
 func badCalls(serverVersion int) []badCall {
 	var calls []badCall
 	add := func(call badCall) { calls = append(calls, call) }
@@ -176,7 +174,7 @@ func badCalls(serverVersion int) []badCall {
 		add(invalid("policies", parts, nil, one, nil, []int32{1}, nil))
 		add(invalid("keys", parts, one, two, nil, []int32{1}, nil))
 		add(invalid("costs", parts, one, one, []int64{}, []int32{1}, nil))
-		for _, sizes := range [][]*int32{{}, {nil}, {integer(2)}, {integer(2), integer(-1)}, {integer(0)}, {integer(1), nil}} {
+		for _, sizes := range [][]*int32{{}, {nil}, {new(int32(2))}, {new(int32(2)), new(int32(-1))}, {new(int32(0))}, {new(int32(1)), nil}} {
 			add(invalid("sizes", parts, one, one, nil, sizes, nil))
 		}
 		add(invalid("idempotency_keys", parts, one, one, nil, []int32{1}, two))

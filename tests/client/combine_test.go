@@ -201,8 +201,7 @@ func TestCombiner_ADeadlockWithATransaction(t *testing.T) {
 	repeats := tries.n.Load() - 2 // without the call for the gate and the batch's first
 	require.Positive(t, repeats)
 	require.Eventually(t, func() bool {
-		var deadlocks int64
-		require.NoError(t, db.Pool.QueryRow(ctx, "select deadlocks from pg_stat_database where datname = current_database()").Scan(&deadlocks))
+		deadlocks := kit.One[int64](t, db.Pool, "select deadlocks from pg_stat_database where datname = current_database()")
 		return deadlocks == repeats
 	}, kit.Patience, 10*time.Millisecond, "as many deadlocks as repeats, %d", repeats)
 }

@@ -88,12 +88,10 @@ type PolicyOptions struct {
 type PolicyOption func(*PolicyOptions)
 
 var (
-	Yes, no = true, false
-
-	Stepped    PolicyOption = func(p *PolicyOptions) { p.stepped = &Yes }
-	Continuous PolicyOption = func(p *PolicyOptions) { p.stepped = &no }
-	Durable    PolicyOption = func(p *PolicyOptions) { p.Durable = &Yes }
-	Ephemeral  PolicyOption = func(p *PolicyOptions) { p.Durable = &no }
+	Stepped    PolicyOption = func(p *PolicyOptions) { p.stepped = new(true) }
+	Continuous PolicyOption = func(p *PolicyOptions) { p.stepped = new(false) }
+	Durable    PolicyOption = func(p *PolicyOptions) { p.Durable = new(true) }
+	Ephemeral  PolicyOption = func(p *PolicyOptions) { p.Durable = new(false) }
 )
 
 func Remember(d time.Duration) PolicyOption {

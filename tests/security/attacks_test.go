@@ -267,8 +267,7 @@ func TestSecurity_NoOtherWayToTheTables(t *testing.T) {
 
 	const statistics = "select count(*)::text from pg_stats where schemaname = 'ratelimit'"
 	require.NotEqual(t, []string{"0"}, kit.Column(t, db.DB, statistics))
-	var seen string
-	require.NoError(t, conn.QueryRow(ctx, statistics).Scan(&seen))
+	seen := kit.One[string](t, conn, statistics)
 	require.Equal(t, "0", seen)
 
 	before := kit.RowsOf(t, db.DB)
@@ -520,14 +519,12 @@ func hostileTranscript(t *testing.T, db *kit.TestDB, conn *pgx.Conn, name string
 			ask("ratelimit_acquire_all($1, $2)", two, []string{"k", ""})
 			ask("ratelimit_acquire_all_many($1, $2, $3, $4)", two, keys, []int64{1, 1}, []int32{2})
 			for _, call := range []string{"acquire_packed($1, $2)", "acquire_packed($1, $2, null, '{2}', '{packed}')", "acquire_packed($1, $2, '{0,-1}')"} {
-				var packed string
-				require.NoError(t, conn.QueryRow(ctx, "select p::pg_catalog.text from public.ratelimit_"+call+" as p", two, keys).Scan(&packed))
+				packed := kit.One[string](t, conn, "select p::pg_catalog.text from public.ratelimit_"+call+" as p", two, keys)
 				answers = append(answers, call+": "+packed)
 			}
 			ask("ratelimit_acquire($1, $2)", full, "special")
 			kit.Execute(t, conn, "select public.ratelimit_override($1, 'special', 5, 0, '1 second', null)", full)
-			var overridden int
-			require.NoError(t, conn.QueryRow(ctx, "select pg_catalog.count(*) from public.ratelimit_overrides($1, 'special')", full).Scan(&overridden))
+			overridden := kit.One[int](t, conn, "select pg_catalog.count(*) from public.ratelimit_overrides($1, 'special')", full)
 			answers = append(answers, fmt.Sprint(overridden, " overrides"))
 			ask("ratelimit_acquire_many($1, $2)", []string{full}, []string{"special"})
 			if at == 25*time.Hour {

@@ -471,8 +471,7 @@ func orNil[T any](values *rapid.Generator[T]) *rapid.Generator[*T] {
 		if rapid.IntRange(0, 7).Draw(t, "given") == 7 {
 			return nil
 		}
-		value := values.Draw(t, "value")
-		return &value
+		return new(values.Draw(t, "value"))
 	})
 }
 
@@ -502,7 +501,7 @@ func (m *modelRun) meetAll(t *rapid.T, calls modelCalls, x, y string) {
 	}
 	calls.defineAs(t, "f", model.Definition{}) // 22023
 	calls.defineAs(t, "d", model.Definition{Numbers: limit})
-	calls.defineAs(t, "e", model.Definition{Numbers: limit, Shadow: &kit.Yes})
+	calls.defineAs(t, "e", model.Definition{Numbers: limit, Shadow: new(true)})
 	calls.defineAs(t, "g", model.Definition{Numbers: limit})
 
 	ask("", of("f", x, 1)) // RL001
@@ -657,7 +656,7 @@ func (m *modelRun) meetAnEnd(t *rapid.T) {
 // meetMany takes what there is, under an override and of a shadow.
 func (m *modelRun) meetMany(t *rapid.T) {
 	m.defineAs(t, "many", model.Definition{Numbers: refilling(10, 1)})
-	m.defineAs(t, "watch", model.Definition{Numbers: refilling(3, 1), Shadow: &kit.Yes})
+	m.defineAs(t, "watch", model.Definition{Numbers: refilling(3, 1), Shadow: new(true)})
 	m.setOverride(t, bucketOf("many"), refilling(5, 1), time.Time{})
 	for _, atMost := range []int64{2, 7, 1} {
 		m.sendUpToMany(t, []kit.NullableRequest{kit.RequestOf("many", "k", atMost), kit.RequestOf("watch", "k", atMost)})

@@ -284,9 +284,8 @@ func TestTorture_Citus(t *testing.T) {
 		run.Progress("%d inputs", inputs.total())
 	}
 	for n, node := range db {
-		var restarts int
-		require.NoError(t, node.Pool.QueryRow(t.Context(),
-			"select count(*) from pg_stat_activity where backend_type = 'checkpointer' and backend_start > pg_postmaster_start_time() + interval '10 seconds'").Scan(&restarts))
+		restarts := kit.One[int](t, node.Pool,
+			"select count(*) from pg_stat_activity where backend_type = 'checkpointer' and backend_start > pg_postmaster_start_time() + interval '10 seconds'")
 		require.Zero(t, restarts, "node %d: a crash starts the checkpointer anew", n)
 	}
 	run.Figure("rounds", rounds, "")

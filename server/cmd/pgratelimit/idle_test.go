@@ -59,8 +59,7 @@ func TestServe_TenThousandIdleConnections(t *testing.T) {
 	grown := s.metric(t, "process_resident_memory_bytes") - before
 	t.Logf("%d idle connections: %.0f MB, %.1f kB each", count, grown/1e6, grown/1e3/float64(count))
 	require.Less(t, grown, float64(count*perConnection))
-	var remaining int
-	require.NoError(t, db.Pool.QueryRow(t.Context(), "select remaining from ratelimit_peek('budget', 'k')").Scan(&remaining))
+	remaining := kit.One[int](t, db.Pool, "select remaining from ratelimit_peek('budget', 'k')")
 	require.Equal(t, 1_000_000-2*calls, remaining)
 }
 
