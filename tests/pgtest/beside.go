@@ -24,8 +24,7 @@ func beside(t testing.TB, of *Server, program string) (server *Server, c, source
 	if _, err := os.Stat(source.program(program)); err != nil {
 		t.Skipf("the server comes without %s: %v", program, err)
 	}
-	c, err := newCluster(source.bin, filepath.Dir(source.dir))
-	require.NoError(t, err)
+	c = noError(newCluster(source.bin, filepath.Dir(source.dir)))(t)
 	c.made = source.made
 	server = &Server{Rung: of.Rung, Version: of.Version, host: c}
 	t.Cleanup(func() { assert.NoError(t, server.Close()) })

@@ -36,13 +36,11 @@ func (db *DB) Exec(t testing.TB, sql string, args ...any) {
 
 // Connect returns a connection of its own, closed when the test ends.
 func (db *DB) Connect(t testing.TB, change ...func(*pgx.ConnConfig)) *pgx.Conn {
-	config, err := pgx.ParseConfig(db.URL)
-	require.NoError(t, err)
+	config := noError(pgx.ParseConfig(db.URL))(t)
 	for _, change := range change {
 		change(config)
 	}
-	conn, err := pgx.ConnectConfig(context.Background(), config)
-	require.NoError(t, err)
+	conn := noError(pgx.ConnectConfig(context.Background(), config))(t)
 	t.Cleanup(func() { conn.Close(context.Background()) })
 	return conn
 }

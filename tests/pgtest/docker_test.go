@@ -75,11 +75,9 @@ func TestDocker_WithoutImageAndRegistryIsPassedOver(t *testing.T) {
 
 // climbWithEngine climbs in a process of its own, since one asks for the engine once, and returns what that wrote.
 func climbWithEngine(t *testing.T, needs string, engine map[string]reply) string {
-	dir, err := os.MkdirTemp(tempDir, "ratelimit-")
-	require.NoError(t, err)
+	dir := noError(os.MkdirTemp(tempDir, "ratelimit-"))(t)
 	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
-	listener, err := net.Listen("unix", filepath.Join(dir, "socket"))
-	require.NoError(t, err)
+	listener := noError(net.Listen("unix", filepath.Join(dir, "socket")))(t)
 	server := http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		path := regexp.MustCompile(`^/v[\d.]+`).ReplaceAllString(r.URL.Path, "")
 		reply, ok := engine[path]

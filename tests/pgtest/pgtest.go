@@ -71,8 +71,7 @@ func Empty(t testing.TB, options ...string) *DB { return create(t, false, option
 
 // Shared returns the server that New and Empty create databases on.
 func Shared(t testing.TB) *Server {
-	databases, err := shared.get()
-	require.NoError(t, err)
+	databases := noError(shared.get())(t)
 	return databases.server
 }
 
@@ -85,6 +84,11 @@ func Private(t testing.TB, settings ...string) *Server {
 		rungs = only(ladder, common.Rung)
 	}
 	return private(t, rungs, settings)
+}
+
+// noError returns the value of a call that must not fail: noError(call())(t).
+func noError[T any](value T, err error) func(testing.TB) T {
+	return func(t testing.TB) T { require.NoError(t, err); return value }
 }
 
 // OrSkip fails a test for an error, but skips it where the machine cannot do what was asked, such as [Server.Kill] without /proc.
@@ -104,10 +108,8 @@ func private(t testing.TB, rungs []rung, settings []string) *Server {
 }
 
 func create(t testing.TB, installed bool, options ...string) *DB {
-	databases, err := shared.get()
-	require.NoError(t, err)
-	db, err := databases.create(context.Background(), installed, options...)
-	require.NoError(t, err)
+	databases := noError(shared.get())(t)
+	db := noError(databases.create(context.Background(), installed, options...))(t)
 	t.Cleanup(func() { assert.NoError(t, databases.drop(context.Background(), db)) })
 	return db
 }

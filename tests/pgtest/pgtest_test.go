@@ -36,8 +36,7 @@ func TestDatabases_OfKilledProcessesAreSwept(t *testing.T) {
 	left := prefix + "0123456789_1"
 	run(t, server.URL(""), "create database "+left+" template template0")
 
-	next, err := newDatabases(t.Context(), server)
-	require.NoError(t, err)
+	next := noError(newDatabases(t.Context(), server))(t)
 	require.NoError(t, next.close(t.Context()))
 
 	const exists = "select exists (select from pg_database where datname = $1)"
@@ -53,10 +52,9 @@ func TestPrivateOnDisk_IsUnmountedWhenTheTestEnds(t *testing.T) {
 		var server *Server
 		server, dir = PrivateOnDisk(t, 128)
 		require.Contains(t, query[string](t, server.URL(""), "select current_setting('data_directory')"), dir)
-		file, err := os.Create(filepath.Join(dir, "large"))
-		require.NoError(t, err)
+		file := noError(os.Create(filepath.Join(dir, "large")))(t)
 		defer file.Close()
-		_, err = file.Write(make([]byte, 128<<20))
+		_, err := file.Write(make([]byte, 128<<20))
 		require.ErrorIs(t, err, syscall.ENOSPC)
 	})
 	if dir == "" {
@@ -85,13 +83,12 @@ func TestKill_LeavesAServerThatRecovers(t *testing.T) {
 func TestFreeze_AServerAnswersNobodyUntilItThaws(t *testing.T) {
 	t.Parallel()
 	server := Private(t)
-	conn, err := pgx.Connect(t.Context(), server.URL(""))
-	require.NoError(t, err)
+	conn := noError(pgx.Connect(t.Context(), server.URL("")))(t)
 	defer conn.Close(context.Background())
 	OrSkip(t, server.Freeze(t.Context()))
 	short, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 	defer cancel()
-	_, err = pgx.Connect(short, server.URL(""))
+	_, err := pgx.Connect(short, server.URL(""))
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 
 	require.NoError(t, server.Thaw(t.Context()))
@@ -111,14 +108,11 @@ func TestServer_DiesWithItsProcess(t *testing.T) {
 	ownRung(t)
 	victim := exec.Command(os.Args[0], "-test.run", "^"+t.Name()+"$")
 	victim.Env = append(os.Environ(), "PGTEST_VICTIM=1")
-	stdin, err := victim.StdinPipe()
-	require.NoError(t, err)
+	stdin := noError(victim.StdinPipe())(t)
 	defer stdin.Close()
-	stdout, err := victim.StdoutPipe()
-	require.NoError(t, err)
+	stdout := noError(victim.StdoutPipe())(t)
 	require.NoError(t, victim.Start())
-	url, err := bufio.NewReader(stdout).ReadString('\n')
-	require.NoError(t, err)
+	url := noError(bufio.NewReader(stdout).ReadString('\n'))(t)
 	url = strings.TrimSpace(url)
 	require.Equal(t, int32(1), query[int32](t, url, "select 1"))
 
@@ -169,8 +163,7 @@ func TestStart_NamesAllWaysWhenThereIsNone(t *testing.T) {
 
 // own starts a server that only this test ends.
 func own(t *testing.T) *Server {
-	server, err := climb(t.Context(), ownRung(t), nil)
-	require.NoError(t, err)
+	server := noError(climb(t.Context(), ownRung(t), nil))(t)
 	return server
 }
 
@@ -185,27 +178,24 @@ func ownRung(t *testing.T) []rung {
 
 // gone tells whether a server does not answer, and left no directory.
 func gone(t *testing.T, url string) bool {
-	config, err := pgx.ParseConfig(url)
-	require.NoError(t, err)
+	config := noError(pgx.ParseConfig(url))(t)
 	if conn, err := pgx.ConnectConfig(t.Context(), config); err == nil {
 		require.NoError(t, conn.Close(t.Context()))
 		return false
 	}
-	_, err = os.Stat(config.Host)
+	_, err := os.Stat(config.Host)
 	return errors.Is(err, os.ErrNotExist)
 }
 
 func run(t *testing.T, url, sql string) {
-	conn, err := pgx.Connect(t.Context(), url)
-	require.NoError(t, err)
+	conn := noError(pgx.Connect(t.Context(), url))(t)
 	defer conn.Close(t.Context())
-	_, err = conn.Exec(t.Context(), sql)
+	_, err := conn.Exec(t.Context(), sql)
 	require.NoError(t, err)
 }
 
 func query[T any](t *testing.T, url, sql string, args ...any) (answer T) {
-	conn, err := pgx.Connect(t.Context(), url)
-	require.NoError(t, err)
+	conn := noError(pgx.Connect(t.Context(), url))(t)
 	defer conn.Close(t.Context())
 	require.NoError(t, conn.QueryRow(t.Context(), sql, args...).Scan(&answer))
 	return answer
@@ -254,8 +244,7 @@ func filesOf(t *testing.T, dirs ...string) map[string]string {
 			if err != nil || entry.IsDir() {
 				return err
 			}
-			info, err := entry.Info()
-			require.NoError(t, err)
+			info := noError(entry.Info())(t)
 			text, err := os.ReadFile(path)
 			files[path] = fmt.Sprint(info.Mode(), info.Size(), info.ModTime(), string(text))
 			return err

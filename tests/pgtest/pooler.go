@@ -220,8 +220,7 @@ var portsGiven sync.Map
 // FreePort returns a port of 127.0.0.1 on which nobody listens, and which no other test of this program has been given.
 func FreePort(t testing.TB) string {
 	for {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		require.NoError(t, err)
+		l := noError(net.Listen("tcp", "127.0.0.1:0"))(t)
 		_, port, err := net.SplitHostPort(l.Addr().String())
 		require.NoError(t, err)
 		require.NoError(t, l.Close())
