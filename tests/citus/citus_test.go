@@ -501,8 +501,7 @@ func testCitusWorkerDown(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 // What sql/ must keep so that Citus can call a function about one bucket on the node that has its shard. The functions that serve
 // many buckets on one server are other ones there: the second list is as they are rendered for Citus.
 func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t)
+	db := kit.ParallelDB(t)
 	plain := append([]string{"peek"}, kit.HotFunctions...)
 	for _, function := range append([]string{
 		"acquire", "acquire_ephemeral", "acquire_up_to_ephemeral", "charge_ephemeral", "reserve_ephemeral", "settle_ephemeral", "bucket_now",
@@ -532,8 +531,7 @@ func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
 
 // A linter that has never failed proves nothing.
 func TestCatalog_LintForCitusFindsFaults(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t)
+	db := kit.ParallelDB(t)
 	for _, statement := range []string{
 		"select b.level into v_level from buckets as b where b.policy_id = v_policy.id and b.key >= v_key",
 		"select b.level into v_level from buckets as b where b.key = v_key and exists (select from idempotency_keys as k where k.key = b.key)",

@@ -15,9 +15,7 @@ import (
 
 // Each answer of many is that of a peek of its own: of the server, in a transaction, and of the fake.
 func TestPeekMany_IsAPeekOfEach(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t)
-	db.SetClock(kit.T0)
+	db := kit.ParallelDB(t, kit.T0)
 	fake := clienttest.New(func() time.Time { return kit.T0 })
 	var charges []client.Charge
 	for _, policy := range []string{"plain", "stepped", "ephemeral", "never", "shadow", "quota", "slots", "none", ""} {
@@ -81,9 +79,7 @@ func fillForMany(t *testing.T, name string, limiter *client.Limiter) {
 
 // Each answer of many is that of a call of its own after the others, which the fake tells: of the server, in a transaction, and of the fake.
 func TestAcquireUpToMany_IsAnAcquireUpToOfEach(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t)
-	db.SetClock(kit.T0)
+	db := kit.ParallelDB(t, kit.T0)
 	at := func() time.Time { return kit.T0 }
 	fake, each := clienttest.New(at).Limiter, clienttest.New(at).Limiter
 	var charges []client.Charge

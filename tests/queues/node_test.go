@@ -148,8 +148,7 @@ func TestNode_ADeniedEnqueueInsertsNothing(t *testing.T) {
 // pg-boss completes every job of a batch when its handler returns: the handler of one job must refuse the others, or they are lost.
 func TestNode_ABatchIsRefused(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
-	db := kit.NewDB(t)
+	db := kit.ParallelDB(t)
 	db.DefinePolicy("calls", 5, 5, time.Second)
 	require.ErrorContains(t, kit.ErrorOf(nodeQueues[0].drive(t, db, "batch")), "its batchSize must be 1")
 	require.Equal(t, int64(5), db.Must(kit.Peek(db.Pool, "calls", "k", 1)).Remaining)

@@ -233,8 +233,7 @@ func newest(entries []kit.Entry) kit.Entry {
 }
 
 func TestLedger_SeesWhatDoesNotAddUp(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t)
+	db := kit.ParallelDB(t)
 	by := client.New(db.Pool)
 	granted := func(remaining int64) client.Decision { return client.Decision{Allowed: true, Remaining: remaining} }
 	for wrong, happen := range map[string]func(l *kit.Ledger){

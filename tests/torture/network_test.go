@@ -228,8 +228,7 @@ func TestNetwork_ACallerWhoRetriesWithoutAnIdempotencyKeyIsChargedTwice(t *testi
 
 // All places of the pool are taken by connection attempts without an answer.
 func TestNetwork_ConnectingHangs(t *testing.T) {
-	t.Parallel()
-	db := kit.NewDB(t)
+	db := kit.ParallelDB(t)
 	proxy := newProxy(t, db)
 	pool := proxy.Pool(t, db, patient)
 	l := kit.NewLedger(db, "p", 10, time.Second)
