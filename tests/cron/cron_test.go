@@ -177,7 +177,7 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 				require.Equal(t, 0, status, out)
 				require.Len(t, kit.Jobs(home), 2)
 			}
-			asOwner := kit.WithSettings(t, home.URL, "role", "owner")
+			asOwner := kit.WithSettings(home.URL, "role", "owner")
 			kit.Installers["Up"](t, home.URL)
 			schedule(home.URL)
 			require.NotContains(t, uninstall(home.URL), remain)
@@ -205,7 +205,7 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 			out = uninstall(elsewhere.URL)
 			require.Contains(t, out, "pg_cron is in database postgres")
 			require.Contains(t, out, "pg_cron/unschedule_elsewhere.sql")
-			asOwner = kit.WithSettings(t, elsewhere.URL, "role", "owner")
+			asOwner = kit.WithSettings(elsewhere.URL, "role", "owner")
 			kit.Installers["Up"](t, asOwner)
 			out = uninstall(asOwner)
 			require.Contains(t, out, remain)

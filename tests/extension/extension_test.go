@@ -103,9 +103,9 @@ func testExtensionSchemas(t *testing.T, s extensionServer) {
 			t.Run(schema+"/"+name, func(t *testing.T) {
 				t.Parallel()
 				want, got := s.with(t, "create schema "+quoted), s.with(t, "create schema "+quoted)
-				kit.Installers["Up"](t, kit.WithSettings(t, want.URL, "search_path", quoted))
+				kit.Installers["Up"](t, kit.WithSettings(want.URL, "search_path", quoted))
 				if name == "adopted" {
-					kit.Installers["Up"](t, kit.WithSettings(t, got.URL, "search_path", quoted))
+					kit.Installers["Up"](t, kit.WithSettings(got.URL, "search_path", quoted))
 				}
 				kit.Execute(t, got.Connect(t), sql, pgx.QueryExecModeSimpleProtocol)
 				sameButExtension(t, want, got)

@@ -151,7 +151,7 @@ func TestPackages_MigrationsOverAnotherInstall(t *testing.T) {
 // A table stands in for pg_tle and shows what it is told: the scripts of the extension.
 func TestPackages_PgTLE(t *testing.T) {
 	t.Parallel()
-	files := packagesOf(t, "../..")
+	files := allPackages(t)
 	db := &kit.TestDB{DB: pgtest.Empty(t), T: t}
 	db.Execute(`
 		create schema pgtle;
@@ -213,7 +213,7 @@ func TestPackages_PgTLEItself(t *testing.T) {
 	want.Execute("create extension pg_tle; grant execute on function ratelimit_acquire to app")
 	db.Execute("create extension pg_tle")
 	for range 2 {
-		require.NoError(t, kit.ErrorOf(db.Connect(t).Exec(t.Context(), string(packagesOf(t, "../..")["pg_tle/pg_tle.sql"]))))
+		require.NoError(t, kit.ErrorOf(db.Connect(t).Exec(t.Context(), string(allPackages(t)["pg_tle/pg_tle.sql"]))))
 	}
 	withoutScripts := func(db *kit.TestDB) string { // which pg_tle keeps in functions
 		return strings.Join(slices.DeleteFunc(strings.Split(withoutExtension(kit.FingerprintOf(t, db.DB)), "\n"), func(line string) bool {
@@ -243,7 +243,7 @@ func TestPackages_PgTLEItself(t *testing.T) {
 
 func TestPackages_PGXN(t *testing.T) {
 	t.Parallel()
-	files := packagesOf(t, "../..")
+	files := allPackages(t)
 	var meta struct {
 		Name, Version, Abstract, Maintainer, License string
 		Provides                                     map[string]struct{ File, Version, Docfile string }
@@ -283,7 +283,7 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 			unpacked[kind+"/"+name] = text
 		}
 	}
-	all := packagesOf(t, "../..")
+	all := allPackages(t)
 	for _, single := range []string{"psql/install.sql", "psql/uninstall.sql", "citus/citus.sql", "citus/citus_uninstall.sql", "pg_tle/pg_tle.sql"} {
 		found := false
 		for name, text := range first {
@@ -297,9 +297,9 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 	require.Equal(t, len(first)-1, bytes.Count(first["SHA256SUMS"], []byte("\n")))
 }
 
-// packagesOf makes all packages, from the repository in a directory.
-func packagesOf(t *testing.T, repository string) packages.Files {
-	return kit.NoError(packages.All(os.DirFS(repository)))(t)
+// allPackages makes all packages.
+func allPackages(t *testing.T) packages.Files {
+	return kit.NoError(packages.All(os.DirFS("../..")))(t)
 }
 
 // unpack writes the files of one package into a directory.

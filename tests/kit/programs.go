@@ -81,7 +81,7 @@ func PgVariables(t *testing.T, url string) []string {
 }
 
 // WithSettings is a connection string with names and values of settings, which psql takes too.
-func WithSettings(_ *testing.T, dsn string, settings ...string) string {
+func WithSettings(dsn string, settings ...string) string {
 	options := ""
 	for setting := range slices.Chunk(settings, 2) {
 		options += fmt.Sprintf(" -c %s=%s", setting[0], strings.NewReplacer(`\`, `\\`, " ", `\ `).Replace(setting[1]))

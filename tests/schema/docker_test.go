@@ -35,7 +35,7 @@ func TestDocker_ImageIsReadyToUse(t *testing.T) {
 func TestDocker_ImageBringsAnExistingVolumeUpToDate(t *testing.T) {
 	t.Parallel()
 	server := newContainer(t)
-	conn := kit.NoError(pgx.Connect(t.Context(), kit.WithSettings(t, server.URL("postgres"), "role", imageOwner)))(t)
+	conn := kit.NoError(pgx.Connect(t.Context(), kit.WithSettings(server.URL("postgres"), "role", imageOwner)))(t)
 	require.NoError(t, migrations.Down(t.Context(), conn))
 	for _, sql := range []string{"create schema ratelimit", "create table ratelimit.schema_version as select 0 as version"} {
 		kit.Execute(t, conn, sql)

@@ -61,14 +61,14 @@ func TestInstall_AsEveryKindOfRole(t *testing.T) {
 			return role, db
 		}
 		role, db := prepared(t)
-		kit.Installers["Up"](t, kit.WithSettings(t, db.URL, "search_path", "limits"))
+		kit.Installers["Up"](t, kit.WithSettings(db.URL, "search_path", "limits"))
 		want := schemaAsMine(t, role, db)
 		for way, install := range kit.Installers {
 			t.Run(circumstance+"/"+way, func(t *testing.T) {
 				t.Parallel()
 				role, got := prepared(t)
 				before := kit.FingerprintOf(t, got)
-				url := kit.WithSettings(t, got.URL, "search_path", "limits", "role", role)
+				url := kit.WithSettings(got.URL, "search_path", "limits", "role", role)
 				install(t, url)
 				require.Equal(t, want, schemaAsMine(t, role, got))
 				require.Equal(t, []string{fmt.Sprintf("ratelimit.schema_version (%d)", kit.NewestMigration(t))}, kit.RowsOf(t, got))
@@ -172,7 +172,7 @@ func TestUninstall_LeavesNothing(t *testing.T) {
 		before := kit.SchemaAndRows(t, db)
 
 		for _, home := range []string{"public", "app"} {
-			kit.Installers["Up"](t, kit.WithSettings(t, db.URL, "search_path", home))
+			kit.Installers["Up"](t, kit.WithSettings(db.URL, "search_path", home))
 			use(t, db, home)
 			db.Exec(t, "grant execute on function "+home+".ratelimit_acquire to "+caller)
 			require.NoError(t, uninstall(t, db))
@@ -262,7 +262,7 @@ func TestInstall_IntoTheSchemaAtTheHeadOfSearchPath(t *testing.T) {
 					kit.Execute(t, conn, "set search_path = "+quoted+", public")
 					require.NoError(t, migrations.Up(t.Context(), conn))
 				} else {
-					kit.Installers[way](t, kit.WithSettings(t, db.URL, "search_path", quoted))
+					kit.Installers[way](t, kit.WithSettings(db.URL, "search_path", quoted))
 				}
 				home := func() []string {
 					return kit.Column(t, db, `
@@ -413,7 +413,7 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 					pgx.QueryExecModeSimpleProtocol)
 				before := kit.SchemaAndRows(t, db)
 
-				for _, url := range []string{db.URL, kit.WithSettings(t, db.URL, "role", installer)} {
+				for _, url := range []string{db.URL, kit.WithSettings(db.URL, "role", installer)} {
 					conn := kit.NoError(pgx.Connect(t.Context(), url))(t)
 					kit.RequireState(t, "42501", migrations.Up(t.Context(), conn))
 					require.NoError(t, conn.Close(t.Context()))
@@ -495,7 +495,7 @@ func TestInstall_ByAnAppRoleNamesTheOwner(t *testing.T) {
 			err := migrations.Up(t.Context(), kit.ConnectAs(t, db, app))
 			require.ErrorContains(t, err, "schema ratelimit belongs to another role")
 			require.ErrorContains(t, err, "It belongs to "+owner+". Connect as "+owner)
-			out, status := kit.PsqlStatus(t, kit.WithSettings(t, db.URL, "role", app), "--file", "../../migrations/psql/install.sql")
+			out, status := kit.PsqlStatus(t, kit.WithSettings(db.URL, "role", app), "--file", "../../migrations/psql/install.sql")
 			require.Equal(t, 3, status, out)
 			require.Contains(t, out, "It belongs to "+owner+".")
 			require.Contains(t, out, "Connect as "+owner)

@@ -109,7 +109,7 @@ func TestPsql_SaysWhatIsInstalledAndWhere(t *testing.T) {
 		{`drop schema "Odd ""Schema" cascade`, "public", "none (the functions are missing)"},
 	} {
 		db.Exec(t, step.prepare)
-		out, status := kit.PsqlStatus(t, kit.WithSettings(t, db.URL, "search_path", step.path), "--file", "../../migrations/psql/install.sql")
+		out, status := kit.PsqlStatus(t, kit.WithSettings(db.URL, "search_path", step.path), "--file", "../../migrations/psql/install.sql")
 		require.Equal(t, 0, status, out)
 		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.\n", kit.Releases[newest], step.told, newest), out)
 	}

@@ -61,7 +61,7 @@ func (r *round) check(function string, args []argument) error {
 		if p, known := r.model.Policy(name); known { // null keeps what is there
 			capacity, refill, every = cmp.Or(capacity, any(p.Capacity)), cmp.Or(refill, any(p.Refill)), cmp.Or(every, any(span{micros: int64(p.Every)}))
 		}
-		err := cmp.Or(badName("policy", value(0)), badAmount("capacity", capacity, 0), badAmount("refill", refill, 0), badSpan("every", every, 1, kit.MaxSpan))
+		err := cmp.Or(badName("policy", value(0)), badAmount("capacity", capacity), badAmount("refill", refill), badSpan("every", every, 1, kit.MaxSpan))
 		if err == nil {
 			err = badRate(capacity.(int64), refill.(int64), every.(span))
 		}
@@ -105,8 +105,8 @@ func (r *round) check(function string, args []argument) error {
 			return refusal("")
 		}
 	case "ratelimit_override":
-		err := cmp.Or(badName("", value(0)), badName("", value(1)), given(value(2), badAmount("", value(2), 0)),
-			given(value(3), badAmount("", value(3), 0)), given(value(4), badSpan("", value(4), 1, kit.MaxSpan)))
+		err := cmp.Or(badName("", value(0)), badName("", value(1)), given(value(2), badAmount("", value(2))),
+			given(value(3), badAmount("", value(3))), given(value(4), badSpan("", value(4), 1, kit.MaxSpan)))
 		if err == nil && value(2) != nil && value(3) != nil && value(4) != nil {
 			err = badRate(value(2).(int64), value(3).(int64), value(4).(span))
 		}
@@ -135,10 +135,10 @@ func (r *round) check(function string, args []argument) error {
 	case "ratelimit_pause":
 		return r.checkSpending(value(0), value(1), nil, badSpan("pause_for", value(2), 1000, int64(kit.MaxWaitOfReserve)))
 	case "ratelimit_charge":
-		return r.checkSpending(value(0), value(1), value(3), badTokens("cost", value(2)), badAmount("cost", value(2), 0))
+		return r.checkSpending(value(0), value(1), value(3), badTokens("cost", value(2)), badAmount("cost", value(2)))
 	case "ratelimit_settle":
 		return r.checkSpending(value(0), value(1), value(2), badTokens("cost", value(3)),
-			badAmount("cost", value(3), 0), badName("idempotency_key", value(2)))
+			badAmount("cost", value(3)), badName("idempotency_key", value(2)))
 	case "ratelimit_reserve":
 		return r.checkSpending(value(0), value(1), value(4), badTokens("cost", value(3)), badSpan("max_wait", value(2), 0, int64(kit.MaxWaitOfReserve)))
 	case "ratelimit_acquire_up_to":
@@ -258,8 +258,8 @@ func badCount(argument string, value any) error {
 	return unless(argument, value, func(count int64) bool { return count >= 1 })
 }
 
-func badAmount(argument string, value any, least int64) error {
-	return unless(argument, value, func(tokens int64) bool { return least <= tokens && tokens <= kit.MaxTokens })
+func badAmount(argument string, value any) error {
+	return unless(argument, value, func(tokens int64) bool { return 0 <= tokens && tokens <= kit.MaxTokens })
 }
 
 func badSpan(argument string, value any, least, most int64) error {

@@ -62,11 +62,11 @@ type edge struct {
 }
 
 // startEdge is for a test that runs beside others.
-func startEdge(t *testing.T, rules string, settings ...string) edge {
+func startEdge(t *testing.T, rules string) edge {
 	t.Parallel()
 	db := newDB(t)
 	db.Exec(t, freeze)
-	return newEdge(t, db, append(settings, "ENVOY_RULES="+rulesFile(t, rules))...)
+	return newEdge(t, db, "ENVOY_RULES="+rulesFile(t, rules))
 }
 
 func newEdge(t *testing.T, db *pgtest.DB, settings ...string) edge {
