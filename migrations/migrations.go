@@ -95,8 +95,7 @@ func Up(ctx context.Context, conn *pgx.Conn) error {
 		return err
 	}
 	if err := migrator.Migrate(ctx); err != nil {
-		var bad migrate.BadVersionError
-		if errors.As(err, &bad) {
+		if _, ok := errors.AsType[migrate.BadVersionError](err); ok {
 			if installed, err := migrator.GetCurrentVersion(ctx); err == nil && int(installed) > len(known) {
 				return &NewerSchemaError{Installed: installed, Known: int32(len(known))}
 			}

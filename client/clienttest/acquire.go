@@ -34,8 +34,7 @@ func (db *database) askMany(now time.Time, charges []model.Charge, upTo bool) st
 		if upTo {
 			err = cmp.Or(checkBucket(c.BucketID), checkPositive("at_most", c.Cost), db.checkHasBuckets(c.Policy))
 		}
-		var pgErr *pgconn.PgError
-		if errors.As(err, &pgErr) {
+		if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 			rows[i] = map[string]any{"code": pgErr.Code, "message": pgErr.Message, "detail": pgErr.Detail}
 			continue
 		}
@@ -89,8 +88,7 @@ func (db *database) acquire(now time.Time, charges []model.Charge, idempotencyKe
 
 // ofElement adds to an error the number of its element, if there are several.
 func ofElement(charges []model.Charge, i int, err error) error {
-	var e *pgconn.PgError
-	if len(charges) > 1 && errors.As(err, &e) {
+	if e, ok := errors.AsType[*pgconn.PgError](err); ok && len(charges) > 1 {
 		e.Detail = fmt.Sprintf("Element %d of the request: %s", i+1, e.Detail)
 	}
 	return err
@@ -144,8 +142,7 @@ func (db *database) packed(now time.Time, charges []model.Charge, sizes, idempot
 			key = keys[request-1]
 		}
 		whole, err := db.acquire(now, charges[element:element+size], key)
-		var pgErr *pgconn.PgError
-		if errors.As(err, &pgErr) {
+		if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 			refused = append(refused, request)
 			codes, messages = append(codes, known(pgErr.Code)), append(messages, known(pgErr.Message))
 			details, hints = append(details, known(pgErr.Detail)), append(hints, pgtype.Text{})

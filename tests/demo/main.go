@@ -161,8 +161,7 @@ func database(ctx context.Context, server *pgtest.Server) (string, error) {
 	}
 	defer conn.Close(ctx)
 	_, err = conn.Exec(ctx, "create database "+ownDatabase)
-	var there *pgconn.PgError
-	if errors.As(err, &there) && there.Code == "42P04" { // from an earlier run
+	if there, ok := errors.AsType[*pgconn.PgError](err); ok && there.Code == "42P04" { // from an earlier run
 		err = nil
 	}
 	return server.URL(ownDatabase), err
@@ -207,8 +206,7 @@ func (d *demo) play(script string) {
 			fmt.Println(line)
 		default:
 			last = d.sql(line)
-			var refusal *pgconn.PgError
-			if errors.As(d.err, &refusal) && refusal.Code == "RL429" {
+			if refusal, ok := errors.AsType[*pgconn.PgError](d.err); ok && refusal.Code == "RL429" {
 				d.err = nil
 				fmt.Printf("ERROR:  %s\nDETAIL:  %s\nHINT:  %s\n", refusal.Message, refusal.Detail, refusal.Hint)
 			}

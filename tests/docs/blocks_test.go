@@ -226,8 +226,7 @@ func docsStatements(text string) (statements []string, rest string) {
 func (s *docsSession) compare(statement, shown string) error {
 	result, err := s.Execute(statement)
 	lines := strings.Split(shown, "\n")
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		if lines[0] != "ERROR:  "+pgErr.Message {
 			return fmt.Errorf("shown is %q: %w", shown, err)
 		}

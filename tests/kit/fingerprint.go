@@ -190,8 +190,7 @@ func FindPgDump(t *testing.T) string {
 func Dump(t *testing.T, pgDump, url string, options ...string) string {
 	t.Helper()
 	out, err := exec.Command(pgDump, append(options, "--dbname", url)...).Output()
-	var exit *exec.ExitError
-	if errors.As(err, &exit) {
+	if exit, ok := errors.AsType[*exec.ExitError](err); ok {
 		t.Fatalf("%v\n%s", err, exit.Stderr)
 	}
 	require.NoError(t, err)

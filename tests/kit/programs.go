@@ -64,8 +64,7 @@ func Command(dir string, env []string, name string, args ...string) *exec.Cmd {
 // Run runs a command and shows its standard error if it fails; tern's standard output is all of the SQL.
 func Run(t *testing.T, dir string, env []string, name string, args ...string) {
 	_, err := Command(dir, env, name, args...).Output()
-	var exit *exec.ExitError
-	if errors.As(err, &exit) {
+	if exit, ok := errors.AsType[*exec.ExitError](err); ok {
 		require.NoError(t, err, "%s %s\n%s", name, args, exit.Stderr)
 	}
 	require.NoError(t, err)

@@ -31,8 +31,7 @@ const severalKeys model.Error = "0A000"
 
 // refused returns the SQLSTATE and the message of an error.
 func refused(err error) (code, message string) {
-	var argument refusal
-	if errors.As(err, &argument) {
+	if argument, ok := errors.AsType[refusal](err); ok {
 		return "22023", string(argument)
 	}
 	if errors.Is(err, errHeldOtherwise) {
@@ -213,8 +212,7 @@ func (r *round) checkWhole(q fuzzedWhole) error {
 
 // unsaid is an error whose message is not foretold.
 func unsaid(err error) error {
-	var argument refusal
-	if errors.As(err, &argument) {
+	if _, ok := errors.AsType[refusal](err); ok {
 		return refusal("")
 	}
 	return err
