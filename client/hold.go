@@ -85,6 +85,8 @@ type Hold struct {
 // the lease is over, and if that fails again and again until the lease ends. When ctx ends, nothing is renewed any more, and the
 // slots are free when the lease ends, or by Release. When ctx ends during the call, the call returns. What the server may
 // have granted is released in the background, twice within 11 seconds, because the server may carry out a call that is cancelled.
+// Behind a row that is locked for longer than a second it may do so too late for that, and the slots are then free when the lease
+// ends: set a lock_timeout below a second for the sessions of the pool.
 //
 // Under a policy that only watches, a Hold that is Shadowed holds nothing, and makes no more calls.
 //

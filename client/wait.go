@@ -32,7 +32,8 @@ const (
 // its own, and returns the error of ctx. Callers already in line keep their time. The idempotency key for
 // this is drawn at random, so each Wait leaves one behind for as long as the policy remembers. The server may carry out a call that is
 // cancelled: if there was nothing to give back, Wait tries again in the background, a second later. If the connection breaks while
-// the server reserves, or nothing can be given back, the tokens may stay charged.
+// the server reserves, nothing can be given back, or the bucket is locked for longer than that second, the tokens may stay charged: set
+// a lock_timeout below a second for the sessions of the pool.
 //
 // It is for calls outside of a transaction, which would keep the bucket locked meanwhile.
 //
