@@ -189,8 +189,8 @@ export class Limiter {
 
   /**
    * Reserves tokens, and returns when they are there. If they would come after the timeout (365 days), it fails at once with TooLate. A
-   * caller that stops waiting gives its tokens back first, for up to 5 seconds. A quota lends nothing: at its next turn, and up to a second
-   * later at random, wait reserves again. Not for transactions.
+   * caller that stops waiting gives its tokens back, and leaves after 5 seconds at the latest. A quota lends nothing: at its next turn, and
+   * up to a second later at random, wait reserves again. Not for transactions.
    */
   wait(policy: string, key: string, options?: CostOptions & { timeout?: number }): Promise<Reservation>
 

@@ -9,7 +9,7 @@ const MAX_LENGTH = 512 // bytes, of policies, keys and idempotency keys
 const MAX_CHARGES = 1000
 const LONGEST_WAIT = 365 * 86_400 // s
 const A_DAY = 86_400_000 // ms
-const GIVE_BACK_PATIENCE = 5000 // ms
+const GIVE_BACK_PATIENCE = 5000 // ms, of the caller
 
 /** Asks for tokens, one call for each request. index.d.ts explains each method. A Combiner has its own _ask, and uses _database. */
 export class Limiter {
@@ -72,12 +72,9 @@ export class Limiter {
   }
 
   async settle(policy, key, idempotencyKey, cost, options) {
-    return this.#settle(policy, key, idempotencyKey, cost, known(options, 'signal'))
-  }
-
-  #settle(policy, key, idempotencyKey, cost, options) {
+    const { signal } = known(options, 'signal')
     const values = [...bucket(policy, key), text('idempotencyKey', idempotencyKey), tokens('cost', cost)]
-    return this.#call(DECISION, 'ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)', values, { ...options, once: true })
+    return this.#call(DECISION, 'ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)', values, { signal, once: true })
   }
 
   async reserve(policy, key, maxWait, options) {
@@ -129,9 +126,9 @@ export class Limiter {
       return reserved
     } catch (error) {
       if (!signal?.aborted) throw error
-      const giveBack = () => this.#settle(policy, key, idempotencyKey, 0, { patience: GIVE_BACK_PATIENCE })
-      const givingBack = reserving.catch(() => {}).then(giveBack).catch(() => {})
-      if (reserved) await givingBack // without an answer, reserving may last: givingBack goes on alone
+      const givingBack = reserving.catch(() => {}).then(() => this.settle(policy, key, idempotencyKey, 0)).catch(() => {})
+      // givingBack goes on when the caller leaves, so no token is lost. Without an answer, reserving may last.
+      if (reserved) await unless(AbortSignal.timeout(GIVE_BACK_PATIENCE), givingBack).catch(() => {})
       throw signal.reason
     }
   }
@@ -160,9 +157,9 @@ export class Limiter {
     return unless(signal, release(this._database, ...bucket(policy, key), text('holder', holder)))
   }
 
-  async #call(kind, call, values, { signal, once, patience }) {
+  async #call(kind, call, values, { signal, once }) {
     signal?.throwIfAborted()
-    return unless(signal, this._database.row({ ...kind, call, values, once }, { patience }))
+    return unless(signal, this._database.row({ ...kind, call, values, once }))
   }
 }
 
