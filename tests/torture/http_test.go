@@ -3,6 +3,7 @@ package torture
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -11,6 +12,7 @@ import (
 	"net/http/httptest"
 	"runtime/pprof"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -97,7 +99,7 @@ func (p httpPhase) statuses() []int {
 type httpAnswers struct {
 	statuses map[int]int
 	times    []time.Duration
-	late     int // took longer than the timeout; their statuses do not count
+	late     int // were not answered, or refused, because time was short; their statuses do not count
 }
 
 // An httpOutage is servers and their callers.
@@ -107,11 +109,27 @@ type httpOutage struct {
 	close   []func()
 	at      kit.Address            // of the database
 	current atomic.Pointer[string] // the name of the phase; requests count that begin and end in one
-	failing []*atomic.Int64        // of each server, when it last had no answer
+	callers []*httpCaller
 	pools   []*pgxpool.Pool
 
 	mu      sync.Mutex
 	answers map[httpPhase]*httpAnswers
+}
+
+// An httpCaller has one request under way. A machine that stands still for as long as the timeout ends calls, and makes a Combiner refuse
+// requests for a moment: neither says that the database is gone, nor does silence say that it is back.
+type httpCaller struct {
+	isLate atomic.Bool  // the last request failed because time was short
+	failed atomic.Int64 // when a request last failed, in nanoseconds
+	inARow atomic.Int64 // answers since then
+}
+
+func (c *httpCaller) answered(err error) {
+	c.isLate.Store(errors.Is(err, context.DeadlineExceeded) || errors.Is(err, client.ErrOverloaded))
+	if c.inARow.Add(1); err != nil {
+		c.failed.Store(time.Now().UnixNano())
+		c.inARow.Store(0)
+	}
 }
 
 func newHTTPOutage(t *testing.T, server *pgtest.Server) *httpOutage {
@@ -142,33 +160,35 @@ func (o *httpOutage) serve(mode string, failure httplimit.Failure, pool *pgxpool
 		o.close = append(o.close, combiner.Close)
 		limiter = combiner
 	}
-	failing := new(atomic.Int64)
+	var callers [httpCallers]httpCaller
 	user := httplimit.ByUser(func(r *http.Request) string { return r.Header.Get("User") }, httplimit.ByIP(0))
 	limit := httplimit.New(limiter, httplimit.Per(httpPolicy.Name, user), failure,
-		httplimit.Observe(func(_ *http.Request, e httplimit.Event) {
-			if e.Err != nil {
-				failing.Store(time.Now().UnixNano())
-			}
+		httplimit.Observe(func(r *http.Request, e httplimit.Event) {
+			caller, _ := strconv.Atoi(r.Header.Get("Caller"))
+			callers[caller].answered(e.Err)
 		}))
 	server := httptest.NewServer(limit(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})))
-	o.failing = append(o.failing, failing)
 	transport := &http.Transport{MaxIdleConnsPerHost: httpCallers}
 	o.close = append(o.close, transport.CloseIdleConnections, server.Close, pool.Close)
 	name := fmt.Sprint(mode, combined)
 	var asks [httpCallers]int
+	for caller := range callers {
+		o.callers = append(o.callers, &callers[caller])
+	}
 	o.load.Start(httpCallers, func(caller int) error {
 		asks[caller]++
-		return o.ask(mode, transport, server.URL, fmt.Sprint(name, caller, " ", asks[caller]/asksOfAUser))
+		header := http.Header{"User": {fmt.Sprint(name, caller, " ", asks[caller]/asksOfAUser)}, "Caller": {fmt.Sprint(caller)}}
+		return o.ask(mode, transport, server.URL, header, &callers[caller])
 	})
 }
 
 // ask makes one request, and counts its answer if the phase did not change meanwhile.
-func (o *httpOutage) ask(mode string, transport *http.Transport, url, user string) error {
+func (o *httpOutage) ask(mode string, transport *http.Transport, url string, header http.Header, caller *httpCaller) error {
 	request, err := http.NewRequestWithContext(context.Background(), http.MethodGet, url, nil)
 	if err != nil {
 		return err
 	}
-	request.Header.Set("User", user)
+	request.Header = header
 	phase, started := o.current.Load(), time.Now()
 	response, err := transport.RoundTrip(request)
 	if err != nil {
@@ -186,7 +206,7 @@ func (o *httpOutage) ask(mode string, transport *http.Transport, url, user strin
 	if o.answers[key] == nil {
 		o.answers[key] = &httpAnswers{statuses: map[int]int{}}
 	}
-	if took >= httpTimeout && *phase != "frozen" {
+	if caller.isLate.Load() && *phase != "frozen" {
 		o.answers[key].late++
 	} else {
 		o.answers[key].statuses[response.StatusCode]++
@@ -230,14 +250,18 @@ func (o *httpOutage) awaitBrokenConnections() {
 
 func (o *httpOutage) between() { o.current.Store(new(string)) }
 
-// awaitRecovery returns when each server has had answers only for as long as its timeout.
+// awaitRecovery returns when each caller has had nothing but answers, three and more, for as long as the timeout.
 func (o *httpOutage) awaitRecovery() {
 	began := time.Now()
-	for _, failing := range o.failing {
-		for time.Since(time.Unix(0, max(began.UnixNano(), failing.Load()))) < httpTimeout {
-			require.Less(o.t, time.Since(began), kit.Patience, "a server does not recover")
-			time.Sleep(5 * time.Millisecond)
-		}
+	for _, c := range o.callers {
+		c.inARow.Store(0)
+	}
+	isBack := func(c *httpCaller) bool {
+		return c.inARow.Load() >= 3 && time.Since(time.Unix(0, max(began.UnixNano(), c.failed.Load()))) >= httpTimeout
+	}
+	for slices.ContainsFunc(o.callers, func(c *httpCaller) bool { return !isBack(c) }) {
+		require.Less(o.t, time.Since(began), kit.Patience, "a server does not recover")
+		time.Sleep(5 * time.Millisecond)
 	}
 }
 
