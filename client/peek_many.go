@@ -100,7 +100,7 @@ func answersOf(partial []PartialAnswer) []Answer {
 
 // A manyRow is an answer as manyColumns has it.
 type manyRow struct {
-	Decision                    []pgtype.Int8
+	Decision                    []*int64 // to read it as []pgtype.Int8 takes nearly twice as long
 	Taken                       int64
 	Code, Message, Detail, Hint string
 }
@@ -112,7 +112,13 @@ func (r manyRow) answer(verb string) (Decision, error) {
 	if len(r.Decision) != fieldsOfDecision {
 		return Decision{}, failed(verb, errMisshapen)
 	}
-	return decisionOf(r.Decision), nil
+	numbers := make([]pgtype.Int8, fieldsOfDecision)
+	for i, n := range r.Decision {
+		if n != nil {
+			numbers[i] = pgtype.Int8{Int64: *n, Valid: true}
+		}
+	}
+	return decisionOf(numbers), nil
 }
 
 // PeekMany is [Limiter.PeekMany] on the shards of the keys, at the same time.
