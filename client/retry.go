@@ -42,20 +42,18 @@ func backoff(n int) time.Duration {
 
 // isTransient reports whether nothing happened, and a repeat may succeed.
 func isTransient(err error) bool {
-	var pgErr *pgconn.PgError
-	if !errors.As(err, &pgErr) {
-		return false
-	}
-	return pgErr.Code == "40001" || // serialization_failure
-		pgErr.Code == "40P01" || // deadlock_detected
-		pgErr.Code == "XX000" && strings.HasPrefix(pgErr.Message, "cache lookup failed for function") // an upgrade replaced it
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok &&
+		(pgErr.Code == "40001" || // serialization_failure
+			pgErr.Code == "40P01" || // deadlock_detected
+			pgErr.Code == "XX000" && strings.HasPrefix(pgErr.Message, "cache lookup failed for function")) // an upgrade replaced it
 }
 
 // isUnknown reports whether the call may have happened or not: the server gave no answer, or ended the
 // session with it.
 func isUnknown(err error) bool {
-	var pgErr *pgconn.PgError
-	return !errors.As(err, &pgErr) || pgErr.SeverityUnlocalized == "FATAL" || pgErr.SeverityUnlocalized == "PANIC"
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return !ok || pgErr.SeverityUnlocalized == "FATAL" || pgErr.SeverityUnlocalized == "PANIC"
 }
 
 // isAutocommit reports whether each call on db is a transaction of its own. A db of an unknown type might

@@ -97,9 +97,8 @@ func (p httpPhase) statuses() []int {
 }
 
 type httpAnswers struct {
-	statuses map[int]int
+	statuses map[int]int // but for answers that came late
 	times    []time.Duration
-	late     int // were not answered, or refused, because time was short; their statuses do not count
 }
 
 // An httpOutage is servers and their callers.
@@ -206,9 +205,7 @@ func (o *httpOutage) ask(mode string, transport *http.Transport, url string, hea
 	if o.answers[key] == nil {
 		o.answers[key] = &httpAnswers{statuses: map[int]int{}}
 	}
-	if caller.isLate.Load() && *phase != "frozen" {
-		o.answers[key].late++
-	} else {
+	if !caller.isLate.Load() || *phase == "frozen" {
 		o.answers[key].statuses[response.StatusCode]++
 	}
 	o.answers[key].times = append(o.answers[key].times, took)
