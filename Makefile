@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-stop serve-demo modules test build/report quick test-server test-versions test-envoy test-shards test-citus \
-  instructions instructions-renew torture proof install uninstall shards install-citus uninstall-citus lint proto release-schema psql \
+  instructions instructions-renew torture proof install uninstall shards install-citus uninstall-citus lint proto release-schema migration copies \
   reference packages release install-extension show clean build bench bench-page bench-slots bench-quick
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -161,12 +161,14 @@ proto: ## Write server/gen anew, from server/proto
 
 release-schema: ## Freeze the newest migration, and sql/ as its snapshot: a test fails if they change from then on
 	@cd migrations; newest=$$(ls [0-9]*.sql | tail -1); snapshot=snapshots/$${newest%%_*}; \
-	! grep -q " $$newest$$" released.sha256 || { echo "$$newest is released already." >&2; exit 1; }; \
+	! grep -qs " $$newest$$" released.sha256 || { echo "$$newest is released already." >&2; exit 1; }; \
 	{ echo "$$newest"; find -L "$$snapshot" include \( -path "$$snapshot/*.sql" -o -path "include/$${newest%%_*}_*" \) | LC_ALL=C sort; } | xargs sha256sum >> released.sha256
 
-psql: ## Write sql/copies.sql and migrations/psql anew, from the migrations and sql/
+migration: need-NAME ## Begin the next migration, when the newest is released: make migration NAME=what_it_does
+	@migrations/next.sh '$(NAME)'
+
+copies: ## Write sql/copies.sql anew, from sql/
 	go run ./migrations/cmd copies sql
-	go run ./migrations/cmd psql migrations/psql
 
 reference: ## Write docs/reference.md anew, from the comments of the functions in sql/
 	@RATELIMIT_REFERENCE=write go test ./tests/docs -count=1 -run '^TestDocs_ReferenceIsGenerated$$'

@@ -1,6 +1,6 @@
 // Package migrations installs pgratelimit into a PostgreSQL database.
 //
-// It carries the files that the tern command line applies. Every other way to install is made of them by package
+// It carries the files that the tern command line applies. The other ways to install read them, too, or are made of them by package
 // migrations/packages, so that
 //
 //	psql -v ON_ERROR_STOP=1 -f migrations/psql/install.sql
@@ -17,7 +17,6 @@ import (
 	"io/fs"
 	"path"
 	"strings"
-	"text/template"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -27,7 +26,7 @@ import (
 )
 
 // VersionTable records the installed schema version, in the schema that the package has for itself.
-const VersionTable = "ratelimit.schema_version"
+const VersionTable = "ratelimit.version"
 
 //go:embed *.sql include snapshots
 var frozen embed.FS
@@ -46,23 +45,10 @@ func (files) Open(name string) (fs.File, error) {
 	return file, err
 }
 
-//go:embed prepare.tmpl
-var prepare string
-
-var templates = template.Must(template.New("").Parse(prepare))
-
-// work is what a template is about.
-type work struct {
-	Known      []*migrate.Migration // all of this release
-	Migrations []*migrate.Migration // those that an install applies, where they are missing
-}
-
-func (w work) execute(name string) (string, error) {
-	var text strings.Builder
-	if err := templates.ExecuteTemplate(&text, name, w); err != nil {
-		return "", fmt.Errorf("pgratelimit: %w", err)
-	}
-	return text.String(), nil
+// begin is what a transaction begins with that does a task: install or uninstall.
+func begin(task string, known int) (string, error) {
+	prepare, err := fs.ReadFile(files{}, "include/prepare.sql")
+	return fmt.Sprintf("select pg_catalog.set_config('ratelimit.task', '%s', true), pg_catalog.set_config('ratelimit.known', '%d', true);\n%s", task, known, prepare), err
 }
 
 // A NewerSchemaError says that the database was installed by a later release of this package.
@@ -86,64 +72,61 @@ func (e *NewerSchemaError) Error() string {
 // are reset when something was installed. A newer schema than this release knows is left alone and
 // reported as a [*NewerSchemaError].
 func Up(ctx context.Context, conn *pgx.Conn) error {
-	known, err := load(nil)
+	known, err := load()
 	if err != nil {
 		return err
 	}
-	migrator, err := newMigrator(ctx, conn, work{Known: known, Migrations: known})
+	prepare, err := begin("install", len(known))
 	if err != nil {
 		return err
 	}
-	if err := migrator.Migrate(ctx); err != nil {
-		if _, ok := errors.AsType[migrate.BadVersionError](err); ok {
-			if installed, err := migrator.GetCurrentVersion(ctx); err == nil && int(installed) > len(known) {
-				return &NewerSchemaError{Installed: installed, Known: int32(len(known))}
+	if err := inTransaction(ctx, conn, prepare); err != nil {
+		if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Message == "a newer schema is installed" {
+			newer := &NewerSchemaError{Known: int32(len(known))}
+			if err := conn.QueryRow(ctx, "select v.version from only "+VersionTable+" as v").Scan(&newer.Installed); err == nil {
+				return newer
 			}
 		}
+		return fmt.Errorf("pgratelimit: prepare schema ratelimit: %w", describe(err))
+	}
+	migrator, err := migrate.NewMigrator(ctx, conn, VersionTable)
+	if err != nil {
+		return fmt.Errorf("pgratelimit: prepare %s: %w", VersionTable, describe(err))
+	}
+	migrator.Migrations = known
+	if err := migrator.Migrate(ctx); err != nil {
 		return fmt.Errorf("pgratelimit: install: %w", describe(err))
 	}
 	return nil
 }
 
-// Down removes the package with all its policies and buckets, as the owner of schema ratelimit and on
+// Down removes the package with all its policies and buckets, also a development version, as the owner of schema ratelimit and on
 // a connection outside a transaction. Where it is not installed, nothing happens. The jobs of pg_cron/schedule.sql
 // are removed too; a warning of the server says where they could not be.
 func Down(ctx context.Context, conn *pgx.Conn) error {
-	known, err := load(map[string]any{"uninstall": true})
+	known, err := load()
 	if err != nil {
 		return err
 	}
-	if err := outsideTransaction(conn); err != nil {
-		return err
-	}
-	var installed bool
-	err = conn.QueryRow(ctx, "select pg_catalog.to_regnamespace('ratelimit') is not null").Scan(&installed)
-	if err != nil || !installed {
-		return err
-	}
-	w := work{Known: known}
-	migrator, err := newMigrator(ctx, conn, w)
+	prepare, err := begin("uninstall", len(known))
 	if err != nil {
 		return err
 	}
-	if err := migrator.MigrateTo(ctx, 0); err != nil {
-		return fmt.Errorf("pgratelimit: uninstall: %w", describe(err))
-	}
-	remove, err := w.execute("remove")
+	remove, err := fs.ReadFile(files{}, "include/remove.sql")
 	if err != nil {
 		return err
 	}
-	if _, err := conn.Exec(ctx, remove); err != nil {
+	err = inTransaction(ctx, conn, prepare+string(remove)+"set local client_min_messages = warning; drop table if exists "+VersionTable+"; drop schema if exists ratelimit")
+	if err != nil {
 		return fmt.Errorf("pgratelimit: uninstall: %w", describe(err))
 	}
 	return nil
 }
 
-// load reads the migrations, with data for their templates. The migrator needs no connection for that.
-func load(data map[string]any) ([]*migrate.Migration, error) {
+// load reads the migrations. The migrator needs no connection for that.
+func load() ([]*migrate.Migration, error) {
 	migrator, err := migrate.NewMigrator(context.Background(), nil, VersionTable)
 	if err == nil {
-		migrator.Data = data
 		err = migrator.LoadMigrations(files{})
 	}
 	if err != nil {
@@ -152,34 +135,15 @@ func load(data map[string]any) ([]*migrate.Migration, error) {
 	return migrator.Migrations, nil
 }
 
-func outsideTransaction(conn *pgx.Conn) error {
+// inTransaction runs SQL in a transaction of its own.
+func inTransaction(ctx context.Context, conn *pgx.Conn, sql string) error {
 	if conn.PgConn().TxStatus() != 'I' {
-		return errors.New("pgratelimit: the connection is inside a transaction: commit it first")
+		return errors.New("the connection is inside a transaction: commit it first")
 	}
-	return nil
-}
-
-func newMigrator(ctx context.Context, conn *pgx.Conn, w work) (*migrate.Migrator, error) {
-	if err := outsideTransaction(conn); err != nil {
-		return nil, err
-	}
-	prepare, err := w.execute("prepare")
-	if err != nil {
-		return nil, err
-	}
-	err = pgx.BeginTxFunc(ctx, conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
-		_, err := tx.Exec(ctx, prepare)
+	return pgx.BeginTxFunc(ctx, conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, sql)
 		return err
 	})
-	if err != nil {
-		return nil, fmt.Errorf("pgratelimit: prepare schema ratelimit: %w", describe(err))
-	}
-	migrator, err := migrate.NewMigrator(ctx, conn, VersionTable)
-	if err != nil {
-		return nil, fmt.Errorf("pgratelimit: prepare %s: %w", VersionTable, describe(err))
-	}
-	migrator.Migrations = w.Known
-	return migrator, nil
 }
 
 // describe adds what the server had to say beyond the message.

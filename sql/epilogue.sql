@@ -1,5 +1,5 @@
 -- Checks that all functions of the package belong to the owner of schema ratelimit. Revokes the grants that
--- default privileges gave on new functions. Functions that existed before keep their grants.
+-- default privileges gave on new functions. Functions that existed before keep their grants, also those that the prologue dropped.
 do $epilogue$
 declare
   v_owner oid;
@@ -34,6 +34,15 @@ begin
     loop
       execute pg_catalog.format('revoke all on routine %s from %s', v_proc.signature, v_role);
     end loop;
+  end loop;
+  for v_proc in
+    select p.oid::regprocedure as signature, g.grantee, bool_or(g.grantable) as grantable
+      from jsonb_to_recordset(current_setting('ratelimit.grants')::jsonb) as g (name text, grantee text, grantable boolean)
+      join pg_proc as p on p.proname = g.name and p.pronamespace in ('ratelimit'::regnamespace, quote_ident(v_home)::regnamespace)
+     group by p.oid, g.grantee
+  loop
+    execute format('grant execute on routine %s to %s%s', v_proc.signature, v_proc.grantee,
+                   case when v_proc.grantable then ' with grant option' end);
   end loop;
   perform pg_catalog.set_config('search_path', v_path, true);
 end;

@@ -3,11 +3,16 @@
 -- A first install takes the schema that heads search_path and wants it free of ratelimit_* functions: to replace a planted function would
 -- leave the role that planted it as owner. A later install goes to the schema that has the functions. The setting ratelimit.preexisting
 -- lists the functions that existed before, for this transaction only. The epilogue clears the grants of all others.
+--
+-- A migration lists in ratelimit.dropped the names of functions that go, and of those that come again with other arguments or columns,
+-- which cannot be replaced. They are dropped here, and the epilogue grants again what was granted on the latter.
 do $prologue$
 declare
-  v_owner oid;
-  v_first text := pg_catalog.current_schema();
-  v_home  text;
+  v_owner  oid;
+  v_first  text := pg_catalog.current_schema();
+  v_home   text;
+  v_proc   record;
+  v_grants jsonb := '[]';
 begin
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   select n.nspowner into v_owner from pg_catalog.pg_namespace as n where n.nspname = 'ratelimit';
@@ -49,6 +54,23 @@ begin
                 hint    = 'Restore its owner, or drop the copy.';
     end;
   end if;
+
+  for v_proc in
+    select p.oid::regprocedure as signature, p.proname, p.proacl
+      from pg_proc as p
+     where p.pronamespace in (quote_ident(v_home)::regnamespace, 'ratelimit'::regnamespace)
+       and p.proowner = v_owner
+       and p.proname = any (string_to_array(current_setting('ratelimit.dropped', true), ' '))
+  loop
+    v_grants := v_grants || coalesce((
+      select jsonb_agg(jsonb_build_object('name', v_proc.proname, 'grantable', a.is_grantable,
+                                          'grantee', case a.grantee when 0 then 'public' else a.grantee::regrole::text end))
+        from aclexplode(v_proc.proacl) as a
+       where a.grantee <> v_owner), '[]');
+    execute format('drop routine %s', v_proc.signature);
+  end loop;
+  perform set_config('ratelimit.dropped', '', true);
+  perform set_config('ratelimit.grants', v_grants::text, true);
 
   perform pg_catalog.set_config('ratelimit.preexisting',
     (select coalesce(pg_catalog.string_agg(p.oid::text, ','), '')

@@ -5,7 +5,7 @@ create or replace function ratelimit_version()
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select '0.2.0'
+  select '0.3.0'
 $$;
 comment on function ratelimit_version() is
 'Returns the release of pgratelimit that is installed.

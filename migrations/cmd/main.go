@@ -1,8 +1,7 @@
-// Command cmd is for who changes pgratelimit: it writes the files for psql and the other packages, and shows a function as PostgreSQL gets it from
+// Command cmd is for who changes pgratelimit: it writes the packages, and shows a function as PostgreSQL gets it from
 // sql/, with the line numbers of error messages.
 //
 //	go run ./migrations/cmd copies sql
-//	go run ./migrations/cmd psql migrations/psql
 //	go run ./migrations/cmd packages build/packages
 //	go run ./migrations/cmd release build/release
 //	go run ./migrations/cmd citus citus.sql
@@ -26,7 +25,6 @@ import (
 
 var commands = map[string]func(argument string) error{
 	"copies":   func(dir string) error { return write(dir, packages.Copies, "sql") },
-	"psql":     func(dir string) error { return write(dir, packages.Psql, "migrations") },
 	"packages": func(dir string) error { return write(dir, packages.All, ".") },
 	"release":  func(dir string) error { return write(dir, packages.Release, ".") },
 	"citus":    citus,
@@ -35,7 +33,7 @@ var commands = map[string]func(argument string) error{
 
 func main() {
 	if len(os.Args) != 3 || commands[os.Args[1]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: cmd copies|psql|packages|release DIRECTORY, cmd citus FILE, or cmd show FUNCTION")
+		fmt.Fprintln(os.Stderr, "usage: cmd copies|packages|release DIRECTORY, cmd citus FILE, or cmd show FUNCTION")
 		os.Exit(2)
 	}
 	if err := commands[os.Args[1]](os.Args[2]); err != nil {

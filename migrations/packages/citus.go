@@ -45,17 +45,13 @@ func citus(s *source) (Files, error) {
 	return s.execute(data, map[string]string{"citus.sql": "citus.sql", "citus_uninstall.sql": "citus_uninstall.sql"})
 }
 
-// onCitus renders the functions of the newest snapshot for Citus, and lists the functions that are distributed.
+// onCitus renders the functions of sql/ for Citus, and lists the functions that are distributed.
 func (s *source) onCitus() (functions string, twins []string, err error) {
-	snapshots, err := fs.Glob(s.files, "snapshots/*")
-	if err != nil || len(snapshots) == 0 {
-		return "", nil, fmt.Errorf("citus: no snapshot: %w", err)
-	}
 	merged := fstest.MapFS{}
 	for _, dir := range []struct {
 		files fs.FS
 		name  string
-	}{{s.files, snapshots[len(snapshots)-1]}, {citusSQL, "citus"}} {
+	}{{s.repository, "sql"}, {citusSQL, "citus"}} {
 		names, err := fs.Glob(dir.files, dir.name+"/*.sql")
 		if err != nil {
 			return "", nil, err

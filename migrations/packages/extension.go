@@ -43,9 +43,6 @@ func (r *release) Until() []*release { return r.Releases[:r.number+1] }
 // Previous is the release before this one.
 func (r *release) Previous() *release { return r.Releases[r.number-1] }
 
-// Work is what the template prepare is about.
-func (r *release) Work() work { return work{r.source, r.Known[:r.Last()]} }
-
 // Installed is for the template expect.
 func (r *release) Installed() map[string]any {
 	return map[string]any{

@@ -1,5 +1,5 @@
-// Package packages makes everything that pgratelimit is installed from, for who releases it: each package is a function over
-// the migrations, and most have a template. None is edited by hand.
+// Package packages makes what a release has, for who releases it: each package is a function over the files that tern and psql
+// read, and most have a template. None is edited by hand.
 package packages
 
 import (
@@ -9,10 +9,8 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"maps"
 	"path"
 	"regexp"
-	"slices"
 	"strings"
 	"text/template"
 
@@ -32,19 +30,10 @@ type format struct {
 }
 
 var formats = []format{
-	{"psql", psql, false},
+	{"sql", plain, false},
 	{"citus", citus, false},
 	{"extension", extension, true},
 	{"pg_tle", pgTLE, false},
-	// goose runs each direction, which is one statement to it, in a transaction; so does dbmate.
-	{"goose", exported(map[string]string{".sql": "goose"}), true},
-	{"dbmate", exported(map[string]string{".sql": "dbmate"}), true},
-	// golang-migrate sends a file as one message, which PostgreSQL runs as one transaction; with x-multi-statement it would cut the
-	// file at each semicolon.
-	{"golang-migrate", exported(map[string]string{".up.sql": "up", ".down.sql": "down"}), true},
-	{"flyway", flyway, true},
-	// The Supabase CLI knows no way back. It sends the statements one by one, so the file begins its transaction itself.
-	{"supabase", exported(map[string]string{".sql": "supabase"}), true},
 }
 
 // All makes every package, from the files of the repository.
@@ -90,13 +79,12 @@ func (f format) of(s *source) (Files, error) {
 	return files, nil
 }
 
-// A source is what packages are made of. Templates get it, or one of its releases or steps.
+// A source is what packages are made of. Templates get it, or one of its releases.
 type source struct {
 	Known    []*migrate.Migration // from the oldest to the newest
 	Releases []*release           // likewise
 
-	files      fs.FS // of the directory migrations
-	repository fs.FS // nil for psql
+	repository fs.FS
 	templates  *template.Template
 }
 
@@ -112,46 +100,24 @@ type release struct {
 var templates embed.FS
 
 func open(repository fs.FS) (*source, error) {
+	s := &source{repository: repository}
 	files, err := fs.Sub(repository, "migrations")
 	if err != nil {
 		return nil, err
 	}
-	s, err := load(files, nil)
-	if err != nil {
-		return nil, err
-	}
-	s.repository = repository
-	return s, nil
-}
-
-func load(files fs.FS, data map[string]any) (*source, error) {
-	s := &source{files: files}
-	known, err := read(files, data)
-	if err != nil {
-		return nil, err
-	}
-	s.Known = known
-	s.templates, err = template.New("").Funcs(template.FuncMap{"quote": quote}).ParseFS(templates, "*.tmpl")
-	if err == nil {
-		s.templates, err = s.templates.ParseFS(files, "prepare.tmpl")
-	}
-	if err != nil {
-		return nil, err
-	}
-	return s, s.findReleases()
-}
-
-// read renders the migrations of a directory.
-func read(files fs.FS, data map[string]any) ([]*migrate.Migration, error) {
 	migrator, err := migrate.NewMigrator(context.Background(), nil, migrations.VersionTable)
 	if err == nil {
-		migrator.Data = data
 		err = migrator.LoadMigrations(files) // for which it needs no connection
 	}
 	if err != nil {
 		return nil, fmt.Errorf("load migrations: %w", err)
 	}
-	return migrator.Migrations, nil
+	s.Known = migrator.Migrations
+	s.templates, err = template.New("").Funcs(template.FuncMap{"quote": quote}).ParseFS(templates, "*.tmpl")
+	if err != nil {
+		return nil, err
+	}
+	return s, s.findReleases()
 }
 
 var versionOf = regexp.MustCompile(`function ratelimit_version\(\)[^$]*\$\$\s*select '([^']+)'`)
@@ -181,58 +147,8 @@ func (s *source) findReleases() error {
 // Newest is the release that is made.
 func (s *source) Newest() *release { return s.Releases[len(s.Releases)-1] }
 
-// Backward is Known from the newest to the oldest.
-func (s *source) Backward() []*migrate.Migration {
-	backward := slices.Clone(s.Known)
-	slices.Reverse(backward)
-	return backward
-}
-
 // Last is the schema version of a release.
 func (r *release) Last() int32 { return r.Migrations[len(r.Migrations)-1].Sequence }
-
-// Tables are those that the release creates and that hold data of users, with their schema.
-func (r *release) Tables() (names []string) {
-	for _, m := range r.Migrations {
-		for _, match := range created.FindAllStringSubmatch(m.UpSQL, -1) {
-			if match[1] == "table" {
-				names = append(names, match[2])
-			}
-		}
-	}
-	return names
-}
-
-// Names are those of the functions, types and tables that any release creates, by kind; private ones have their schema.
-func (s *source) Names() map[string][]string {
-	names := map[string][]string{"table": {migrations.VersionTable}} // which prepare creates
-	for _, m := range s.Known {
-		for _, match := range created.FindAllStringSubmatch(m.UpSQL, -1) {
-			kind := strings.Replace(match[1], "procedure", "function", 1)
-			names[kind] = append(names[kind], match[2])
-		}
-		for _, match := range renamed.FindAllStringSubmatch(m.UpSQL, -1) {
-			names[match[1]] = append(names[match[1]], match[2]+match[3])
-		}
-	}
-	for kind := range names {
-		slices.Sort(names[kind])
-		names[kind] = slices.Compact(names[kind])
-	}
-	return names
-}
-
-// Statements of the migrations begin their lines; those of function bodies are indented.
-var (
-	created = regexp.MustCompile(`(?m)^create (?:or replace |unlogged )?(table|type|function|procedure) ([a-z_.]+)`)
-	renamed = regexp.MustCompile(`(?m)^alter (table|type|function) (ratelimit\.)[a-z_]+ rename to ([a-z_]+)`)
-)
-
-// A work is what the template prepare is about: an install with its migrations, or an uninstall, which has none.
-type work struct {
-	*source
-	Migrations []*migrate.Migration
-}
 
 // execute makes files, each of a template that gets the data; templates are by the names of the files.
 func (s *source) execute(data any, templates map[string]string) (Files, error) {
@@ -245,12 +161,6 @@ func (s *source) execute(data any, templates map[string]string) (Files, error) {
 		files[name] = text.Bytes()
 	}
 	return files, nil
-}
-
-// with adds files, unless there was an error.
-func (f Files) with(more Files, err error) (Files, error) {
-	maps.Copy(f, more)
-	return f, err
 }
 
 // quote makes a dollar-quoted literal.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"maps"
 	"os"
 	"path/filepath"
@@ -25,126 +26,91 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The tools that have packages of migrations, with what they record in the database. goose and golang-migrate are themselves;
-// the others are what their documentation says of them.
+// A migrationTool gets the one file of a release as a migration of its own, by what docs/installing.md says. goose and golang-migrate are
+// themselves; the others are what their documentation says of them.
 var migrationTools = map[string]struct {
-	records  string
-	up, down func(t *testing.T, db *kit.TestDB, dir string)
+	records string // what it keeps in the database
+	file    string
+	form    string // of the file, with the release's for %s
+	run     func(t *testing.T, db *kit.TestDB, dir, text string) error
 }{
-	"goose":          {"goose_db_version", byTool("goose", "up"), byTool("goose", "down")},
-	"golang-migrate": {"schema_migrations", byTool("golang-migrate", "up"), byTool("golang-migrate", "down")},
-	"flyway": {
-		// In order of version, a transaction each, which gets statement by statement.
-		up: func(t *testing.T, db *kit.TestDB, dir string) { byStatements(t, db, textsOf(t, dir, "V[0-9]*__*.sql")) },
-		down: func(t *testing.T, db *kit.TestDB, dir string) {
-			byStatements(t, db, backward(textsOf(t, dir, "U[0-9]*__*.sql")))
-		},
-	},
-	"dbmate": {
-		// What stands below each marker is one message, in a transaction.
-		up: func(t *testing.T, db *kit.TestDB, dir string) {
-			for _, text := range textsOf(t, dir, "[0-9]*_*.sql") {
-				up, _, found := strings.Cut(strings.TrimPrefix(text, "-- migrate:up\n"), "\n-- migrate:down\n")
-				require.True(t, found && len(up) < len(text))
-				inTransaction(t, db, up)
-			}
-		},
-		down: func(t *testing.T, db *kit.TestDB, dir string) {
-			for _, text := range backward(textsOf(t, dir, "[0-9]*_*.sql")) {
-				_, down, found := strings.Cut(text, "\n-- migrate:down\n")
-				require.True(t, found)
-				inTransaction(t, db, down)
-			}
-		},
-	},
-	"supabase": {
-		// Statement by statement in a pipeline, each parsed when those before it have run.
-		up: func(t *testing.T, db *kit.TestDB, dir string) {
-			for _, text := range textsOf(t, dir, "[0-9]*_*.sql") {
-				batch := new(pgconn.Batch)
-				for _, statement := range statements(text) {
-					batch.ExecParams(statement, nil, nil, nil, nil)
-				}
-				require.NoError(t, db.Connect(t).PgConn().ExecBatch(t.Context(), batch).Close())
-			}
-		},
-	},
+	"goose":          {"goose_db_version", "00001_pgratelimit.sql", "-- +goose Up\n-- +goose StatementBegin\n%s\n-- +goose StatementEnd\n", byTool("goose")},
+	"golang-migrate": {"schema_migrations", "1_pgratelimit.up.sql", "%s", byTool("golang-migrate")},
+	"flyway": {"", "V1__pgratelimit.sql", "%s", func(t *testing.T, db *kit.TestDB, _, text string) error {
+		return inTransaction(t, db, statements(text)...)
+	}},
+	"dbmate": {"", "1_pgratelimit.sql", "-- migrate:up\n%s", func(t *testing.T, db *kit.TestDB, _, text string) error {
+		return inTransaction(t, db, strings.TrimPrefix(text, "-- migrate:up\n"))
+	}},
+	// Statement by statement in a pipeline, each parsed when those before it have run.
+	"supabase": {"", "1_pgratelimit.sql", "begin;\n%s\ncommit;\n", func(t *testing.T, db *kit.TestDB, _, text string) error {
+		batch := new(pgconn.Batch)
+		for _, statement := range statements(text) {
+			batch.ExecParams(statement, nil, nil, nil, nil)
+		}
+		return db.Connect(t).PgConn().ExecBatch(t.Context(), batch).Close()
+	}},
 }
 
-func byTool(tool, direction string) func(t *testing.T, db *kit.TestDB, dir string) {
-	return func(t *testing.T, db *kit.TestDB, dir string) {
-		kit.Run(t, "../..", nil, kit.Built(t, "tests/packages"), tool, db.URL, dir, direction)
+func byTool(tool string) func(t *testing.T, db *kit.TestDB, dir, _ string) error {
+	return func(t *testing.T, db *kit.TestDB, dir, _ string) error {
+		out, err := kit.Command("../..", nil, kit.Built(t, "tests/packages"), tool, db.URL, dir).CombinedOutput()
+		if err != nil {
+			err = fmt.Errorf("%w: %s", err, out)
+		}
+		return err
 	}
-}
-
-func byStatements(t *testing.T, db *kit.TestDB, texts []string) {
-	for _, text := range texts {
-		inTransaction(t, db, statements(text)...)
-	}
-}
-
-func backward(texts []string) []string {
-	slices.Reverse(texts)
-	return texts
-}
-
-// textsOf reads the files of a pattern in the order of their names.
-func textsOf(t *testing.T, dir, pattern string) (texts []string) {
-	paths := kit.NoError(filepath.Glob(filepath.Join(dir, pattern)))(t)
-	require.Len(t, paths, int(kit.NewestMigration(t)))
-	for _, path := range paths {
-		texts = append(texts, string(kit.NoError(os.ReadFile(path))(t)))
-	}
-	return texts
 }
 
 func TestPackages_MigrationTools(t *testing.T) {
 	t.Parallel()
+	text := string(allPackages(t)["sql/pgratelimit.sql"])
 	for name, tool := range migrationTools {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			want, db, dir := pgtest.New(t), &kit.TestDB{DB: pgtest.Empty(t), T: t}, t.TempDir()
-			before := kit.FingerprintOf(t, db.DB)
-			unpack(t, "../..", name, dir)
+			migration := strings.Replace(tool.form, "%s", text, 1)
+			require.NoError(t, os.WriteFile(filepath.Join(dir, tool.file), []byte(migration), 0o600))
 			forget := "select"
 			if tool.records != "" {
 				forget = "drop table " + tool.records
 			}
-
-			tool.up(t, db, dir)
-			tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
-			require.NoError(t, kit.ErrorOf(tx.Exec(t.Context(), forget)))
-			require.Equal(t, kit.FingerprintOf(t, want), kit.FingerprintIn(t, tx))
-			require.NoError(t, tx.Rollback(t.Context()))
+			require.NoError(t, tool.run(t, db, dir, migration))
+			db.Execute(forget)
+			require.Equal(t, kit.FingerprintOf(t, want), kit.FingerprintOf(t, db.DB))
 			replayVectors(t, db)
 			db.Execute("drop table public.test_clock")
-			if tool.down == nil {
-				return
-			}
-			tool.down(t, db, dir)
-			db.Execute(forget)
-			require.Equal(t, before, kit.FingerprintOf(t, db.DB))
+
+			// Nor does it harm where another way has installed the same, and over anything else it changes nothing.
+			other := kit.NewDB(t)
+			data := other.PutData()
+			require.NoError(t, tool.run(t, other, dir, migration))
+			data.Check()
+			other.Execute(forget)
+			require.Equal(t, kit.FingerprintOf(t, want), kit.FingerprintOf(t, other.DB))
+			newer := kit.NewDB(t)
+			newer.Execute("update ratelimit.version set version = 99")
+			before := kit.FingerprintOf(t, newer.DB)
+			require.ErrorContains(t, tool.run(t, newer, dir, migration), "a newer schema is installed")
+			newer.Execute("drop table if exists goose_db_version, schema_migrations")
+			require.Equal(t, before, kit.FingerprintOf(t, newer.DB))
 		})
 	}
 }
 
-// What is there already is not installed over, whatever the tool does not know of it.
-func TestPackages_MigrationsOverAnotherInstall(t *testing.T) {
+// Outside a transaction it changes nothing, whether or not the client goes on after the first error.
+func TestPackages_NeedATransaction(t *testing.T) {
 	t.Parallel()
-	for name, pattern := range map[string]string{"dbmate": "[0-9]*_*.sql", "flyway": "V*.sql", "supabase": "[0-9]*_*.sql"} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db, dir := kit.NewDB(t), t.TempDir()
-			unpack(t, "../..", name, dir)
-			before := kit.SchemaAndRows(t, db.DB)
-			for _, text := range textsOf(t, dir, pattern) {
-				up, _, _ := strings.Cut(text, "\n-- migrate:down\n")
-				_, err := db.Connect(t).Exec(t.Context(), up)
-				kit.RequireState(t, "55000", err)
-				require.ErrorContains(t, err, "another schema version is installed")
-				require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
-			}
-		})
+	path := filepath.Join(t.TempDir(), "pgratelimit.sql")
+	require.NoError(t, os.WriteFile(path, allPackages(t)["sql/pgratelimit.sql"], 0o600))
+	for _, stop := range []string{"0", "1"} {
+		for _, db := range []*pgtest.DB{pgtest.Empty(t), pgtest.New(t)} {
+			before := kit.SchemaAndRows(t, db)
+			out, _ := kit.PsqlStatus(t, db.URL, "--set", "ON_ERROR_STOP="+stop, "--file", path, "--command", "select 'read only: ' || current_setting('default_transaction_read_only')")
+			require.Contains(t, out, "this file needs a transaction")
+			require.Equal(t, stop == "0", strings.Contains(out, "read only: off"))
+			require.Equal(t, before, kit.SchemaAndRows(t, db))
+		}
 	}
 }
 
@@ -223,7 +189,6 @@ func TestPackages_PgTLEItself(t *testing.T) {
 	before := kit.FingerprintOf(t, db.DB)
 	for _, statements := range [][]string{
 		{"create extension pgratelimit", "grant execute on function ratelimit_acquire to app"},
-		{"create extension pgratelimit version '0.1.0'", "grant execute on function ratelimit_acquire to app", "alter extension pgratelimit update"},
 	} {
 		conn := kit.NoError(pgx.Connect(t.Context(), db.URL))(t)
 		for _, statement := range statements {
@@ -284,7 +249,7 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 		}
 	}
 	all := allPackages(t)
-	for _, single := range []string{"psql/install.sql", "psql/uninstall.sql", "citus/citus.sql", "citus/citus_uninstall.sql", "pg_tle/pg_tle.sql"} {
+	for _, single := range []string{"sql/pgratelimit.sql", "sql/uninstall.sql", "citus/citus.sql", "citus/citus_uninstall.sql", "pg_tle/pg_tle.sql"} {
 		found := false
 		for name, text := range first {
 			found = found || strings.HasSuffix(name, "-"+filepath.Base(single)) && bytes.Equal(text, all[single])
@@ -312,13 +277,15 @@ func unpack(t *testing.T, repository, name, dir string) {
 // An extensionServer is a private server that knows the extension.
 type extensionServer struct {
 	*pgtest.Server
-	count *atomic.Int64
+	count      *atomic.Int64
+	migrations fs.FS // of the made-up release
 }
 
-func newExtensionServer(t *testing.T, settings ...string) extensionServer {
-	server, dir := pgtest.PrivateWithExtensions(t, settings...)
-	unpack(t, "../..", "extension", dir)
-	return extensionServer{server, new(atomic.Int64)}
+// newExtensionServer starts a server that knows the extension of a repository.
+func newExtensionServer(t *testing.T, repository string) extensionServer {
+	server, dir := pgtest.PrivateWithExtensions(t)
+	unpack(t, repository, "extension", dir)
+	return extensionServer{server, new(atomic.Int64), nil}
 }
 
 // empty returns a new database.
@@ -407,15 +374,15 @@ func statements(sql string) (cut []string) {
 }
 
 // inTransaction runs statements one by one in a transaction.
-func inTransaction(t *testing.T, db *kit.TestDB, statements ...string) {
-	require.NoError(t, pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
+func inTransaction(t *testing.T, db *kit.TestDB, statements ...string) error {
+	return pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
 		for _, statement := range statements {
 			if _, err := tx.Exec(t.Context(), statement, pgx.QueryExecModeSimpleProtocol); err != nil {
 				return err
 			}
 		}
 		return nil
-	}))
+	})
 }
 
 // told is all that an error of the server says.

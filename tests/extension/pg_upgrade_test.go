@@ -11,7 +11,7 @@ import (
 // A server of another version takes other programs: this one goes from its version to the same, by the same steps.
 func TestPgUpgrade_KeepsAllBuckets(t *testing.T) {
 	t.Parallel()
-	s := newExtensionServer(t)
+	s := newExtensionServer(t, "../..")
 	installed := map[string]string{"plain": "", "extension": "create extension pgratelimit"}
 	for name, create := range installed {
 		kit.OnServer(t, s.Server, "", "create database "+name+" template template0")

@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -51,35 +52,45 @@ func (db *TestDB) Overtake(call func(q Querier) (Decision, error), do func()) er
 	return err
 }
 
-// NextVersion is the migrations with one more, of the kind that releases bring: a change of tables with its
-// way back, changed functions, and a new one.
+// NextVersion is the migrations with one more, of the kind that releases bring: a change of tables with its way back, changed
+// functions, one that is new, one with another column and one less.
 func NextVersion(t *testing.T, up, down string, edits ...Edit) fs.FS {
-	dir, newest := t.TempDir(), NewestMigration(t)
-	frozen, snapshot := fmt.Sprintf("%03d", newest), fmt.Sprintf("%03d", newest+1)
-	require.NoError(t, os.CopyFS(dir, os.DirFS("../../migrations")))
-	require.NoError(t, os.RemoveAll(filepath.Join(dir, "snapshots", frozen)))
-	for _, name := range []string{frozen, snapshot} { // as make release-schema freezes the newest one
-		require.NoError(t, os.CopyFS(filepath.Join(dir, "snapshots", name), os.DirFS("../../sql")))
+	return os.DirFS(filepath.Join(NextRepository(t, up, down, edits...), "migrations"))
+}
+
+// NextRepository has that next version as make migration begins it after a release.
+func NextRepository(t *testing.T, up, down string, edits ...Edit) (root string) {
+	root, newest := t.TempDir(), NewestMigration(t)
+	for _, dir := range []string{"sql", "migrations"} {
+		require.NoError(t, os.CopyFS(filepath.Join(root, dir), os.DirFS("../../"+dir)))
 	}
-	write := func(name, text string) {
-		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600))
+	for _, file := range []string{"Makefile", "LICENSE", "README.md", "CHANGELOG.md"} {
+		require.NoError(t, os.WriteFile(filepath.Join(root, file), NoError(os.ReadFile("../../"+file))(t), 0o600))
 	}
-	for _, e := range append(edits, Edit{"version.sql", "create or", `
+	Run(t, root, nil, "make", "release-schema")
+	Run(t, root, nil, "make", "migration", "NAME=next")
+
+	name := fmt.Sprintf("%03d_next.sql", newest+1)
+	for _, e := range slices.Concat(edits, []Edit{
+		{"sql/version.sql", "create or", `
 create or replace function ratelimit_next() returns integer language sql immutable as 'select 1';
 comment on function ratelimit_next() is 'New.';
-create or`}) {
-		name := filepath.Join("snapshots", snapshot, e.File)
-		text := NoError(os.ReadFile(filepath.Join(dir, name)))(t)
-		require.Equal(t, 1, strings.Count(string(text), e.Old), "%s in %s", e.Old, e.File)
-		write(name, strings.Replace(string(text), e.Old, e.New, 1))
+create or`},
+		{"sql/version.sql", "'" + Releases[newest] + "'", "'" + Releases[newest+1] + "'"},
+		{"sql/shard.sql", "table (shard integer, of integer)", "table (shard integer, of integer, next integer)"},
+		{"sql/shard.sql", "select s.shard, s.of from", "select s.shard, s.of, 1 from"},
+		{"sql/holders.sql", "function ratelimit.leases_of(in", "function ratelimit.held_of(in"},
+		{"sql/holders.sql", "comment on function ratelimit.leases_of", "comment on function ratelimit.held_of"},
+		{"sql/holders.sql", "from leases_of(", "from held_of("},
+		{"migrations/include/" + name, "ratelimit.dropped = ''", "ratelimit.dropped = 'ratelimit_shard leases_of'; " + up},
+		{"migrations/" + name, "ratelimit.dropped = ''", "ratelimit.dropped = 'ratelimit_shard held_of ratelimit_next'; " + down},
+	}) {
+		path := filepath.Join(root, e.File)
+		text := string(NoError(os.ReadFile(path))(t))
+		require.Equal(t, 1, strings.Count(text, e.Old), "%s in %s", e.Old, e.File)
+		require.NoError(t, os.WriteFile(path, []byte(strings.Replace(text, e.Old, e.New, 1)), 0o600))
 	}
-	write(snapshot+"_next.sql", fmt.Sprintf(`%s
-		{{ install_snapshot "%s" }}
-		---- create above / drop below ----
-		%s
-		{{ install_snapshot "%s" }}
-		drop function ratelimit_next();`, up, snapshot, down, frozen))
-	return os.DirFS(dir)
+	return root
 }
 
 // An Edit changes the one place in a file where the old text is.
@@ -87,12 +98,12 @@ type Edit struct{ File, Old, New string }
 
 // Edits change a function that callers are in the middle of, and one that it is yet to call.
 var Edits = []Edit{
-	{"acquire.sql", "b.level + v_wanted", "v_wanted + b.level"},
-	{"answer.sql", "coalesce(retry_us = 0, false)", "coalesce(retry_us = 0, false) is true"},
+	{"sql/acquire.sql", "b.level + v_wanted", "v_wanted + b.level"},
+	{"sql/answer.sql", "coalesce(retry_us = 0, false)", "coalesce(retry_us = 0, false) is true"},
 }
 
 // NextColumn goes with a migration that adds the column next to ratelimit.policies: overridden makes whole rows of it.
-var NextColumn = Edit{"overridden.sql", "override.expires_at))::", "override.expires_at), policy.next)::"}
+var NextColumn = Edit{"sql/overridden.sql", "override.expires_at))::", "override.expires_at), policy.next)::"}
 
 func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
 	db := &TestDB{DB: pgtest.Empty(t), T: t}
@@ -134,9 +145,7 @@ func (db *TestDB) PutData() *Data {
 }
 
 func (d *Data) definitions() []string {
-	// Version 1 of the schema has no shadow, and no quotas.
-	return Column(d.Db.T, d.Db.DB, `
-		select jsonb_strip_nulls(jsonb_build_object('shadow', false) || to_jsonb(p))::text from ratelimit_policies() as p where p.policy like 'kept%'`)
+	return Column(d.Db.T, d.Db.DB, "select to_jsonb(p)::text from ratelimit_policies() as p where p.policy like 'kept%'")
 }
 
 func (d *Data) Check() {
@@ -161,8 +170,8 @@ var LoadPolicies = map[string]PolicyOption{"load durable": Durable, "load epheme
 
 const LoadCapacity = 3_000_000
 
-// StartLoad starts the load of the programs that come with a version of the schema.
-func (db *TestDB) StartLoad(version int32) *upgradeLoad {
+// StartLoad starts the load.
+func (db *TestDB) StartLoad() *upgradeLoad {
 	for name, kind := range LoadPolicies {
 		db.DefinePolicy(name, LoadCapacity, 1, ADay, kind)
 	}
@@ -223,97 +232,56 @@ func (db *TestDB) StartLoad(version int32) *upgradeLoad {
 		}
 		return err
 	})
-	if statement, older := combinerStatements[version]; older {
-		l.Add("combined by an older client", 3, func(policy, key string, n int64) error {
-			return combined(db.Pool, statement, policy, key, fmt.Sprint(n))
-		})
-	} else {
-		combiner := l.AddCombiner()
-		sql("all", 2, "ratelimit_acquire_all(array[$1, $1], array[$2, $2], array[1, 0], $3)")
-		sql("charged and settled", 2, "ratelimit_charge($1, $2, 3, $3)", "ratelimit_settle($1, $2, $3, 1)")
-		l.AddGrants("all combined", 4, func(policy, key string, _ int64) (Decision, error) {
-			w, err := WholeRequest{Charges: []model.Charge{ChargeOf(policy, key, 1), ChargeOf(policy, key, 0)}}.By(ctx, combiner)
-			return w.Decision, err
-		})
-		l.AddGrants("reserved", 2, func(policy, key string, n int64) (Decision, error) {
-			s := Spending{Function: "reserve", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: 1, MaxWait: 1, IdempotencyKey: fmt.Sprint(n)}
-			got, err := s.By(db.Pool)
-			return got.Decision, err
-		})
-		l.Add("up to", 2, func(policy, key string, _ int64) error {
-			got, err := AcquireUpTo(db.Pool, policy, key, 1, 1, nil)
-			if err == nil && got.Taken != 1 {
-				err = fmt.Errorf("took %+v", got)
-			}
-			return err
-		})
-		l.Add("up to, many", 2, func(policy, key string, _ int64) error {
-			got, err := AcquireUpToMany(db.Pool, []NullableRequest{RequestOf(policy, key, 1), RequestOf(policy, "another", 1)})
-			if err == nil && got[0].Taken+got[1].Taken != 2 {
-				err = fmt.Errorf("took %+v", got)
-			}
-			return err
-		})
-		l.AddGrants("enforce", 1, func(policy, key string, n int64) (Decision, error) {
-			return Enforce(db.Pool, policy, key, 1, fmt.Sprint(n))
-		})
-		for policy := range LoadPolicies {
-			db.Execute(fmt.Sprintf(`
-				create table %[1]s (customer text);
-				create trigger limited after insert on %[1]s referencing new table as inserted for each statement
-				  execute function ratelimit_guard('%[2]s', 'customer')`, guardedTable(policy), policy), pgx.QueryExecModeSimpleProtocol)
+	combiner := client.NewCombiner(db.Pool)
+	db.T.Cleanup(combiner.Close)
+	l.AddGrants("combined", 6, func(policy, key string, _ int64) (Decision, error) {
+		d, err := combiner.Acquire(ctx, policy, key)
+		return DecisionOf(d), err
+	})
+	sql("all", 2, "ratelimit_acquire_all(array[$1, $1], array[$2, $2], array[1, 0], $3)")
+	sql("charged and settled", 2, "ratelimit_charge($1, $2, 3, $3)", "ratelimit_settle($1, $2, $3, 1)")
+	l.AddGrants("all combined", 4, func(policy, key string, _ int64) (Decision, error) {
+		w, err := WholeRequest{Charges: []model.Charge{ChargeOf(policy, key, 1), ChargeOf(policy, key, 0)}}.By(ctx, combiner)
+		return w.Decision, err
+	})
+	l.AddGrants("reserved", 2, func(policy, key string, n int64) (Decision, error) {
+		s := Spending{Function: "reserve", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: 1, MaxWait: 1, IdempotencyKey: fmt.Sprint(n)}
+		got, err := s.By(db.Pool)
+		return got.Decision, err
+	})
+	l.Add("up to", 2, func(policy, key string, _ int64) error {
+		got, err := AcquireUpTo(db.Pool, policy, key, 1, 1, nil)
+		if err == nil && got.Taken != 1 {
+			err = fmt.Errorf("took %+v", got)
 		}
-		l.Add("guard", 1, func(policy, key string, _ int64) error {
-			return ErrorOf(db.Pool.Exec(ctx, "insert into "+guardedTable(policy)+" values ($1), ('another')", key))
-		})
-		besides("status", "select count(*) from ratelimit_status($1), ratelimit_doctor()")
-		besides("override", "select ratelimit_override($1, $2)")
+		return err
+	})
+	l.Add("up to, many", 2, func(policy, key string, _ int64) error {
+		got, err := AcquireUpToMany(db.Pool, []NullableRequest{RequestOf(policy, key, 1), RequestOf(policy, "another", 1)})
+		if err == nil && got[0].Taken+got[1].Taken != 2 {
+			err = fmt.Errorf("took %+v", got)
+		}
+		return err
+	})
+	l.AddGrants("enforce", 1, func(policy, key string, n int64) (Decision, error) {
+		return Enforce(db.Pool, policy, key, 1, fmt.Sprint(n))
+	})
+	for policy := range LoadPolicies {
+		db.Execute(fmt.Sprintf(`
+			create table %[1]s (customer text);
+			create trigger limited after insert on %[1]s referencing new table as inserted for each statement
+			  execute function ratelimit_guard('%[2]s', 'customer')`, guardedTable(policy), policy), pgx.QueryExecModeSimpleProtocol)
 	}
+	l.Add("guard", 1, func(policy, key string, _ int64) error {
+		return ErrorOf(db.Pool.Exec(ctx, "insert into "+guardedTable(policy)+" values ($1), ('another')", key))
+	})
+	besides("status", "select count(*) from ratelimit_status($1), ratelimit_doctor()")
+	besides("override", "select ratelimit_override($1, $2)")
 	l.GoOn()
 	return l
 }
 
 func guardedTable(policy string) string { return "public." + strings.ReplaceAll(policy, " ", "_") }
-
-// AddCombiner lets callers of a Combiner join. They need the newest version of the schema.
-func (l *upgradeLoad) AddCombiner() *client.Combiner {
-	combiner := client.NewCombiner(l.Db.Pool)
-	l.Db.T.Cleanup(combiner.Close)
-	l.AddGrants("combined", 6, func(policy, key string, _ int64) (Decision, error) {
-		d, err := combiner.Acquire(context.Background(), policy, key)
-		return DecisionOf(d), err
-	})
-	return combiner
-}
-
-// combinerStatements are what the Combiner of older clients sends, by the version of the schema that they came with.
-var combinerStatements = map[int32]string{
-	1: `select allowed, remaining, (extract(epoch from retry_after) * 1000000.0)::bigint, (extract(epoch from reset_after) * 1000000.0)::bigint, capacity, replayed,
-		       error_code, error_message, error_detail, error_hint
-		  from ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])`,
-}
-
-// combined sends two requests, of which the second repeats the first.
-func combined(q RowsQuerier, statement, policy, key, idempotencyKey string) error {
-	rows, err := q.Query(context.Background(), statement,
-		[]string{policy, policy}, []string{key, key}, []int64{1, 1}, []string{idempotencyKey, idempotencyKey})
-	if err != nil {
-		return err
-	}
-	var n int
-	allowed, replayed, code := new(bool), new(bool), new(string)
-	_, err = pgx.ForEachRow(rows, []any{&allowed, nil, nil, nil, nil, &replayed, &code, nil, nil, nil}, func() error {
-		if code != nil || !*allowed || *replayed != (n > 0) {
-			return fmt.Errorf("answer %d: allowed %v, replayed %v, error %v", n, allowed, replayed, code)
-		}
-		n++
-		return nil
-	})
-	if err == nil && n != 2 {
-		err = fmt.Errorf("%d answers to 2 requests", n)
-	}
-	return err
-}
 
 func granted(d Decision, err error) (Decision, error) {
 	if err == nil && !d.Allowed {

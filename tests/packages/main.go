@@ -1,13 +1,12 @@
-// Command packages applies the exported migrations as their users do: with goose and with golang-migrate. It is a module of
-// its own, so that nobody else gets their dependencies.
+// Command packages applies migrations as the users of goose and of golang-migrate do. It is a module of its own, so that nobody else
+// gets their dependencies.
 //
-//	go run ./tests/packages goose|golang-migrate DATABASE_URL DIRECTORY up|down
+//	go run ./tests/packages goose|golang-migrate DATABASE_URL DIRECTORY
 package main
 
 import (
 	"context"
 	"database/sql"
-	"errors"
 	"fmt"
 	"os"
 
@@ -18,19 +17,19 @@ import (
 	"github.com/pressly/goose/v3"
 )
 
-var tools = map[string]func(db *sql.DB, dir string, up bool) error{
+var tools = map[string]func(db *sql.DB, dir string) error{
 	"goose":          withGoose,
 	"golang-migrate": withMigrate,
 }
 
 func main() {
-	if len(os.Args) != 5 || tools[os.Args[1]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: packages goose|golang-migrate DATABASE_URL DIRECTORY up|down")
+	if len(os.Args) != 4 || tools[os.Args[1]] == nil {
+		fmt.Fprintln(os.Stderr, "usage: packages goose|golang-migrate DATABASE_URL DIRECTORY")
 		os.Exit(2)
 	}
 	db, err := sql.Open("pgx", os.Args[2])
 	if err == nil {
-		err = tools[os.Args[1]](db, os.Args[3], os.Args[4] == "up")
+		err = tools[os.Args[1]](db, os.Args[3])
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -38,20 +37,16 @@ func main() {
 	}
 }
 
-func withGoose(db *sql.DB, dir string, up bool) error {
+func withGoose(db *sql.DB, dir string) error {
 	provider, err := goose.NewProvider(goose.DialectPostgres, db, os.DirFS(dir))
 	if err != nil {
 		return err
 	}
-	if up {
-		_, err = provider.Up(context.Background())
-	} else {
-		_, err = provider.DownTo(context.Background(), 0)
-	}
+	_, err = provider.Up(context.Background())
 	return err
 }
 
-func withMigrate(db *sql.DB, dir string, up bool) error {
+func withMigrate(db *sql.DB, dir string) error {
 	driver, err := database.WithInstance(db, &database.Config{})
 	if err != nil {
 		return err
@@ -60,13 +55,5 @@ func withMigrate(db *sql.DB, dir string, up bool) error {
 	if err != nil {
 		return err
 	}
-	if up {
-		err = migrator.Up()
-	} else {
-		err = migrator.Down()
-	}
-	if errors.Is(err, migrate.ErrNoChange) {
-		return nil
-	}
-	return err
+	return migrator.Up()
 }

@@ -5,9 +5,6 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -15,7 +12,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/jackc/tern/v2/migrate"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/migrations"
@@ -110,35 +106,7 @@ func (d *databases) install(ctx context.Context) error {
 		return fmt.Errorf("pgtest: %w", err)
 	}
 	d.template = name
-	return errors.Join(up(ctx, conn), conn.Close(ctx))
-}
-
-// up installs the package, by way of an older version of the schema if there is to be one.
-func up(ctx context.Context, conn *pgx.Conn) error {
-	if from := os.Getenv("RATELIMIT_TEST_UPGRADE_FROM"); from != "" {
-		version, err := strconv.ParseInt(from, 10, 32)
-		if err != nil {
-			return fmt.Errorf("pgtest: RATELIMIT_TEST_UPGRADE_FROM: %w", err)
-		}
-		root, err := findRoot()
-		if err != nil {
-			return err
-		}
-		if _, err := conn.Exec(ctx, "create schema ratelimit"); err != nil { // tern's version table is in it
-			return err
-		}
-		migrator, err := migrate.NewMigrator(ctx, conn, migrations.VersionTable)
-		if err != nil {
-			return err
-		}
-		if err := migrator.LoadMigrations(os.DirFS(filepath.Join(root, "migrations"))); err != nil {
-			return err
-		}
-		if err := migrator.MigrateTo(ctx, int32(version)); err != nil {
-			return err
-		}
-	}
-	return migrations.Up(ctx, conn)
+	return errors.Join(migrations.Up(ctx, conn), conn.Close(ctx))
 }
 
 func (d *databases) create(ctx context.Context, installed bool, options ...string) (*DB, error) {

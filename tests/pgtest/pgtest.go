@@ -20,7 +20,7 @@
 // RATELIMIT_TEST_REQUIRE=url, docker or local insists on one of them. Tests never run without a
 // server: they fail. RATELIMIT_TEST_LOG names a file that is told which server was used.
 //
-// RATELIMIT_TEST_DIR is where throw-away clusters are, instead of /dev/shm or, without room there, /tmp. RATELIMIT_TEST_UPGRADE_FROM is a version of the schema: databases begin with it and are brought up.
+// RATELIMIT_TEST_DIR is where throw-away clusters are, instead of /dev/shm or, without room there, /tmp.
 package pgtest
 
 import (

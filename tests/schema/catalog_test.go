@@ -101,8 +101,6 @@ func TestCatalog_SecurityDefinerWithPinnedPath(t *testing.T) {
 		 where not private and proisstrict`), "null is an error and not a null answer")
 }
 
-// What the last version has and the newest has not is left for calls that are under way during the upgrade, until
-// the next version drops it.
 func TestCatalog_NoOverloads(t *testing.T) {
 	t.Parallel()
 	var defined []string
@@ -115,8 +113,7 @@ func TestCatalog_NoOverloads(t *testing.T) {
 	slices.Sort(defined)
 	require.Equal(t, slices.Compact(slices.Clone(defined)), defined)
 
-	retired := []string{"acquire_in_order", "answer", "check_policy", "granted", "refilled_level", "replay", "unknown_policy", "wait_below"}
-	require.ElementsMatch(t, slices.Concat(defined, retired), kit.Column(t, pgtest.New(t), "select proname::text from "+kit.PackageFunctions+" as p"))
+	require.ElementsMatch(t, defined, kit.Column(t, pgtest.New(t), "select proname::text from "+kit.PackageFunctions+" as p"))
 }
 
 // docs/reference.md is made of the comments of the public functions.

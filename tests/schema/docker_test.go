@@ -37,10 +37,10 @@ func TestDocker_ImageBringsAnExistingVolumeUpToDate(t *testing.T) {
 	server := newContainer(t)
 	conn := kit.NoError(pgx.Connect(t.Context(), kit.WithSettings(server.URL("postgres"), "role", imageOwner)))(t)
 	require.NoError(t, migrations.Down(t.Context(), conn))
-	for _, sql := range []string{"create schema ratelimit", "create table ratelimit.schema_version as select 0 as version"} {
+	for _, sql := range []string{"create schema ratelimit", "create table ratelimit.version as select 0 as version"} {
 		kit.Execute(t, conn, sql)
 	}
-	kit.Execute(t, conn, "alter table ratelimit.schema_version alter column version set not null")
+	kit.Execute(t, conn, "alter table ratelimit.version alter column version set not null")
 	require.NoError(t, conn.Close(t.Context()))
 
 	restart(t, server)
@@ -55,7 +55,7 @@ func TestDocker_ImageBringsAnExistingVolumeUpToDate(t *testing.T) {
 func TestDocker_ImageSaysThatItDidNotBringAVolumeUpToDate(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct{ change, message string }{
-		"a newer schema": {"update ratelimit.schema_version set version = version + 1", "a newer schema is installed"},
+		"a newer schema": {"update ratelimit.version set version = version + 1", "a newer schema is installed"},
 		"another owner":  {"drop schema ratelimit cascade; create schema ratelimit", "schema ratelimit belongs to another role"},
 	} {
 		t.Run(name, func(t *testing.T) {

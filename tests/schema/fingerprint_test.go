@@ -22,7 +22,7 @@ func schemaAsMine(t *testing.T, role string, db *pgtest.DB) string {
 // beforeInstall removes from a fingerprint what stays when tern removes the package: its version table, and the schema of that table.
 func beforeInstall(schema string) string {
 	lines := slices.DeleteFunc(strings.Split(schema, "\n"), func(line string) bool {
-		return strings.Contains(line, "ratelimit.schema_version") ||
+		return strings.Contains(line, "ratelimit.version") ||
 			line == "object schema ratelimit" || strings.HasPrefix(line, "schema ratelimit owner")
 	})
 	return strings.Join(lines, "\n")
@@ -103,8 +103,8 @@ var differences = []string{
 	"grant usage on schema ratelimit to pg_monitor",
 	"comment on schema ratelimit is 'Other.'",
 	"create schema other",
-	"drop table ratelimit.schema_version",
-	"grant select on ratelimit.schema_version to pg_monitor",
+	"drop table ratelimit.version",
+	"grant select on ratelimit.version to pg_monitor",
 	"alter default privileges in schema ratelimit grant select on tables to pg_monitor",
 }
 

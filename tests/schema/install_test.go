@@ -4,7 +4,9 @@ package schema
 import (
 	"context"
 	"fmt"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -12,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/tern/v2/migrate"
 	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
@@ -71,7 +74,7 @@ func TestInstall_AsEveryKindOfRole(t *testing.T) {
 				url := kit.WithSettings(got.URL, "search_path", "limits", "role", role)
 				install(t, url)
 				require.Equal(t, want, schemaAsMine(t, role, got))
-				require.Equal(t, []string{fmt.Sprintf("ratelimit.schema_version (%d)", kit.NewestMigration(t))}, kit.RowsOf(t, got))
+				require.Equal(t, []string{fmt.Sprintf("ratelimit.version (%d)", kit.NewestMigration(t))}, kit.RowsOf(t, got))
 
 				use(t, got, "limits")
 				state := kit.SchemaAndRows(t, got)
@@ -139,7 +142,7 @@ func TestInstall_TwentyAtOnce(t *testing.T) {
 		require.NoError(t, err)
 	}
 	kit.SameSchema(t, pgtest.New(t), db)
-	require.Equal(t, []string{fmt.Sprintf("ratelimit.schema_version (%d)", kit.NewestMigration(t))}, kit.RowsOf(t, db))
+	require.Equal(t, []string{fmt.Sprintf("ratelimit.version (%d)", kit.NewestMigration(t))}, kit.RowsOf(t, db))
 }
 
 func TestDown_LeavesOnlyTheVersionTable(t *testing.T) {
@@ -151,7 +154,7 @@ func TestDown_LeavesOnlyTheVersionTable(t *testing.T) {
 
 	kit.Run(t, "../..", nil, kit.Tern(), append(kit.TernMigrate(db.URL), "--destination", "0")...)
 	require.Equal(t, before, beforeInstall(kit.FingerprintOf(t, db)))
-	require.Equal(t, []string{"ratelimit.schema_version (0)"}, kit.RowsOf(t, db))
+	require.Equal(t, []string{"ratelimit.version (0)"}, kit.RowsOf(t, db))
 
 	kit.Installers["Up"](t, db.URL)
 	kit.SameSchema(t, pgtest.New(t), db)
@@ -184,6 +187,44 @@ func TestUninstall_LeavesNothing(t *testing.T) {
 	})
 }
 
+// A version of the time before the first release had another version table. It is refused, and removed.
+func TestInstall_OverADevelopmentVersion(t *testing.T) {
+	t.Parallel()
+	empty := pgtest.Empty(t)
+	before := kit.SchemaAndRows(t, empty)
+	plain := filepath.Join(t.TempDir(), "pgratelimit.sql")
+	files := kit.NoError(packages.One(os.DirFS("../.."), "sql"))(t)
+	require.NoError(t, os.WriteFile(plain, files["sql/pgratelimit.sql"], 0o600))
+	for name, uninstall := range uninstallers {
+		db := pgtest.New(t)
+		use(t, db, "public")
+		db.Exec(t, "drop table ratelimit.version; create table ratelimit.schema_version as select 2 as version")
+		state := kit.SchemaAndRows(t, db)
+		for range 2 {
+			err := migrations.Up(t.Context(), db.Connect(t))
+			kit.RequireState(t, "55000", err)
+			require.ErrorContains(t, err, "a development version of pgratelimit is installed")
+			require.ErrorContains(t, err, "Run uninstall.sql of this release")
+			for _, args := range [][]string{{"--file", "../../migrations/psql/install.sql"}, {"--single-transaction", "--set", "ON_ERROR_STOP=1", "--file", plain}} {
+				out, status := kit.PsqlStatus(t, db.URL, append(args, "--set", "VERBOSITY=verbose")...)
+				require.Equal(t, 3, status, out)
+				require.Contains(t, out, "55000: a development version of pgratelimit is installed")
+				require.Contains(t, out, "Run uninstall.sql of this release")
+			}
+			require.Equal(t, state, kit.SchemaAndRows(t, db))
+		}
+		_, err := kit.Command("../..", nil, kit.Tern(), kit.TernMigrate(db.URL)...).Output()
+		var exit *exec.ExitError
+		require.ErrorAs(t, err, &exit)
+		require.Contains(t, string(exit.Stderr), "a development version of pgratelimit is installed")
+		db.Exec(t, "drop table ratelimit.version") // tern made it before it began
+		require.Equal(t, state, kit.SchemaAndRows(t, db))
+
+		require.NoError(t, uninstall(t, db), name)
+		require.Equal(t, before, kit.SchemaAndRows(t, db), name)
+	}
+}
+
 func TestUninstall_StopsAtObjectsThatDependOnIt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
@@ -214,7 +255,7 @@ func TestUp_NewerSchemaIsLeftAlone(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	known := kit.NewestMigration(t)
-	db.Exec(t, "update ratelimit.schema_version set version = $1", known+1)
+	db.Exec(t, "update ratelimit.version set version = $1", known+1)
 	before := kit.SchemaAndRows(t, db)
 
 	err := migrations.Up(context.Background(), db.Connect(t))
@@ -370,24 +411,24 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 	t.Parallel()
 	for name, plant := range map[string]string{
 		"a table with a trigger": `
-			create table ratelimit.schema_version as select 0 as version;
-			create trigger escalate before update on ratelimit.schema_version for each row execute function escalate()`,
+			create table ratelimit.version as select 0 as version;
+			create trigger escalate before update on ratelimit.version for each row execute function escalate()`,
 		"an empty table with a trigger": `
-			create table ratelimit.schema_version (version integer);
-			create trigger escalate before insert on ratelimit.schema_version for each row execute function escalate()`,
+			create table ratelimit.version (version integer);
+			create trigger escalate before insert on ratelimit.version for each row execute function escalate()`,
 		"a view with a trigger": `
-			create view ratelimit.schema_version as select 0 as version where false;
-			create trigger escalate instead of insert or update on ratelimit.schema_version for each row execute function escalate()`,
-		"a view that runs code": "create view ratelimit.schema_version as select public.version_told() as version",
+			create view ratelimit.version as select 0 as version where false;
+			create trigger escalate instead of insert or update on ratelimit.version for each row execute function escalate()`,
+		"a view that runs code": "create view ratelimit.version as select public.version_told() as version",
 		"a policy that runs code": `
-			create table ratelimit.schema_version as select 1 as version;
-			alter table ratelimit.schema_version enable row level security;
-			create policy escalate on ratelimit.schema_version using (public.version_told() = 1)`,
+			create table ratelimit.version as select 1 as version;
+			alter table ratelimit.version enable row level security;
+			create policy escalate on ratelimit.version using (public.version_told() = 1)`,
 		"a cast that runs code": `
 			create type public.told as (version integer);
 			create function public.version_of(public.told) returns integer language sql as 'select public.version_told()';
 			create cast (public.told as integer) with function public.version_of(public.told) as assignment;
-			create table ratelimit.schema_version as select row(1)::public.told as version`,
+			create table ratelimit.version as select row(1)::public.told as version`,
 	} {
 		for _, schema := range []string{"the planter's schema", "the installer's schema"} {
 			t.Run(name+"/"+schema, func(t *testing.T) {
@@ -409,7 +450,7 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 					create function public.version_told() returns integer language sql as $$ select nextval('public.escalated'); select 1 $$;
 					create function escalate() returns trigger language plpgsql as $$ begin perform public.version_told(); return new; end $$`)
 				kit.Execute(t, conn, plant)
-				kit.Execute(t, conn, "grant usage on schema ratelimit to public; grant all on ratelimit.schema_version to public",
+				kit.Execute(t, conn, "grant usage on schema ratelimit to public; grant all on ratelimit.version to public",
 					pgx.QueryExecModeSimpleProtocol)
 				before := kit.SchemaAndRows(t, db)
 
@@ -437,8 +478,8 @@ func TestInstall_ByTernIntoAPlantedSchema(t *testing.T) {
 		create sequence lair.escalated;  -- which no rollback takes back
 		create function lair.escalate() returns trigger language plpgsql as $$ begin perform nextval('lair.escalated'); return new; end $$;
 		create schema ratelimit;
-		create table ratelimit.schema_version as select 0 as version;
-		create trigger escalate before update on ratelimit.schema_version for each row execute function lair.escalate()`,
+		create table ratelimit.version as select 0 as version;
+		create trigger escalate before update on ratelimit.version for each row execute function lair.escalate()`,
 		pgx.QueryExecModeSimpleProtocol)
 	before := kit.SchemaAndRows(t, db)
 
@@ -465,7 +506,7 @@ func TestInstall_OfAnotherRole(t *testing.T) {
 		})
 	}
 	for version, message := range map[int32]string{kit.NewestMigration(t) - 1: "PGOPTIONS='-c role=" + owner, kit.NewestMigration(t) + 1: "newer|later"} {
-		db.Exec(t, "update ratelimit.schema_version set version = $1", version)
+		db.Exec(t, "update ratelimit.version set version = $1", version)
 		before := kit.SchemaAndRows(t, db)
 		require.Regexp(t, message+"|upgrade the program", migrations.Up(t.Context(), db.Connect(t)).Error())
 		out, err := kit.RunPsql(t, db.URL, "--file", "../../migrations/psql/install.sql")
@@ -473,7 +514,7 @@ func TestInstall_OfAnotherRole(t *testing.T) {
 		require.Regexp(t, message, out)
 		require.Equal(t, before, kit.SchemaAndRows(t, db))
 	}
-	db.Exec(t, "update ratelimit.schema_version set version = $1", kit.NewestMigration(t))
+	db.Exec(t, "update ratelimit.version set version = $1", kit.NewestMigration(t))
 	before := kit.SchemaAndRows(t, db)
 	require.Equal(t, "42501", kit.SQLState(migrations.Down(t.Context(), db.Connect(t))))
 	require.Equal(t, before, kit.SchemaAndRows(t, db))
@@ -490,7 +531,7 @@ func TestInstall_ByAnAppRoleNamesTheOwner(t *testing.T) {
 	for _, grant := range []string{"select", "grant usage on schema ratelimit to " + app} {
 		db.Exec(t, grant)
 		for _, version := range []int32{kit.NewestMigration(t), kit.NewestMigration(t) - 1} {
-			db.Exec(t, "update ratelimit.schema_version set version = $1", version)
+			db.Exec(t, "update ratelimit.version set version = $1", version)
 			before := kit.SchemaAndRows(t, db)
 			err := migrations.Up(t.Context(), kit.ConnectAs(t, db, app))
 			require.ErrorContains(t, err, "schema ratelimit belongs to another role")

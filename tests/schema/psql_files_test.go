@@ -4,13 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -27,40 +27,70 @@ func TestPsql_CopiesAreMadeOfTheOtherFiles(t *testing.T) {
 	}
 }
 
-func TestPsql_FilesAreMadeOfTheMigrations(t *testing.T) {
+// tern and psql install the same functions in the same order, and the parts of all migrations.
+func TestPsql_ListsWhatTernDoes(t *testing.T) {
 	t.Parallel()
-	files := kit.NoError(packages.Psql(os.DirFS("../../migrations")))(t)
-	require.Len(t, files, 2)
-	for name, text := range files {
-		committed := kit.NoError(os.ReadFile(filepath.Join("../../migrations/psql", name)))(t)
-		if string(text) != string(committed) {
-			t.Errorf("migrations/psql/%s is not made of the migrations: make psql", name)
+	read := func(path string) string { return string(kit.NoError(os.ReadFile(path))(t)) }
+	listed := func(pattern, text string) (names []string) {
+		for _, match := range regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1) {
+			names = append(names, match[1])
 		}
-		require.NotRegexp(t, `[^\x00-\x7f]`, string(text), "psql takes the file to be in the encoding of its locale")
+		return names
+	}
+	script := read("../../migrations/psql/install.sql")
+	functions := listed(`\{\{ template "(\S+)" \. \}\}`, read("../../sql/install.sql"))
+	require.Greater(t, len(functions), 50)
+	require.Equal(t, functions, listed(`(?m)^\\ir \.\./\.\./sql/(\S+)$`, script))
+	require.ElementsMatch(t, kit.NoError(filepath.Glob("../../sql/*.sql"))(t), append(paths("../../sql/", functions), "../../sql/install.sql"))
+
+	var parts []string
+	for _, file := range kit.NoError(filepath.Glob("../../migrations/[0-9]*.sql"))(t) {
+		parts = append(parts, listed(`\{\{ template "(include/[0-9]+_\S+)" \}\}`, read(file))...)
+	}
+	require.Equal(t, parts, listed(`(?m)^\\ir \.\./(include/[0-9]+_\S+)$`, script))
+	for _, name := range []string{"install.sql", "uninstall.sql"} {
+		require.Contains(t, read("../../migrations/psql/"+name), fmt.Sprintf("'ratelimit.known', '%d'", kit.NewestMigration(t)))
 	}
 }
 
-// psql upgrades to the next version and back, with data and grants in the database. A failure changes nothing.
+func paths(dir string, names []string) (paths []string) {
+	for _, name := range names {
+		paths = append(paths, dir+name)
+	}
+	return paths
+}
+
+// tern, CREATE EXTENSION, Flyway and psql would each replace some text of its own, and psql takes a file to be in the encoding of its locale.
+func TestPsql_FilesAreSQLForEveryTool(t *testing.T) {
+	t.Parallel()
+	for _, dir := range []string{"../../sql", "../../migrations/include"} {
+		for name, text := range kit.ReadTree(t, dir) {
+			if !strings.HasSuffix(name, ".sql") {
+				continue
+			}
+			require.NotRegexp(t, `@extschema|\$\{|[^\x00-\x7f]`, text, name)
+			require.NotRegexp(t, `(?m)(^|[^:\w\])]):['"{A-Za-z_]`, kit.SQLComment.ReplaceAllString(text, ""), name)
+			if name != "install.sql" && dir == "../../sql" || strings.HasPrefix(name, "0") {
+				require.NotContains(t, text, "{{", name)
+			}
+		}
+	}
+}
+
+// psql upgrades to the next version, with data and grants in the database. A failure changes nothing.
 func TestPsql_Upgrade(t *testing.T) {
 	t.Parallel()
 	app := kit.NewRole(t)
 	newest := kit.NewestMigration(t)
-	up := "alter table ratelimit.policies add column next boolean not null default false;"
-	down := "alter table ratelimit.policies drop column next;"
-	changed := append([]kit.Edit{kit.NextColumn}, kit.Edits...)
-	next, failing := kit.NextVersion(t, up, down, changed...), kit.NextVersion(t, up+"select 1 / 0;", down, changed...)
-	run := func(files fs.FS, name string, db *pgtest.DB) (string, int) {
-		made := kit.NoError(packages.Psql(files))(t)
-		dir := t.TempDir()
-		require.NoError(t, os.CopyFS(dir, files)) // of which it includes some
-		path := filepath.Join(dir, "psql", name)
-		require.NoError(t, os.WriteFile(path, made[name], 0o600))
-		return kit.PsqlStatus(t, db.URL, "--file", path)
+	next, failing := kit.NextRepository(t, nextUp, nextDown, nextEdits...), kit.NextRepository(t, nextUp+"select 1 / 0;", nextDown, nextEdits...)
+	run := func(root, name string, db *pgtest.DB) (string, int) {
+		return kit.PsqlStatus(t, db.URL, "--file", filepath.Join(root, "migrations/psql", name))
 	}
-	grants := "grant execute on function ratelimit_acquire, ratelimit_peek to " + app
+	grants := "grant execute on function ratelimit_acquire, ratelimit_peek, ratelimit_shard to " + app
 
-	db := kit.NewDB(t)
+	db, plain := kit.NewDB(t), kit.NewDB(t)
 	db.Execute(grants)
+	plain.Execute(grants)
 	data := db.PutData()
 	before := kit.SchemaAndRows(t, db.DB)
 
@@ -69,12 +99,12 @@ func TestPsql_Upgrade(t *testing.T) {
 	require.Contains(t, out, "division by zero")
 	require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
 
-	want := kit.InstalledAt(t, next, newest+1)
+	want := kit.InstalledAt(t, os.DirFS(filepath.Join(next, "migrations")), newest+1)
 	want.Execute(grants)
 	for range 2 {
 		out, status = run(next, "install.sql", db.DB)
 		require.Equal(t, 0, status, out)
-		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema public; its schema version is %d.\n", kit.Releases[newest], newest+1), out)
+		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema public; its schema version is %d.\n", kit.Releases[newest+1], newest+1), out)
 		kit.SameSchema(t, want.DB, db.DB)
 		data.Check()
 	}
@@ -84,9 +114,16 @@ func TestPsql_Upgrade(t *testing.T) {
 	first.Exec(t, grants)
 	kit.SameSchema(t, want.DB, first)
 
+	// So does the one file of a release.
+	files := kit.NoError(packages.One(os.DirFS(next), "sql"))(t)
+	for range 2 {
+		kit.Execute(t, plain.Connect(t), string(files["sql/pgratelimit.sql"]), pgx.QueryExecModeSimpleProtocol)
+		kit.SameSchema(t, want.DB, plain.DB)
+	}
+
 	before = kit.SchemaAndRows(t, db.DB)
 	for _, name := range []string{"install.sql", "uninstall.sql"} {
-		out, status = kit.PsqlStatus(t, db.URL, "--file", "../../migrations/psql/"+name)
+		out, status = run("../..", name, db.DB)
 		require.Equal(t, 3, status, out)
 		require.Contains(t, out, "a newer schema is installed")
 		require.Contains(t, out, fmt.Sprintf("Schema version %d is installed", newest+1))
@@ -111,7 +148,11 @@ func TestPsql_SaysWhatIsInstalledAndWhere(t *testing.T) {
 		db.Exec(t, step.prepare)
 		out, status := kit.PsqlStatus(t, kit.WithSettings(db.URL, "search_path", step.path), "--file", "../../migrations/psql/install.sql")
 		require.Equal(t, 0, status, out)
-		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.\n", kit.Releases[newest], step.told, newest), out)
+		release := kit.Releases[newest]
+		if strings.HasPrefix(step.told, "none") {
+			release = "?"
+		}
+		require.Equal(t, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.\n", release, step.told, newest), out)
 	}
 }
 
@@ -148,14 +189,14 @@ func TestPsql_LeavesTheSessionAsItWas(t *testing.T) {
 		for _, name := range files {
 			args = append(args, "--command", `\i ../../migrations/psql/`+name)
 		}
-		out, status := kit.PsqlStatus(t, db.URL, append(args, "--command", `\echo session: :ON_ERROR_STOP :QUIET :{?pgratelimit_quiet} :{?pgratelimit_missing}`,
+		out, status := kit.PsqlStatus(t, db.URL, append(args, "--command", `\echo session: :ON_ERROR_STOP :QUIET :{?pgratelimit_quiet} :{?pgratelimit_missing}:{?pgratelimit_next}:{?pgratelimit_version}:{?pgratelimit_home}:{?pgratelimit_release}`,
 			"--command", "select current_setting('search_path'), current_setting('transaction_isolation'), count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()")...)
 		require.Equal(t, 0, status, out)
 		_, state, _ := strings.Cut(out, "session: ")
 		return state
 	}
 	want := session()
-	require.Contains(t, want, "off off FALSE FALSE")
+	require.Contains(t, want, "off off FALSE FALSEFALSEFALSEFALSEFALSE")
 	require.Contains(t, want, "public, elsewhere")
 	require.Equal(t, want, session("install.sql", "install.sql", "uninstall.sql", "uninstall.sql"))
 }

@@ -211,7 +211,7 @@ func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
 		"update ratelimit.buckets set level = 0",
 		"update ratelimit.policies set capacity = 1",
 		"update ratelimit.overrides set capacity = 1",
-		"update ratelimit.schema_version set version = 0",
+		"update ratelimit.version set version = 0",
 		"create table ratelimit.mine ()",
 		"create or replace function ratelimit.clock() returns timestamptz language sql as 'select now()'",
 		"alter function ratelimit.clock() rename to mine",

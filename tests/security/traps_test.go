@@ -62,10 +62,10 @@ func TestSecurity_InstallingRunsNobodysCode(t *testing.T) {
 	ctx := context.Background()
 	db := trapped(t)
 	require.NoError(t, migrations.Up(ctx, db.Connect(t)))
-	db.Exec(t, "update ratelimit.schema_version set version = 0")
+	db.Exec(t, "update ratelimit.version set version = 0")
 	again := migrations.Up(ctx, db.Connect(t))
 	require.Equal(t, "42P06", kit.SQLState(again), "%v", again)
-	db.Exec(t, "update ratelimit.schema_version set version = $1", kit.NewestMigration(t))
+	db.Exec(t, "update ratelimit.version set version = $1", kit.NewestMigration(t))
 	_, err := db.Pool.Exec(ctx, kit.Script(t, "schedule.sql"))
 	require.NotEqual(t, "P0001", kit.SQLState(err), "%v", err)
 	for range 2 {

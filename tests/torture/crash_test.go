@@ -159,13 +159,13 @@ func TestTorture_UpgradeUnderLoad(t *testing.T) {
 		alter table ratelimit.policies drop column next;
 		alter table ratelimit.buckets drop column next;
 		alter table ratelimit.ephemeral_buckets drop column next;`,
-		kit.NextColumn, kit.Edit{File: "acquire.sql", Old: "if v_wanted > 0 then", New: "if v_wanted > 0 or v_policy.next then"})
+		kit.NextColumn, kit.Edit{File: "sql/acquire.sql", Old: "if v_wanted > 0 then", New: "if v_wanted > 0 or v_policy.next then"})
 	db := kit.InstalledAt(t, functions, newest)
 	data, conn := db.PutData(), db.Connect(t)
 
 	rounds, acquires := 0, int64(0)
 	for ; run.GoesOn() && rounds < 1500; rounds++ { // a table can have had 1,600 columns
-		load := db.StartLoad(newest)
+		load := db.StartLoad()
 		kit.MigrateTo(t, db.DB, functions, newest+1)
 		load.GoOn()
 		kit.MigrateTo(t, db.DB, functions, newest)

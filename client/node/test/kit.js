@@ -15,9 +15,8 @@ export function connect(options) {
 /** The script for psql, for a database that has no pgratelimit, without psql's own commands. */
 export const installation = () => {
   const read = (file) => readFileSync(new URL(file, new URL('../../../migrations/psql/', import.meta.url)), 'utf8')
-  const script = read('install.sql').replace(/^\\ir (.*)$/gm, (_, file) => read(file)).replace(/^\\gset$/gm, ';').replace(/^\\.*$/gm, '')
-  const [, prepare] = /^select \$pgratelimit\$([^]*)^\$pgratelimit\$ as pgratelimit_prepare$/m.exec(script)
-  return script.replaceAll(/^:pgratelimit_prepare$/gm, () => prepare)
+  const script = read('install.sql').replace(/\s\\g(set)?( .*)?$/gm, ';').replace(/^\\(?!ir ).*$/gm, '')
+  return script.replace(/^\\ir (.*)$/gm, (_, file) => read(file))
 }
 
 /** What the clients of all languages answer alike. */

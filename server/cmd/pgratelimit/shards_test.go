@@ -25,7 +25,7 @@ func TestShards(t *testing.T) { // not parallel: it sets the environment
 			db.Exec(t, fmt.Sprintf("drop database if exists %s with (force)", pgx.Identifier{fmt.Sprintf("%s_%d", db.Name, n)}.Sanitize()))
 		}
 	})
-	require.Contains(t, r.out, "shard 3 of 4: pgratelimit 0.2.0 is installed in schema public; its schema version is 2.\n")
+	require.Contains(t, r.out, "shard 3 of 4: pgratelimit 0.3.0 is installed in schema public; its schema version is 1.\n")
 	list := regexp.MustCompile(`SHARD_URLS="(.*)"`).FindStringSubmatch(r.out)
 	require.NotNil(t, list, r.out)
 	require.Equal(t, r, on(t, db, "install", "--shards", "4"), "once more")

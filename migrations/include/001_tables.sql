@@ -1,5 +1,9 @@
--- The types and tables of 002_several_limits.sql.
-alter type ratelimit.decision rename to retired_decision;
+-- The types and tables, which migration 001 makes.
+comment on schema ratelimit is
+  'pgratelimit: tables and private helpers. Callers use the public functions named ratelimit_*.';
+comment on table ratelimit.version is
+  'One row: the newest migration that is installed.';
+
 create type ratelimit.decision as (
   allowed     boolean,
   remaining   bigint,
@@ -135,6 +139,59 @@ create type ratelimit.asked as (
 );
 comment on type ratelimit.asked is
   'What a batch asks of one bucket: the microtokens, and for which elements. See ratelimit.take_from_buckets.';
+
+-- Each new policy draws a random id, so rows of a dropped policy never count for a new policy of the same
+-- name. The generated columns are operands of sql/arithmetic.sql. They are stored, because computing them
+-- would make every decision slower.
+create table ratelimit.policies (
+  id          bigint   not null,
+  name        text     collate "C" not null,
+  capacity    bigint   not null,
+  refill      bigint   not null,
+  every       interval not null,
+  stepped     boolean  not null,
+  durable     boolean  not null,
+  remember    interval not null,
+  tick        interval not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
+  every_us    numeric  not null generated always as (extract(epoch from every) * 1000000.0) stored,
+  tick_us     numeric  not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  full_level  numeric  not null generated always as (capacity * 1000000) stored,
+  gain        numeric  not null generated always as (refill::numeric * 1000000000000::numeric) stored,
+  tick_gain   numeric  not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  round_up    numeric  not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
+  remember_us bigint   not null generated always as ((extract(epoch from remember) * 1000000.0)::bigint) stored,
+  overridden  boolean  not null default false,
+  shadow      boolean  not null default false,
+  calendar    ratelimit.calendar,
+  constraint policies_pkey primary key (name),
+  constraint policies_id_key unique (id),
+  constraint policies_calendar_check check ((calendar).period is not null or (calendar).lease is not null or calendar is null)
+);
+comment on table ratelimit.policies is
+  'One row per policy; changed by ratelimit_define_policy and ratelimit_drop_policy only.';
+comment on column ratelimit.policies.tick is
+  'every if stepped, else 1 microsecond: the interval after which refill is credited.';
+comment on column ratelimit.policies.every_us is
+  'every, in microseconds.';
+comment on column ratelimit.policies.tick_us is
+  'tick, in microseconds.';
+comment on column ratelimit.policies.full_level is
+  'capacity * 10^6: the level of a full bucket, in microtokens.';
+comment on column ratelimit.policies.gain is
+  'refill * 10^12, in 10^-12 tokens: elapsed seconds * gain / every_us = microtokens gained.';
+comment on column ratelimit.policies.tick_gain is
+  'refill * 10^6 * tick_us, in microtokens * microseconds: tick_gain / every_us = microtokens gained in one tick.';
+comment on column ratelimit.policies.round_up is
+  'tick_gain - 1, in microtokens * microseconds: added before a division by tick_gain, it rounds the quotient up.';
+comment on column ratelimit.policies.remember_us is
+  'remember, in microseconds.';
+comment on column ratelimit.policies.overridden is
+  'Some key has had an override, or the policy is a quota or lends slots; until then nothing looks for an override.';
+comment on column ratelimit.policies.shadow is
+  'The policy watches: what it would deny is allowed, and marked shadowed.';
+comment on column ratelimit.policies.calendar is
+  'Of a quota, whose buckets are full at each turn, or of slots, which have a lease; either has refill 0. null for a policy that refills.';
+
 create type ratelimit.part as (
   policy  ratelimit.policies,
   asked   ratelimit.asked[],
@@ -142,25 +199,6 @@ create type ratelimit.part as (
 );
 comment on type ratelimit.part is
   'What a batch asks of the buckets of one policy, and their row ids. See ratelimit.acquire_batch.';
-comment on type ratelimit.retired_decision is
-  'Retired: calls that began under schema version 1 may still return it.';
-
--- Neither column makes PostgreSQL write the table anew, which a call with an older snapshot would find empty.
-alter table ratelimit.policies
-  add column overridden boolean not null default false,
-  add column shadow     boolean not null default false,
-  add column calendar   ratelimit.calendar,
-  add constraint policies_calendar_check check ((calendar).period is not null or (calendar).lease is not null or calendar is null);
--- The planner reads a table slower while rows may lack a column. CLUSTER writes them anew, and unlike other ways to do so
--- it keeps them visible to older snapshots.
-cluster ratelimit.policies using policies_pkey;
-alter table ratelimit.policies set without cluster;
-comment on column ratelimit.policies.overridden is
-  'Some key has had an override, or the policy is a quota or lends slots; until then nothing looks for an override.';
-comment on column ratelimit.policies.shadow is
-  'The policy watches: what it would deny is allowed, and marked shadowed.';
-comment on column ratelimit.policies.calendar is
-  'Of a quota, whose buckets are full at each turn, or of slots, which have a lease; either has refill 0. null for a policy that refills.';
 
 -- The columns from stepped on are those of ratelimit.policies.
 create table ratelimit.overrides (
@@ -191,37 +229,61 @@ comment on column ratelimit.overrides.stepped is
 comment on column ratelimit.overrides.calendar is
   'Of a quota''s key the time zone and the anchor; of a key of slots the lease.';
 
+-- An acquire changes no indexed column, so its updates can be HOT. Clean-up finds rows by the index on due_at,
+-- which an acquire sets in a new row and never changes. The columns of fixed width come first, because
+-- PostgreSQL reads them faster there.
+--
 -- Inserts fill a page to its fillfactor, and a page of which less is free than that is pruned when it is read. So of a page that
--- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller
--- leave room for more versions.
-alter table ratelimit.buckets add column room uuid, add column paused_until timestamptz;
-alter table ratelimit.ephemeral_buckets add column room uuid, add column paused_until timestamptz;
-alter table ratelimit.buckets alter column room set default '00000000-0000-0000-0000-000000000000';
-alter table ratelimit.ephemeral_buckets alter column room set default '00000000-0000-0000-0000-000000000000';
+-- inserts have filled every update was followed by a prune, which was an eighth of what a batch cost. Rows that become smaller, by
+-- the column room, leave room for more versions.
+--
+-- fillfactor leaves room on each page for the next version of its rows, which a HOT update needs. Vacuum starts after a fixed number
+-- of changed rows and a small share of the table, because by the default share a large table would wait too long. It takes no pauses
+-- (cost_delay), so that dead row versions go soon.
+create table ratelimit.buckets (
+  policy_id    bigint      not null,
+  level        bigint      not null,
+  refilled_at  timestamptz not null,
+  due_at       timestamptz not null,
+  key          text        collate "C" not null,
+  room         uuid        default '00000000-0000-0000-0000-000000000000',
+  paused_until timestamptz,
+  constraint buckets_pkey primary key (policy_id, key)
+) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0);
+create index buckets_due_at_idx on ratelimit.buckets (due_at);
+comment on table ratelimit.buckets is
+  'Buckets of durable policies that are not known to be full; a bucket without a row is full.';
+comment on column ratelimit.buckets.level is
+  'Microtokens at refilled_at; below zero is debt.';
+comment on column ratelimit.buckets.refilled_at is
+  'When level was true; for a stepped policy a whole number of intervals after the first take, until the policy changes.';
+comment on column ratelimit.buckets.due_at is
+  'When clean-up checks whether the bucket is full again.';
 comment on column ratelimit.buckets.room is
   'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
 comment on column ratelimit.buckets.paused_until is
   'The end of the last pause: until then what is given back does not lift the level above 0. See ratelimit_pause.';
-comment on column ratelimit.ephemeral_buckets.room is
-  'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
-comment on column ratelimit.ephemeral_buckets.paused_until is
-  'The end of the last pause: until then what is given back does not lift the level above 0. See ratelimit_pause.';
 
--- The time until a bucket is full is null when its policy does not refill.
-alter table ratelimit.idempotency_keys alter column reset_after drop not null;
-alter table ratelimit.ephemeral_idempotency_keys alter column reset_after drop not null;
-
--- A column that is null in every row slows no statement down: the planner finds nothing missing, and no row is written anew.
-alter table ratelimit.idempotency_keys
-  add column ready_at   timestamptz,
-  add column settled    bigint,
-  add column taken      bigint,
-  add column granted_at timestamptz;
-alter table ratelimit.ephemeral_idempotency_keys
-  add column ready_at   timestamptz,
-  add column settled    bigint,
-  add column taken      bigint,
-  add column granted_at timestamptz;
+create table ratelimit.idempotency_keys (
+  policy_id       bigint      not null,
+  cost            bigint      not null,
+  remaining       bigint      not null,
+  capacity        bigint      not null,
+  expires_at      timestamptz not null,
+  reset_after     interval,
+  key             text        collate "C" not null,
+  idempotency_key text        collate "C" not null,
+  ready_at        timestamptz,
+  settled         bigint,
+  taken           bigint,
+  granted_at      timestamptz,
+  constraint idempotency_keys_pkey primary key (policy_id, key, idempotency_key)
+) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0);
+create index idempotency_keys_expires_at_idx on ratelimit.idempotency_keys (expires_at);
+comment on table ratelimit.idempotency_keys is
+  'Grants of durable policies made under an idempotency key, as first answered, until expires_at.';
+comment on column ratelimit.idempotency_keys.reset_after is
+  'null where the bucket''s policy does not refill.';
 comment on column ratelimit.idempotency_keys.ready_at is
   'When a reserved grant begins to hold; null for a grant that held at once.';
 comment on column ratelimit.idempotency_keys.settled is
@@ -230,14 +292,6 @@ comment on column ratelimit.idempotency_keys.taken is
   'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 comment on column ratelimit.idempotency_keys.granted_at is
   'When a quota granted; null for another policy.';
-comment on column ratelimit.ephemeral_idempotency_keys.granted_at is
-  'When a quota granted; null for another policy.';
-comment on column ratelimit.ephemeral_idempotency_keys.ready_at is
-  'When a reserved grant begins to hold; null for a grant that held at once.';
-comment on column ratelimit.ephemeral_idempotency_keys.settled is
-  'The real cost, in place of cost, once the grant is settled.';
-comment on column ratelimit.ephemeral_idempotency_keys.taken is
-  'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 
 -- Slots. What is held is the sum of the leases that have not ended. A key's row in slots is the lock of its leases: a session that changes
 -- them writes it first, and with it their sum. So no lease is without that row.
@@ -252,7 +306,7 @@ create table ratelimit.slots (
   due_at        timestamptz not null,
   key           text        collate "C" not null,
   constraint slots_pkey primary key (policy_id, key)
-);
+) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0);
 create index slots_due_at_idx on ratelimit.slots (due_at);
 comment on table ratelimit.slots is
   'Keys of durable slots that somebody has held: the lock of the leases of a key.';
@@ -271,32 +325,9 @@ create table ratelimit.leases (
   key       text        collate "C" not null,
   holder    text        collate "C" not null,
   constraint leases_pkey primary key (policy_id, key, holder)
-);
+) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0);
 comment on table ratelimit.leases is
   'Who holds how many slots of a durable policy until when; from ends_at on a lease is as good as absent.';
-create unlogged table ratelimit.ephemeral_slots (
-  like ratelimit.slots including all
-);
-comment on table ratelimit.ephemeral_slots is
-  'Keys of ephemeral slots: unlogged, empty after a crash.';
-create unlogged table ratelimit.ephemeral_leases (
-  like ratelimit.leases including all
-);
-comment on table ratelimit.ephemeral_leases is
-  'Leases of ephemeral slots: unlogged, empty after a crash.';
--- As for buckets: room for the next versions of rows, and vacuum that keeps up.
-alter table ratelimit.slots set (
-  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
-  autovacuum_vacuum_cost_delay = 0);
-alter table ratelimit.ephemeral_slots set (
-  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
-  autovacuum_vacuum_cost_delay = 0);
-alter table ratelimit.leases set (
-  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
-  autovacuum_vacuum_cost_delay = 0);
-alter table ratelimit.ephemeral_leases set (
-  fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000,
-  autovacuum_vacuum_cost_delay = 0);
 
 create table ratelimit.shard (
   shard integer not null,
@@ -310,7 +341,30 @@ comment on column ratelimit.shard.shard is
 comment on column ratelimit.shard.of is
   'How many shards there are: a power of two.';
 
--- Default privileges may have granted rights on the new tables to other roles.
+-- The twins for ephemeral policies. They are not in the WAL, so commits flush nothing for them, and a crash
+-- empties them.
+create unlogged table ratelimit.ephemeral_buckets (
+  like ratelimit.buckets including all
+) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0);
+comment on table ratelimit.ephemeral_buckets is
+  'Buckets of ephemeral policies: unlogged, empty after a crash.';
+create unlogged table ratelimit.ephemeral_idempotency_keys (
+  like ratelimit.idempotency_keys including all
+) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0);
+comment on table ratelimit.ephemeral_idempotency_keys is
+  'Idempotency keys of ephemeral policies: unlogged, empty after a crash.';
+create unlogged table ratelimit.ephemeral_slots (
+  like ratelimit.slots including all
+) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0);
+comment on table ratelimit.ephemeral_slots is
+  'Keys of ephemeral slots: unlogged, empty after a crash.';
+create unlogged table ratelimit.ephemeral_leases (
+  like ratelimit.leases including all
+) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0);
+comment on table ratelimit.ephemeral_leases is
+  'Leases of ephemeral slots: unlogged, empty after a crash.';
+
+-- Default privileges may have granted rights on the schema and the tables to other roles.
 do $private$
 declare
   v_path  text := pg_catalog.current_setting('search_path');
@@ -318,15 +372,20 @@ declare
 begin
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   for v_grant in
-    select distinct c.oid::regclass as of, case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
-      from pg_class as c
-     cross join aclexplode(c.relacl) as a
-     where c.oid in ('ratelimit.overrides'::regclass, 'ratelimit.shard'::regclass, 'ratelimit.slots'::regclass, 'ratelimit.leases'::regclass,
-                     'ratelimit.ephemeral_slots'::regclass, 'ratelimit.ephemeral_leases'::regclass)
-       and a.grantee <> c.relowner
+    select o.object, case a.grantee when 0 then 'public' else a.grantee::pg_catalog.regrole::text end as grantee
+      from (select 'schema ratelimit', n.nspacl, n.nspowner
+              from pg_catalog.pg_namespace as n
+             where n.nspname = 'ratelimit'
+            union all
+            select 'table ' || c.oid::pg_catalog.regclass, c.relacl, c.relowner
+              from pg_catalog.pg_class as c
+             where c.relnamespace = 'ratelimit'::pg_catalog.regnamespace and c.relkind = 'r') as o (object, acl, owner)
+     cross join lateral pg_catalog.aclexplode(o.acl) as a
+     where a.grantee <> o.owner
+     group by o.object, a.grantee
   loop
-    execute format('revoke all on %s from %s', v_grant.of, v_grant.grantee);
+    execute pg_catalog.format('revoke all on %s from %s', v_grant.object, v_grant.grantee);
   end loop;
-  perform set_config('search_path', v_path, true);
+  perform pg_catalog.set_config('search_path', v_path, true);
 end;
 $private$;
