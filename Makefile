@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-stop serve-demo modules test build/report quick test-server test-versions test-envoy test-shards test-citus \
-  instructions instructions-renew torture proof install uninstall shards install-citus uninstall-citus lint proto release-schema migration copies \
+  instructions instructions-renew torture proof install uninstall shards install-citus uninstall-citus lint proto release-schema migration \
   reference packages release install-extension show clean build bench bench-page bench-slots bench-quick
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
@@ -166,9 +166,6 @@ release-schema: ## Freeze the newest migration, and sql/ as its snapshot: a test
 
 migration: need-NAME ## Begin the next migration, when the newest is released: make migration NAME=what_it_does
 	@migrations/next.sh '$(NAME)'
-
-copies: ## Write sql/copies.sql anew, from sql/
-	go run ./migrations/cmd copies sql
 
 reference: ## Write docs/reference.md anew, from the comments of the functions in sql/
 	@RATELIMIT_REFERENCE=write go test ./tests/docs -count=1 -run '^TestDocs_ReferenceIsGenerated$$'

@@ -14,10 +14,10 @@
 --
 -- An ephemeral policy writes no WAL: a crash makes its buckets full. Durable and ephemeral policies keep their state in twin tables
 -- (buckets and ephemeral_buckets, idempotency_keys and ephemeral_idempotency_keys, slots and leases likewise), because a statement cannot
--- choose its table at run time. Longer code that touches them is written for the durable ones; copies.sql has it for the others. Short
--- statements are written twice. The tables and types are made by migrations/include/002_tables.sql.
+-- choose its table at run time. Longer code that touches them is written for the durable ones; twins.sql makes it for the others. Short
+-- statements are written twice. The tables and types are made by migrations/include/001_tables.sql.
 --
--- This file is the table of contents.
+-- This file is the table of contents. psql has the same list: migrations/psql/install.sql.
 {{ template "prologue.sql" . }}
 
 -- Private: the rules, each in one place.
@@ -94,7 +94,7 @@
 -- Which part of the keys is in this database, where more than one has them.
 {{ template "shard.sql" . }}
 
--- The same text for other tables, and for the guards.
-{{ template "copies.sql" . }}
+-- The same text for the other tables, and for the guards.
+{{ template "twins.sql" . }}
 
 {{ template "epilogue.sql" . }}

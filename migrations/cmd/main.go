@@ -1,7 +1,6 @@
 // Command cmd is for who changes pgratelimit: it writes the packages, and shows a function as PostgreSQL gets it from
 // sql/, with the line numbers of error messages.
 //
-//	go run ./migrations/cmd copies sql
 //	go run ./migrations/cmd packages build/packages
 //	go run ./migrations/cmd release build/release
 //	go run ./migrations/cmd citus citus.sql
@@ -24,16 +23,15 @@ import (
 )
 
 var commands = map[string]func(argument string) error{
-	"copies":   func(dir string) error { return write(dir, packages.Copies, "sql") },
-	"packages": func(dir string) error { return write(dir, packages.All, ".") },
-	"release":  func(dir string) error { return write(dir, packages.Release, ".") },
+	"packages": func(dir string) error { return write(dir, packages.All) },
+	"release":  func(dir string) error { return write(dir, packages.Release) },
 	"citus":    citus,
 	"show":     show,
 }
 
 func main() {
 	if len(os.Args) != 3 || commands[os.Args[1]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: cmd copies|packages|release DIRECTORY, cmd citus FILE, or cmd show FUNCTION")
+		fmt.Fprintln(os.Stderr, "usage: cmd packages|release DIRECTORY, cmd citus FILE, or cmd show FUNCTION")
 		os.Exit(2)
 	}
 	if err := commands[os.Args[1]](os.Args[2]); err != nil {
@@ -42,9 +40,9 @@ func main() {
 	}
 }
 
-// write makes files of a directory, and writes them into another.
-func write(dir string, files func(fs.FS) (packages.Files, error), of string) error {
-	made, err := files(os.DirFS(of))
+// write makes files of the repository, and writes them into a directory.
+func write(dir string, files func(fs.FS) (packages.Files, error)) error {
+	made, err := files(os.DirFS("."))
 	if err != nil {
 		return err
 	}

@@ -2,6 +2,7 @@ package packages
 
 import (
 	"embed"
+	"errors"
 	"fmt"
 	"io/fs"
 	"path"
@@ -74,11 +75,6 @@ func (s *source) onCitus() (functions string, twins []string, err error) {
 		}
 		merged[name].Data = other.passage.ReplaceAll(text, []byte(other.instead))
 	}
-	copies, err := Copies(merged)
-	if err != nil {
-		return "", nil, err
-	}
-	merged["copies.sql"] = &fstest.MapFile{Data: copies["copies.sql"]}
 	code, err := migrate.LoadCodePackage(merged)
 	if err != nil {
 		return "", nil, err
@@ -87,16 +83,40 @@ func (s *source) onCitus() (functions string, twins []string, err error) {
 	if err != nil {
 		return "", nil, err
 	}
+	// Afterwards, because sql/twins.sql reads the functions as they are without Citus.
+	var split strings.Builder
 	for _, name := range ofOneBucket {
-		if text, err = withTwin(text, name); err != nil {
+		function, err := withTwin(text+forGuards, name)
+		if err != nil {
 			return "", nil, err
 		}
+		split.WriteString(function)
 		if twin := twinOf(name); strings.HasPrefix(name, "ratelimit_") {
 			twins = append(twins, twin)
 		}
 	}
-	return text, append(twins, "decide_here"), nil
+	const epilogue = "do $epilogue$"
+	before, after, found := strings.Cut(text, epilogue)
+	if !found {
+		return "", nil, errors.New("citus: no epilogue")
+	}
+	return before + split.String() + epilogue + after, append(twins, "decide_here"), nil
 }
+
+// forGuards are what sql/twins.sql makes.
+const forGuards = `
+create or replace function ratelimit.acquire(v_policy ratelimit.policies, key text, cost bigint, idempotency_key text)
+  returns ratelimit.decision language plpgsql volatile
+as $$
+
+$$;
+
+create or replace function ratelimit.peek(policy text, key text, cost bigint)
+  returns ratelimit.decision language plpgsql stable
+as $$
+
+$$;
+`
 
 // The functions that a twin decides for on the node that has the shard of the key: the public ones about one bucket, and those
 // that the guards call.
@@ -121,7 +141,7 @@ func twinOf(name string) string {
 
 var defaultOf = regexp.MustCompile(`\s+default\s+[^,]*`)
 
-// withTwin splits a function. Its text goes to a twin, which Citus calls on the node that has the shard of the key. What is left
+// withTwin splits a function of a text. Its text goes to a twin, which Citus calls on the node that has the shard of the key. What is left
 // has the name, the arguments and the settings, and calls the twin. It refuses a key that is null by itself, for which Citus
 // would find no shard: Citus 13.2 crashes where a distributed function is called with one.
 func withTwin(text, name string) (string, error) {
@@ -167,5 +187,5 @@ func withTwin(text, name string) (string, error) {
 			regexp.MustCompile(`\b`+own+`\.`).ReplaceAllString(body, twin+"."))
 		fmt.Fprintf(&b, "comment on function ratelimit.%s is\n  'What %s does, on the node that has the shard of the key.';\n", twin, name)
 	}
-	return text[:at[0]] + b.String() + text[at[1]:], nil
+	return b.String(), nil
 }

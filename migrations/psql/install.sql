@@ -87,7 +87,7 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_next from ratelimit.ver
 \ir ../../sql/doctor.sql
 \ir ../../sql/version.sql
 \ir ../../sql/shard.sql
-\ir ../../sql/copies.sql
+\ir ../../sql/twins.sql
 \ir ../../sql/epilogue.sql
 update ratelimit.version set version = pg_catalog.current_setting('ratelimit.known')::pg_catalog.int4;
 \unset pgratelimit_next

@@ -3,12 +3,14 @@ package schema
 import (
 	"context"
 	"fmt"
+	"os"
 	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/assert"
@@ -113,7 +115,13 @@ func TestCatalog_NoOverloads(t *testing.T) {
 	slices.Sort(defined)
 	require.Equal(t, slices.Compact(slices.Clone(defined)), defined)
 
-	require.ElementsMatch(t, defined, kit.Column(t, pgtest.New(t), "select proname::text from "+kit.PackageFunctions+" as p"))
+	made := strings.Fields(`acquire acquire_ephemeral acquire_up_to_ephemeral charge_ephemeral covered_in_ephemeral_buckets create_ephemeral_buckets
+		denied_in_any_ephemeral_buckets denied_in_ephemeral_buckets hold_ephemeral live_ephemeral_idempotency_keys lock_asked_of_ephemeral_buckets
+		lock_ephemeral_buckets look_at_ephemeral_slots pause_ephemeral peek peeked_in_ephemeral_buckets refund_quota_of_ephemeral_buckets
+		release_ephemeral remember_ephemeral_idempotency_keys renew_ephemeral reserve_ephemeral rows_of_ephemeral_buckets settle_ephemeral
+		take_any_from_ephemeral_buckets take_from_ephemeral_buckets take_quota_of_ephemeral_buckets take_quotas_from_ephemeral_buckets
+		take_up_to_from_ephemeral_buckets write_ephemeral_buckets`) // by sql/twins.sql
+	require.ElementsMatch(t, slices.Concat(defined, made), kit.Column(t, pgtest.New(t), "select proname::text from "+kit.PackageFunctions+" as p"))
 }
 
 // docs/reference.md is made of the comments of the public functions.
@@ -292,6 +300,58 @@ func twins(bodies []string) (pairs int, alone []string) {
 		}
 	}
 	return pairs, alone
+}
+
+// sql/twins.sql takes the functions of the owner, fails rather than make half a twin, and drops what it would not make.
+func TestCatalog_TwinsAreMadeOrRefused(t *testing.T) {
+	t.Parallel()
+	planter := kit.NewRole(t)
+	twins := string(kit.NoError(os.ReadFile("../../sql/twins.sql"))(t))
+	edit := func(function, old, changed string) string {
+		return fmt.Sprintf("do $do$ begin execute overlay(pg_get_functiondef('ratelimit.%[1]s'::regproc) placing '%[3]s' from strpos(pg_get_functiondef('ratelimit.%[1]s'::regproc), '%[2]s') for length('%[2]s')); end $do$", function, old, changed)
+	}
+	for name, test := range map[string]struct{ change, code, message string }{
+		"nothing has changed": {"select", "", ""},
+		"a planted function":  {"create schema lair; create function lair.ratelimit_acquire(policy text, key text, cost bigint, idempotency_key text) returns ratelimit.decision language plpgsql as E'begin\\n  declare\\n  begin return null; end;\\nend;\\n'; alter function lair.ratelimit_acquire owner to " + planter, "", ""},
+		"a planted overload":  {"create function ratelimit_acquire(policy text) returns ratelimit.decision language sql as 'select null::ratelimit.decision'; alter function ratelimit_acquire(text) owner to " + planter, "", ""},
+		"an older twin":       {"create function ratelimit.gone_from_ephemeral_buckets() returns integer language sql return 1", "", ""},
+		"older steps":         {"create function ratelimit.gone_ephemeral() returns integer language sql return 1; comment on function ratelimit.gone_ephemeral is 'The steps of ratelimit_gone for an ephemeral policy.'", "", ""},
+		"another signature":   {"create function ratelimit.lock_ephemeral_buckets(text) returns integer language sql return 1", "", ""},
+		"another result":      {"drop function ratelimit.hold_ephemeral; create function ratelimit.hold_ephemeral(v_policy ratelimit.policies, key text, holder text, cost bigint) returns integer language sql return 1", "", ""},
+		"no function":         {"alter function ratelimit.lock_buckets rename to lock_the_buckets", "42883", "It is lock_buckets."},
+		"no public function":  {"alter function ratelimit_peek rename to ratelimit_peep", "42883", "It is ratelimit_peek."},
+		"another owner":       {"alter function ratelimit_hold owner to " + planter, "42883", "It is ratelimit_hold."},
+		"no block":            {"create or replace function ratelimit_hold(policy text, key text, holder text, cost bigint default 1) returns ratelimit.hold language plpgsql as 'begin return null; end'", "42883", "It is ratelimit_hold."},
+		"a statement":         {edit("write_buckets", "update buckets as b", "update only buckets as b"), "42P16", "It is write_ephemeral_buckets"},
+		"a join":              {edit("lock_buckets", "begin", "begin perform from policies join buckets as b on true;"), "42P16", "It is lock_ephemeral_buckets"},
+		"a helper":            {edit("lock_buckets", "begin", "begin perform gone_through_buckets();"), "42P16", "It is lock_ephemeral_buckets"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			want := kit.FingerprintOf(t, db)
+			conn := db.Connect(t)
+			kit.Execute(t, conn, test.change, pgx.QueryExecModeSimpleProtocol)
+			kit.Execute(t, conn, "set search_path = public, pg_temp")
+			before := kit.FingerprintOf(t, db)
+			_, err := conn.Exec(t.Context(), twins)
+			if test.code != "" {
+				kit.RequireState(t, test.code, err)
+				var refused *pgconn.PgError
+				require.ErrorAs(t, err, &refused)
+				require.Contains(t, refused.Detail, test.message)
+				require.Equal(t, before, kit.FingerprintOf(t, db))
+				return
+			}
+			require.NoError(t, err)
+			require.Equal(t, []string{"public, pg_temp"}, kit.ColumnOf(t, conn, "show search_path"))
+			kit.Execute(t, conn, "revoke all on all functions in schema ratelimit from public") // as the epilogue does
+			if strings.Contains(name, "planted") {
+				want = before
+			}
+			require.Equal(t, want, kit.FingerprintOf(t, db))
+		})
+	}
 }
 
 func TestCatalog_ConflictsNameTheConstraint(t *testing.T) {

@@ -18,15 +18,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func TestPsql_CopiesAreMadeOfTheOtherFiles(t *testing.T) {
-	t.Parallel()
-	files := kit.NoError(packages.Copies(os.DirFS("../../sql")))(t)
-	committed := kit.NoError(os.ReadFile("../../sql/copies.sql"))(t)
-	if string(files["copies.sql"]) != string(committed) {
-		t.Error("sql/copies.sql is not made of the other files: make psql")
-	}
-}
-
 // tern and psql install the same functions in the same order, and the parts of all migrations.
 func TestPsql_ListsWhatTernDoes(t *testing.T) {
 	t.Parallel()
