@@ -4,6 +4,8 @@ import { unless } from './lib/database.js'
 import { TooLate } from './lib/errors.js'
 import { sleep } from './lib/limiter.js'
 
+const LONGEST = 365 * 86_400 // s, as the database takes
+
 export function limitedFetch(limiter, { charges: chargesOf, maxPause = 3600, pauseFor = retryAfter, fetch: send = globalThis.fetch, onError = warn } = {}) {
   if (typeof limiter?.pause !== 'function') throw new TypeError('limitedFetch: the first argument must be a Limiter or a Combiner')
   if (typeof chargesOf !== 'function') throw new TypeError('limitedFetch: charges must be a function of the request')
@@ -62,22 +64,48 @@ async function giveBack(limiter, charges, { allowed, decisions }) {
 }
 
 export function retryAfter({ status, headers }) {
-  const field = (name) => headers.get(name) ?? ''
-  const waits = [untilReset(field('RateLimit-Remaining'), field('RateLimit-Reset'))]
-  const limit = field('RateLimit')
-  for (const item of limit.includes('remaining=') ? [limit.replaceAll(',', ';')] : limit.split(',')) {
-    const of = Object.fromEntries(item.split(';').map((parameter) => parameter.trim().split('=')))
-    waits.push(untilReset(of.r ?? of.remaining, of.t ?? of.reset))
+  const field = (name) => headers.get(name) ?? '' // of several lines a list
+  const clocks = [date(field('Date')), Date.now() / 1000] // the first that is near an instant measures it
+  const wait = (name, text) => {
+    const n = number(text)
+    if (n <= (name.startsWith('X-') ? 86_400 : LONGEST)) return n // behind X- no standard says seconds: 600000 has been seen for milliseconds
+    for (const now of clocks) {
+      for (const at of [n, n / 1000, date(text)]) {
+        if (Math.abs(at - now) <= LONGEST) return Math.max(0, at - now)
+      }
+    }
   }
-  if (status >= 400) waits.push(seconds(field('Retry-After')), (date(field('Retry-After')) - (date(field('Date')) || Date.now())) / 1000)
-  return Math.max(0, ...waits.filter(Number.isFinite))
+  if (status >= 400) {
+    const asked = wait('Retry-After', field('Retry-After'))
+    if (asked !== undefined) return asked
+    const ms = ['Retry-After-Ms', 'X-Ms-Retry-After-Ms'].map((name) => number(field(name))).find((n) => n <= LONGEST * 1000)
+    if (ms !== undefined) return ms / 1000
+  }
+  const waits = [0]
+  const untilReset = (name, remaining, reset) => number(remaining) === 0 && waits.push(wait(name, reset) ?? 0)
+  for (const prefix of ['RateLimit-', 'X-RateLimit-', 'X-Rate-Limit-']) untilReset(prefix, field(`${prefix}Remaining`), field(`${prefix}Reset`))
+  const list = field('RateLimit').replace(/"(?:[^"\\]|\\.?)*"?/g, '')
+  for (const item of list.includes('remaining=') ? [list.replaceAll(',', ';')] : list.split(',')) { // the members of a dictionary are of one policy
+    const of = new Map(item.split(';').map((parameter) => parameter.trim().split('=')))
+    untilReset('RateLimit', of.get('r'), of.get('t'))
+    untilReset('RateLimit', of.get('remaining'), of.get('reset'))
+  }
+  return Math.max(...waits)
 }
 
-const untilReset = (remaining, reset) => remaining === '0' ? seconds(reset) : 0
+const number = (text) => /^[ \t]*\d+(\.\d+)?[ \t]*$/.test(text) ? Number(text) : NaN
 
-const seconds = (text) => /^\d+(\.\d+)?$/.test(text) ? Math.min(Number(text), 1e9) : 0
+const MONTHS = 'JanFebMarAprMayJunJulAugSepOctNovDec'
+const toISO = (year, month, day, time) =>
+  `${year.padStart(4, '20')}-${String(Math.floor(MONTHS.indexOf(month) / 3) + 1).padStart(2, '0')}-${day.replace(' ', '0')}T${time}Z`
 
-/** A date has a weekday: a number of seconds is no year. */
-const date = (text) => /^[A-Z]/i.test(text) ? Date.parse(text) : NaN
+/** Unix time of the three forms of an HTTP date, and of RFC 3339 with or without seconds. */
+function date(text = '') {
+  const iso = text.trim()
+    .replace(/^(?:Sun|Mon|Tue|Wed|Thu|Fri|Sat)[a-z]*, (\d\d)([ -])([A-Z][a-z]{2})\2(\d{4}|\d\d) (\S+) GMT$/, (_, day, _dash, month, year, time) => toISO(year, month, day, time))
+    .replace(/^(?:Sun|Mon|Tue|Wed|Thu|Fri|Sat) ([A-Z][a-z]{2}) ([ \d]\d) (\S+) (\d{4})$/, (_, month, day, time, year) => toISO(year, month, day, time))
+  const [, day] = iso.match(/^(\d{4}-\d\d-\d\d)T(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?:Z|[+-]\d\d:\d\d)$/) ?? []
+  return day && new Date(day).toJSON()?.startsWith(day) ? Date.parse(iso) / 1000 : NaN // Date.parse takes 31 November for 1 December
+}
 
 const warn = (error) => console.warn('bucket not paused:', error)

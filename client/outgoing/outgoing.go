@@ -34,7 +34,6 @@ import (
 	"log/slog"
 	"net/http"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -205,55 +204,4 @@ func (t *transport) ask(ctx context.Context, charges []client.Charge) (d client.
 		err = ctx.Err()
 	}
 	return d, err
-}
-
-// RetryAfter returns the longest wait that the fields of an answer name, or 0:
-//
-//   - Retry-After, of a status of 400 or more: seconds, or a date, counted from the answer's Date
-//   - RateLimit, of any status, if nothing is left: "default";r=0;t=30 of draft-ietf-httpapi-ratelimit-headers-11, or
-//     limit=50, remaining=0, reset=30 of its draft 7
-//   - RateLimit-Remaining: 0 with RateLimit-Reset in seconds, of earlier drafts
-func RetryAfter(response *http.Response) time.Duration {
-	h := response.Header
-	longest := untilReset(h.Get("RateLimit-Remaining"), h.Get("RateLimit-Reset"))
-	for _, field := range h.Values("RateLimit") {
-		if strings.Contains(field, "remaining=") {
-			field = strings.ReplaceAll(field, ",", ";") // its members are of one policy
-		}
-		for item := range strings.SplitSeq(field, ",") {
-			of := map[string]string{}
-			for parameter := range strings.SplitSeq(item, ";") {
-				name, value, _ := strings.Cut(strings.TrimSpace(parameter), "=")
-				of[name] = value
-			}
-			longest = max(longest, untilReset(of["r"]+of["remaining"], of["t"]+of["reset"]))
-		}
-	}
-	if response.StatusCode < http.StatusBadRequest {
-		return longest
-	}
-	if date, err := http.ParseTime(h.Get("Retry-After")); err == nil {
-		now, err := http.ParseTime(h.Get("Date"))
-		if err != nil {
-			now = time.Now()
-		}
-		return max(longest, date.Sub(now))
-	}
-	return max(longest, seconds(h.Get("Retry-After")))
-}
-
-func untilReset(remaining, reset string) time.Duration {
-	if remaining != "0" {
-		return 0
-	}
-	return seconds(reset)
-}
-
-// seconds is 0 for text that is no number, and at most 31 years.
-func seconds(text string) time.Duration {
-	s, err := strconv.ParseFloat(strings.TrimSpace(text), 64)
-	if err != nil || !(s > 0) {
-		return 0
-	}
-	return time.Duration(min(s, 1e9) * float64(time.Second))
 }

@@ -14,6 +14,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -227,25 +228,32 @@ func TestRoundTrip_FailsUnsentAndTakesNothing(t *testing.T) {
 	}
 }
 
-// Each client reads the same pause in an answer: tests/vectors.
+// Each client reads the same wait in the fields of an answer. The clock is the local one.
 func TestRetryAfter(t *testing.T) {
 	t.Parallel()
-	text, err := os.ReadFile("../../tests/vectors/pauses.json")
+	text, err := os.ReadFile("../testdata/upstream.json")
 	require.NoError(t, err)
-	var vectors []struct {
-		Status  int
-		Fields  []string
-		Seconds float64
-	}
-	require.NoError(t, json.Unmarshal(text, &vectors))
-	for _, v := range vectors {
-		h := http.Header{}
-		for _, field := range v.Fields {
-			name, value, _ := strings.Cut(field, ": ")
-			h.Add(name, value)
+	var table struct {
+		Clock   time.Time
+		Answers []struct {
+			Source  string
+			Status  int
+			Fields  []string
+			Seconds float64
 		}
-		require.Equal(t, time.Duration(v.Seconds*1e9), RetryAfter(&http.Response{StatusCode: v.Status, Header: h}), "%+v", v)
 	}
-	inAMinute := http.Header{"Retry-After": {time.Now().Add(time.Minute).UTC().Format(http.TimeFormat)}}
-	require.InDelta(t, time.Minute, RetryAfter(&http.Response{StatusCode: http.StatusTooManyRequests, Header: inAMinute}), float64(5*time.Second))
+	require.NoError(t, json.Unmarshal(text, &table))
+	require.Greater(t, len(table.Answers), 100)
+	synctest.Test(t, func(t *testing.T) {
+		time.Sleep(time.Until(table.Clock)) // the bubble's
+		for _, answer := range table.Answers {
+			h := http.Header{}
+			for _, field := range answer.Fields {
+				name, value, _ := strings.Cut(field, ": ")
+				h.Add(name, value)
+			}
+			got := RetryAfter(&http.Response{StatusCode: answer.Status, Header: h})
+			assert.InDelta(t, answer.Seconds, got.Seconds(), 0.001, "%s: %q", answer.Source, answer.Fields)
+		}
+	})
 }

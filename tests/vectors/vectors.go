@@ -1,6 +1,5 @@
 // Package vectors has what the clients of all languages must answer alike: the files beside it. The clients' own tests
-// read addresses.json, the key of a peer and lines of X-Forwarded-For behind so many proxies, and pauses.json, the wait that the fields of
-// an answer name.
+// read addresses.json, the key of a peer and lines of X-Forwarded-For behind so many proxies.
 package vectors
 
 import (

@@ -1,8 +1,9 @@
 import assert from 'node:assert/strict'
-import test from 'node:test'
+import { readFileSync } from 'node:fs'
+import test, { mock } from 'node:test'
 import { Combiner, InvalidArgument, Limiter, TooLate, UnknownPolicy } from '../index.js'
 import { limitedFetch, retryAfter } from '../outgoing.js'
-import { definePolicy, eventually, left, pool, stuck, turn, vectors, withLocked } from './kit.js'
+import { definePolicy, eventually, left, pool, stuck, turn, withLocked } from './kit.js'
 
 /** An upstream that sees requests, and refuses those whose path has the fields of a refusal. */
 function upstream(limiter, policy, options) {
@@ -101,10 +102,15 @@ test('tokens that are granted after an abort are refunded', async () => {
   assert.deepEqual(seen, [])
 })
 
-test('a response names the pause of the shared vectors', () => {
-  for (const { status, fields, seconds } of vectors('pauses')) {
-    assert.equal(retryAfter({ status, headers: new Headers(fields.map((field) => field.split(': '))) }), seconds, JSON.stringify(fields))
+test('a response names the wait of the shared table', () => {
+  const { clock, answers } = JSON.parse(readFileSync(new URL('../../testdata/upstream.json', import.meta.url)))
+  assert.ok(answers.length > 100)
+  mock.timers.enable({ apis: ['Date'], now: Date.parse(clock) })
+  for (const { source, status, fields, seconds } of answers) {
+    const got = retryAfter({ status, headers: new Headers(fields.map((field) => field.split(/: (.*)/s, 2))) })
+    assert.ok(Math.abs(got - seconds) < 0.001, `${source}: ${got} of ${fields.join(', ')}`)
   }
+  mock.timers.reset()
 })
 
 test('a fetch is refused what it cannot work with', async () => {
