@@ -71,10 +71,13 @@ func (w *world) RoundTrip(r *http.Request) (*http.Response, error) {
 	return response, nil
 }
 
-// process is what a process sends requests with. Each is charged to requests, and the cost in its context to tokens.
+// process is what a process sends requests with. Each is charged to requests, /other to another key, and the cost in its context to tokens.
 func (w *world) process(opts ...Option) *transport {
 	return New(w, func(r *http.Request) []client.Charge {
 		charges := []client.Charge{{Policy: "requests", Key: "k"}}
+		if r.URL.Path == "/other" {
+			charges[0].Key = "other"
+		}
 		if cost, ok := r.Context().Value(w).(int64); ok {
 			charges = append(charges, client.Charge{Policy: "tokens", Key: "k", Cost: client.Cost(cost)})
 		}
@@ -146,12 +149,35 @@ func TestRoundTrip_WaitsInLine(t *testing.T) {
 	})
 }
 
+func TestRoundTrip_OneRequestOfALineAsksAtATime(t *testing.T) {
+	in(t, func(t *testing.T, w *world) {
+		require.NoError(t, w.SetLevel("requests", "k", 0))
+		p := w.process()
+		var waiting sync.WaitGroup
+		defer waiting.Wait()
+		for _, path := range []string{"/a", "/b"} {
+			waiting.Go(func() { w.send(context.WithoutCancel(t.Context()), p, path) })
+			synctest.Wait()
+		}
+		w.send(t.Context(), p, "/other")
+		time.Sleep(1500 * time.Millisecond)
+		synctest.Wait()
+		calls := w.calls
+		waiting.Go(func() { w.send(context.WithoutCancel(t.Context()), p, "/late") })
+		synctest.Wait()
+		require.Equal(t, calls, w.calls, "the first has left, and the second waits for its tokens")
+		waiting.Wait()
+		require.Equal(t, []string{"/other at 0s", "/a at 1s", "/b at 2s", "/late at 3s"}, w.sent, "another bucket has another line")
+	})
+}
+
 func TestRoundTrip_OneAnswerStopsAllProcesses(t *testing.T) {
 	in(t, func(t *testing.T, w *world) {
 		w.answers = []http.Header{{"Retry-After": {"30"}}}
-		ctx, cancel := context.WithCancel(t.Context())
+		ctx, cancel := context.WithCancel(context.WithValue(t.Context(), w, int64(4)))
 		leaving := w.process(PauseFor(func(response *http.Response) time.Duration { cancel(); return RetryAfter(response) }))
 		require.Equal(t, http.StatusTooManyRequests, w.send(ctx, leaving, "/refused"), "there is no retry")
+		w.requireLeft("tokens", 6) // the bucket of the first charge is paused
 		w.send(t.Context(), w.process(), "/a", "/b")
 		require.Equal(t, []string{"/refused at 0s", "/a at 31s", "/b at 32s"}, w.sent, "there is no herd")
 	})

@@ -50,6 +50,29 @@ test('requests with the same buckets wait in line, and one of them asks', async 
   assert.ok(calls <= 7, `${calls} calls`)
 })
 
+test('one request of a line asks at a time', async () => {
+  const asked = []
+  const { seen, send } = upstream({ acquireAll: () => new Promise((resolve) => asked.push(resolve)), pause() {} }, 'none', {
+    charges: (path) => [{ policy: 'none', key: path === '/other' ? 'other' : 'k' }],
+  })
+  const sent = ['/a', '/b', '/other'].map((path) => send(path))
+  await turn()
+  asked.splice(1)[0]({ allowed: true }) // another bucket has another line
+  for (const [i, path] of ['/c', '/d'].entries()) {
+    await turn()
+    asked[i]({ allowed: true })
+    await turn()
+    sent.push(send(path)) // comes when the first has left, and the second asks
+    await turn()
+    assert.equal(asked.length, i + 2)
+  }
+  asked[2]({ allowed: true })
+  await turn()
+  asked[3]({ allowed: true })
+  await Promise.all(sent)
+  assert.deepEqual(seen.map(({ path }) => path), ['/other', '/a', '/b', '/c', '/d'])
+})
+
 test('one response stops all processes, and is returned', async () => {
   const policy = await definePolicy(5, 100, '1 second')
   const one = upstream(new Limiter(pool), policy), other = upstream(new Combiner(pool), policy)
