@@ -97,9 +97,9 @@ export class Limiter {
     return this.#call(DECISION, 'ratelimit_refund($1::text, $2::text, $3::bigint)', values, { signal })
   }
 
-  async pause(policy, key, pauseFor, options) {
+  async pause(policy, key, pauseForMs, options) {
     const { signal } = known(options, 'signal')
-    const values = [...bucket(policy, key), interval('pauseFor', pauseFor)]
+    const values = [...bucket(policy, key), interval('pauseForMs', pauseForMs / 1000)]
     return this.#call(DECISION, 'ratelimit_pause($1::text, $2::text, $3::text::interval)', values, { signal })
   }
 

@@ -102,7 +102,7 @@ for (const [name, limiter] of Object.entries(limiters)) {
 test('pause stops a bucket, and it refills from 0 after that', async () => {
   await setClock(0)
   const policy = await definePolicy(10), limiter = new Limiter(pool)
-  const { allowed, remaining, retryAfter } = await limiter.pause(policy, 'k', 1.5)
+  const { allowed, remaining, retryAfter } = await limiter.pause(policy, 'k', 1500)
   assert.deepEqual([allowed, remaining, retryAfter >= 1.5], [false, 0, true])
   assert.equal((await limiter.acquire(policy, 'k')).retryAfter, retryAfter)
   await assert.rejects(limiter.pause(policy, 'k', 0), pgratelimit.InvalidArgument)
