@@ -1,14 +1,24 @@
 // Limits for requests to an upstream. The functions are explained in outgoing.d.ts.
 
 import { unless } from './lib/database.js'
-import { TooLate } from './lib/errors.js'
-import { sleep } from './lib/limiter.js'
+import { InvalidArgument, TooLate } from './lib/errors.js'
+import { known, sleep } from './lib/limiter.js'
 
 const LONGEST = 365 * 86_400 // s, as the database takes
 
-export function limitedFetch(limiter, { charges: chargesOf, maxPause = 3600, pauseFor = retryAfter, fetch: send = globalThis.fetch, onError = warn } = {}) {
+export function limitedFetch(limiter, options) {
   if (typeof limiter?.pause !== 'function') throw new TypeError('limitedFetch: the first argument must be a Limiter or a Combiner')
-  if (typeof chargesOf !== 'function') throw new TypeError('limitedFetch: charges must be a function of the request')
+  const { charges: chargesOf, maxPauseMs = 3_600_000, pauseForMs = (response) => retryAfter(response) * 1000, fetch: send = globalThis.fetch, onError = warn } =
+    known(options, 'charges', 'maxPauseMs', 'pauseForMs', 'fetch', 'onError')
+  for (const [name, value] of Object.entries({ charges: chargesOf, pauseForMs, fetch: send, onError })) {
+    if (typeof value !== 'function') throw new TypeError(`limitedFetch: ${name} must be a function`)
+  }
+  if (typeof maxPauseMs !== 'number' || !(maxPauseMs > 0)) {
+    throw new InvalidArgument('invalid maxPauseMs', {
+      detail: `maxPauseMs is ${String(maxPauseMs)}.`,
+      hint: 'Pass milliseconds above 0, or Infinity; without pauses, a pauseForMs that returns 0.',
+    })
+  }
   const lines = new Map() // by the names of the buckets, when the last request has left
   return async (input, init) => {
     const charges = await chargesOf(input, init)
@@ -17,8 +27,12 @@ export function limitedFetch(limiter, { charges: chargesOf, maxPause = 3600, pau
     const name = JSON.stringify(charges.map(({ policy, key }) => [policy, key]))
     await inLine(lines, name, signal, () => take(limiter, charges, signal))
     const response = await send(input, init)
-    const seconds = Math.min(pauseFor(response), maxPause)
-    if (seconds > 0) await limiter.pause(charges[0].policy, charges[0].key, Math.max(seconds, 0.001)).catch(onError)
+    try {
+      const ms = Math.min(await pauseForMs(response), maxPauseMs, LONGEST * 1000)
+      if (ms > 0) await limiter.pause(charges[0].policy, charges[0].key, Math.max(ms, 1))
+    } catch (error) {
+      onError(error)
+    }
     return response
   }
 }

@@ -54,13 +54,13 @@ type Limiter interface {
 // New returns a RoundTripper that takes the charges of a request before it sends the request. A request without charges is sent without
 // a call, and its answer pauses nothing. An http.Client that follows a redirect charges each of its requests.
 func New(limiter Limiter, charges func(*http.Request) []client.Charge, opts ...Option) http.RoundTripper {
-	if limiter == nil || charges == nil {
-		panic("outgoing: New: no limiter, or no charges")
-	}
 	t := &transport{limiter: limiter, charges: charges, base: http.DefaultTransport, maxPause: time.Hour, pauseFor: RetryAfter, last: map[string]chan struct{}{}}
 	t.onError = func(r *http.Request, err error) { slog.WarnContext(r.Context(), "bucket not paused", "error", err) }
 	for _, opt := range opts {
 		opt(t)
+	}
+	if t.limiter == nil || t.charges == nil || t.base == nil || t.pauseFor == nil || t.onError == nil {
+		panic("outgoing: New: no limiter, no charges, or an option of nil")
 	}
 	return t
 }
@@ -71,10 +71,16 @@ type Option func(*transport)
 // Base sends the requests. Defaults to [http.DefaultTransport].
 func Base(base http.RoundTripper) Option { return func(t *transport) { t.base = base } }
 
-// MaxPause bounds each pause, whatever the upstream asks for. Defaults to an hour.
-func MaxPause(longest time.Duration) Option { return func(t *transport) { t.maxPause = longest } }
+// MaxPause bounds each pause, whatever the upstream asks for. It must be above 0, and no pause is longer than 365 days. Defaults to an
+// hour.
+func MaxPause(most time.Duration) Option {
+	if most <= 0 {
+		panic(fmt.Sprintf("outgoing: MaxPause(%v): pass a duration above 0; without pauses, give PauseFor a function that returns 0", most))
+	}
+	return func(t *transport) { t.maxPause = min(most, longest) }
+}
 
-// PauseFor is how long an answer pauses the bucket, 0 for not at all, such as for the fields of one vendor. It must not read
+// PauseFor is how long an answer pauses the bucket, 0 or less for not at all, such as for the fields of one vendor. It must not read
 // the body. Defaults to [RetryAfter].
 func PauseFor(of func(*http.Response) time.Duration) Option {
 	return func(t *transport) { t.pauseFor = of }

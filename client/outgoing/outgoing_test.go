@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net/http"
 	"os"
 	"strings"
@@ -184,12 +185,26 @@ func TestRoundTrip_OneAnswerStopsAllProcesses(t *testing.T) {
 }
 
 func TestRoundTrip_BoundsThePause(t *testing.T) {
+	for _, invalid := range []time.Duration{0, -time.Second} {
+		require.PanicsWithValue(t, fmt.Sprintf("outgoing: MaxPause(%v): pass a duration above 0; without pauses, give PauseFor a function that returns 0", invalid),
+			func() { MaxPause(invalid) })
+	}
 	in(t, func(t *testing.T, w *world) {
 		w.answers = []http.Header{{}, {"Retry-After": {"86400"}}}
 		w.send(t.Context(), w.process(MaxPause(5*time.Second)), "/refused", "/again", "/a")
 		require.Equal(t, []string{"/refused at 0s", "/again at 0s", "/a at 6s"}, w.sent, "without a field there is no pause")
 		w.send(t.Context(), w.process(PauseFor(func(*http.Response) time.Duration { return 1 })), "/b", "/c")
 		require.Equal(t, "/c at 8.001s", w.sent[4], "a millisecond is the shortest pause")
+		for _, pause := range []time.Duration{math.MinInt64, -1, 0} {
+			w.send(t.Context(), w.process(PauseFor(func(*http.Response) time.Duration { return pause })), "/d")
+		}
+		require.Equal(t, "/d at 11.002s", w.sent[7], "no pause")
+		w.answers = []http.Header{{"Retry-After": {"86400"}}}
+		w.send(t.Context(), w.process(), "/refused", "/e")
+		require.Equal(t, "/e at 1h0m13.002s", w.sent[9], "an hour is the longest pause by default")
+		year := PauseFor(func(*http.Response) time.Duration { return math.MaxInt64 })
+		w.send(t.Context(), w.process(MaxPause(math.MaxInt64), year), "/f", "/g")
+		require.Equal(t, "/g at 8761h0m15.002s", w.sent[11], "365 days are the longest pause")
 	})
 }
 

@@ -84,17 +84,21 @@ test('one response stops all processes, and is returned', async () => {
 })
 
 test('a pause is bounded, and without a field there is none', async () => {
-  const paused = [], policy = await definePolicy(9)
+  const paused = [], policy = await definePolicy(99)
   const limiter = { __proto__: new Limiter(pool), acquireAll: (charges) => new Limiter(pool).acquireAll(charges), pause: async (...args) => { paused.push(args) } }
   await upstream(limiter, policy).send('{}')
   assert.deepEqual(paused, [])
-  await upstream(limiter, policy, { maxPause: 60 }).send('{"Retry-After": "86400"}')
-  await upstream(limiter, policy, { pauseFor: () => 1e-9 }).send('{}')
-  assert.deepEqual(paused, [[policy, 'k', 60], [policy, 'k', 0.001]])
+  await upstream(limiter, policy).send('{"Retry-After": "1.5"}', { cost: 1, policy: await definePolicy(9) }) // the bucket of the first charge is paused
+  await upstream(limiter, policy).send('{"Retry-After": "86400"}')
+  await upstream(limiter, policy, { maxPauseMs: 60_000 }).send('{"Retry-After": "86400"}')
+  for (const ms of [1e-9, 2500, NaN, -1, -Infinity, 0, undefined]) await upstream(limiter, policy, { pauseForMs: async () => ms }).send('{}')
+  await upstream(limiter, policy, { pauseForMs: () => Infinity, maxPauseMs: Infinity }).send('{}')
+  assert.deepEqual(paused, [1500, 3_600_000, 60_000, 1, 2500, 365 * 86_400_000].map((ms) => [policy, 'k', ms]))
   const failed = []
   limiter.pause = async () => { throw new Error('lost') }
   assert.equal((await upstream(limiter, policy, { onError: ({ message }) => failed.push(message) }).send('{"Retry-After": "3"}')).status, 429)
-  assert.deepEqual(failed, ['lost'])
+  assert.equal((await upstream(limiter, policy, { onError: ({ message }) => failed.push(message), pauseForMs: () => { throw new Error('ours') } }).send('{}')).status, 429)
+  assert.deepEqual(failed, ['lost', 'ours'])
 })
 
 test('nothing is sent or taken without the tokens', async () => {
@@ -138,7 +142,11 @@ test('a response names the wait of the shared table', () => {
 
 test('a fetch is refused what it cannot work with', async () => {
   assert.throws(() => limitedFetch(pool, { charges: () => [] }), TypeError)
-  assert.throws(() => limitedFetch(new Limiter(pool)), /charges must be a function/)
+  const limiter = new Limiter(pool), charges = () => []
+  assert.throws(() => limitedFetch(limiter), /charges must be a function/)
+  for (const name of ['pauseForMs', 'fetch', 'onError']) assert.throws(() => limitedFetch(limiter, { charges, [name]: 5 }), new RegExp(`${name} must be a function`))
+  for (const maxPauseMs of [0, -1, NaN, '60', 60n, null]) assert.throws(() => limitedFetch(limiter, { charges, maxPauseMs }), InvalidArgument)
+  assert.throws(() => limitedFetch(limiter, { charges, maxPause: 60 }), /options has maxPause/)
   const { seen } = upstream(new Limiter(pool), 'none'), free = limitedFetch(new Limiter(pool), { charges: () => [], fetch: async () => 'sent' })
   assert.deepEqual([await free('/a'), seen], ['sent', []])
   await assert.rejects(limitedFetch(new Limiter(pool), { charges: () => 'text' })('/a'), (error) => error instanceof InvalidArgument || error instanceof TypeError)

@@ -1,7 +1,7 @@
 // Not run: tsc --noEmit compiles it.
 import { Combiner, Denied, Limiter, TooLate, translate, type JointDecision } from 'pgratelimit'
 import { addressKey, byIP, byUser, limit, limitFetch, per } from 'pgratelimit/http'
-import { limitedFetch } from 'pgratelimit/outgoing'
+import { limitedFetch, retryAfter } from 'pgratelimit/outgoing'
 
 declare const pool: { query(text: string, values?: unknown[]): Promise<{ rows: any[]; rowCount: number | null }> }
 const limiter: Limiter = new Combiner(pool, { callsInFlight: 3, maxWaiting: 10, callTimeout: 1, schema: 'public', retry: true })
@@ -47,7 +47,8 @@ limit(limiter, { charges: per('api', byIP()) })
 
 const upstream = limitedFetch(limiter, {
   charges: (_url: string, init: RequestInit & { tokens: number }) => [{ policy: 'requests', key: 'k' }, { policy: 'tokens', key: 'k', cost: init.tokens }],
-  maxPause: 60,
+  maxPauseMs: 60_000,
+  pauseForMs: async (response) => retryAfter(response) * 1000,
 })
 upstream('https://example.org', { method: 'POST', tokens: 5 }).then((response: Response) => response.status)
 // @ts-expect-error the charges need tokens
