@@ -394,10 +394,16 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 		}
 		l.alone.isChecked.Store(true)
 	}
-	sql := l.statement(c)
-	return l.failed(c, retry(ctx, l.db, c.once, func() error {
-		return l.db.QueryRow(ctx, sql, c.args...).Scan(dest...)
-	}))
+	sql, mayRun := l.statement(c), false
+	err := retry(ctx, l.db, c.once, func() error {
+		err := l.db.QueryRow(ctx, sql, c.args...).Scan(dest...)
+		mayRun = mayRun || err != nil && isUnknown(err) && !isUnsent(err)
+		return err
+	})
+	if err == nil {
+		return nil
+	}
+	return &callError{c.verb, l.schema + c.function, err, mayRun}
 }
 
 // zeroByteIn is the error about an argument, from 0. Policy and key come first. Of the further arguments only the idempotency key is
@@ -420,12 +426,4 @@ func (l *limiter) statement(c call) string {
 		from = "pg_catalog.set_config('synchronous_commit', 'off', true), " + from
 	}
 	return "select " + c.columns + " from " + from
-}
-
-// failed adds the call to an error.
-func (l *limiter) failed(c call, err error) error {
-	if err == nil {
-		return nil
-	}
-	return &callError{c.verb, l.schema + c.function, err}
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 
@@ -96,6 +97,50 @@ var kinds = map[string]error{
 	"55P03": ErrLocked,          // lock_not_available
 }
 
+// An ErrorKind is what middleware does with an error of a limiter: see [KindOf].
+type ErrorKind int
+
+// The kinds of errors. testdata/failures.json lists them by SQLSTATE.
+const (
+	// Fault: the request or the program is to blame, and would be again: an unknown policy, an invalid argument, an idempotency
+	// key that means another request, a wrong shard. Middleware fails the request.
+	Fault ErrorKind = 1 + iota
+
+	// Setup: the package or a privilege is missing. Middleware that has never had a decision fails the request.
+	Setup
+
+	// Away: no decision was to be had: no connection, no time, a standby, or a server in trouble. Middleware does what the program
+	// has chosen for this.
+	Away
+)
+
+// KindOf returns the kind of an error of a limiter. What is not known is Away.
+func KindOf(err error) ErrorKind {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) {
+		switch code := pgErr.Code; {
+		case strings.HasPrefix(code, "22"), strings.HasPrefix(code, "RL"): // data_exception
+			return Fault
+		case needsSetup[code]:
+			return Setup
+		}
+	}
+	for _, fault := range []error{ErrUnknownPolicy, ErrIdempotencyMismatch, ErrNoGrant, ErrSettled, ErrInvalidArgument, ErrWrongShard} {
+		if errors.Is(err, fault) {
+			return Fault
+		}
+	}
+	return Away
+}
+
+var needsSetup = map[string]bool{
+	"42501": true, // insufficient_privilege
+	"42883": true, // undefined_function
+	"42P01": true, // undefined_table
+	"42703": true, // undefined_column
+	"3F000": true, // invalid_schema_name
+}
+
 // isText reports whether the cause is text that this database cannot hold.
 func isText(err error) bool {
 	var pgErr *pgconn.PgError
@@ -109,6 +154,7 @@ type callError struct {
 	verb     string
 	function string // the function called, with its arguments; empty when no call was made
 	err      error
+	mayRun   bool // a try was lost after it was sent: the server may have carried it out, or may yet
 }
 
 func failed(verb string, err error) error {
@@ -126,7 +172,7 @@ func refused(verb, code, message, detail, hint string) error {
 }
 
 func (e *callError) Error() string {
-	message := "pgratelimit: " + e.verb + ": " + e.err.Error()
+	message := "pgratelimit: " + e.verb + ": " + withoutRepeats(e.err.Error())
 	var pgErr *pgconn.PgError
 	if errors.As(e.err, &pgErr) {
 		for _, more := range []string{pgErr.Detail, e.hint(pgErr)} {
@@ -138,18 +184,32 @@ func (e *callError) Error() string {
 	return message
 }
 
+// withoutRepeats leaves out lines that repeat the line before: pgx tries an address with TLS and without, and reports both.
+func withoutRepeats(text string) string {
+	return strings.Join(slices.Compact(strings.Split(text, "\n")), "\n")
+}
+
 // hint is the server's hint, unless it would mislead or is missing: a missing function is a missing
 // installation, and a privilege is granted by a statement.
 func (e *callError) hint(err *pgconn.PgError) string {
 	switch {
-	case err.Code == "42883": // undefined_function
+	case err.Code == "42703": // undefined_column
+		return "The functions in this database are of another version: install the version of this client."
+	case needsSetup[err.Code] && err.Code != "42501":
 		return "Install pgratelimit in this database, put its schema on search_path, or name it with client.Schema."
+	case strings.HasPrefix(err.Code, "28"): // invalid_authorization_specification
+		return "Check the user and the password in the connection string, and pg_hba.conf of the server."
+	case err.Code == "3D000": // invalid_catalog_name
+		return "Check the name of the database in the connection string, or create the database."
+	case err.Code == "08P01": // protocol_violation
+		return "If a pooler refuses a setting, leave it out of the connection string, or add it to the pooler's ignore_startup_parameters."
 	case err.Code == "55P03" && err.Hint == "": // lock_not_available
 		return "Another transaction has held the bucket or policy for longer than lock_timeout. Nothing was taken: try again later."
 	case isText(err):
 		return "This database cannot hold a policy, key or idempotency key with these bytes: pass text in UTF-8, or a hash."
 	case err.Code == "42501": // insufficient_privilege
 		name, signature := strings.TrimSuffix(nameOf.FindString(e.function), "("), parameter.ReplaceAllString(e.function, "")
+		schema, _, isNamed := strings.Cut(signature, "."+name)
 		batch := map[string]string{"ratelimit_cleanup_all": "cleanup_batch", "ratelimit_reset_all": "reset_batch"}[name]
 		switch {
 		case batch != "": // which needs all three, whichever is missing
@@ -158,6 +218,8 @@ func (e *callError) hint(err *pgconn.PgError) string {
 				"grant execute on function ratelimit." + batch + " to <role>;"
 		case name != "" && strings.Contains(err.Message, name):
 			return "Its owner can run: grant execute on function " + signature + " to <role>;"
+		case isNamed && strings.Contains(err.Message, strings.Trim(schema, `"`)):
+			return "Its owner can run: grant usage on schema " + schema + " to <role>;"
 		}
 	}
 	return err.Hint
@@ -167,6 +229,12 @@ var (
 	nameOf    = regexp.MustCompile(`ratelimit_\w+\(`) // a schema may begin like a function
 	parameter = regexp.MustCompile(`\$\d+::(\S+::)?`) // up to its type, which is the last of the casts
 )
+
+// mayRun reports whether the server may have carried out a call that failed.
+func mayRun(err error) bool {
+	failed, ok := errors.AsType[*callError](err)
+	return ok && failed.mayRun
+}
 
 func (e *callError) Unwrap() error { return e.err }
 

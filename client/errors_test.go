@@ -2,6 +2,7 @@ package client_test
 
 import (
 	"errors"
+	"strings"
 	"testing"
 	"time"
 
@@ -56,6 +57,20 @@ func TestErrors_SayWhatFailedAndWhatHelps(t *testing.T) {
 	require.ErrorIs(t, err, broken)
 }
 
+// What to do about a connection, or an installation, stands in the error. An address that is tried with TLS and without is reported once.
+func TestErrors_SayWhatHelpsToConnectAndInstall(t *testing.T) {
+	t.Parallel()
+	for code, help := range map[string]string{
+		"28P01": "Check the user and the password", "28000": "pg_hba.conf", "3D000": "Check the name of the database",
+		"08P01": "ignore_startup_parameters", "3F000": "Install pgratelimit", "42P01": "Install pgratelimit", "42703": "another version",
+	} {
+		_, err := client.New(&fakeDB{answers: []any{pgError(code)}}).Acquire(t.Context(), "p", "k")
+		require.ErrorContains(t, err, help, code)
+	}
+	_, err := client.New(&fakeDB{answers: []any{refused(t)}}).Acquire(t.Context(), "p", "k")
+	require.Equal(t, 1, strings.Count(err.Error(), "connection refused"), err)
+}
+
 // A privilege that is missing is named by the statement that grants it.
 func TestErrors_SayWhichGrantIsMissing(t *testing.T) {
 	t.Parallel()
@@ -73,10 +88,10 @@ func TestErrors_SayWhichGrantIsMissing(t *testing.T) {
 	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_acquire_all(text[], text[], bigint[], text) to <role>;`)
 	err = fail("permission denied for function ratelimit_override").Override(ctx, client.Override{})
 	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp, interval) to <role>;`)
-	for _, other := range []string{"permission denied for schema ratelimit_app", "permission denied for table policies"} {
-		_, err = fail(other).Acquire(ctx, "p", "k")
-		require.EqualError(t, err, "pgratelimit: acquire: ERROR: "+other+" (SQLSTATE 42501)", "no other grant would help")
-	}
+	_, err = fail("permission denied for schema ratelimit_app").Acquire(ctx, "p", "k")
+	require.ErrorContains(t, err, `Its owner can run: grant usage on schema "ratelimit_app" to <role>;`)
+	_, err = fail("permission denied for table policies").Acquire(ctx, "p", "k")
+	require.EqualError(t, err, "pgratelimit: acquire: ERROR: permission denied for table policies (SQLSTATE 42501)", "no grant of ours would help")
 }
 
 func TestErrors_OfTheClientNeverReachTheDatabase(t *testing.T) {

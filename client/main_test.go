@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"net"
 	"reflect"
 	"regexp"
 	"slices"
@@ -97,6 +98,15 @@ func granted(remaining int64) row {
 
 func pgError(code string) *pgconn.PgError {
 	return &pgconn.PgError{Severity: "ERROR", Code: code, Message: "made up"}
+}
+
+// refused is the error of a connection that a server refuses.
+func refused(t *testing.T) error {
+	listener := noError(net.Listen("tcp", "127.0.0.1:0"))(t)
+	require.NoError(t, listener.Close())
+	_, err := pgconn.Connect(t.Context(), "sslmode=prefer host=127.0.0.1 port="+fmt.Sprint(listener.Addr().(*net.TCPAddr).Port))
+	require.Error(t, err)
+	return err
 }
 
 // noError returns the value of a call that must not fail.

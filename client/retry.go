@@ -56,6 +56,15 @@ func isUnknown(err error) bool {
 	return !ok || pgErr.SeverityUnlocalized == "FATAL" || pgErr.SeverityUnlocalized == "PANIC"
 }
 
+// isUnsent reports whether the server never got the call.
+func isUnsent(err error) bool {
+	_, refused := errors.AsType[*pgconn.ConnectError](err)
+	return refused || pgconn.SafeToRetry(err) || isClosed(err)
+}
+
+// isClosed reports whether the pool was closed. Its error is puddle's, which this module does not import.
+func isClosed(err error) bool { return strings.HasSuffix(err.Error(), "closed pool") }
+
 // isAutocommit reports whether each call on db is a transaction of its own. A db of an unknown type might
 // be a transaction.
 func isAutocommit(db Querier) bool {
