@@ -7,6 +7,7 @@ import (
 	"fmt"
 	mathrand "math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgtype"
@@ -18,7 +19,20 @@ const (
 
 	// maxAskPause is the longest pause between two tries to renew, and about the longest between two tries to hold.
 	maxAskPause = time.Second
+
+	// undoFor is how long a call is undone whose answer was lost. How long the lease is, only the answer would have told: a failover
+	// is over by then, and what is held longer without an answer ends with its lease.
+	undoFor = time.Hour
+
+	// maxUndoPause is the longest pause between two tries to undo.
+	maxUndoPause = 30 * time.Second
+
+	// maxUndoing bounds the calls of this process that wait to be undone. Each takes a connection for up to 5 seconds after each pause.
+	maxUndoing = 1000
 )
+
+// undoing counts the calls that wait to be undone.
+var undoing atomic.Int64
 
 // A HoldDecision is the answer to [Limiter.Hold]. Times count from the moment the server decided, in whole microseconds.
 type HoldDecision struct {
@@ -60,6 +74,7 @@ type Hold struct {
 	idle                chan struct{}           // closed when no renewal is under way, nor will be
 	releasing           chan struct{}           // has an element while a Release is under way
 	released            bool                    // guarded by releasing
+	late                atomic.Bool             // a Release has failed, and is repeated in the background
 	timer               *time.Timer             // at the end of the lease
 
 	mu     sync.Mutex
@@ -83,10 +98,12 @@ type Hold struct {
 //
 // The holder is a uuid that is drawn for the call. While the Hold lasts, it renews the lease in the background: when a third of
 // the lease is over, and if that fails again and again until the lease ends. When ctx ends, nothing is renewed any more, and the
-// slots are free when the lease ends, or by Release. When ctx ends during the call, the call returns. What the server may
-// have granted is released in the background, twice within 11 seconds, because the server may carry out a call that is cancelled.
-// Behind a row that is locked for longer than a second it may do so too late for that, and the slots are then free when the lease
-// ends: set a lock_timeout below a second for the sessions of the pool.
+// slots are free when the lease ends, or by Release. When ctx ends during the call, the call returns.
+//
+// When the answer is lost, with ctx or with the connection, the server may hold for this call, or may yet. Such slots are released in
+// the background, as soon as the database answers within an hour. The release is made twice, a second apart, if it finds nothing. Behind a
+// row that is locked for longer the server may hold after that, until the lease ends: set a lock_timeout below a second for the sessions
+// of the pool.
 //
 // Under a policy that only watches, a Hold that is Shadowed holds nothing, and makes no more calls.
 //
@@ -162,7 +179,7 @@ func (l *limiter) hold(ctx context.Context, policy, key, holder string, s settin
 	h := &Hold{limiter: l, policy: policy, key: key, holder: holder, calls: context.WithoutCancel(ctx), began: time.Now()}
 	d, err := l.holdAs(ctx, policy, key, holder, s)
 	switch {
-	case err != nil && ctx.Err() != nil && isUnknown(err): // it may hold
+	case mayRun(err): // it may hold, and only this call knows its holder
 		go func() {
 			_ = undo(func() (bool, error) { // else the lease ends by itself
 				ctx, cancel := context.WithTimeout(h.calls, releaseTimeout)
@@ -356,9 +373,9 @@ func (c holdContext) Done() <-chan struct{} {
 }
 
 // Release ends Context and then frees the slots, after a renewal that is under way. It is safe to repeat: once it has succeeded it
-// does nothing, and after an error it tries again. Without a Release that succeeds the slots are free when the lease ends.
-// It goes on for up to 5 seconds after ctx has ended, so it can be deferred with the ctx of the work. A lease that had ended
-// before is no error.
+// does nothing, and after an error it tries again. It goes on for up to 5 seconds after ctx has ended, so it can be deferred with the
+// ctx of the work. After an error the release is repeated in the background, until it succeeds or the lease ends. A lease that had
+// ended before is no error.
 //
 // Errors: the error of ctx, [ErrLocked].
 func (h *Hold) Release(ctx context.Context) error {
@@ -366,6 +383,22 @@ func (h *Hold) Release(ctx context.Context) error {
 		return nil
 	}
 	h.stop(context.Canceled)
+	err := h.release(ctx)
+	if err != nil && KindOf(err) != Fault && !h.late.Swap(true) {
+		h.mu.Lock()
+		until := h.began.Add(h.tenure.until)
+		h.mu.Unlock()
+		undoLater(func() (bool, error) {
+			ctx, cancel := context.WithTimeout(h.calls, releaseTimeout)
+			defer cancel()
+			err := h.release(ctx)
+			return err == nil, err
+		}, until, time.Second, false)
+	}
+	return err
+}
+
+func (h *Hold) release(ctx context.Context) error {
 	ctx, cancel := outlive(ctx, releaseTimeout)
 	defer cancel()
 	select {
@@ -396,14 +429,38 @@ func (h *Hold) send(ctx context.Context) (released bool, err error) {
 	return released, err
 }
 
-// undo makes the call that undoes a cancelled call. The server may carry out the cancelled call later: if there was nothing to undo, undo
-// makes its call once more in the background, a second later.
+// undo makes the call that undoes a call whose answer was lost. If that has no answer either, or nothing to undo yet, because the server
+// may carry out the lost call later, undo makes its call again in the background.
 func undo(call func() (undone bool, err error)) error {
 	undone, err := call()
 	if !undone {
-		time.AfterFunc(time.Second, func() { _, _ = call() })
+		undoLater(call, time.Now().Add(undoFor), time.Second, err == nil)
 	}
 	return err
+}
+
+// undoLater makes the call after a pause, and again after longer ones until it has undone something, has twice had nothing to undo,
+// cannot succeed, or the time is over.
+func undoLater(call func() (undone bool, err error), until time.Time, pause time.Duration, answered bool) {
+	if undoing.Add(1) > maxUndoing {
+		undoing.Add(-1)
+		return
+	}
+	var again func()
+	again = func() {
+		undone, err := call()
+		ends := undone || err == nil && answered || KindOf(err) == Fault || err != nil && isClosed(err)
+		if pause = min(2*pause, maxUndoPause); err == nil {
+			answered, pause = true, 2*time.Second // the next is a second later, at least
+		}
+		next := pause/2 + mathrand.N(pause/2+1)
+		if ends || time.Now().Add(next).After(until) {
+			undoing.Add(-1)
+			return
+		}
+		time.AfterFunc(next, again)
+	}
+	time.AfterFunc(pause, again)
 }
 
 // outlive returns a context that ends d after ctx.

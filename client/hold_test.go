@@ -1,9 +1,12 @@
 package client_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"math"
 	"regexp"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -103,9 +106,12 @@ func TestHold_EndsWithItsLease(t *testing.T) {
 		after time.Duration
 		frees bool // for the next
 	}{
-		"no answer":      {func(_ context.Context, f *clienttest.Fake) error { f.FailAll(errors.New("no connection")); return nil }, 30 * time.Second, true},
-		"a reset":        {func(ctx context.Context, f *clienttest.Fake) error { return f.Reset(ctx, "jobs", "k") }, 10 * time.Second, true},
-		"a policy gone":  {func(ctx context.Context, f *clienttest.Fake) error { return f.DropPolicy(ctx, "jobs") }, 10 * time.Second, false},
+		"no answer":     {func(_ context.Context, f *clienttest.Fake) error { f.FailAll(errors.New("no connection")); return nil }, 30 * time.Second, true},
+		"a reset":       {func(ctx context.Context, f *clienttest.Fake) error { return f.Reset(ctx, "jobs", "k") }, 10 * time.Second, true},
+		"a policy gone": {func(ctx context.Context, f *clienttest.Fake) error { return f.DropPolicy(ctx, "jobs") }, 10 * time.Second, false},
+		"tokens in place of slots": {func(ctx context.Context, f *clienttest.Fake) error {
+			return errors.Join(f.DropPolicy(ctx, "jobs"), f.DefinePolicy(ctx, client.Policy{Name: "jobs", Capacity: 1, Refill: 1, Every: time.Second}))
+		}, 10 * time.Second, false},
 		"no answer once": {func(_ context.Context, f *clienttest.Fake) error { f.FailNext(errors.New("no connection")); return nil }, 0, false},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -128,10 +134,58 @@ func TestHold_EndsWithItsLease(t *testing.T) {
 				if test.frees {
 					require.NoError(t, held(t, fake, client.Cost(2)).Release(t.Context()))
 				}
-				require.NoError(t, h.Release(t.Context()), "there is nothing to release")
+				if name != "tokens in place of slots" { // of which a release is invalid
+					require.NoError(t, h.Release(t.Context()), "there is nothing to release")
+				}
 			})
 		})
 	}
+}
+
+// A lease may be longer than a Duration, and shorter than any pause.
+func TestHold_LeasesOfAnyLength(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		db := newSlotDB()
+		db.hold = func(context.Context) any {
+			return row{true, int64(1), int64(0), int64(math.MaxInt64), int64(2), false, false}
+		}
+		db.renew = func(context.Context) any { return row{int64(math.MaxInt64)} }
+		h := db.held(t)
+		time.Sleep(150 * 365 * 24 * time.Hour)
+		require.NoError(t, h.Context().Err())
+		require.NoError(t, h.Release(t.Context()))
+		require.Equal(t, []string{"hold", "renew", "renew", "renew", "renew", "release"}, db.calls())
+
+		db = newSlotDB()
+		db.hold = func(context.Context) any { return row{true, int64(1), int64(0), int64(1), int64(2), false, false} }
+		db.renew = silent
+		begin := time.Now()
+		h = db.held(t)
+		<-h.Context().Done()
+		require.Equal(t, time.Microsecond, time.Since(begin))
+		require.NoError(t, h.Release(t.Context()))
+	})
+}
+
+// Done is closed at the end of the lease that was renewed last, whenever a renewal that fails would have looked next.
+func TestHold_DoneEndsWithTheRenewedLeaseToTheInstant(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		for range 20 { // pauses between renewals are random
+			db := newSlotDB()
+			var renewals atomic.Int64
+			db.renew = func(context.Context) any {
+				if renewals.Add(1) == 1 {
+					return row{tenSeconds}
+				}
+				return pgError("53300")
+			}
+			begin := time.Now()
+			h := db.held(t)
+			<-h.Context().Done()
+			require.Equal(t, tenSeconds/3+tenSeconds, time.Since(begin).Microseconds())
+			require.NoError(t, h.Release(t.Context()))
+		}
+	})
 }
 
 // A slotDB answers the three calls with functions of the test.
@@ -374,6 +428,136 @@ func TestHold_ReleasesWhatACallWithoutAnAnswerMayHold(t *testing.T) {
 		require.ErrorIs(t, err, context.DeadlineExceeded)
 		synctest.Wait()
 		require.Len(t, db.calls(), 2, "nothing was sent")
+	})
+}
+
+// A call that was committed, and whose answer was lost with the connection, holds for a holder that only the call knew.
+func TestHold_ReleasesWhatALostCallMayHold(t *testing.T) {
+	t.Parallel()
+	refused, lost := refused(t), errors.New("connection reset")
+	for name, test := range map[string]struct {
+		holds    []any // answers to the three tries
+		releases []any // answers to the releases
+		none     bool  // nothing is released
+		least    int   // releases
+		most     int
+		longest  time.Duration
+	}{
+		"lost":                        {holds: []any{lost}, releases: []any{row{true}}, least: 1, most: 1},
+		"lost, and then refused":      {holds: []any{lost, refused}, releases: []any{row{true}}, least: 1, most: 1},
+		"refused":                     {holds: []any{refused}, none: true},
+		"an error of the server":      {holds: []any{pgError("53300")}, none: true},
+		"a failover of seven minutes": {holds: []any{lost}, releases: slices.Concat(slices.Repeat([]any{refused}, 60), []any{row{true}}), least: 61, most: 61, longest: 10 * time.Minute},
+		"not carried out":             {holds: []any{lost}, releases: []any{row{false}}, least: 2, most: 2, longest: time.Second},
+		"carried out late":            {holds: []any{lost}, releases: []any{refused, refused, refused, row{false}, row{true}}, least: 5, most: 5},
+		"a policy without slots":      {holds: []any{lost}, releases: []any{refused, refused, refused, pgError("22023")}, least: 4, most: 4},
+		"a closed pool":               {holds: []any{lost}, releases: []any{errors.New("closed pool")}, least: 3, most: 6},
+		"away for good":               {holds: []any{lost}, releases: []any{refused}, least: 300, most: 1000, longest: time.Hour},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
+				db := newSlotDB()
+				holds, releases := fakeDB{answers: test.holds}, fakeDB{answers: test.releases}
+				next := func(db *fakeDB) any { return db.QueryRow(t.Context(), "").(scanner).answer }
+				db.hold = func(context.Context) any { return next(&holds) }
+				var last time.Time
+				db.release = func(context.Context) any { last = time.Now(); return next(&releases) }
+				_, _, err := client.New(db).Hold(t.Context(), "jobs", "k")
+				require.Error(t, err)
+				failed := time.Now()
+				time.Sleep(24 * time.Hour)
+				synctest.Wait()
+				n := len(releases.sent())
+				if test.none {
+					require.Zero(t, n)
+					return
+				}
+				require.GreaterOrEqual(t, n, test.least)
+				require.LessOrEqual(t, n, test.most)
+				require.LessOrEqual(t, last.Sub(failed), cmp.Or(test.longest, 10*time.Second))
+				for _, q := range db.sent() {
+					require.Equal(t, db.sent()[0].args[2], q.args[2], "by the same holder")
+				}
+			})
+		})
+	}
+}
+
+// A thousand calls wait to be undone at most, and what is over makes room. No other test may use the places: it is not parallel.
+func TestHold_UndoesAThousandCallsAtATime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		db, lost := newSlotDB(), errors.New("connection reset")
+		var isAway atomic.Bool
+		db.hold = func(context.Context) any { return lost }
+		db.release = func(context.Context) any {
+			if isAway.Load() {
+				return lost
+			}
+			return row{true}
+		}
+		releases := func(holds int, pause time.Duration) map[any]int { // by holder
+			db.queries = nil
+			for range holds {
+				_, _, err := client.New(db).Hold(t.Context(), "jobs", "k")
+				require.Error(t, err)
+			}
+			time.Sleep(pause)
+			synctest.Wait()
+			calls := make(map[any]int)
+			for _, q := range db.sent() {
+				if strings.Contains(q.sql, "ratelimit_release(") {
+					calls[q.args[2]]++
+				}
+			}
+			return calls
+		}
+		isAway.Store(true)
+		repeated := 0
+		for _, n := range releases(1100, 10*time.Minute) {
+			if n > 3 { // the tries of the first release
+				repeated++
+			}
+		}
+		require.Equal(t, 1000, repeated)
+		time.Sleep(2 * time.Hour)
+		repeated = 0
+		for _, n := range releases(10, time.Minute) {
+			if n > 3 {
+				repeated++
+			}
+		}
+		require.Equal(t, 10, repeated)
+	})
+}
+
+// A release that fails is repeated until the lease ends, and not after a later Release.
+func TestHold_RepeatsAReleaseThatFails(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		for name, releases := range map[string]struct{ fail, again, most int }{
+			"once": {fail: 3, most: 4}, "always": {fail: 1000, most: 40}, "and so does the caller": {fail: 3, again: 1, most: 4},
+			"and so does the caller, in vain": {fail: 1000, again: 5, most: 50},
+		} {
+			db, calls := newSlotDB(), 0
+			db.release = func(context.Context) any {
+				if calls++; calls <= releases.fail {
+					return errors.New("connection reset")
+				}
+				return row{true}
+			}
+			h := db.held(t)
+			begin := time.Now()
+			require.Error(t, h.Release(t.Context()), name)
+			for range releases.again {
+				require.Equal(t, releases.fail < 10, h.Release(t.Context()) == nil, name)
+			}
+			for calls <= min(releases.fail, 10) && time.Since(begin) < time.Minute {
+				time.Sleep(time.Millisecond)
+			}
+			require.Less(t, time.Since(begin), 10*time.Second, name)
+			time.Sleep(time.Hour)
+			require.GreaterOrEqual(t, calls, min(releases.fail+1, 10), name)
+			require.LessOrEqual(t, calls, releases.most, name)
+		}
 	})
 }
 

@@ -30,10 +30,10 @@ const (
 //
 // When ctx ends first, Wait gives the tokens back by [Limiter.Settle] at a cost of 0, for up to 5 seconds under a context of
 // its own, and returns the error of ctx. Callers already in line keep their time. The idempotency key for
-// this is drawn at random, so each Wait leaves one behind for as long as the policy remembers. The server may carry out a call that is
-// cancelled: if there was nothing to give back, Wait tries again in the background, a second later. If the connection breaks while
-// the server reserves, nothing can be given back, or the bucket is locked for longer than that second, the tokens may stay charged: set
-// a lock_timeout below a second for the sessions of the pool.
+// this is drawn at random, so each Wait leaves one behind for as long as the policy remembers. So it does in the background when the
+// connection breaks while the server reserves. The server may carry out a lost call later: if there was nothing to give back, or no
+// answer, it is tried again in the background, a second later, and without an answer for an hour. If the bucket is locked for longer than
+// that second, the tokens may stay charged: set a lock_timeout below a second for the sessions of the pool.
 //
 // It is for calls outside of a transaction, which would keep the bucket locked meanwhile.
 //
@@ -58,11 +58,15 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 			longest = min(longest, max(0, time.Until(deadline).Truncate(time.Microsecond)))
 		}
 		idempotencyKey := rand.Text()
+		giveBack := func() (bool, error) { return l.giveBack(ctx, policy, key, idempotencyKey) }
 		r, err := l.Reserve(ctx, policy, key, longest, s.cost, IdempotencyKey(idempotencyKey))
 		pause := r.Wait
 		switch {
-		case err != nil && ctx.Err() != nil && isUnknown(err): // it may have taken the tokens
-			return Reservation{}, errors.Join(err, undo(func() (bool, error) { return l.giveBack(ctx, policy, key, idempotencyKey) }))
+		case mayRun(err) && ctx.Err() != nil: // it may have taken the tokens
+			return Reservation{}, errors.Join(err, undo(giveBack))
+		case mayRun(err):
+			go func() { _ = undo(giveBack) }()
+			return Reservation{}, err
 		case err != nil:
 			return Reservation{}, err
 		case !r.Allowed && (r.Wait > longest || s.cost.Tokens() > r.Capacity):
@@ -85,8 +89,7 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 		}
 		err = failed(verb, err)
 		if r.Allowed {
-			_, late := l.giveBack(ctx, policy, key, idempotencyKey)
-			err = errors.Join(err, late)
+			err = errors.Join(err, undo(giveBack))
 		}
 		return r, err
 	}

@@ -134,6 +134,45 @@ func TestHold_StatementAndLockTimeout(t *testing.T) {
 	})
 }
 
+// After a failover in which all answers were lost, a call that was committed leaves no slot held, and no token charged, for a caller who
+// was told that it failed. The lease is a minute, and no token is refilled.
+func TestHold_AndWaitUndoWhatWasCommittedAndNotAnswered(t *testing.T) {
+	t.Parallel()
+	db := &kit.TestDB{DB: newJobs(t, 1, heldLease), T: t}
+	direct := client.New(db.Pool)
+	require.NoError(t, direct.DefinePolicy(t.Context(), client.Policy{Name: "budget", Capacity: 1, Refill: client.Zero, Every: time.Second}))
+	remaining := func() int64 {
+		return kit.NoError(direct.Peek(t.Context(), "budget", "k"))(t).Remaining
+	}
+	for name, test := range map[string]struct {
+		call func(*client.Limiter) error
+		free func() bool
+	}{
+		"Hold": {func(l *client.Limiter) error { return third(l.Hold(t.Context(), "jobs", "k")) }, func() bool { return len(holders(t, db.DB)) == 0 }},
+		"Wait": {func(l *client.Limiter) error { return kit.ErrorOf(l.Wait(t.Context(), "budget", "k")) }, func() bool { return remaining() == 1 }},
+	} {
+		proxy := kit.NewProxy(t, db)
+		pool := proxy.Pool(t, db, func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeExec }) // one message a call
+		kit.NoError(pool.Exec(t.Context(), "select 1"))(t)
+		proxy.Plan(func(reply bool) kit.Fault {
+			if !reply {
+				return kit.Pass
+			}
+			for test.free() { // until the call is committed, and only its answer is lost
+				time.Sleep(time.Millisecond)
+			}
+			return kit.Reset
+		})
+		require.Error(t, test.call(client.New(pool)), name)
+		require.False(t, test.free(), name)
+		proxy.Heal()
+		require.Eventually(t, test.free, heldLease/2, 10*time.Millisecond, name)
+		pool.Close()
+	}
+}
+
+func third[A, B any](_ A, _ B, err error) error { return err }
+
 // Many holders that come and go, whose contexts end at any moment: no goroutine, connection or slot is left, and there are never more
 // than the capacity at work.
 func TestHold_LeaksNothing(t *testing.T) {

@@ -43,6 +43,16 @@ const (
 // Faults chooses one for what a client sent, or what the server replied.
 type Faults func(reply bool) Fault
 
+// NewProxy stands before the server of db, without faults.
+func NewProxy(t testing.TB, db *TestDB) *Proxy {
+	listener := NoError(net.Listen("tcp", "127.0.0.1:0"))(t)
+	p := &Proxy{Listener: listener, Server: &db.Pool.Config().ConnConfig.Config, Lines: make(map[*Line]struct{})}
+	p.Heal()
+	p.Running.Go(p.Serve)
+	t.Cleanup(p.Close)
+	return p
+}
+
 func (p *Proxy) Plan(f Faults) { p.faults.Store(&f) }
 
 // Heal stops new faults. Connections that hang go on hanging.

@@ -5,7 +5,6 @@ import (
 	"context"
 	"maps"
 	"math/rand/v2"
-	"net"
 	"runtime/pprof"
 	"slices"
 	"strconv"
@@ -71,7 +70,7 @@ func (n *network) met() map[string]int {
 
 func newNetwork(t *testing.T, random *rand.Rand) *network {
 	db := kit.NewDB(t)
-	return &network{t: t, random: random, db: db, proxy: newProxy(t, db), ledger: kit.NewLedger(db, "p", 30, time.Second)}
+	return &network{t: t, random: random, db: db, proxy: kit.NewProxy(t, db), ledger: kit.NewLedger(db, "p", 30, time.Second)}
 }
 
 // round starts callers on a pool of its own while the network has faults, until they have met what they must, and
@@ -166,7 +165,7 @@ func onBoth(t *testing.T, test func(t *testing.T, db *kit.TestDB, proxy *kit.Pro
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db := kit.NewDB(t)
-			proxy := newProxy(t, db)
+			proxy := kit.NewProxy(t, db)
 			test(t, db, proxy, open(proxy.Pool(t, db, neverPing, patient)))
 		})
 	}
@@ -229,7 +228,7 @@ func TestNetwork_ACallerWhoRetriesWithoutAnIdempotencyKeyIsChargedTwice(t *testi
 // All places of the pool are taken by connection attempts without an answer.
 func TestNetwork_ConnectingHangs(t *testing.T) {
 	db := kit.ParallelDB(t)
-	proxy := newProxy(t, db)
+	proxy := kit.NewProxy(t, db)
 	pool := proxy.Pool(t, db, patient)
 	l := kit.NewLedger(db, "p", 10, time.Second)
 	proxy.Plan(func(bool) kit.Fault { return kit.Vanish })
@@ -301,15 +300,6 @@ func nextReply(f kit.Fault, met func()) kit.Faults {
 	}
 }
 
-func newProxy(t testing.TB, db *kit.TestDB) *kit.Proxy {
-	listener := kit.NoError(net.Listen("tcp", "127.0.0.1:0"))(t)
-	p := &kit.Proxy{Listener: listener, Server: &db.Pool.Config().ConnConfig.Config, Lines: make(map[*kit.Line]struct{})}
-	p.Heal()
-	p.Running.Go(p.Serve)
-	t.Cleanup(p.Close)
-	return p
-}
-
 // simple is SQL in the simple protocol.
 func simple(sql string) kit.Message { return kit.Message{&pgproto3.Query{String: sql}} }
 
@@ -332,7 +322,7 @@ func prepare(name, sql string) kit.Message {
 func TestTorture_Node(t *testing.T) {
 	run := kit.Torture(t, 1)
 	db := kit.NewDB(t)
-	proxy := newProxy(t, db)
+	proxy := kit.NewProxy(t, db)
 	proxy.Plan(odds{kit.Delay: 200, kit.Cut: 30, kit.Reset: 30}.random(rand.New(rand.NewPCG(kit.TestSeed(t), 0))))
 	kit.RunNode(t, db.URL, []string{"RATELIMIT_TEST_PROXY=" + proxy.Listener.Addr().String()}, "node", "--test", "test/storm.test.js")
 	run.Figures("delays", proxy.Done[kit.Delay].Load(), "cuts", proxy.Done[kit.Cut].Load(), "resets", proxy.Done[kit.Reset].Load())

@@ -113,7 +113,7 @@ func TestTorture_ShardsFault(t *testing.T) {
 	run := kit.Torture(t, 20) // answers of each shard in each phase
 	s := kit.NewShards(t)
 	const alone = 1 // of the first server, behind a proxy
-	proxy := newProxy(t, s.Dbs[alone])
+	proxy := kit.NewProxy(t, s.Dbs[alone])
 	limiter := s.Limiter(map[int]*pgxpool.Pool{alone: proxy.Pool(t, s.Dbs[alone], patient)})
 	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 1e9, Refill: 1000, Every: kit.Second}))
 
