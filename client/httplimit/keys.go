@@ -51,8 +51,11 @@ func Named(kind, text string) string {
 	return kind + "-sha256:" + hex.EncodeToString(hash[:])
 }
 
-// ByIP names the bucket of the client's address, such as "ip:192.0.2.1". Of an IPv6 address it is the /64, such
-// as "ip:2001:db8::/64": one customer has at least a /64.
+// ByIP is [ByNetwork] with the /64 of an IPv6 address: one customer has at least a /64.
+func ByIP(trustedProxies int) Key { return ByNetwork(trustedProxies, 64) }
+
+// ByNetwork names the bucket of the client's address, such as "ip:192.0.2.1". Of an IPv6 address it is the network of so many bits, 1
+// to 128, such as "ip:2001:db8::/64". A customer who has a /56 or a /48 has as many buckets as that has networks of this size.
 //
 // Without proxies it is the address of the connection. With n trusted proxies before the program it is the n-th
 // address of X-Forwarded-For, counted from the end: each proxy adds the address that it was called from, and
@@ -61,18 +64,21 @@ func Named(kind, text string) string {
 //
 // A request that came past the proxies, and has fewer addresses, or none there, has the address of its
 // connection. A connection without an address, such as a Unix socket, is "ip:unknown".
-func ByIP(trustedProxies int) Key {
+func ByNetwork(trustedProxies, ipv6Bits int) Key {
 	if trustedProxies < 0 {
-		panic("httplimit: ByIP: a negative number of proxies")
+		panic("httplimit: a negative number of proxies")
+	}
+	if ipv6Bits < 1 || ipv6Bits > 128 {
+		panic("httplimit: ByNetwork: an IPv6 network has 1 to 128 bits")
 	}
 	return func(r *http.Request) string {
 		if trustedProxies > 0 {
 			if ip, ok := parseIP(fromEnd(r.Header["X-Forwarded-For"], trustedProxies)); ok {
-				return nameOf(ip)
+				return nameOf(ip, ipv6Bits)
 			}
 		}
 		if ip, ok := parseIP(r.RemoteAddr); ok {
-			return nameOf(ip)
+			return nameOf(ip, ipv6Bits)
 		}
 		return "ip:unknown" // a socket of the machine has no address
 	}
@@ -104,11 +110,11 @@ func parseIP(text string) (ip netip.Addr, ok bool) {
 	return ip, err == nil
 }
 
-func nameOf(ip netip.Addr) string {
+func nameOf(ip netip.Addr, ipv6Bits int) string {
 	ip = ip.Unmap().WithZone("")
 	if ip.Is4() {
 		return "ip:" + ip.String()
 	}
-	network, _ := ip.Prefix(64) // fails for longer ones than the address
+	network, _ := ip.Prefix(ipv6Bits) // fails for longer ones than the address
 	return "ip:" + network.String()
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"strings"
 	"testing"
@@ -36,6 +37,41 @@ func TestByIP(t *testing.T) {
 		}
 		require.Equal(t, v.Key, httplimit.ByIP(v.Proxies)(from(remote, v.Forwarded...)), "%+v", v)
 	}
+}
+
+// The network of an IPv6 address has the bits that the program chose, of an IPv4 address none are cut.
+func TestByNetwork(t *testing.T) {
+	t.Parallel()
+	for bits, want := range map[int]string{
+		1: "ip:8000::/1", 32: "ip:fe80:db8::/32", 48: "ip:fe80:db8:a::/48", 56: "ip:fe80:db8:a:ff00::/56",
+		64: "ip:fe80:db8:a:fffe::/64", 127: "ip:fe80:db8:a:fffe::6/127", 128: "ip:fe80:db8:a:fffe::7/128",
+	} {
+		key := httplimit.ByNetwork(1, bits)
+		require.Equal(t, want, key(from("192.0.2.1:80", "[fe80:db8:a:fffe::7]:80")))
+		require.Equal(t, want, key(from("[fe80:db8:a:fffe::7%eth0]:80")))
+		require.Equal(t, "ip:192.0.2.1", key(from("[::ffff:192.0.2.1]:80")))
+		require.Equal(t, "ip:unknown", key(from("@")))
+	}
+	same := from("[2001:db8::1]:80")
+	require.Equal(t, httplimit.ByIP(0)(same), httplimit.ByNetwork(0, 64)(same))
+}
+
+// A client that hung up before its request was charged keeps its address: a server takes it when it accepts.
+func TestByIP_OfAClientThatHungUp(t *testing.T) {
+	t.Parallel()
+	keys, gone := make(chan string, 1), make(chan struct{})
+	server := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		<-gone
+		<-r.Context().Done()
+		keys <- httplimit.ByIP(0)(r)
+	}))
+	t.Cleanup(server.Close)
+	conn := noError(net.Dial("tcp", server.Listener.Addr().String()))(t)
+	noError(conn.Write([]byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n")))(t)
+	require.NoError(t, conn.(*net.TCPConn).SetLinger(0)) // a reset
+	require.NoError(t, conn.Close())
+	close(gone)
+	require.Equal(t, "ip:127.0.0.1", <-keys)
 }
 
 func TestByUser(t *testing.T) {
