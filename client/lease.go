@@ -62,7 +62,7 @@ func (l Lease) withDefaults() Lease {
 	if l.Idle == 0 {
 		l.Idle = 250 * time.Millisecond
 	}
-	if l.MaxTokens < 0 || l.MaxShare < 0 || l.MaxShare > 1 || l.Idle < 0 {
+	if l.MaxTokens < 0 || !(l.MaxShare > 0 && l.MaxShare <= 1) || l.Idle < 0 { // NaN is no share
 		panic("client: a Lease must have a share between 0 and 1, and neither tokens nor time below 0")
 	}
 	return l

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -474,7 +475,7 @@ func TestLeaser_GrantsNothingThatAShadowPolicyWouldHaveDenied(t *testing.T) {
 
 func TestLeaser_RefusesALeaseThatIsNone(t *testing.T) {
 	t.Parallel()
-	for _, wrong := range []client.Lease{{MaxTokens: -1}, {MaxShare: -0.1}, {MaxShare: 1.1}, {Idle: -1}} {
+	for _, wrong := range []client.Lease{{MaxTokens: -1}, {MaxShare: -0.1}, {MaxShare: 1.1}, {MaxShare: math.NaN()}, {Idle: -1}} {
 		require.Panics(t, func() { client.NewLeaser(&distant{}, wrong) })
 	}
 	require.Panics(t, func() { client.NewLeaser(&distant{}, client.CallsInFlight(0)) })

@@ -53,7 +53,7 @@ func NewMemory(policies ...client.Policy) *Memory {
 			panic(fmt.Sprintf("httplimit: NewMemory: policy %q has slots", p.Name))
 		}
 		if p.Name == "" || p.Capacity < 1 && p.Capacity != client.Zero || p.Capacity > maxTokens || p.Refill > maxTokens ||
-			p.Refill < 1 && p.Refill != client.Zero || p.Every < time.Microsecond && p.Refill != client.Zero {
+			p.Refill < 1 && p.Refill != client.Zero || p.Every < 0 || p.Every == 0 && p.Refill != client.Zero || p.Every%time.Microsecond != 0 {
 			panic(fmt.Sprintf("httplimit: NewMemory: policy %q lacks a number, or has one out of range", p.Name))
 		}
 		p.Capacity = max(0, p.Capacity) // of client.Zero
