@@ -114,16 +114,20 @@ const (
 	Away
 )
 
-// KindOf returns the kind of an error of a limiter. What is not known is Away.
+// KindOf returns the kind of an error of a limiter, 0 of nil. Of unknown errors it is Away, of unknown codes Fault.
 func KindOf(err error) ErrorKind {
+	if err == nil {
+		return 0
+	}
 	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
-		switch code := pgErr.Code; {
-		case strings.HasPrefix(code, "22"), strings.HasPrefix(code, "RL"): // data_exception
-			return Fault
-		case needsSetup[code]:
+	if errors.As(err, &pgErr) && pgErr.Code != "" {
+		switch {
+		case needsSetup[pgErr.Code]:
 			return Setup
+		case isAway.MatchString(pgErr.Code):
+			return Away
 		}
+		return Fault
 	}
 	for _, fault := range []error{ErrUnknownPolicy, ErrIdempotencyMismatch, ErrNoGrant, ErrSettled, ErrInvalidArgument, ErrWrongShard} {
 		if errors.Is(err, fault) {
@@ -132,6 +136,10 @@ func KindOf(err error) ErrorKind {
 	}
 	return Away
 }
+
+// isAway matches the codes of connections, a standby, authorization, the database's name, conflicts after the retries, resources,
+// locks, operators, the system and corruption.
+var isAway = regexp.MustCompile(`^(08|0A000|25006|28|3D|40|53|55P03|57|58|XX)`)
 
 var needsSetup = map[string]bool{
 	"42501": true, // insufficient_privilege

@@ -2,12 +2,9 @@ package grpclimit
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"log/slog"
 	"math"
 	"strconv"
-	"sync/atomic"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -19,6 +16,7 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/internal/failure"
 )
 
 // Charges says of a call which buckets it is charged to, and how much. One charge is an Acquire, several are one
@@ -30,10 +28,15 @@ import (
 type Charges func(ctx context.Context, method string) []client.Charge
 
 // A Failure says what happens to a call when the limiter has not answered within a timeout, or failed. There is no
-// default: [Closed] and [Open] make one.
+// default: [Closed] and [Open] make one, and panic unless the timeout is positive.
 //
-// Some errors are about the call, and somebody could provoke them to get past the limit: [client.ErrUnknownPolicy] and
-// [client.ErrInvalidArgument]. With these the call is refused in each mode, with INTERNAL.
+// It decides about errors that are [client.Away]. With a [client.Fault] the call is refused in each mode, with INTERNAL: a client
+// could provoke it to get past the limit. So it is with a [client.Setup] until the Interceptor has had its first decision, because a
+// limit that was never there would be off. After that it decides about these, too. A call with a client.Setup is tried once more, 0.1
+// seconds later: an upgrade may have replaced the functions.
+//
+// Calls without an answer are logged through log/slog's default logger, with the error and its remedy, once a minute for each error
+// and policy.
 type Failure struct {
 	timeout time.Duration
 	open    bool
@@ -57,19 +60,22 @@ type Interceptor struct {
 	limiter client.Acquirer
 	charges Charges
 	failure Failure
-	warned  atomic.Int64 // the second in which a failure was logged last
+	guard   *failure.Guard
 }
 
 // New returns an Interceptor, whose methods are for grpc.UnaryInterceptor and grpc.StreamInterceptor, or for a chain.
-func New(limiter client.Acquirer, charges Charges, failure Failure) *Interceptor {
+func New(limiter client.Acquirer, charges Charges, chosen Failure) *Interceptor {
 	if limiter == nil || charges == nil {
 		panic("grpclimit: New: no limiter, or no charges")
 	}
-	if failure.timeout == 0 {
+	if chosen.timeout == 0 {
 		panic("grpclimit: New: choose Closed or Open")
 	}
-	return &Interceptor{limiter: limiter, charges: charges, failure: failure}
+	return &Interceptor{limiter, charges, chosen, failure.NewGuard()}
 }
+
+// Passed returns how many calls [Open] has let pass without an answer, by policy, for metrics.
+func (i *Interceptor) Passed() map[string]int64 { return i.guard.Passed() }
 
 // Unary charges a call of one message.
 func (i *Interceptor) Unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
@@ -93,7 +99,11 @@ func (i *Interceptor) pass(ctx context.Context, method string) error {
 	if len(charges) == 0 {
 		return nil
 	}
-	d, err := i.ask(ctx, charges)
+	var d client.JointDecision
+	err := i.guard.Ask(ctx, func() (err error) {
+		d, err = i.ask(ctx, charges)
+		return err
+	})
 	switch {
 	case err == nil && d.Allowed:
 		return nil
@@ -103,11 +113,13 @@ func (i *Interceptor) pass(ctx context.Context, method string) error {
 		// To go on would let a client pass that asks and leaves, if Open is chosen.
 		return status.FromContextError(ctx.Err()).Err()
 	}
-	i.warn(ctx, method, err)
+	fails := i.guard.Fails(err)
+	passes := i.failure.open && !fails
+	i.guard.Report(ctx, charges, err, passes, "method", method)
 	switch {
-	case errors.Is(err, client.ErrUnknownPolicy), errors.Is(err, client.ErrInvalidArgument):
+	case fails:
 		return status.Error(codes.Internal, "rate limit: the call cannot be charged")
-	case i.failure.open:
+	case passes:
 		return nil
 	}
 	return status.Error(codes.Unavailable, "rate limit: no answer")
@@ -123,17 +135,9 @@ func (i *Interceptor) ask(ctx context.Context, charges []client.Charge) (client.
 	}
 	d, err := i.limiter.AcquireAll(ctx, charges)
 	if err == nil && len(d.Decisions) != len(charges) { // an Acquirer of somebody else's
-		err = fmt.Errorf("grpclimit: an answer with %d decisions about %d charges", len(d.Decisions), len(charges))
+		err = fmt.Errorf("grpclimit: %w: a limiter with %d decisions about %d charges", client.ErrInvalidArgument, len(d.Decisions), len(charges))
 	}
 	return d, err
-}
-
-// warn logs what had no answer, at most once a second.
-func (i *Interceptor) warn(ctx context.Context, method string, err error) {
-	now := time.Now().Unix()
-	if last := i.warned.Load(); last != now && i.warned.CompareAndSwap(last, now) {
-		slog.WarnContext(ctx, "rate limit not checked", "method", method, "open", i.failure.open, "error", err)
-	}
 }
 
 // pushback is the trailer by which a server tells a client when to try again, in milliseconds.

@@ -2,10 +2,11 @@ package grpclimit_test
 
 import (
 	"context"
-	"errors"
+	"fmt"
 	"net"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -21,6 +22,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/client/grpclimit"
+	"github.com/pgratelimit/pgratelimit/client/internal/failure/failuretest"
 )
 
 const secret = "secret-user-42"
@@ -140,24 +142,52 @@ func TestStream_IsChargedOnce(t *testing.T) {
 	}
 }
 
-func TestFailures_AreWhatTheProgramChose(t *testing.T) {
-	t.Parallel()
-	gone := errors.New("connection refused by " + secret)
+// Each row of the table, before the first decision and after it. It replaces the program's logger, so it is not parallel.
+func TestFailures_AsTheTableOfErrorsSays(t *testing.T) {
+	handler := func(context.Context, any) (any, error) { return nil, nil }
 	for name, test := range map[string]struct {
 		failure grpclimit.Failure
-		err     error
-		code    codes.Code
+		away    codes.Code
+		passed  map[string]int64
 	}{
-		"open":                   {grpclimit.Open(time.Minute), gone, codes.OK},
-		"closed":                 {grpclimit.Closed(time.Minute), gone, codes.Unavailable},
-		"open, unknown policy":   {grpclimit.Open(time.Minute), client.ErrUnknownPolicy, codes.Internal},
-		"open, invalid argument": {grpclimit.Open(time.Minute), client.ErrInvalidArgument, codes.Internal},
+		"open":   {grpclimit.Open(time.Minute), codes.OK, map[string]int64{"api": 2}},
+		"closed": {grpclimit.Closed(time.Minute), codes.Unavailable, map[string]int64{"api": 0}},
 	} {
-		fake := newFake(t)
-		fake.FailAll(test.err)
-		s, _ := check(t, serve(t, grpclimit.New(fake, per("api"), test.failure)))
-		require.Equal(t, test.code, s.Code(), name)
-		require.NotContains(t, s.Message(), secret, name)
+		for _, row := range failuretest.Read(t) {
+			for _, hasDecided := range []bool{false, true} {
+				t.Run(fmt.Sprintf("%s, %s, %t", row.Error, name, hasDecided), func(t *testing.T) {
+					log, err := failuretest.Log(t), row.Err(t)
+					synctest.Test(t, func(t *testing.T) {
+						fake := newFake(t)
+						limit := grpclimit.New(fake, per("api"), test.failure)
+						ask := func() error {
+							_, err := limit.Unary(t.Context(), nil, &grpc.UnaryServerInfo{}, handler)
+							return err
+						}
+						if hasDecided {
+							require.NoError(t, ask())
+						}
+						fake.FailAll(err)
+						want, passed := test.away, test.passed
+						if row.Fails(hasDecided) {
+							want, passed = codes.Internal, map[string]int64{}
+						}
+						for range 2 {
+							err := ask()
+							require.Equal(t, want, status.Code(err))
+							require.NotContains(t, status.Convert(err).Message(), row.Name)
+						}
+						row.RequireLog(t, log.String())
+						require.Equal(t, passed["api"], limit.Passed()["api"])
+						fake.FailNext(err) // an upgrade
+						fake.FailAll(nil)
+						if row.Kind == "setup" {
+							require.NoError(t, ask())
+						}
+					})
+				})
+			}
+		}
 	}
 }
 

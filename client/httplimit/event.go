@@ -3,9 +3,7 @@ package httplimit
 import (
 	"encoding/json"
 	"fmt"
-	"log/slog"
 	"net/http"
-	"sync/atomic"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -27,9 +25,10 @@ const (
 	// FailedClosed means that there was no answer, and the client is answered with 503: [Closed].
 	FailedClosed
 
-	// Invalid means that the request cannot be charged as it was asked for. The client is answered with 422 if the
-	// idempotency key was used before with another cost, with 400 if an idempotency key is no text of 1 to 512
-	// bytes, and else with 500: a policy that does not exist, or a key or a cost that cannot be.
+	// Invalid means that no answer is to be had, and the client is answered with an error whatever was chosen: with 409 if the
+	// request's idempotency key was used with another cost, or its grant is settled; with 400 if an idempotency key is no text of 1
+	// to 512 bytes; and else with 500. The request or the program is to blame, or the limiter has never decided because the
+	// package or a privilege is missing: see [Failure].
 	Invalid
 
 	// Abandoned means that the client had gone, or the time of its request was over, before there was an answer.
@@ -121,18 +120,4 @@ func Refuse(w http.ResponseWriter, _ *http.Request, e Event) {
 	h.Set("X-Content-Type-Options", "nosniff")
 	w.WriteHeader(e.Status)
 	_, _ = w.Write(append(body, '\n')) // a client that has gone is no news
-}
-
-// warnOfFailures logs requests that had no answer, at most once a second.
-func warnOfFailures() func(*http.Request, Event) {
-	var last atomic.Int64
-	return func(r *http.Request, e Event) {
-		if e.Err == nil || e.Outcome == Abandoned {
-			return
-		}
-		now := time.Now().Unix()
-		if old := last.Load(); old != now && last.CompareAndSwap(old, now) {
-			slog.WarnContext(r.Context(), "rate limit not checked", "outcome", e.Outcome.String(), "local", e.Local, "error", e.Err)
-		}
-	}
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/internal/failure"
 )
 
 // New returns middleware: a function that puts limits before a handler. A request is charged before the handler
@@ -34,6 +35,9 @@ func New(limiter client.Acquirer, charges func(*http.Request) []client.Charge, f
 
 // Per charges one token of one policy to the bucket that key names.
 func Per(policy string, key Key) func(*http.Request) []client.Charge {
+	if key == nil {
+		panic("httplimit: Per: no key")
+	}
 	return func(r *http.Request) []client.Charge {
 		return []client.Charge{{Policy: policy, Key: key(r)}}
 	}
@@ -43,16 +47,20 @@ type middleware struct {
 	limiter        client.Acquirer
 	charges        func(*http.Request) []client.Charge
 	failure        Failure
+	guard          *failure.Guard
 	idempotencyKey func(*http.Request) string // nil without IdempotencyKey
 	observe        func(*http.Request, Event)
 	refuse         func(http.ResponseWriter, *http.Request, Event)
 	quotas         map[string]quota // of Policies, by name
 }
 
-func newMiddleware(failure Failure, opts []Option) *middleware {
-	m := &middleware{failure: failure, observe: warnOfFailures(), refuse: Refuse}
+func newMiddleware(chosen Failure, opts []Option) *middleware {
+	m := &middleware{failure: chosen, guard: failure.NewGuard(), observe: func(*http.Request, Event) {}, refuse: Refuse}
 	for _, opt := range opts {
 		opt(m)
+	}
+	if m.observe == nil || m.refuse == nil {
+		panic("httplimit: Observe or RefuseWith without a function")
 	}
 	return m
 }
@@ -68,12 +76,20 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	e := m.decide(r, charges)
 	e.Duration = time.Since(started)
 	m.report(w.Header(), e)
-	m.observe(r, e)
+	m.see(r, e)
 	if e.Status == 0 {
 		next.ServeHTTP(w, r)
 		return
 	}
 	m.refuse(w, r, e)
+}
+
+// see logs requests without an answer, and shows all to the program.
+func (m *middleware) see(r *http.Request, e Event) {
+	if e.Err != nil && e.Outcome != Abandoned {
+		m.guard.Report(r.Context(), e.Charges, e.Err, e.Outcome == FailedOpen, "outcome", e.Outcome.String(), "local", e.Local)
+	}
+	m.observe(r, e)
 }
 
 // decide asks the limiter, and if there is no answer follows the program's [Failure].
@@ -86,31 +102,35 @@ func (m *middleware) decide(r *http.Request, charges []client.Charge) Event {
 			return e.ended(Invalid, http.StatusBadRequest)
 		}
 	}
-	ctx, cancel := context.WithTimeout(r.Context(), m.failure.timeout)
-	defer cancel()
-	if e.Decision, e.Err = ask(ctx, m.limiter, charges, idempotencyKey); e.Err == nil {
+	e.Err = m.guard.Ask(r.Context(), func() (err error) {
+		ctx, cancel := context.WithTimeout(r.Context(), m.failure.timeout)
+		defer cancel()
+		e.Decision, err = ask(ctx, m.limiter, charges, idempotencyKey)
+		return err
+	})
+	if e.Err == nil {
 		return e.decided()
 	}
 	err := e.Err
-	if m.failure.local != nil && !isInvalid(err) && r.Context().Err() == nil {
+	if m.failure.local != nil && !m.guard.Fails(err) && r.Context().Err() == nil {
 		e.Local = true
 		if e.Decision, err = ask(r.Context(), m.failure.local, charges, idempotencyKey); err == nil {
 			return e.decided()
 		}
 		e.Err = errors.Join(e.Err, err)
 	}
-	return m.undecided(r, e, err)
+	return m.undecided(r, e, err, idempotencyKey != "")
 }
 
 // undecided is the fate of a request whose last limiter failed with err.
-func (m *middleware) undecided(r *http.Request, e Event, err error) Event {
+func (m *middleware) undecided(r *http.Request, e Event, err error, keyed bool) Event {
 	switch {
 	case r.Context().Err() != nil && !e.Local:
 		// To go on would let a client pass that asks and leaves, if Open is chosen.
 		return e.ended(Abandoned, http.StatusServiceUnavailable)
-	case errors.Is(err, client.ErrIdempotencyMismatch):
-		return e.ended(Invalid, http.StatusUnprocessableEntity)
-	case isInvalid(err):
+	case keyed && (errors.Is(err, client.ErrIdempotencyMismatch) || errors.Is(err, client.ErrSettled)):
+		return e.ended(Invalid, http.StatusConflict)
+	case m.guard.Fails(err):
 		return e.ended(Invalid, http.StatusInternalServerError)
 	case m.failure.outcome == FailedOpen:
 		return e.ended(FailedOpen, 0)
@@ -134,7 +154,7 @@ func ask(ctx context.Context, limiter client.Acquirer, charges []client.Charge, 
 	}
 	d, err := limiter.AcquireAll(ctx, charges, opts...)
 	if err == nil && len(d.Decisions) != len(charges) { // a foreign Acquirer
-		return client.JointDecision{}, fmt.Errorf("httplimit: an answer with %d decisions about %d charges", len(d.Decisions), len(charges))
+		return client.JointDecision{}, fmt.Errorf("httplimit: %w: a limiter with %d decisions about %d charges", client.ErrInvalidArgument, len(d.Decisions), len(charges))
 	}
 	return d, err
 }
@@ -166,7 +186,7 @@ func IdempotencyKey(of func(*http.Request) string) Option {
 }
 
 // Observe is called for every request that has charges, before the handler runs or the refusal is written. Defaults
-// to a warning through log/slog's default logger when there was no answer, at most once a second.
+// to nothing. Requests without an answer are logged in any case: see [Failure].
 func Observe(see func(*http.Request, Event)) Option {
 	return func(m *middleware) { m.observe = see }
 }
@@ -181,11 +201,15 @@ func RefuseWith(refuse func(w http.ResponseWriter, r *http.Request, e Event)) Op
 var errIdempotencyKey = fmt.Errorf("httplimit: %w: the idempotency key is no text of 1 to 512 bytes", client.ErrInvalidArgument)
 
 // A Failure decides how a request ends when the limiter has not answered within a timeout, or failed.
-// There is no default: [Closed], [Open] and [Local] make one.
+// There is no default: [Closed], [Open] and [Local] make one, and panic unless the timeout is positive.
 //
-// Some errors are about the request, and a client could provoke them to get past the limit:
-// [client.ErrUnknownPolicy], [client.ErrInvalidArgument] and [client.ErrIdempotencyMismatch]. With these the
-// request is refused in each mode: see [Invalid].
+// It decides about errors that are [client.Away]. With a [client.Fault] the request is refused in each mode: a client could
+// provoke it to get past the limit. So it is with a [client.Setup] until the middleware has had its first decision, because a limit
+// that was never there would be off. After that it decides about these, too. A request with a client.Setup is tried once more, 0.1
+// seconds later: an upgrade may have replaced the functions.
+//
+// Requests without an answer are logged through log/slog's default logger, with the error and its remedy, once a minute for each
+// error and policy. The line has, by policy, how many requests have passed so far.
 type Failure struct {
 	timeout time.Duration
 	local   client.Acquirer
@@ -217,10 +241,4 @@ func newFailure(f Failure) Failure {
 		panic("httplimit: the timeout must be positive")
 	}
 	return f
-}
-
-// isInvalid reports whether err is about the request, and not about the database.
-func isInvalid(err error) bool {
-	return errors.Is(err, client.ErrInvalidArgument) || errors.Is(err, client.ErrUnknownPolicy) ||
-		errors.Is(err, client.ErrIdempotencyMismatch)
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -18,6 +19,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/client/httplimit"
+	"github.com/pgratelimit/pgratelimit/client/internal/failure/failuretest"
 )
 
 var t0 = time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
@@ -223,7 +225,7 @@ func TestMiddleware_TheKeyNeverReachesTheClient(t *testing.T) {
 	cost, idempotencyKey = 2, secret
 	expect(http.StatusOK)
 	cost = 3
-	expect(http.StatusUnprocessableEntity)
+	expect(http.StatusConflict)
 	require.Contains(t, l.event.Err.Error(), secret, "or this proves nothing")
 	idempotencyKey = secret + "\x00"
 	expect(http.StatusBadRequest)
@@ -300,6 +302,118 @@ func TestFailure_EachModeAnswersAsItSays(t *testing.T) {
 	}
 }
 
+// Each row of the table, in each mode, before the first decision and after it, with an idempotency key and without. It replaces the
+// program's logger, so it is not parallel.
+func TestFailure_AsTheTableOfErrorsSays(t *testing.T) {
+	memory := func() client.Acquirer { return httplimit.NewMemory(api) }
+	for mode, test := range map[string]struct {
+		failure func() httplimit.Failure
+		away    int
+	}{
+		"closed": {func() httplimit.Failure { return httplimit.Closed(time.Second) }, http.StatusServiceUnavailable},
+		"open":   {func() httplimit.Failure { return httplimit.Open(time.Second) }, http.StatusOK},
+		"local":  {func() httplimit.Failure { return httplimit.Local(time.Second, memory()) }, http.StatusOK},
+	} {
+		for _, row := range failuretest.Read(t) {
+			for _, hasDecided := range []bool{false, true} {
+				for _, way := range []string{"", "keyed", "slots"} {
+					if way == "slots" && mode == "local" {
+						continue
+					}
+					want := test.away
+					if row.Fails(hasDecided) {
+						want = http.StatusInternalServerError
+						if row.Kind == "fault" && way == "keyed" {
+							want = row.Keyed
+						} else if row.Kind == "fault" {
+							want = row.Status
+						}
+					}
+					t.Run(fmt.Sprintf("%s, %s, %t, %s", row.Error, mode, hasDecided, way), func(t *testing.T) {
+						log, err := failuretest.Log(t), row.Err(t)
+						synctest.Test(t, func(t *testing.T) {
+							l := newTable(t, test.failure(), way)
+							if hasDecided {
+								require.Equal(t, http.StatusOK, l.get().StatusCode)
+								l.calls = 0
+							}
+							l.FailAll(err)
+							begin := time.Now()
+							require.Equal(t, want, l.get().StatusCode)
+							if row.Kind == "setup" {
+								require.Equal(t, 2, l.calls, "it is tried once more")
+								require.Equal(t, 100*time.Millisecond, time.Since(begin))
+							} else {
+								require.Equal(t, 1, l.calls)
+							}
+							if want == http.StatusOK && mode == "open" {
+								require.Contains(t, log.String(), "passed=map[api:1]")
+							}
+							require.Equal(t, want, l.get().StatusCode)
+							row.RequireLog(t, log.String())
+							log.Reset()
+							time.Sleep(time.Minute)
+							require.Equal(t, want, l.get().StatusCode)
+							row.RequireLog(t, log.String())
+							if want == http.StatusOK && mode == "open" {
+								require.Contains(t, log.String(), "passed=map[api:3]")
+							}
+							l.FailNext(err) // an upgrade
+							l.FailAll(nil)
+							if row.Kind == "setup" {
+								require.Equal(t, http.StatusOK, l.get().StatusCode)
+							}
+						})
+					})
+				}
+			}
+		}
+	}
+}
+
+// newTable is a handler behind New, with an idempotency key if it is keyed, or behind Slots. It counts the calls of the limiter.
+func newTable(t *testing.T, failure httplimit.Failure, way string) *tabled {
+	l := &tabled{}
+	l.Fake = clienttest.New(nil, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
+		if a.Takes() {
+			l.calls++
+		}
+	}}))
+	l.t = t
+	handler := http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})
+	charges := charge(client.Charge{Policy: "api", Key: "k"})
+	if way == "slots" {
+		l.define(client.Policy{Name: "api", Capacity: 1, Lease: time.Minute})
+		l.handler = httplimit.Slots(l, charges, failure)(handler)
+		return l
+	}
+	l.define(api)
+	var opts []httplimit.Option
+	if way == "keyed" {
+		opts = append(opts, httplimit.IdempotencyKey(func(*http.Request) string { return "once" }))
+	}
+	l.handler = httplimit.New(l, charges, failure, opts...)(handler)
+	return l
+}
+
+type tabled struct {
+	limited
+	calls int
+}
+
+// Two mistakes within a minute are both logged.
+func TestFailure_EachMistakeIsLogged(t *testing.T) {
+	log := failuretest.Log(t)
+	policy := "typo"
+	l := newLimited(t, func(*http.Request) []client.Charge { return []client.Charge{{Policy: policy, Key: "k"}} }, httplimit.Open(time.Second))
+	for _, policy = range []string{"typo", "tpyo", "typo"} {
+		require.Equal(t, http.StatusInternalServerError, l.get().StatusCode)
+	}
+	require.Equal(t, 1, strings.Count(log.String(), "'typo'"))
+	require.Equal(t, 1, strings.Count(log.String(), "'tpyo'"))
+	require.Equal(t, 2, strings.Count(log.String(), "level=ERROR"))
+}
+
 // Nobody gets past the limit with what cannot be charged, in no mode.
 func TestFailure_WhatTheRequestIsToBlameForIsRefusedInEachMode(t *testing.T) {
 	t.Parallel()
@@ -342,7 +456,7 @@ func TestFailure_AnAnswerAboutOtherChargesIsNone(t *testing.T) {
 	t.Parallel()
 	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}, client.Charge{Policy: "api", Key: "l"}), httplimit.Local(time.Second, generous{}))
 	l.FailAll(errors.New("no database"))
-	require.Equal(t, http.StatusServiceUnavailable, l.get().StatusCode)
+	require.Equal(t, http.StatusInternalServerError, l.get().StatusCode)
 	require.ErrorContains(t, l.event.Err, "0 decisions about 2 charges")
 }
 
@@ -389,7 +503,72 @@ func TestNew_InsistsOnWhatHasNoDefault(t *testing.T) {
 	require.Panics(t, func() { httplimit.Local(1, nil) })
 	require.Panics(t, func() { httplimit.ByIP(-1) })
 	require.Panics(t, func() { httplimit.ByUser(nil, httplimit.ByIP(0)) })
+	require.Panics(t, func() { httplimit.ByNetwork(0, 0) })
+	require.Panics(t, func() { httplimit.ByNetwork(0, 129) })
+	require.Panics(t, func() { httplimit.ByNetwork(-1, 64) })
+	require.Panics(t, func() { httplimit.Per("api", nil) })
+	require.Panics(t, func() { httplimit.New(fake, charges, httplimit.Open(1), httplimit.Observe(nil)) })
+	require.Panics(t, func() { httplimit.New(fake, charges, httplimit.Open(1), httplimit.RefuseWith(nil)) })
 	require.Panics(t, func() { httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1}) })
+	require.Panics(t, func() {
+		httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1, Refill: client.Zero, Every: -time.Second})
+	})
+	require.Panics(t, func() { httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: 1500}) }, "the database refuses it")
+}
+
+// Any timeout above 0 is one: the shortest, and the longest that there is.
+func TestFailure_TimeoutsOfAnyLength(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, nil, httplimit.Closed(math.MaxInt64))
+	require.Equal(t, http.StatusOK, l.get().StatusCode)
+	held := newHeld(t, httplimit.Closed(math.MaxInt64), reports)
+	require.Equal(t, http.StatusOK, held.get(t.Context()).Code)
+	synctest.Test(t, func(t *testing.T) {
+		w, begin := httptest.NewRecorder(), time.Now()
+		limit := httplimit.New(silent{}, charge(reports), httplimit.Closed(1))
+		limit(http.NotFoundHandler()).ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
+		require.Equal(t, http.StatusServiceUnavailable, w.Code)
+		require.Equal(t, time.Nanosecond, time.Since(begin))
+	})
+}
+
+// Who was answered by something else while the limiter waited is left alone: nothing is written twice, and nothing races.
+func TestMiddleware_BehindATimeoutHandler(t *testing.T) {
+	t.Parallel()
+	seen := make(chan httplimit.Event)
+	observe := httplimit.Observe(func(_ *http.Request, e httplimit.Event) { seen <- e })
+	next := http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic("it does not run") })
+	for name, limit := range map[string]func(http.Handler) http.Handler{
+		"New":   httplimit.New(silent{}, charge(reports), httplimit.Open(time.Minute), observe),
+		"Slots": httplimit.Slots(silentHolder{}, charge(reports), httplimit.Open(time.Minute), observe),
+	} {
+		server := httptest.NewServer(http.TimeoutHandler(limit(next), time.Millisecond, "too late"))
+		t.Cleanup(server.Close)
+		for range 20 {
+			response := noError(server.Client().Get(server.URL))(t)
+			require.Equal(t, http.StatusServiceUnavailable, response.StatusCode, name)
+			require.Equal(t, "too late", string(noError(io.ReadAll(response.Body))(t)), name)
+			require.NoError(t, response.Body.Close())
+			require.Equal(t, httplimit.Abandoned, (<-seen).Outcome, name)
+		}
+	}
+}
+
+// A refusal of HEAD has the header of that of GET, Content-Length too, and no body.
+func TestMiddleware_ARefusalOfHEADHasNoBody(t *testing.T) {
+	t.Parallel()
+	l := newLimited(t, nil, httplimit.Closed(time.Second))
+	require.NoError(t, l.SetLevel("api", "k", 0))
+	server := httptest.NewServer(l.handler)
+	t.Cleanup(server.Close)
+	get, head := noError(server.Client().Get(server.URL))(t), noError(server.Client().Head(server.URL))(t)
+	body := noError(io.ReadAll(get.Body))(t)
+	require.Equal(t, http.StatusTooManyRequests, head.StatusCode)
+	require.EqualValues(t, len(body), head.ContentLength)
+	require.Empty(t, noError(io.ReadAll(head.Body))(t))
+	get.Header.Del("Date")
+	head.Header.Del("Date")
+	require.Equal(t, get.Header, head.Header)
 }
 
 // The handler gets the ResponseWriter of the server, which can flush, hijack and so on, and the request as it was.

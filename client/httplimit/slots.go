@@ -59,7 +59,7 @@ func (m *middleware) serveHolding(w http.ResponseWriter, r *http.Request, next h
 		_ = h.Release(ctx) // else the lease ends by itself
 	}()
 	setRetryAfter(w.Header(), e)
-	m.observe(r, e)
+	m.see(r, e)
 	if e.Status != 0 {
 		m.refuse(w, r, e)
 		return
@@ -71,12 +71,27 @@ func (m *middleware) serveHolding(w http.ResponseWriter, r *http.Request, next h
 	m.serveHolding(w, inner, next, limiter, charges[1:])
 }
 
-// hold makes one call. The timeout is for the call, and not for what is held.
-func (m *middleware) hold(r *http.Request, limiter Holder, charge []client.Charge) (*client.Hold, Event) {
-	e := Event{Charges: charge}
-	ctx, cancel := context.WithCancel(r.Context())
+// hold asks for the slots of one charge.
+func (m *middleware) hold(r *http.Request, limiter Holder, charge []client.Charge) (h *client.Hold, e Event) {
+	e.Charges = charge
+	var d client.HoldDecision
+	e.Err = m.guard.Ask(r.Context(), func() (err error) {
+		h, d, err = m.holdOnce(r.Context(), limiter, charge[0])
+		return err
+	})
+	if e.Err != nil {
+		return nil, m.undecided(r, e, e.Err, false)
+	}
+	decision := client.Decision{Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: d.RetryAfter, Capacity: d.Capacity, Shadowed: d.Shadowed}
+	e.Decision = client.JointDecision{Decision: decision, Decisions: []client.Decision{decision}}
+	return h, e.decided()
+}
+
+// holdOnce makes one call. The timeout is for the call, and not for what is held.
+func (m *middleware) holdOnce(ctx context.Context, limiter Holder, c client.Charge) (*client.Hold, client.HoldDecision, error) {
+	ctx, cancel := context.WithCancel(ctx)
 	timer := time.AfterFunc(m.failure.timeout, cancel)
-	h, d, err := limiter.Hold(ctx, charge[0].Policy, charge[0].Key, charge[0].Cost)
+	h, d, err := limiter.Hold(ctx, c.Policy, c.Key, c.Cost)
 	if !timer.Stop() && (err != nil || h != nil) { // a Hold has ended with ctx
 		_ = h.Release(ctx)
 		h, err = nil, fmt.Errorf("httplimit: hold: %w", context.DeadlineExceeded)
@@ -84,11 +99,5 @@ func (m *middleware) hold(r *http.Request, limiter Holder, charge []client.Charg
 	if h == nil {
 		cancel()
 	}
-	if err != nil {
-		e.Err = err
-		return nil, m.undecided(r, e, err)
-	}
-	decision := client.Decision{Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: d.RetryAfter, Capacity: d.Capacity, Shadowed: d.Shadowed}
-	e.Decision = client.JointDecision{Decision: decision, Decisions: []client.Decision{decision}}
-	return h, e.decided()
+	return h, d, err
 }

@@ -93,6 +93,23 @@ func TestSlots_AreHeldWhileARequestIsServed(t *testing.T) {
 	}
 }
 
+// A function of the program that panics costs no slot.
+func TestSlots_AreReleasedWhenAFunctionPanics(t *testing.T) {
+	t.Parallel()
+	panics := func() { panic(http.ErrAbortHandler) }
+	for name, opts := range map[string][]httplimit.Option{
+		"Observe":    {httplimit.Observe(func(*http.Request, httplimit.Event) { panics() })},
+		"RefuseWith": {httplimit.RefuseWith(func(http.ResponseWriter, *http.Request, httplimit.Event) { panics() })},
+	} {
+		l := newHeld(t, httplimit.Closed(time.Second), reports)
+		handler := httplimit.Slots(l, charge(reports, reports), httplimit.Closed(time.Second), opts...)(http.NotFoundHandler()) // the second is denied
+		require.PanicsWithValue(t, http.ErrAbortHandler, func() {
+			handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodGet, "/", nil))
+		}, name)
+		require.Zero(t, l.holders(), name)
+	}
+}
+
 func TestSlots_ADenialReleasesTheOthers(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
