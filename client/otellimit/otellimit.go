@@ -94,8 +94,7 @@ func (m *Metrics) Hooks() client.Hooks {
 	}
 }
 
-// HTTP is for [httplimit.Observe], in place of what that does by default: it logs nothing. See the package for the hooks of
-// the limiter.
+// HTTP is for [httplimit.Observe]. See the package for the hooks of the limiter.
 func (m *Metrics) HTTP(r *http.Request, e httplimit.Event) {
 	var policy string
 	if len(e.Charges) == 1 {
