@@ -37,6 +37,10 @@ func TestDenied_TellsWhatTheErrorTells(t *testing.T) {
 		"another code":    &pgconn.PgError{Code: "RL001", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": 1, "capacity": 5}`},
 		"no detail":       &pgconn.PgError{Code: "RL429"},
 		"another detail":  &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p"}`},
+		"no policy":       &pgconn.PgError{Code: "RL429", Detail: `{"cost": 1, "remaining": 0, "retry_after": 1, "capacity": 5}`},
+		"no cost":         &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "remaining": 0, "retry_after": 1, "capacity": 5}`},
+		"no remaining":    &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "cost": 1, "retry_after": 1, "capacity": 5}`},
+		"no capacity":     &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": 1}`},
 		"another number":  &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": "soon", "capacity": 5}`},
 		"a broken detail": &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p"`},
 	} {
