@@ -1,9 +1,8 @@
 -- Stops one bucket until an instant ahead: its row becomes what the bucket will be then, and that is empty at most. So no other
--- call looks for a pause. Level 0 grants nothing, and refill counts from refilled_at, which is the end of the pause, or the last
--- tick of a stepped policy before it. Only a call that gives tokens back reads paused_until: before it the level stays at 0.
+-- call looks for a pause. Level 0 grants nothing, and refill counts from refilled_at, which is the end of the pause, whatever the
+-- numbers become. Only a call that gives tokens back reads paused_until: before it the level stays at 0.
 --
--- If an override ends before the pause does, the numbers of the policy apply at the end. A stepped policy counts its intervals
--- from the end of the pause then.
+-- If an override ends before the pause does, the numbers of the policy apply at the end.
 create or replace function ratelimit_pause(policy text, key text, pause_for interval)
   returns ratelimit.decision
   language plpgsql
@@ -52,14 +51,13 @@ begin
     v_until := greatest(v_until, v_now + duration(microseconds(pause_for)::bigint));  -- a day is 24 hours
     v_own   := own_numbers(v_policy);
     if (v_policy.calendar).ends_at <= v_until then
-      v_level       := refilled(v_level, v_refilled_at, v_now, v_policy);
-      v_level       := refilled(v_level, refilled_until(v_refilled_at, v_now, v_policy.tick), v_until, v_own);
-      v_refilled_at := greatest(v_refilled_at, v_until);
+      v_level := refilled(v_level, v_refilled_at, v_now, v_policy);
+      v_level := refilled(v_level, refilled_until(v_refilled_at, v_now, v_policy.tick), v_until, v_own);
     else
-      v_level       := refilled(v_level, v_refilled_at, v_until, v_policy);
-      v_refilled_at := refilled_until(v_refilled_at, v_until, v_policy.tick);
+      v_level := refilled(v_level, v_refilled_at, v_until, v_policy);
     end if;
-    v_level := least(v_level, 0);
+    v_level       := least(v_level, 0);
+    v_refilled_at := greatest(v_refilled_at, v_until);
     update buckets as b
        set level = v_level, refilled_at = v_refilled_at, room = null, paused_until = v_until
      where b.policy_id = v_policy.id
@@ -75,8 +73,8 @@ Nothing is granted before the end of the pause, and ratelimit_reserve grants no 
   refills from 0, so waiting callers do not start together. Debt is paid by refill during the pause, too.
 A pause can be made longer. A shorter one changes nothing. ratelimit_reset ends it.
 Tokens that are given back during a pause pay debt, and are lost beyond it.
-Other numbers, by ratelimit_define_policy or ratelimit_override, do not end a pause. But a stepped policy counts new
-  intervals from its last one that ended before the end of the pause.
+Other numbers, by ratelimit_define_policy or ratelimit_override, do not end a pause.
+A stepped policy counts its intervals from the end of the pause, so the first tokens come an interval later.
 Replays, ratelimit_charge, and reservations granted before the pause are not stopped. A shadow policy is not either.
 pause_for: 1 millisecond to 365 days, in days or smaller units.
 Errors: 22023 for a bad argument and for numbers that do not refill, RL001 for an unknown policy, 25006 in a read-only

@@ -175,7 +175,8 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 			`when e\.level <= -v_full_level then wait_until\(v_policy\.full_level`, "when false then wait_until(v_policy.full_level"},
 		"a pause that a shorter one ends": {"ratelimit_pause", `greatest\(v_until, (v_now [^;]*)\);`, "$1;"},
 		"a pause leaves its tokens":       {"ratelimit_pause", `v_level := least\(v_level, 0\);`, ""},
-		"a pause that refills":            {"ratelimit_pause", `(v_refilled_at := refilled_until\(v_refilled_at, )v_until`, "${1}v_now"},
+		"a pause that refills":            {"ratelimit_pause", `greatest\(v_refilled_at, v_until\)`, "refilled_until(v_refilled_at, v_now, v_policy.tick)"},
+		"a pause to the last interval":    {"ratelimit_pause", `greatest\(v_refilled_at, v_until\)`, "refilled_until(v_refilled_at, v_until, v_policy.tick)"},
 		"a pause by numbers that end":     {"ratelimit_pause", `\.ends_at <= v_until`, ".ends_at < v_now"},
 		"a refund that ends a pause": {"ratelimit_refund",
 			`(case )when b\.paused_until > v_now((?s).*?case )when b\.paused_until > v_now`, "${1}when false${2}when false"},
@@ -584,6 +585,12 @@ func (m *modelRun) meetPauses(t *rapid.T) {
 			m.setClock(t, (second / 2).After(m.now))
 			ask(1)
 		}
+
+		id, ask = paused("s") // whose interval becomes shorter
+		m.sendPause(t, id, 2*second)
+		m.setOverride(t, id, model.Numbers{Every: new(second / 10)}, time.Time{})
+		m.setClock(t, (2*second - 1).After(m.now))
+		ask(1)
 
 		id, ask = paused("n") // whose debt is paid meanwhile
 		m.sendSpending(t, kit.Spending{Function: "charge", BucketID: id, Cost: 12})

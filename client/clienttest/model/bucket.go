@@ -95,9 +95,10 @@ func (p Policy) Pause(b Bucket, now time.Time, pauseFor Micros) (Bucket, Decisio
 	after := p.Refilled(b, end)
 	if p.then != nil && !p.ends.After(end) {
 		after = p.then.Refilled(p.Refilled(b, now), end)
-		if end.After(b.RefilledAt) {
-			after.RefilledAt = end
-		}
+	}
+	after.RefilledAt = b.RefilledAt
+	if end.After(b.RefilledAt) {
+		after.RefilledAt = end
 	}
 	after.Level, after.paused = least(after.Level, new(big.Int)), end
 	return after, p.Peek(after, now, 1)
