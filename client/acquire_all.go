@@ -103,7 +103,7 @@ func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) 
 	p.add(r)
 	for i, texts := range [][]string{p.policies, p.keys} {
 		if slices.ContainsFunc(texts, hasZeroByte) {
-			return JointDecision{}, failed(r.verb(), zeroByteIn(i))
+			return JointDecision{}, failed(r.verb(), zeroByteIn(r.verb(), i))
 		}
 	}
 	var binding int64

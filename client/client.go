@@ -382,7 +382,7 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	}
 	for i, arg := range c.args {
 		if text, ok := arg.(string); ok && hasZeroByte(text) {
-			return failed(c.verb, zeroByteIn(i))
+			return failed(c.verb, zeroByteIn(c.verb, i))
 		}
 	}
 	if c.tokens && l.noFlush && !isAutocommit(l.db) {
@@ -406,10 +406,17 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	return &callError{c.verb, l.schema + c.function, err, mayRun}
 }
 
-// zeroByteIn is the error about an argument, from 0. Policy and key come first. Of the further arguments only the idempotency key is
-// the caller's text.
-func zeroByteIn(argument int) error {
-	name := [...]string{"policy", "key", "idempotency_key"}[min(argument, 2)]
+// zeroByteIn is the error about an argument of a call, from 0. Policy and key come first. Of the further arguments only one is the
+// caller's text.
+func zeroByteIn(verb string, argument int) error {
+	third := "idempotency_key"
+	switch verb {
+	case verbHold, verbRenew, verbRelease:
+		third = "holder"
+	case verbDefine, verbOverride:
+		third = "time_zone"
+	}
+	name := [...]string{"policy", "key", third}[min(argument, 2)]
 	return fmt.Errorf("%w: %s has a zero byte, which no text in PostgreSQL can hold; pass a hash of it", ErrInvalidArgument, name)
 }
 

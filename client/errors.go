@@ -214,7 +214,7 @@ func (e *callError) hint(err *pgconn.PgError) string {
 	case err.Code == "55P03" && err.Hint == "": // lock_not_available
 		return "Another transaction has held the bucket or policy for longer than lock_timeout. Nothing was taken: try again later."
 	case isText(err):
-		return "This database cannot hold a policy, key or idempotency key with these bytes: pass text in UTF-8, or a hash."
+		return "This database cannot hold text with these bytes: pass text in UTF-8, or a hash."
 	case err.Code == "42501": // insufficient_privilege
 		name, signature := strings.TrimSuffix(nameOf.FindString(e.function), "("), parameter.ReplaceAllString(e.function, "")
 		schema, _, isNamed := strings.Cut(signature, "."+name)

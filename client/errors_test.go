@@ -2,6 +2,7 @@ package client_test
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -118,6 +119,17 @@ func TestErrors_OfTheClientNeverReachTheDatabase(t *testing.T) {
 			require.ErrorIs(t, err, client.ErrInvalidArgument)
 			require.ErrorContains(t, err, ": "+argument+" has a zero byte", name)
 		}
+	}
+	for argument, err := range map[string]error{
+		"hold: holder":             errOf(limiter.HoldAs(ctx, "p", "k", "\x00")),
+		"renew: holder":            errOf(limiter.Renew(ctx, "p", "k", "\x00")),
+		"release: holder":          errOf(limiter.Release(ctx, "p", "k", "\x00")),
+		"define policy: time_zone": limiter.DefinePolicy(ctx, client.Policy{Name: "p", TimeZone: "\x00"}),
+		"override: time_zone":      limiter.Override(ctx, client.Override{Policy: "p", Key: "k", TimeZone: "\x00"}),
+		"override: key":            limiter.Override(ctx, client.Override{Policy: "p", Key: "\x00"}),
+	} {
+		verb, argument, _ := strings.Cut(argument, ": ")
+		require.EqualError(t, err, fmt.Sprintf("pgratelimit: %s: invalid argument: %s has a zero byte, which no text in PostgreSQL can hold; pass a hash of it", verb, argument))
 	}
 	require.Empty(t, db.sent())
 }

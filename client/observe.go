@@ -94,6 +94,8 @@ const (
 	verbHold        = "hold"
 	verbRenew       = "renew"
 	verbRelease     = "release"
+	verbDefine      = "define policy"
+	verbOverride    = "override"
 )
 
 // begin is the time, if a hook is to get the duration of a request.

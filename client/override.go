@@ -45,16 +45,15 @@ type Override struct {
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Override(ctx context.Context, o Override) error {
-	const verb = "override"
 	if o.Every%time.Microsecond != 0 || o.Lease%time.Microsecond != 0 {
-		return failed(verb, fmt.Errorf("%w: every %v and lease %v must be whole microseconds", ErrInvalidArgument, o.Every, o.Lease))
+		return failed(verbOverride, fmt.Errorf("%w: every %v and lease %v must be whole microseconds", ErrInvalidArgument, o.Every, o.Lease))
 	}
 	if err := checkAnchor(o.Anchor); err != nil {
-		return failed(verb, err)
+		return failed(verbOverride, err)
 	}
 	defer l.denials.forget(o.Policy, o.Key)
 	return l.run(ctx, call{
-		verb: verb,
+		verb: verbOverride,
 		function: "ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz, " +
 			"$7::text, $8::text::timestamp, $9::text::interval)",
 		args: []any{

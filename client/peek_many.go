@@ -40,7 +40,7 @@ func (l *limiter) askMany(ctx context.Context, c call, charges []Charge) []Parti
 	for i, charge := range charges {
 		answers[i].Answer = Answer{Operation: c.verb, Policy: charge.Policy}
 		if n := slices.IndexFunc([]string{charge.Policy, charge.Key}, hasZeroByte); n >= 0 {
-			answers[i].Err = failed(c.verb, zeroByteIn(n))
+			answers[i].Err = failed(c.verb, zeroByteIn(c.verb, n))
 			continue
 		}
 		sent = append(sent, i)

@@ -151,17 +151,16 @@ func (c Choice) String() string {
 //
 // Errors: [ErrInvalidArgument].
 func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
-	const verb = "define policy"
 	if p.Every%time.Microsecond != 0 || p.Remember%time.Microsecond != 0 || p.Lease%time.Microsecond != 0 {
-		return failed(verb, fmt.Errorf("%w: every %v, remember %v and lease %v must be whole microseconds",
+		return failed(verbDefine, fmt.Errorf("%w: every %v, remember %v and lease %v must be whole microseconds",
 			ErrInvalidArgument, p.Every, p.Remember, p.Lease))
 	}
 	if err := checkAnchor(p.Anchor); err != nil {
-		return failed(verb, err)
+		return failed(verbDefine, err)
 	}
 	defer l.denials.forgetAll()
 	return l.run(ctx, call{
-		verb: verb,
+		verb: verbDefine,
 		function: "ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, " +
 			"$5::text::boolean, $6::text::boolean, $7::text::interval, $8::text::boolean, " +
 			"$9::text::interval, $10::text, $11::text::timestamp, $12::text::interval)",

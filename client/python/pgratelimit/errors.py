@@ -113,7 +113,7 @@ def of_server(verb: str, sqlstate: str, message: str | None, detail: str | None,
     if sqlstate == "55P03":
         hint = hint or "Another transaction has held the bucket or policy for longer than lock_timeout. Nothing was taken: try again later."
     elif sqlstate in ("22021", "22P05"):
-        hint = "This database cannot hold a policy, key or idempotency key with these bytes: pass a hash."
+        hint = "This database cannot hold text with these bytes: pass a hash."
     return KINDS.get(sqlstate, Error)(f"pgratelimit: {verb}: {message}", sqlstate, detail, hint)
 
 

@@ -295,7 +295,7 @@ func TestErrors_OfRequests(t *testing.T) {
 		"tokens of slots":             {"acquire", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "ratelimit_hold"},
 		"no holder":                   {"hold", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "invalid holder"},
 		"long holder":                 {"hold", `{"policy":"jobs","key":"k","holder":"` + long + `"}`, service.InvalidArgument, "22023", "invalid holder"},
-		"zero byte in a holder":       {"hold", `{"policy":"jobs","key":"k","holder":"a\u0000b"}`, service.InvalidArgument, "22023", "a zero byte"},
+		"zero byte in a holder":       {"hold", `{"policy":"jobs","key":"k","holder":"a\u0000b"}`, service.InvalidArgument, "22023", "holder has a zero byte"},
 		"renewal of nobody":           {"renew", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "invalid holder"},
 		"renewal of tokens":           {"renew", `{"policy":"api","key":"k","holder":"h"}`, service.InvalidArgument, "22023", "invalid policy"},
 		"renewal without a policy":    {"renew", `{"key":"k","holder":"h"}`, service.UnknownPolicy, "RL001", "unknown policy"},
