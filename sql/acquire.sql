@@ -57,7 +57,7 @@ begin
     perform refuse_unknown(policy);
   end if;
   if not v_policy.durable then
-    return acquire_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
+    return acquire_ephemeral(readable(v_policy), key, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
 
   declare
@@ -102,7 +102,7 @@ begin
 
     loop
       -- 2. The update.
-      if v_wanted > 0 then
+      if v_wanted > 0 and may_write() then
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -226,7 +226,7 @@ cost: whole tokens, 0 or more. A cost above the capacity that applies to the key
 idempotency_key: 1 to 512 bytes. The grant is remembered for the interval remember of the policy. null: a repeat is
   charged again.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, RL002 for a live idempotency key that was granted with
-  another cost, RL004 for a live idempotency key whose grant was settled, 25006 in a read-only transaction.
+  another cost, RL004 for one that was granted with this cost and settled, 25006 in a read-only transaction.
 Locks: a grant locks the bucket row and the row of the idempotency key until the transaction ends. A denial keeps a
   lock on the bucket row only if the call waited for it, a replay only if it ran beside the first request.
 Writes: a grant writes the bucket and the idempotency key. A denial writes nothing. A replay writes nothing, or the

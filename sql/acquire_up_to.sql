@@ -29,7 +29,7 @@ begin
     perform refuse_unknown(policy);
   end if;
   if not v_policy.durable then
-    return acquire_up_to_ephemeral(v_policy, key, at_most, at_least, idempotency_key);  -- what follows, on the twin tables
+    return acquire_up_to_ephemeral(readable(v_policy), key, at_most, at_least, idempotency_key);  -- what follows, on the twin tables
   end if;
 
   declare
@@ -76,7 +76,7 @@ begin
 
     loop
       -- 2. The update, for all of at_most. It is worth one try.
-      if v_wanted > 0 and v_rounds is null then
+      if v_wanted > 0 and v_rounds is null and may_write() then
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -135,7 +135,7 @@ begin
 
       -- 3b. No row. The insert may wait for a session that creates the same one.
       v_level := v_level - v_wanted;
-      if not v_has_row then
+      if may_write() and not v_has_row then
         v_refilled_at := v_now;
         v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
         insert into buckets (policy_id, key, level, refilled_at, due_at)

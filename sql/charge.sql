@@ -30,7 +30,7 @@ begin
     perform refuse_unknown(policy);
   end if;
   if not v_policy.durable then
-    return charge_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
+    return charge_ephemeral(readable(v_policy), key, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
 
   declare
@@ -76,6 +76,7 @@ begin
       end if;
 
       -- 2. The bucket.
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       loop
         select b.level, b.refilled_at into v_level, v_refilled_at
           from buckets as b

@@ -61,7 +61,7 @@ begin
     if v_policy.durable then
       v_part := denied_in_buckets(v_policy, policies, keys, costs, places, now);
     else
-      v_part := denied_in_ephemeral_buckets(v_policy, policies, keys, costs, places, now);
+      v_part := denied_in_ephemeral_buckets(readable(v_policy), policies, keys, costs, places, now);
     end if;
     if v_all.elements is null then
       v_all := v_part;

@@ -43,7 +43,7 @@ begin
     perform refuse_tokens(policy);  -- raises 22023
   end if;
   if not v_policy.durable then
-    return hold_ephemeral(v_policy, key, holder, cost);  -- what follows, on the twin tables
+    return hold_ephemeral(readable(v_policy), key, holder, cost);  -- what follows, on the twin tables
   end if;
 
   declare
@@ -116,7 +116,7 @@ begin
       -- 3. The row of the key.
       else
         v_ends_at := v_now + duration(v_lease_us);
-        if not v_renewed then
+        if may_write() and not v_renewed then
           v_held := v_held + v_cost;
         end if;
         if v_changes is null then
@@ -208,7 +208,7 @@ begin
   if policy.durable then
     select l.* into v_look from look_at_slots(policy, key, now, cost, null) as l;
   else
-    select l.* into v_look from look_at_ephemeral_slots(policy, key, now, cost, null) as l;
+    select l.* into v_look from look_at_ephemeral_slots(readable(policy), key, now, cost, null) as l;
   end if;
   return (coalesce(v_look.retry_us = 0, false), v_look.capacity - v_look.held, duration(v_look.retry_us), duration(v_look.reset_us),
           v_look.capacity, false, false)::ratelimit.decision;

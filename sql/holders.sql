@@ -23,7 +23,7 @@ declare
   $sql$;
 begin
   if pg_is_in_recovery() then
-    perform refuse_ephemeral(of_policy);  -- raises 0A000
+    perform refuse_ephemeral(p) from policies as p where p.name = of_policy collate "C";  -- raises 0A000
   end if;
   return query execute case when pg_is_in_recovery() then replace(v_rows, ' union all table ephemeral_leases', '') else v_rows end
     using of_policy, of_key, at_most, clock();

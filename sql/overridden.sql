@@ -82,6 +82,7 @@ begin
   if numbers.durable then
     select b.* into v_bucket from buckets as b where b.policy_id = numbers.id and b.key = v_key;
   else
+    if pg_is_in_recovery() then perform refuse_ephemeral(numbers); end if;  -- raises 0A000
     select b.* into v_bucket from ephemeral_buckets as b where b.policy_id = numbers.id and b.key = v_key;
   end if;
   level    := case when v_bucket.level is null then microtokens(numbers.capacity) else level_now(v_bucket.level, v_bucket.refilled_at, now, numbers) end;

@@ -48,6 +48,7 @@ begin
      where b.policy_id = v_policy.id
        and b.key       = v_key;
   else
+    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
     select refilled(b.level, b.refilled_at, v_now, v_policy),
            case
              when v_cost = 0 then 0::bigint

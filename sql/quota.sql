@@ -48,7 +48,7 @@ begin
 
   loop
     -- 2. The update.
-    if v_taken between 1 and v_capacity then
+    if v_taken between 1 and v_capacity and may_write() then
       v_wanted := microtokens(v_taken);
       update buckets as b
          set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
@@ -98,7 +98,7 @@ begin
     end if;
 
     -- 3b. No row. The insert may wait for a session that creates the same one.
-    if not v_has_row then
+    if may_write() and not v_has_row then
       v_wanted      := microtokens(v_taken);
       v_level       := -v_wanted;
       v_refilled_at := v_now;

@@ -29,7 +29,7 @@ begin
     perform refuse_tokens(policy);  -- raises 22023
   end if;
   if not v_policy.durable then
-    return renew_ephemeral(v_policy, key, holder);  -- what follows, on the twin tables
+    return renew_ephemeral(readable(v_policy), key, holder);  -- what follows, on the twin tables
   end if;
 
   declare

@@ -31,7 +31,7 @@ begin
     perform refuse_unknown(policy);
   end if;
   if not v_policy.durable then
-    return settle_ephemeral(v_policy, key, idempotency_key, cost);  -- what follows, on the twin tables
+    return settle_ephemeral(readable(v_policy), key, idempotency_key, cost);  -- what follows, on the twin tables
   end if;
 
   declare
@@ -154,7 +154,8 @@ Any function that takes an idempotency key can have made the grant. The level mo
   one: up to full at most, and down to the floor of debt (see ratelimit_charge). allowed is always true, and the rest
   is the bucket after the settlement.
 The first settlement stands. A repeat with the same cost has replayed true and changes nothing.
-After a settlement any request under the key fails with RL004, but a charge is replayed.
+After a settlement any request under the key fails: with RL002 if its cost is not that of the grant, or else with RL004. A charge
+  with that cost is replayed.
 What the grant of a quota took too much is not given back once its period is over.
 Under a shadow policy a missing grant is no error: nothing is charged, and shadowed is true.
 idempotency_key: the key of the grant.

@@ -195,11 +195,11 @@ func TestReadOnlyTransaction(t *testing.T) {
 func TestReadOnlyTransaction_ErrorSaysWhatHelps(t *testing.T) {
 	db := kit.ParallelDB(t)
 	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
-		db.Policy(name, 10, 1, time.Hour, durability).Take(name, "known", 3, "first")
+		db.ForReadOnly(name, durability)
 	}
 	conn := db.Connect(t)
 	kit.Execute(t, conn, "set default_transaction_read_only = on")
 	for _, policy := range []string{"durable", "ephemeral"} {
-		kit.RequireReadOnly(t, conn, policy, "default_transaction_read_only is on.")
+		kit.RequireReadOnly(t, conn, policy, "default_transaction_read_only is on.", false)
 	}
 }

@@ -34,9 +34,10 @@ func becomeStandby(t *testing.T, db *kit.TestDB, server *pgtest.Server) *kit.Tes
 func TestStandby(t *testing.T) {
 	t.Parallel()
 	db, server := kit.NewPrivateDB(t)
-	db.Policy("durable", 10, 1, kit.ADay).Policy("ephemeral", 10, 1, kit.ADay, kit.Ephemeral)
+	db.ForReadOnly("durable", kit.Durable)
+	db.ForReadOnly("ephemeral", kit.Ephemeral)
 	first := db.Acquire("durable", "k", 3, "first")
-	db.Take("durable", "known", 3, "first").Take("ephemeral", "k", 3, "first")
+	db.Take("ephemeral", "k", 3, "first")
 	db = becomeStandby(t, db, server)
 	const readOnly, unlogged = "25006", "0A000"
 	refused := func(code, message, call string, args ...any) {
@@ -48,9 +49,9 @@ func TestStandby(t *testing.T) {
 			"acquire_many(array[$1::text], array[$2::text])", "acquire_many(array[$1::text], array[$2::text], null, array['i'])",
 		} {
 			refused(readOnly, "in a read-only transaction", call, "durable", key)
-			refused(unlogged, "unlogged relations during recovery", call, "ephemeral", key)
+			refused(unlogged, "ephemeral buckets cannot be read on a standby", call, "ephemeral", key)
 		}
-		refused(unlogged, "unlogged relations during recovery", "peek($1, $2)", "ephemeral", key)
+		refused(unlogged, "ephemeral buckets cannot be read on a standby", "peek($1, $2)", "ephemeral", key)
 		for _, call := range []string{"refund($1, $2, 1)", "reset($1, $2)"} { // which write before they read
 			refused(readOnly, "in a read-only transaction", call, "ephemeral", key)
 		}
@@ -61,11 +62,13 @@ func TestStandby(t *testing.T) {
 	} {
 		refused(readOnly, "in a read-only transaction", call)
 	}
-	kit.RequireReadOnly(t, db.Connect(t), "durable", "This server is a standby.")
+	for policy, unreadable := range map[string]bool{"durable": false, "ephemeral": true} {
+		kit.RequireReadOnly(t, db.Connect(t), policy, "This server is a standby.", unreadable)
+	}
 	require.Equal(t, []int64{7, 10}, []int64{db.Left("durable", "k"), db.Left("durable", "new")})
 	_, err := kit.Peek(db.Pool, "none", "k", 1)
 	require.Equal(t, "RL001", kit.SQLState(err))
-	require.Len(t, kit.Column(t, db.DB, "select policy from ratelimit_policies()"), 2)
+	require.Len(t, kit.Column(t, db.DB, "select policy from ratelimit_policies()"), 6)
 	require.Equal(t, kit.Replayed(first), db.Acquire("durable", "k", 3, "first"), "a replay writes nothing either")
 	limiter, combiner := client.New(db.Pool), client.NewCombiner(db.Pool, client.NoFlush())
 	defer combiner.Close()
@@ -73,7 +76,7 @@ func TestStandby(t *testing.T) {
 	for _, limiter := range []client.Acquirer{limiter, combiner} {
 		_, err = limiter.Acquire(t.Context(), "durable", "k")
 		require.Equal(t, readOnly, kit.SQLState(err), "%v", err)
-		require.EqualError(t, err, "pgratelimit: acquire: ERROR: cannot execute UPDATE in a read-only transaction (SQLSTATE 25006)")
+		require.ErrorContains(t, err, "This server is a standby.")
 	}
 	// After promotion, durable buckets go on where the primary was, and ephemeral ones are full.
 	db.Execute("select pg_promote()")
@@ -112,7 +115,7 @@ func TestStandby_Status(t *testing.T) {
 	require.Equal(t, []string{b, a}, kit.Column(t, db.DB, statusColumns+"ratelimit_status()"))
 	require.Equal(t, []string{b}, kit.Column(t, db.DB, statusColumns+"ratelimit_status('durable', 1)"))
 	e := db.Refused("0A000", "select * from ratelimit_status('ephemeral')")
-	require.Equal(t, []string{"ephemeral buckets cannot be read on a standby", "Policy 'ephemeral' is ephemeral.", "Ask the primary."},
+	require.Equal(t, []string{"ephemeral buckets cannot be read on a standby", "Policy 'ephemeral' is ephemeral. This server is a standby.", "Ask the primary."},
 		[]string{e.Message, e.Detail, e.Hint})
 	_ = db.Refused("RL001", "select * from ratelimit_status('none')")
 }
