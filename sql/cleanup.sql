@@ -33,6 +33,13 @@ declare
   v_deadline   timestamptz;
   v_batch      record;
 begin
+  -- PostgreSQL's own error would name no grant.
+  if (case when pg_catalog.has_schema_privilege('ratelimit', 'usage')
+           then pg_catalog.has_function_privilege('ratelimit.cleanup_batch(integer, interval, timestamp with time zone, timestamp with time zone)', 'execute') end) is not true then
+    raise exception 'permission denied for the batches of ratelimit_cleanup_all'
+      using errcode = '42501',
+            hint    = pg_catalog.format('Its owner can run: grant usage on schema ratelimit to %1$I; grant execute on function ratelimit.cleanup_batch to %1$I;', current_user);
+  end if;
   loop
     v_batch      := ratelimit.cleanup_batch(10000, ratelimit_cleanup_all.budget, v_due_before, v_deadline);
     v_due_before := v_batch.due_before;

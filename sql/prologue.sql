@@ -54,6 +54,12 @@ begin
                 hint    = 'Restore its owner, or drop the copy.';
     end;
   end if;
+  if not pg_catalog.has_schema_privilege(pg_catalog.quote_ident(v_home)::pg_catalog.regnamespace, 'create') then
+    raise exception 'the role may not create functions in their schema'
+      using errcode = '42501',
+            detail  = pg_catalog.format('The functions go to schema %I, on which role %I has no CREATE.', v_home, current_user),
+            hint    = pg_catalog.format('Run as its owner: grant create on schema %I to %I;', v_home, current_user);
+  end if;
 
   for v_proc in
     select p.oid::regprocedure as signature, p.proname, p.proacl

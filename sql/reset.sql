@@ -119,6 +119,13 @@ declare
   v_after text;
   v_batch record;
 begin
+  -- PostgreSQL's own error would name no grant.
+  if (case when pg_catalog.has_schema_privilege('ratelimit', 'usage')
+           then pg_catalog.has_function_privilege('ratelimit.reset_batch(pg_catalog.text, pg_catalog.text)', 'execute') end) is not true then
+    raise exception 'permission denied for the batches of ratelimit_reset_all'
+      using errcode = '42501',
+            hint    = pg_catalog.format('Its owner can run: grant usage on schema ratelimit to %1$I; grant execute on function ratelimit.reset_batch to %1$I;', current_user);
+  end if;
   loop
     v_batch := ratelimit.reset_batch(ratelimit_reset_all.policy, v_after);
     v_after := v_batch.after;

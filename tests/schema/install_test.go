@@ -368,6 +368,33 @@ func TestInstall_WithoutASchema(t *testing.T) {
 	}
 }
 
+// A role that may not create the schema, or the functions, is told the grants that it needs, one after the other.
+func TestInstall_WithoutCreateNamesTheGrant(t *testing.T) {
+	t.Parallel()
+	for way, install := range map[string]func(url string) string{
+		"Up": func(url string) string {
+			conn := kit.NoError(pgx.Connect(t.Context(), url))(t)
+			defer conn.Close(t.Context())
+			return fmt.Sprint(migrations.Up(t.Context(), conn))
+		},
+		"psql": func(url string) string {
+			out, _ := kit.PsqlStatus(t, url, "--file", "../../migrations/psql/install.sql")
+			return out
+		},
+	} {
+		role, db := kit.NewRole(t), pgtest.Empty(t)
+		db.Exec(t, "create schema app; grant usage on schema app to "+role)
+		url := kit.WithSettings(db.URL, "role", role, "search_path", "app")
+		for _, lacks := range []string{"database " + db.Name, "schema app"} {
+			grant := fmt.Sprintf("grant create on %s to %s", lacks, role)
+			require.Contains(t, install(url), grant, way)
+			db.Exec(t, grant)
+		}
+		require.NotContains(t, install(url), "may not", way)
+		require.Equal(t, []string{"app"}, kit.Column(t, db, "select p.pronamespace::regnamespace::text from pg_proc as p where p.proname = 'ratelimit_version'"))
+	}
+}
+
 func TestInstall_RefusesPlantedObjects(t *testing.T) {
 	const taken = "functions named ratelimit_* exist already"
 	type testCase struct{ plant, code, message string }
