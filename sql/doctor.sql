@@ -279,10 +279,34 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
        and o.option_name = 'autovacuum_enabled'
        and not o.option_value::boolean
      order by c.relname;
+
+  -- The table comes with docs/postgrest/install.sql.
+  if to_regclass('ratelimit.pre_request') is not null then
+    return query execute $sql$
+      select 'warning',
+             format('ratelimit.pre_request limits role %L, and no role has that name: requests of the role that was meant pass without a limit, or count for ''*''.', s.role),
+             format('Name the role as pg_roles does: update ratelimit.pre_request set role = ... where role = %L;', s.role) || $1
+        from pre_request as s
+       where s.role <> '*'
+         and not exists (select from pg_roles as r where r.rolname = s.role)
+       order by s.role
+    $sql$ using v_where;
+    return query execute $sql$
+      select 'warning',
+             format('ratelimit.pre_request names policy %L for role %L. %s: every request of the role fails.', s.policy, s.role,
+                    case when p.id is null then 'No policy has that name' else 'It lends slots, and has no tokens' end),
+             format('Define the policy, or name another one: update ratelimit.pre_request set policy = ... where role = %L;', s.role) || $1
+        from pre_request as s
+        left join policies as p on p.name = s.policy
+       where p.id is null
+          or (p.calendar).lease is not null
+       order by s.role
+    $sql$ using v_where;
+  end if;
 end;
 $$;
 comment on function ratelimit_doctor() is
-'Looks for settings and rows that make limits slow or tables large, and for wrong owners.
+'Looks for settings and rows that make limits slow or tables large, for wrong owners, and for names in ratelimit.pre_request that nothing has.
 No row means that all is well. Sessions count after a minute, and statistics from their last reset. On a standby it
   cannot read the buckets of ephemeral policies, and returns a notice about them.
 severity: warning or notice.

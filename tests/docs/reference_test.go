@@ -161,11 +161,12 @@ var (
 
 // referenceRights writes which tables the public functions touch, themselves or by the private functions that they call.
 func referenceRights(t *testing.T, db *pgtest.DB, body *strings.Builder) {
-	// Clean-up passes names of tables to statements that are made at run time. It reads policies and overrides, and writes the others.
+	// Clean-up passes names of tables to statements that are made at run time. It reads policies and overrides, and writes the others. A
+	// check is passed the name of an argument.
 	rows, err := db.Pool.Query(t.Context(), `
 		select proname::text as name, regexp_replace(regexp_replace(regexp_replace(prosrc,
 		         '''(policies|overrides)''(?=[,)])', 'from \1', 'g'),
-		         '''((ephemeral_)?(buckets|idempotency_keys|slots|leases))''(?=[,)])', 'from \1 update \1', 'g'), '--[^\n]*|''([^'']|'''')*''', '', 'g') as source, private, prosecdef as definer,
+		         '(?<!refuse\(|check_length\()''((ephemeral_)?(buckets|idempotency_keys|slots|leases))''(?=[,)])', 'from \1 update \1', 'g'), '--[^\n]*|''([^'']|'''')*''', '', 'g') as source, private, prosecdef as definer,
 		       coalesce(substring(obj_description(p.oid, 'pg_proc') from 'Role: ([^.,]*)'), '') as role,
 		       coalesce(substring(proconfig::text from 'search_path=([^"]*)'), '') as path
 		  from `+kit.PackageFunctions+` as p order by proname`)

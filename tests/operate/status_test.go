@@ -256,6 +256,29 @@ func TestDoctor_OwnersDoNotTakeOverWhatIsPlanted(t *testing.T) {
 	require.Empty(t, db.Findings())
 }
 
+// A name in ratelimit.pre_request that no role or policy has limits nobody, or fails every request.
+func TestDoctor_PreRequest(t *testing.T) {
+	db := kit.ParallelDB(t)
+	kit.InstallPreRequest(t, db.DB)
+	db.GiveAway().Policy("api", 10, 1, kit.Second).Execute("select ratelimit_define_policy('jobs', 5, lease => '5 minutes')")
+	db.Execute("insert into ratelimit.pre_request (role, policy) values ('*', 'api'), ('pg_monitor', 'api')")
+	require.Empty(t, db.Findings())
+	for statement, finding := range map[string]string{
+		"insert into ratelimit.pre_request (role, policy) values ('anno', 'api')":                 "limits role 'anno', and no role has that name",
+		"update ratelimit.pre_request set policy = 'apy' where role = '*'":                        "names policy 'apy' for role '*'. No policy has that name",
+		"update ratelimit.pre_request set policy = 'jobs' where role = 'pg_monitor'":              "names policy 'jobs' for role 'pg_monitor'. It lends slots",
+		"select ratelimit_drop_policy('api'); delete from ratelimit.pre_request where role = '*'": "names policy 'api' for role 'pg_monitor'. No policy has that name",
+	} {
+		session := db.Begin()
+		kit.Execute(t, session.Conn, statement, pgx.QueryExecModeSimpleProtocol)
+		found := kit.ColumnOf(t, session, "select severity || ': ' || finding || ' ' || remedy from ratelimit_doctor()")
+		require.Len(t, found, 1, statement)
+		require.Contains(t, found[0], "warning: ratelimit.pre_request "+finding)
+		require.Contains(t, found[0], "update ratelimit.pre_request set ")
+		session.Execute("rollback")
+	}
+}
+
 func TestDoctor_Vacuum(t *testing.T) {
 	t.Parallel()
 	db, _ := kit.NewPrivateDB(t, "autovacuum_naptime=1h")
