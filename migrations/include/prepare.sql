@@ -29,19 +29,17 @@ begin
   perform pg_advisory_xact_lock(9628173550095224);  -- as tern does
   select n.oid, n.nspowner into v_schema, v_owner from pg_namespace as n where n.nspname = 'ratelimit';
   if not found then
-    if not v_installs then
-      null;
-    elsif not has_database_privilege(current_database(), 'create') then
+    if v_installs and not has_database_privilege(current_database(), 'create') then
       raise exception 'the role may not create schema ratelimit'
         using errcode = '42501',
               detail  = format('Role %I has no CREATE on database %I.', current_user, current_database()),
               hint    = format('Run as its owner: grant create on database %I to %I;', current_database(), current_user);
-    elsif not has_schema_privilege(quote_ident(v_home)::regnamespace, 'create') then
+    elsif v_installs and not has_schema_privilege(quote_ident(v_home)::regnamespace, 'create') then
       raise exception 'the role may not create functions in their schema'
         using errcode = '42501',
               detail  = format('The functions go to schema %I, on which role %I has no CREATE.', v_home, current_user),
               hint    = format('Run as its owner: grant create on schema %I to %I;', v_home, current_user);
-    else
+    elsif v_installs then
       create schema ratelimit;
     end if;
   elsif exists (select from pg_class as c where c.relnamespace = v_schema and c.relowner <> v_owner) then
