@@ -3,55 +3,111 @@
 
 import { createHash } from 'node:crypto'
 import { isIP } from 'node:net'
-import { IdempotencyMismatch, InvalidArgument, TimedOut, UnknownPolicy } from './lib/errors.js'
-import { areCharges } from './lib/limiter.js'
+import { setTimeout as sleep } from 'node:timers/promises'
+import { InvalidArgument, TimedOut } from './lib/errors.js'
+import { failureOf } from './lib/failures.js'
+import { areCharges, known } from './lib/limiter.js'
+
+const LONGEST_TIMER = 2 ** 31 - 1 // ms: a longer one fires at once
+const AGAIN_AFTER = 100 // ms, after an error of the set-up: an upgrade may be under way
+const LOG_EVERY = 60_000 // ms
 
 export function per(policy, key, cost) {
+  if (typeof policy !== 'string') throw new TypeError('per: the policy must be a string')
   if (typeof key !== 'function' || key === byIP) throw new TypeError('per: the key must be a function of the request, such as byIP()')
+  const isCost = cost === undefined || (/^(number|bigint)$/.test(typeof cost) && Number.isSafeInteger(Number(cost)) && cost >= 0)
+  if (!isCost) throw new TypeError('per: the cost must be a whole number of tokens')
   return (...request) => [{ policy, key: key(...request), cost }]
 }
 
-export function limit(limiter, options) {
-  const decide = decider(limiter, options)
-  return async (request, response, next) => {
-    let refusal, headers
-    try {
-      ({ refusal, headers } = await decide(request, response))
-    } catch (error) {
-      return next(error) // of the function that names the charges
-    }
-    for (const [name, value] of Object.entries(headers)) response.appendHeader(name, value)
-    if (!refusal) return next()
-    response.writeHead(refusal.status, refusal.headers).end(refusal.body)
-  }
+export function decide(limiter, options) {
+  known(options, ...DECIDE_OPTIONS)
+  return decider(limiter, options).decide
 }
 
-export function limitFetch(limiter, options, handler) {
-  const decide = decider(limiter, options)
-  return async (request, ...more) => {
-    const { refusal, headers } = await decide(request, ...more)
-    if (refusal) return new Response(refusal.body, { status: refusal.status, headers: { ...headers, ...refusal.headers } })
-    let response = await handler(request, ...more)
-    if (Object.keys(headers).length > 0) response = new Response(response.body, response) // whose header may be changed
-    for (const [name, value] of Object.entries(headers)) response.headers.append(name, value)
+export function limit(limiter, { refuseWith = refuse, ...options } = {}) {
+  const { decide, report } = decider(limiter, { ...options, refuseWith })
+  const middleware = async (request, response, next) => { // which never rejects: Express 4 does not look at the promise
+    const event = await decide(request, response)
+    try {
+      if (isOver(request, response)) return
+      for (const [name, value] of Object.entries(event.headers)) response.appendHeader(name, value)
+      await (event.status === 0 ? next() : refuseWith(event, request, response))
+    } catch (error) { // next is not called again, because the handler may have run
+      report({ error }, [request, response])
+      fail(response)
+    }
+  }
+  return Object.assign(middleware, { passed: decide.passed })
+}
+
+/** Answers with 500, or ends what cannot be answered any more. */
+function fail(response) {
+  try {
+    if (!response.headersSent) return refuse({ problem: problemOf(500) }, undefined, response)
+  } catch { /* a writeHead that other middleware has replaced */ }
+  if (!response.writableEnded) response.destroy?.()
+}
+
+function refuse({ problem }, _request, response) {
+  const body = textOf(problem)
+  response.writeHead(problem.status, { ...PROBLEM, 'Content-Length': String(Buffer.byteLength(body)) }).end(body)
+}
+
+export function limitFetch(limiter, { refuseWith = refuseFetch, ...options } = {}, handler) {
+  if (typeof handler !== 'function') throw new TypeError('pgratelimit/http: the handler must be a function')
+  const { decide, report } = decider(limiter, { ...options, refuseWith }, (request) => request?.signal?.aborted)
+  const limited = async (...request) => {
+    const event = await decide(...request)
+    if (event.status === 0) return withFields(await handler(...request), event.headers)
+    try {
+      return withFields(await refuseWith(event, ...request), event.headers)
+    } catch (error) {
+      report({ error }, request)
+      return refuseFetch({ problem: problemOf(500) })
+    }
+  }
+  return Object.assign(limited, { passed: decide.passed })
+}
+
+const refuseFetch = ({ problem }) => new Response(textOf(problem), { status: problem.status, headers: PROBLEM })
+
+/** A response with further fields; or unchanged, if it can have none: an error, a switch of protocols, a body that is being read. */
+function withFields(response, headers) {
+  if (Object.keys(headers).length === 0) return response
+  try {
+    const isPlain = Object.getPrototypeOf(response) === Response.prototype
+    const changed = isPlain ? new Response(response.body, response) : response // a copy, because a program may return one response twice
+    for (const [name, value] of Object.entries(headers)) changed.headers.append(name, value)
+    return changed
+  } catch {
     return response
   }
 }
 
-export function byIP(trustedProxies = 0) {
+export function byIP(trustedProxies = 0, options) {
   if (!Number.isSafeInteger(trustedProxies) || trustedProxies < 0) throw new RangeError('byIP: a number of proxies')
+  const prefix = prefixOf(options)
   return (request) => {
     const { headers, socket } = request
     if (!socket && trustedProxies === 0) throw new TypeError('byIP: a Request of fetch has no address: pass addressKey() that of the connection')
     const forwarded = headers.get ? headers.get('x-forwarded-for') : headers['x-forwarded-for']
-    const named = trustedProxies > 0 ? addressKey((forwarded ?? '').split(',').at(-trustedProxies) ?? '') : UNKNOWN
-    return named === UNKNOWN ? addressKey(socket?.remoteAddress ?? '') : named
+    const named = trustedProxies > 0 ? keyOf((forwarded ?? '').split(',').at(-trustedProxies) ?? '', prefix) : UNKNOWN
+    return named === UNKNOWN ? keyOf(socket?.remoteAddress ?? '', prefix) : named
   }
+}
+
+function prefixOf(options) {
+  const { ipv6Prefix = 64 } = known(options, 'ipv6Prefix')
+  if (!Number.isInteger(ipv6Prefix) || ipv6Prefix < 1 || ipv6Prefix > 128) throw new RangeError('ipv6Prefix must be a whole number from 1 to 128')
+  return ipv6Prefix
 }
 
 const UNKNOWN = 'ip:unknown'
 
-export function addressKey(address) {
+export const addressKey = (address, options) => keyOf(address, prefixOf(options))
+
+function keyOf(address, prefix) {
   address = address.trim().replace(/^\[(.*)\](:\d+)?$/, '$1').replace(/^([\d.]+):\d+$/, '$1').replace(/%.*$/, '')
   if (isIP(address) === 4) return `ip:${address}`
   if (isIP(address) !== 6) return UNKNOWN
@@ -61,57 +117,145 @@ export function addressKey(address) {
   if (groups.slice(0, 6).join(':') === '0:0:0:0:0:ffff') { // IPv4 in IPv6
     return `ip:${groups.slice(6).flatMap((group) => [parseInt(group, 16) >> 8, parseInt(group, 16) & 255]).join('.')}`
   }
-  return `ip:${canonical([...groups.slice(0, 4), 0, 0, 0, 0].join(':'))}/64`
+  const network = groups.map((group, i) => {
+    const bits = Math.min(16, Math.max(0, prefix - 16 * i)) // of this group
+    return (parseInt(group, 16) & (0xffff << (16 - bits))).toString(16)
+  })
+  return `ip:${canonical(network.join(':'))}/${prefix}`
 }
 
-export const byUser = (user, otherwise) => (...request) => {
-  const name = user(...request)
-  if (!name) return otherwise(...request)
-  const key = `user:${name}`
-  const fits = key.length <= 512 && Buffer.byteLength(key) <= 512 && !key.includes('\0') && key.isWellFormed()
-  return fits ? key : `user-sha256:${createHash('sha256').update(String(name)).digest('hex')}`
+export function byUser(user, otherwise) {
+  if (typeof user !== 'function' || typeof otherwise !== 'function' || otherwise === byIP) {
+    throw new TypeError('byUser: pass two functions of the request, of which the second names a bucket, such as byIP()')
+  }
+  return (...request) => {
+    const name = user(...request)
+    if (!name) return otherwise(...request)
+    const key = `user:${name}`
+    return fits(key) ? key : `user-sha256:${createHash('sha256').update(String(name)).digest('hex')}`
+  }
 }
 
-/** Returns a function of a request that resolves to the header fields of its answer, and its refusal if it has one. */
-function decider(limiter, { charges: chargesOf, failure, quotas = [], timeout = 1, onError = warn() } = {}) {
-  if (typeof limiter?.acquireAll !== 'function') throw new TypeError('pgratelimit/http: the first argument must be a Limiter or a Combiner')
+const fits = (key) => typeof key === 'string' && key.length <= 512 && Buffer.byteLength(key) <= 512 && !key.includes('\0') && key.isWellFormed()
+
+const DECIDE_OPTIONS = ['charges', 'failure', 'quotas', 'timeoutMs', 'idempotencyKey', 'observe', 'onError']
+
+/** decide, which never rejects, and report, which tells the program of an event with an error. isOver is a function of the request. */
+function decider(limiter, options, isRequestOver = isOver) {
+  const {
+    charges: chargesOf, failure, quotas = [], timeoutMs = 1000, idempotencyKey: idempotencyKeyOf, observe, onError, refuseWith,
+  } = known(options, ...DECIDE_OPTIONS, 'refuseWith')
+  if (typeof limiter?.acquire !== 'function' || typeof limiter.acquireAll !== 'function') {
+    throw new TypeError('pgratelimit/http: the first argument must be a Limiter or a Combiner')
+  }
   if (typeof chargesOf !== 'function') throw new TypeError('pgratelimit/http: charges must be a function of the request')
   if (failure !== 'open' && failure !== 'closed') throw new TypeError("pgratelimit/http: choose failure: 'open' or 'closed', for when there is no database")
-  return async (...request) => {
-    const charges = await chargesOf(...request)
-    if (charges == null || charges.length === 0) return { headers: {} }
-    let decided
+  for (const [name, hook] of Object.entries({ idempotencyKey: idempotencyKeyOf, observe, onError, refuseWith })) {
+    if (hook !== undefined && typeof hook !== 'function') throw new TypeError(`pgratelimit/http: ${name} must be a function`)
+  }
+  if (!Array.isArray(quotas) || !quotas.every((name) => typeof name === 'string')) throw new TypeError('pgratelimit/http: quotas must be an array of names')
+  if (typeof timeoutMs !== 'number' || !(timeoutMs > 0)) throw new RangeError('pgratelimit/http: timeoutMs must be a number of milliseconds above 0')
+
+  const passed = new Map() // requests without a decision, by policy
+  const log = newLog()
+  let hasDecided = false // before that, an error of the set-up is not known to pass
+  const tell = async (hook, ...values) => {
     try {
-      decided = await ask(limiter, charges, timeout)
+      await hook(...values)
     } catch (error) {
-      onError(error, ...request)
-      // A client that could provoke the error would get past the limit.
-      const isInvalid = [UnknownPolicy, InvalidArgument, IdempotencyMismatch].some((kind) => error instanceof kind)
-      if (isInvalid) return { headers: {}, refusal: problem(500, 'Internal Server Error') }
-      return { headers: {}, refusal: failure === 'open' ? undefined : problem(503, 'Service Unavailable') }
+      log('program', OWN_FAILED, error)
     }
-    const headers = fields(charges, decided, quotas)
-    if (decided.allowed) return { headers }
-    if (decided.retryAfter !== null) headers['Retry-After'] = String(Math.ceil(decided.retryAfter))
-    const violated = charges.filter((_, i) => !decided.decisions[i].allowed).map(({ policy }) => printable(policy))
-    const title = 'Request cannot be satisfied as assigned quota has been exceeded', type = 'https://iana.org/assignments/http-problem-types#quota-exceeded'
-    return { headers, refusal: problem(429, title, type, { 'violated-policies': [...new Set(violated)] }) }
+  }
+  const report = (event, request) => void tell(onError ? () => onError(event.error, ...request) : () => logEvent(log, event))
+
+  const undecided = (error, idempotencyKey) => {
+    const { kind, isConflict } = failureOf(error)
+    if (kind === 'fault' || (kind === 'setup' && !hasDecided)) return { outcome: 'invalid', status: isConflict && idempotencyKey ? 409 : 500 }
+    return failure === 'open' ? { outcome: 'failed open', status: 0 } : { outcome: 'failed closed', status: 503 }
+  }
+
+  /** The event of a request; undefined if it has no charges. */
+  const eventOf = async (request) => {
+    if (isRequestOver(...request)) return ABANDONED
+    const charges = await chargesOf(...request)
+    if (charges == null || (Array.isArray(charges) && charges.length === 0)) return undefined
+    const idempotencyKey = await idempotencyKeyOf?.(...request) || undefined
+    if (idempotencyKey && !fits(idempotencyKey)) {
+      const error = new InvalidArgument('invalid idempotencyKey', { detail: 'It is no text of 1 to 512 bytes.' })
+      return { outcome: 'invalid', status: 400, charges, error }
+    }
+    if (isRequestOver(...request)) return ABANDONED
+    try {
+      const decision = await askInTime(limiter, charges, idempotencyKey, timeoutMs)
+      const headers = fields(charges, decision, quotas)
+      hasDecided = true
+      if (decision.allowed) return { outcome: 'allowed', status: 0, charges, decision, headers }
+      if (decision.retryAfter !== null) headers['Retry-After'] = String(Math.ceil(decision.retryAfter))
+      return { outcome: 'denied', status: 429, charges, decision, headers }
+    } catch (error) {
+      return { ...undecided(error, idempotencyKey), charges, error }
+    }
+  }
+
+  const decide = async (...request) => {
+    const begin = performance.now()
+    let event
+    try {
+      event = await eventOf(request)
+      if (!event) return { outcome: 'allowed', status: 0, headers: {}, charges: [], durationMs: performance.now() - begin }
+      if (isRequestOver(...request)) event = { ...event, ...ABANDONED }
+    } catch (error) { // of charges or idempotencyKey
+      event = { outcome: 'invalid', status: 500, error }
+    }
+    event = { headers: {}, charges: [], ...event, durationMs: performance.now() - begin }
+    if (event.status > 0) event.problem = problemOf(event.status, event)
+    if (event.outcome === 'failed open') for (const policy of policiesOf(event)) passed.set(policy, (passed.get(policy) ?? 0) + 1)
+    if ('error' in event) report(event, request)
+    if (observe) void tell(observe, event, ...request)
+    return event
+  }
+  return { decide: Object.assign(decide, { passed }), report }
+}
+
+const ABANDONED = { outcome: 'abandoned', status: 503 }
+
+/** Whether the client has gone, or the request was answered. Then there is nothing to decide, and no address to be known. */
+function isOver(request, reply) {
+  const { signal, socket } = request ?? {}, response = reply?.raw ?? reply // the reply of Fastify has that of node:http
+  return signal?.aborted || socket?.destroyed || (socket?.localAddress && !socket.remoteAddress) || // unlike a Unix socket, which has neither
+    response?.headersSent || response?.writableEnded || response?.destroyed || response?.stream?.destroyed // of HTTP/2
+}
+
+/** Asks once more after an error of the set-up. If that has no answer in time, the error stands. */
+async function askInTime(limiter, charges, idempotencyKey, timeoutMs) {
+  const leaving = new AbortController(), { signal } = leaving
+  let timer, ofSetup
+  const late = new Promise((_, reject) => {
+    timer = setTimeout(() => {
+      const error = new TimedOut('no decision in time', { detail: `The limiter took longer than ${timeoutMs} ms.` })
+      leaving.abort(error)
+      reject(ofSetup ?? error)
+    }, Math.min(timeoutMs, LONGEST_TIMER))
+  })
+  const again = async (error) => {
+    if (failureOf(error).kind !== 'setup') throw error
+    ofSetup = error
+    await sleep(AGAIN_AFTER, undefined, { signal })
+    return ask(limiter, charges, { idempotencyKey, signal })
+  }
+  try {
+    return await Promise.race([late, ask(limiter, charges, { idempotencyKey, signal }).catch(again)])
+  } finally {
+    clearTimeout(timer)
   }
 }
 
 /** One call for all charges. Its answer has decisions, also about a single charge. */
-async function ask(limiter, charges, timeout) {
-  const leaving = new AbortController(), signal = leaving.signal
-  const giveUp = () => leaving.abort(new TimedOut('no decision in time', { detail: `The limiter took longer than ${timeout} s.` }))
-  const timer = setTimeout(giveUp, timeout * 1000)
-  try {
-    if (charges.length !== 1 || !areCharges(charges)) return await limiter.acquireAll(charges, { signal }) // which refuses others
-    const [{ policy, key, cost }] = charges
-    const decision = await limiter.acquire(policy, key, { cost, signal })
-    return { ...decision, decisions: [decision] }
-  } finally {
-    clearTimeout(timer)
-  }
+async function ask(limiter, charges, options) {
+  if (charges.length !== 1 || !areCharges(charges)) return limiter.acquireAll(charges, options) // which refuses others
+  const [{ policy, key, cost }] = charges
+  const decision = await limiter.acquire(policy, key, { cost, ...options })
+  return { ...decision, binding: 0, decisions: [decision] }
 }
 
 /** RateLimit-Policy and RateLimit: each policy once, with its emptiest bucket. */
@@ -142,17 +286,40 @@ const printable = (policy) => policy.replace(/[^ -$&-~]+/gu, encodeURIComponent)
 
 const quoted = (policy) => `"${printable(policy).replace(/["\\]/g, '\\$&')}"`
 
-function problem(status, title, type = 'about:blank', more) {
-  const headers = { 'Content-Type': 'application/problem+json', 'X-Content-Type-Options': 'nosniff' }
-  return { status, headers, body: `${JSON.stringify({ type, title, status, ...more })}\n` }
+const PROBLEM = { 'Content-Type': 'application/problem+json', 'X-Content-Type-Options': 'nosniff' }
+
+const TITLES = { 400: 'Bad Request', 409: 'Conflict', 500: 'Internal Server Error', 503: 'Service Unavailable' }
+
+const textOf = (problem) => `${JSON.stringify(problem)}\n`
+
+function problemOf(status, { charges, decision } = {}) {
+  if (status !== 429) return { type: 'about:blank', title: TITLES[status], status }
+  const type = 'https://iana.org/assignments/http-problem-types#quota-exceeded', title = 'Request cannot be satisfied as assigned quota has been exceeded'
+  const violated = charges.filter((_, i) => !decision.decisions[i].allowed).map(({ policy }) => printable(policy))
+  return { type, title, status, 'violated-policies': [...new Set(violated)] }
 }
 
-/** Logs failures, at most one a second. */
-function warn() {
-  let next = 0
-  return (error) => {
-    if (performance.now() < next) return
-    next = performance.now() + 1000
-    console.warn('rate limit not checked:', error)
+const policiesOf = ({ charges }) => new Set(Array.isArray(charges) ? charges.map((charge) => charge?.policy) : [])
+
+function logEvent(log, { error, charges, status, outcome }) {
+  if (!charges?.length) return log('program', OWN_FAILED, error)
+  const { kind, code, hint } = failureOf(error), policies = [...policiesOf({ charges })].join(', ')
+  const fate = status === 0 ? "passes without a decision (failure: 'open')" : outcome === 'abandoned' ? 'is abandoned' : `is refused with ${status}`
+  const message = error?.message || error?.errors?.[0]?.message || String(error) // of several addresses, each has its own
+  const line = `pgratelimit: a request of ${policies} ${fate}: ${message}${code ? ` (${code})` : ''}${hint && !message.includes(hint) ? `. ${hint}` : ''}`
+  log(`${code ?? error?.code ?? error?.name} ${policies}`, line, ...(kind === 'fault' && !code ? [error] : [])) // with its stack
+}
+
+const OWN_FAILED = 'pgratelimit: a function that the middleware called has failed:'
+
+/** Logs each kind of event at most once a minute. */
+function newLog() {
+  const next = new Map() // by kind
+  return (kind, ...text) => {
+    const now = performance.now()
+    if (now < (next.get(kind) ?? 0)) return
+    if (next.size >= 1000) next.clear()
+    next.set(kind, now + LOG_EVERY)
+    console.warn(...text)
   }
 }

@@ -70,6 +70,17 @@ export async function whileOpen(sql, values, use) {
   }
 }
 
+/** Runs use while a server listens on a port, or a path. */
+export async function listening(server, use, path) {
+  await new Promise((resolve) => path ? server.listen(path, resolve) : server.listen(0, '127.0.0.1', resolve))
+  try {
+    return await use(server.address().port)
+  } finally {
+    server.closeAllConnections?.()
+    await new Promise((resolve) => server.close(resolve))
+  }
+}
+
 /** Asks until the answer is what is looked for, and returns that. */
 export async function eventually(ask) {
   const deadline = performance.now() + 60_000

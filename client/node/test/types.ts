@@ -1,6 +1,6 @@
 // Not run: tsc --noEmit compiles it.
 import { Combiner, Denied, Limiter, TooLate, translate, type JointDecision } from 'pgratelimit'
-import { addressKey, byIP, byUser, limit, limitFetch, per } from 'pgratelimit/http'
+import { addressKey, byIP, byUser, decide, limit, limitFetch, per } from 'pgratelimit/http'
 import { limitedFetch, retryAfter } from 'pgratelimit/outgoing'
 
 declare const pool: { query(text: string, values?: unknown[]): Promise<{ rows: any[]; rowCount: number | null }> }
@@ -40,6 +40,21 @@ export const handler = limitFetch(limiter, {
 }, () => new Response('hello'))
 export const route = limitFetch(limiter, { charges: (request) => [{ policy: 'api', key: request.url }], failure: 'open' },
   async (_request, context: { params: Promise<{ id: string }> }) => Response.json(await context.params))
+class NextRequest extends Request { nextUrl = new URL(this.url) }
+export const nextRoute: (request: NextRequest, context: { params: Promise<{ id: string }> }) => Promise<Response> = limitFetch(limiter, {
+  charges: ({ nextUrl }) => [{ policy: 'api', key: nextUrl.pathname }], failure: 'open',
+}, async (request: NextRequest, { params }: { params: Promise<{ id: string }> }) => Response.json([request.nextUrl, await params]))
+export const nextPage = limitFetch(limiter, { charges: per('api', byIP(1, { ipv6Prefix: 56 })), failure: 'open' }, (request: NextRequest) => Response.json(request.nextUrl))
+interface Socket { readonly remoteAddress?: string | undefined } // as in @types/node
+type Express = [request: { headers: Record<string, string | undefined>; socket: Socket; user?: string }, response: Exchange[1], next: (error?: any) => void]
+export const express: (...exchange: Express) => void = limit(limiter, {
+  charges: per('api', byUser((request: Express[0]) => request.user, byIP())), failure: 'open', timeoutMs: 500, idempotencyKey: () => undefined,
+  observe: ({ outcome, decision }) => outcome === 'denied' && decision?.retryAfter,
+  refuseWith: ({ status, problem }, _request, response) => response.writeHead(status, {}).end(problem?.title ?? ''),
+})
+export const passes: number | undefined = middleware.passed.get('api')
+export const decided = decide(limiter, { charges: (context: { address: string }) => [{ policy: 'api', key: addressKey(context.address) }], failure: 'closed' })
+decided({ address: '192.0.2.1' }).then(({ status, headers }) => [status, headers])
 type Exchange = Parameters<typeof middleware>
 export const hook = (request: Exchange[0], response: Exchange[1], done: (error?: Error) => void) => { middleware(request, response, done) }
 // @ts-expect-error there is no default for when there is no database
