@@ -55,7 +55,7 @@ func docsFiles(t testing.TB) (files []docsFile) {
 	return files
 }
 
-var docsTags = []string{"sql", "psql", "go", "sh", "text", "yaml"}
+var docsTags = []string{"sql", "psql", "go", "js", "sh", "text", "yaml"}
 
 func docsBlocks(text string) (blocks []docsBlock, err error) {
 	var open *docsBlock
