@@ -1,5 +1,6 @@
 /// <reference lib="esnext.disposable" />
-// Tokens are whole numbers. Times are seconds, as numbers; a time that is null never comes.
+// Tokens are whole numbers. A duration that is passed is in milliseconds, and its name ends with Ms; unless it says so, 0 is an error.
+// Times of answers are seconds, as numbers; a time that is null never comes.
 
 /** What a limiter needs of a database handle. A pool and a client of pg have it; README.md has adapters for other drivers. */
 export interface Queryable {
@@ -8,27 +9,27 @@ export interface Queryable {
 
 export interface Options {
   /** The schema that has the ratelimit_* functions. Defaults to the functions that search_path finds. */
-  schema?: string
+  schema?: string | undefined
   /**
    * Each statement is a transaction of its own, and the handle has other connections when one is lost: so serialization failures,
    * deadlocks and calls of a function that an upgrade replaced are tried again, and with an idempotency key lost connections, too; three
    * tries in all. Defaults to whether the handle is a Pool of pg.
    */
-  retry?: boolean
+  retry?: boolean | undefined
   /**
-   * How long a call may take. Then it fails with TimedOut; on a Pool of pg it is cancelled, and its connection destroyed. Defaults to no
-   * bound, in a Combiner to 5.
+   * How long a call may take. Then it fails with TimedOut; on a Pool of pg it is cancelled, and its connection destroyed. Defaults to
+   * Infinity, which is no bound, in a Combiner to 5000.
    */
-  callTimeout?: number
+  callTimeoutMs?: number | undefined
 }
 
 export interface CombinerOptions extends Options {
   /**
    * How many shared calls may be under way, each on a connection. Defaults to 2. Of a Pool of pg, one connection is left for others.
    */
-  callsInFlight?: number
+  callsInFlight?: number | undefined
   /** How many requests may wait for a call. Further ones fail with Overloaded. Defaults to 10,000. */
-  maxWaiting?: number
+  maxWaiting?: number | undefined
 }
 
 /** Options of every method. */
@@ -36,14 +37,14 @@ export interface CallOptions {
   /**
    * Frees the caller, who gets its reason. A request that has not been sent is not sent. One that has been sent may be granted, and its
    * tokens taken: with an idempotency key, asking again settles that. Its call goes on, with its connection, until it has an answer or
-   * callTimeout is over.
+   * callTimeoutMs is over. Any number of calls may share a signal.
    */
-  signal?: AbortSignal
+  signal?: AbortSignal | undefined
 }
 
 export interface CostOptions extends CallOptions {
   /** How many tokens are asked for. Defaults to 1. With 0 the request is allowed, and takes nothing. */
-  cost?: number | bigint
+  cost?: number | bigint | undefined
 }
 
 export interface KeyedOptions extends CallOptions {
@@ -51,7 +52,7 @@ export interface KeyedOptions extends CallOptions {
    * Names the operation of the program, so that the request can be sent again: the first grant under it is returned again, marked
    * replayed, and nothing is taken. Choose it in the program, one for each operation: a client that chooses it is always allowed.
    */
-  idempotencyKey?: string | null
+  idempotencyKey?: string | null | undefined
 }
 
 export interface State {
@@ -78,7 +79,7 @@ export interface Charge {
   policy: string
   key: string
   /** Defaults to 1. */
-  cost?: number | bigint
+  cost?: number | bigint | undefined
 }
 
 /** A request of acquireUpToMany. */
@@ -169,11 +170,14 @@ export class Limiter {
   /** Replaces the cost of a grant by its real cost, once. 0 gives all tokens back. Returns the state of the bucket. */
   settle(policy: string, key: string, idempotencyKey: string, cost: number | bigint, options?: CallOptions): Promise<Decision>
 
-  /** Takes tokens now if the bucket will have them within maxWait, up to 365 days, and returns how long to wait before acting. */
-  reserve(policy: string, key: string, maxWait: number, options?: CostOptions & KeyedOptions): Promise<Reservation>
+  /**
+   * Takes tokens now if the bucket will have them within maxWaitMs, and returns how long to wait before acting. With 0 it takes only what is
+   * there; more than 365 days, and Infinity, are 365 days.
+   */
+  reserve(policy: string, key: string, maxWaitMs: number, options?: CostOptions & KeyedOptions): Promise<Reservation>
 
   /** Takes as many tokens as there are, up to atMost; with fewer than atLeast (1), none. */
-  acquireUpTo(policy: string, key: string, atMost: number | bigint, options?: KeyedOptions & { atLeast?: number | bigint }): Promise<PartialDecision>
+  acquireUpTo(policy: string, key: string, atMost: number | bigint, options?: KeyedOptions & { atLeast?: number | bigint | undefined }): Promise<PartialDecision>
 
   /** For each request, in one call, what acquireUpTo would return, one after another, or the error with which it would reject. */
   acquireUpToMany(requests: UpTo[], options?: CallOptions): Promise<(PartialDecision | Error)[]>
@@ -182,17 +186,17 @@ export class Limiter {
   refund(policy: string, key: string, amount: number | bigint, options?: CallOptions): Promise<Decision>
 
   /**
-   * Stops the bucket for so many seconds, 0.001 to 365 days, such as the Retry-After of an upstream. After them it refills from 0. A
-   * longer pause stays. Reservations made before are not stopped.
+   * Stops the bucket for so many milliseconds, 1 to 31,536,000,000 (365 days), such as 1000 times the Retry-After of an upstream. After
+   * them it refills from 0. A longer pause stays. Reservations made before are not stopped.
    */
-  pause(policy: string, key: string, pauseFor: number, options?: CallOptions): Promise<Decision>
+  pause(policy: string, key: string, pauseForMs: number, options?: CallOptions): Promise<Decision>
 
   /**
-   * Reserves tokens, and returns when they are there. If they would come after the timeout (365 days), it fails at once with TooLate. A
+   * Reserves tokens, and returns when they are there. If they would come after timeoutMs (365 days at most), it fails at once with TooLate. A
    * caller that stops waiting gives its tokens back, and leaves after 5 seconds at the latest. A quota lends nothing: at its next turn, and
    * up to a second later at random, wait reserves again. Not for transactions.
    */
-  wait(policy: string, key: string, options?: CostOptions & { timeout?: number }): Promise<Reservation>
+  wait(policy: string, key: string, options?: CostOptions & { timeoutMs?: number | undefined }): Promise<Reservation>
 
   /**
    * Takes slots of a policy with a lease, 1 or more, if enough are free, under a new uuid. A denial is an answer, too. The lease is
@@ -250,9 +254,9 @@ export class LeaseLost extends RateLimitError {}
 export class Overloaded extends RateLimitError {}
 /** The Combiner was closed. Nothing was sent. */
 export class Closed extends RateLimitError {}
-/** The call had no answer within callTimeout. Its tokens may be taken. */
+/** The call had no answer within callTimeoutMs. Its tokens may be taken. */
 export class TimedOut extends RateLimitError {}
-/** The tokens would come after the timeout of wait, or never. Nothing was taken. */
+/** The tokens would come after the timeoutMs of wait, or never. Nothing was taken. */
 export class TooLate extends RateLimitError {
   readonly reservation: Reservation
 }

@@ -1,6 +1,6 @@
 import { unless } from './database.js'
-import { Closed, Locked, Overloaded, isText } from './errors.js'
-import { Limiter, ask } from './limiter.js'
+import { Closed, Locked, Overloaded, invalid, isText } from './errors.js'
+import { Limiter, OPTIONS, ask, known } from './limiter.js'
 import { pack } from './packed.js'
 import { Queue } from './queue.js'
 
@@ -22,11 +22,12 @@ export class Combiner extends Limiter {
   #turn // the next look at the queue
   #linger // a timer
 
-  constructor(db, { callsInFlight = 2, maxWaiting = 10_000, callTimeout = 5, ...options } = {}) {
+  constructor(db, options) {
+    const { callsInFlight = 2, maxWaiting = 10_000, callTimeoutMs = 5000, ...others } = known(options, ...OPTIONS, 'callsInFlight', 'maxWaiting')
     for (const [name, n] of Object.entries({ callsInFlight, maxWaiting })) {
-      if (!Number.isSafeInteger(n) || n < 1) throw new RangeError(`${name} must be a positive number`)
+      if (!Number.isSafeInteger(n) || n < 1) throw invalid(name, `is ${String(n)}.`, 'Pass a whole number, 1 or more.')
     }
-    super(db, { callTimeout, ...options })
+    super(db, { callTimeoutMs, ...others })
     this.#queue = new Queue(Math.max(1, Math.min(callsInFlight, this._database.connections - 1)), maxWaiting)
   }
 

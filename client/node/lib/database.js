@@ -1,9 +1,9 @@
 import { setTimeout as sleep } from 'node:timers/promises'
 import { TimedOut, isTransient, isUnknown, translate } from './errors.js'
+import { duration, onAbort, timer } from './waiting.js'
 
 const MAX_TRIES = 3
 const MAX_BACKOFF = 50 // ms, after the first try
-const LONGEST_TIMER = 2 ** 31 - 1 // ms: a longer one fires at once
 
 /** Sends statements of one row to a database: a pool, a connection, or anything with `query(text, values)`. */
 export class Database {
@@ -13,13 +13,13 @@ export class Database {
   #retry
   #timeout
 
-  constructor(db, { schema, retry, callTimeout } = {}) {
+  constructor(db, { schema, retry, callTimeoutMs = Infinity } = {}) {
     if (typeof db?.query !== 'function') throw new TypeError('pgratelimit: the handle has no query(text, values): README.md has adapters')
     this.#db = db
     this.#isPool = typeof db.connect === 'function' && typeof db.totalCount === 'number' // a Pool of pg
     this.#schema = schema === undefined ? '' : `"${schema.replaceAll('"', '""')}".`
     this.#retry = retry ?? this.#isPool
-    this.#timeout = callTimeout
+    this.#timeout = duration('callTimeoutMs', callTimeoutMs)
   }
 
   /** How many connections it has, if that is known. */
@@ -32,34 +32,41 @@ export class Database {
    * Selects columns from a call of a function, and decodes them. It is sent again, where each statement is a transaction of its own,
    * after an error which means that nothing happened; and after the loss of a connection, if the call does the same however often it
    * is sent (`once`). Calls that were given up and have not ended are pushed to `unended`, as promises. A call is given up after
-   * `patience` ms, if that is less than callTimeout.
+   * `patience` ms, if that is less than callTimeoutMs.
    */
   async row({ columns, decode = (row) => row, call, values, once = false }, { unended = [], patience = Infinity } = {}) {
-    const timeout = Math.min((this.#timeout ?? Infinity) * 1000, patience)
+    const timeout = Math.min(this.#timeout, patience)
     const text = `select ${columns} from ${this.#schema}${call}`
-    let result
-    for (let tries = 1; result === undefined; tries++) {
+    for (let tries = 1; ; tries++) {
+      let result
       try {
-        result = await (timeout === Infinity ? this.#db.query(text, values) : this.#sendInTime(text, values, timeout, unended)) ?? null
+        result = await (timeout === Infinity ? this.#db.query(text, values) : this.#sendInTime(text, values, timeout, unended))
       } catch (error) {
         if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error)))) throw withHint(translate(error), call)
         await sleep(Math.random() * MAX_BACKOFF * tries) // so that calls that collided do not meet again
+        continue
       }
+      return decode(only(result))
     }
-    return decode(result.rows[0])
   }
 
   #sendInTime(text, values, timeout, unended) {
     const { ended, destroy } = this.#isPool ? sendOnConnection(this.#db, text, values) : { ended: this.#db.query(text, values) }
     return new Promise((resolve, reject) => {
-      const timer = setTimeout(() => {
-        reject(new TimedOut('no answer in time', { detail: `The call took longer than ${timeout / 1000} s. Its tokens may be taken.` }))
+      const clear = timer(timeout, () => {
+        reject(new TimedOut('no answer in time', { detail: `The call took longer than ${timeout} ms. Its tokens may be taken.` }))
         unended.push(ended)
         destroy?.()
-      }, Math.min(timeout, LONGEST_TIMER))
-      ended.then(resolve, reject).finally(() => clearTimeout(timer))
+      })
+      ended.then(resolve, reject).finally(clear)
     })
   }
+}
+
+/** The row of a result. */
+function only(result) {
+  if (Array.isArray(result?.rows) && result.rows.length === 1 && result.rows[0]) return result.rows[0]
+  throw new TypeError('pgratelimit: the query of the handle did not resolve to { rows } with one row: README.md has adapters')
 }
 
 /** The error of a call, with the remedy where the server's hint is missing, or would mislead. */
@@ -120,11 +127,10 @@ function cancel(pool, { processID, secretKey }) {
 export function unless(signal, promise, leave) {
   if (!signal) return promise
   return new Promise((resolve, reject) => {
-    const abort = () => {
+    const takeBack = onAbort(signal, () => {
       leave?.()
       reject(signal.reason)
-    }
-    signal.addEventListener('abort', abort, { once: true })
-    promise.then(resolve, reject).finally(() => signal.removeEventListener('abort', abort))
+    })
+    promise.then(resolve, reject).finally(takeBack)
   })
 }

@@ -9,10 +9,31 @@ export const microseconds = (column) => `(extract(epoch from ${column}) * 100000
  * `seconds * 1e6` is never less than the wait.
  */
 export function seconds(us) {
-  if (us == null) return null
+  if (us === null) return null
   const s = Number(us) / 1e6
   return s * 1e6 < Number(us) || s > 1e9 ? s * (1 + Number.EPSILON) : s
 }
+
+// Every column is read by one of these four: a handle may rename columns, drop them, or return all as text, where 'f' would be true.
+
+export const flag = (row, name) => typeof row[name] === 'boolean' ? row[name] : misread(row, name)
+
+export const text = (row, name) => typeof row[name] === 'string' ? row[name] : misread(row, name)
+
+export function integer(row, name) {
+  const value = row[name], n = Number(value)
+  return /^(number|bigint|string)$/.test(typeof value) && value !== '' && Number.isInteger(n) ? n : misread(row, name)
+}
+
+export const wait = (row, name) => row[name] === null ? null : integer(row, name)
+
+function misread(row, name) {
+  const found = name in row ? `the column ${name} is ${row[name] === null ? 'null' : `of type ${typeof row[name]}`}`
+    : `the row has no column ${name}, but ${Object.keys(row).join(', ')}`
+  throw new TypeError(`pgratelimit: ${found}: pass a handle that neither renames, drops nor converts columns, such as postgres.js without transform`)
+}
+
+export const misfit = () => new Error('an answer whose arrays do not fit the requests')
 
 // A kind of row has the columns to select, and decode, which makes them an answer.
 
@@ -20,28 +41,28 @@ const columns = (wait) =>
   `allowed, remaining, ${microseconds(wait)} as ${wait}, ${microseconds('reset_after')} as reset_after, capacity, replayed, shadowed`
 
 export const decision = (row) => ({
-  allowed: row.allowed,
-  remaining: Number(row.remaining),
-  retryAfter: seconds(row.retry_after),
-  resetAfter: seconds(row.reset_after),
-  capacity: Number(row.capacity),
-  replayed: row.replayed,
-  shadowed: row.shadowed,
+  allowed: flag(row, 'allowed'),
+  remaining: integer(row, 'remaining'),
+  retryAfter: seconds(wait(row, 'retry_after')),
+  resetAfter: seconds(wait(row, 'reset_after')),
+  capacity: integer(row, 'capacity'),
+  replayed: flag(row, 'replayed'),
+  shadowed: flag(row, 'shadowed'),
 })
 
 export const DECISION = { columns: columns('retry_after'), decode: decision }
 
 export const RESERVATION = {
   columns: columns('wait'),
-  decode({ wait, ...row }) {
-    const { retryAfter, ...rest } = decision({ ...row, retry_after: wait })
+  decode(row) {
+    const { retryAfter, ...rest } = decision({ ...row, retry_after: wait(row, 'wait') })
     return { ...rest, wait: retryAfter }
   },
 }
 
 export const PARTIAL = {
   columns: `${DECISION.columns}, taken`,
-  decode: (row) => ({ ...decision(row), taken: Number(row.taken) }),
+  decode: (row) => ({ ...decision(row), taken: integer(row, 'taken') }),
 }
 
 // The decisions are JSON, since drivers differ in how they return an array of a composite type.
@@ -52,9 +73,9 @@ export const JOINT = {
       from pg_catalog.unnest(decisions) with ordinality as d
      order by d.ordinality))::text as decisions`,
   decode(row) {
-    const decisions = JSON.parse(row.decisions).map(([allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed]) =>
+    const decisions = JSON.parse(text(row, 'decisions')).map(([allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed]) =>
       decision({ allowed: allowed === 1, remaining, retry_after, reset_after, capacity, replayed: replayed === 1, shadowed: shadowed === 1 }))
-    return { ...decision(row), binding: Number(row.binding) - 1, decisions }
+    return { ...decision(row), binding: integer(row, 'binding') - 1, decisions }
   },
 }
 
@@ -64,7 +85,7 @@ const manyOf = (more, decode) => ({
     error_code, error_message, error_detail, error_hint,
     allowed, remaining, ${microseconds('retry_after')}, ${microseconds('reset_after')}, capacity, replayed, shadowed${more})
     order by request)::text as answers`,
-  decode: (row) => JSON.parse(row.answers).map(
+  decode: (row) => JSON.parse(text(row, 'answers')).map(
     ([code, message, detail, hint, allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, taken]) => code === null
       ? decode({ allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, taken })
       : refusal(code, message, detail, hint)),
@@ -76,12 +97,12 @@ export const MANY_PARTIAL = manyOf(', taken', PARTIAL.decode)
 export const HOLD = {
   columns: `allowed, remaining, ${microseconds('retry_after')} as retry_after, ${microseconds('held_for')} as held_for, capacity, renewed, shadowed`,
   decode: (row) => ({
-    allowed: row.allowed,
-    remaining: Number(row.remaining),
-    retryAfter: seconds(row.retry_after),
-    heldFor: seconds(row.held_for),
-    capacity: Number(row.capacity),
-    renewed: row.renewed,
-    shadowed: row.shadowed,
+    allowed: flag(row, 'allowed'),
+    remaining: integer(row, 'remaining'),
+    retryAfter: seconds(wait(row, 'retry_after')),
+    heldFor: seconds(integer(row, 'held_for')),
+    capacity: integer(row, 'capacity'),
+    renewed: flag(row, 'renewed'),
+    shadowed: flag(row, 'shadowed'),
   }),
 }

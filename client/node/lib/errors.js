@@ -67,6 +67,9 @@ export function translate(error) {
   return error
 }
 
+/** The error of an argument or option, with its name. */
+export const invalid = (name, detail, hint) => new InvalidArgument(`invalid ${name}`, { detail: `${name} ${detail}`, hint })
+
 /** The error of one of many requests, which the server tells beside the answers to the others. */
 export const refusal = (code, message, detail, hint) =>
   translate(Object.assign(new Error(message), { code, detail, hint, severity: 'ERROR' }))

@@ -1,9 +1,9 @@
 import { randomUUID } from 'node:crypto'
 import { unless } from './database.js'
-import { HOLD, microseconds } from './decision.js'
+import { HOLD, flag, microseconds, wait } from './decision.js'
 import { InvalidArgument, LeaseLost, TimedOut, UnknownPolicy } from './errors.js'
+import { onAbort, timer } from './waiting.js'
 
-const A_DAY = 86_400_000 // ms
 const LEAST_PATIENCE = 1000 // ms, of a renewal, even if a third of the lease is less
 const MAX_PAUSE = 1000 // ms, between two tries to renew
 
@@ -75,11 +75,10 @@ class Hold {
   #bucket
   #controller = new AbortController()
   #tenure // none: nothing is held, and no call is made
-  #timer
+  #clearTimer
   #renewal // a promise
   #releasing // a promise, until it fails
-  #callerSignal
-  #callerLeaves
+  #leaveCaller
 
   constructor(database, policy, key, holder, sent, row, callerSignal) {
     this.#database = database
@@ -94,9 +93,7 @@ class Hold {
     })
     if (!this.allowed) return this.#stop(new LeaseLost('no slots are held'))
     if (!this.shadowed) this.#tenure = new Tenure(sent, milliseconds(row.held_for))
-    this.#callerSignal = callerSignal
-    this.#callerLeaves = () => this.#stop(callerSignal.reason)
-    callerSignal?.addEventListener('abort', this.#callerLeaves)
+    if (callerSignal) this.#leaveCaller = onAbort(callerSignal, () => this.#stop(callerSignal.reason))
     this.#look()
   }
 
@@ -122,14 +119,14 @@ class Hold {
     try {
       await release(this.#database, ...this.#bucket, this.holder)
     } catch (error) {
-      if (!(error instanceof UnknownPolicy)) throw error // it was dropped with its holders
+      if (!isGone(error)) throw error
     }
   }
 
   /** Aborts the signal, and ends renewing. */
   #stop(reason) {
-    clearTimeout(this.#timer)
-    this.#callerSignal?.removeEventListener('abort', this.#callerLeaves)
+    this.#clearTimer?.()
+    this.#leaveCaller?.()
     this.#controller.abort(reason)
   }
 
@@ -154,9 +151,8 @@ class Hold {
         this.#look()
       })
     }
-    clearTimeout(this.#timer)
-    this.#timer = setTimeout(() => this.#look(), Math.min(Math.ceil(this.#tenure.next - now), A_DAY))
-    this.#timer.unref()
+    this.#clearTimer?.()
+    this.#clearTimer = timer(this.#tenure.next - now, () => this.#look(), { keepsAlive: false })
   }
 
   async #renew(sent) {
@@ -165,11 +161,14 @@ class Hold {
       if (us === null) this.#tenure.end()
       else this.#tenure.renewed(sent, milliseconds(us))
     } catch (error) {
-      if (error instanceof UnknownPolicy || error instanceof InvalidArgument) this.#tenure.end() // it was dropped, or has ended
+      if (isGone(error)) this.#tenure.end()
       else this.#tenure.failed(performance.now())
     }
   }
 }
+
+/** Whether the policy was dropped with its holders; another of its name may have tokens. */
+const isGone = (error) => error instanceof UnknownPolicy || error instanceof InvalidArgument
 
 /** Microseconds as milliseconds, rounded down: a lease is never counted as longer than it is. */
 const milliseconds = (us) => Math.floor(Number(us) / 1000)
@@ -199,7 +198,7 @@ export async function hold(database, policy, key, cost, signal) {
 export function renew(database, policy, key, holder, patience) {
   return database.row({
     columns: `${microseconds('ratelimit_renew')} as held_for`,
-    decode: (row) => row.held_for ?? null,
+    decode: (row) => wait(row, 'held_for'),
     call: 'ratelimit_renew($1::text, $2::text, $3::text)',
     values: [policy, key, holder],
     once: true,
@@ -209,7 +208,7 @@ export function renew(database, policy, key, holder, patience) {
 export function release(database, policy, key, holder) {
   return database.row({
     columns: 'ratelimit_release as held',
-    decode: (row) => row.held,
+    decode: (row) => flag(row, 'held'),
     call: 'ratelimit_release($1::text, $2::text, $3::text)',
     values: [policy, key, holder],
     once: true,

@@ -1,20 +1,22 @@
 import { randomUUID } from 'node:crypto'
-import { setTimeout } from 'node:timers/promises'
 import { Database, unless } from './database.js'
-import { DECISION, JOINT, MANY, MANY_PARTIAL, PARTIAL, RESERVATION, seconds } from './decision.js'
-import { InvalidArgument, TooLate, isText } from './errors.js'
+import { DECISION, JOINT, MANY, MANY_PARTIAL, PARTIAL, RESERVATION, misfit, seconds } from './decision.js'
+import { InvalidArgument, TooLate, invalid, isText } from './errors.js'
 import { hold, release, renew } from './hold.js'
+import { duration, timer } from './waiting.js'
 
 const MAX_LENGTH = 512 // bytes, of policies, keys and idempotency keys
 const MAX_CHARGES = 1000
-const LONGEST_WAIT = 365 * 86_400 // s
-const A_DAY = 86_400_000 // ms
+const LONGEST_WAIT = 365 * 86_400_000 // ms
 const GIVE_BACK_PATIENCE = 5000 // ms, of the caller
+
+/** The options of a Limiter. */
+export const OPTIONS = ['schema', 'retry', 'callTimeoutMs']
 
 /** Asks for tokens, one call for each request. index.d.ts explains each method. A Combiner has its own _ask, and uses _database. */
 export class Limiter {
   constructor(db, options) {
-    this._database = new Database(db, known(options, 'schema', 'retry', 'callTimeout'))
+    this._database = new Database(db, known(options, ...OPTIONS))
   }
 
   async acquire(policy, key, options) {
@@ -55,7 +57,9 @@ export class Limiter {
     if (requests.length === 0) return []
     const values = [0, 1, 2].map((i) => requests.map((request) => request[i]))
     try {
-      return await this._database.row({ ...call, values })
+      const answers = await this._database.row({ ...call, values })
+      if (answers.length !== requests.length) throw misfit()
+      return answers
     } catch (error) {
       if (!isText(error) || !this._database.isPool) throw error
       if (requests.length === 1) return [error]
@@ -77,10 +81,11 @@ export class Limiter {
     return this.#call(DECISION, 'ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)', values, { signal, once: true })
   }
 
-  async reserve(policy, key, maxWait, options) {
+  async reserve(policy, key, maxWaitMs, options) {
     const { cost, idempotencyKey, signal } = known(options, 'cost', 'idempotencyKey', 'signal')
     const call = 'ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)'
-    const values = [...bucket(policy, key), interval('maxWait', maxWait), tokens('cost', cost ?? 1), optional('idempotencyKey', idempotencyKey)]
+    const maxWait = Math.min(duration('maxWaitMs', maxWaitMs, { least: 0, remedy: '0 or more, or Infinity' }), LONGEST_WAIT)
+    const values = [...bucket(policy, key), interval(maxWait), tokens('cost', cost ?? 1), optional('idempotencyKey', idempotencyKey)]
     return this.#call(RESERVATION, call, values, { signal, once: idempotencyKey != null })
   }
 
@@ -99,15 +104,16 @@ export class Limiter {
 
   async pause(policy, key, pauseForMs, options) {
     const { signal } = known(options, 'signal')
-    const values = [...bucket(policy, key), interval('pauseForMs', pauseForMs / 1000)]
+    const pauseFor = duration('pauseForMs', pauseForMs, { least: 1, most: LONGEST_WAIT, remedy: '1 to 31,536,000,000 (365 days)' })
+    const values = [...bucket(policy, key), interval(pauseFor)]
     return this.#call(DECISION, 'ratelimit_pause($1::text, $2::text, $3::text::interval)', values, { signal })
   }
 
   async wait(policy, key, options) {
-    const { cost, timeout = LONGEST_WAIT, signal } = known(options, 'cost', 'timeout', 'signal')
+    const { cost, timeoutMs = Infinity, signal } = known(options, 'cost', 'timeoutMs', 'signal')
     signal?.throwIfAborted()
-    const longest = Math.min(timeout, LONGEST_WAIT), begin = performance.now()
-    for (let left = longest; ; left = Math.max(0, longest - (performance.now() - begin) / 1000)) {
+    const longest = Math.min(duration('timeoutMs', timeoutMs), LONGEST_WAIT), begin = performance.now()
+    for (let left = longest; ; left = Math.max(0, longest - (performance.now() - begin))) {
       const reserved = await this.#reserveAndSleep(policy, key, left, cost ?? 1, signal)
       if (reserved.allowed) return reserved
     }
@@ -121,8 +127,8 @@ export class Limiter {
     try {
       reserved = await unless(signal, reserving)
       const { allowed, wait, capacity } = reserved
-      if (!allowed && (wait === null || wait > longest || cost > capacity)) throw new TooLate(reserved)
-      await sleep(allowed ? wait : wait + Math.random() * Math.min(1, (longest - wait) / 2), signal)
+      if (!allowed && (wait === null || wait * 1000 > longest || cost > capacity)) throw new TooLate(reserved)
+      await sleep(allowed ? wait : wait + Math.random() * Math.min(1, (longest / 1000 - wait) / 2), signal)
       return reserved
     } catch (error) {
       if (!signal?.aborted) throw error
@@ -211,8 +217,6 @@ export function known(options = {}, ...names) {
   return options
 }
 
-const invalid = (name, detail, hint) => new InvalidArgument(`invalid ${name}`, { detail: `${name} ${detail}`, hint })
-
 function text(name, value) {
   if (typeof value !== 'string') throw invalid(name, `is of type ${typeof value}.`, 'Pass a string.')
   if (value.includes('\0')) throw invalid(name, 'has a zero byte, which no text in PostgreSQL can hold.', 'Pass a hash of it.')
@@ -240,14 +244,13 @@ function tokens(name, value) {
   return String(value) // as all drivers send a bigint
 }
 
-function interval(name, value) {
-  const us = Math.round(value * 1e6)
-  if (typeof value !== 'number' || !Number.isSafeInteger(us)) throw invalid(name, `is ${String(value)}.`, 'Pass seconds.')
-  return `${us} microseconds`
-}
+const interval = (ms) => `${Math.round(ms * 1000)} microseconds`
 
-/** Sleeps for so many seconds at least. A timer counts whole milliseconds, may be early, and lasts 24 days at most. */
+/** Sleeps for so many seconds at least. A timer may be early. */
 export async function sleep(seconds, signal) {
   const due = performance.now() + seconds * 1000
-  for (let left; (left = due - performance.now()) > 0;) await setTimeout(Math.min(Math.ceil(left), A_DAY), undefined, { signal })
+  for (let left, clear; (left = due - performance.now()) > 0;) {
+    signal?.throwIfAborted()
+    await unless(signal, new Promise((resolve) => { clear = timer(left, resolve) }), () => clear())
+  }
 }

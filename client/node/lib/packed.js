@@ -1,6 +1,6 @@
 // One call for the requests of a batch, and its answer: ratelimit_acquire_packed. Its arrays are explained at the type ratelimit.packed.
 
-import { decision } from './decision.js'
+import { decision, misfit, text } from './decision.js'
 import { refusal } from './errors.js'
 
 /** The arrays: of the decisions, of the errors, and of what joint requests have in common. */
@@ -27,8 +27,8 @@ export function pack(batch) {
       keyed ? batch.map((request) => request.idempotencyKey) : null,
     ],
     once: keyed,
-    decode({ parts }) {
-      const [decided, refused, wholes] = JSON.parse(parts)
+    decode(row) {
+      const [decided, refused, wholes] = JSON.parse(text(row, 'parts'))
       return unpack(batch, rows(decided, 2), rows(refused, 0), rows(wholes, 2))
     },
   }
@@ -63,5 +63,3 @@ function rows(arrays, flags) {
   if (!arrays.every(isRight)) throw misfit()
   return Array.from({ length }, (_, i) => arrays.map((array) => array?.[i]))
 }
-
-const misfit = () => new Error('an answer whose arrays do not fit the requests')

@@ -107,7 +107,7 @@ test('more than maxWaiting requests are refused at once', async (t) => {
 
 test('a call that is given up fails its callers and frees its place, and its buckets stay apart until it has ended', async (t) => {
   t.mock.timers.enable({ apis: ['setTimeout'] })
-  const { gate, combiner, ask } = gated(t, { callsInFlight: 1, callTimeout: 2 })
+  const { gate, combiner, ask } = gated(t, { callsInFlight: 1, callTimeoutMs: 2000 })
   const stalled = ask('k0', 'k1')
   await turn()
   const behind = ask('k0'), other = ask('k2')
@@ -215,6 +215,8 @@ test('an answer that does not fit its requests fails its call and nothing else',
     await gate.calls.at(-1).grant(change)
     for (const answer of answers) await assert.rejects(answer, /an answer whose arrays/, JSON.stringify(change))
   }
+  const few = new Limiter({ query: async () => ({ rows: [{ answers: '[]' }] }) })
+  for (const name of ['peekMany', 'acquireUpToMany']) await assert.rejects(few[name]([{ policy: 'api', key: 'k', atMost: 1 }]), /an answer whose arrays/)
   const [answer] = ask('k1')
   await turn()
   await gate.calls.at(-1).grant()
@@ -261,7 +263,7 @@ test('close refuses new requests and waits for earlier ones', async (t) => {
 
 test('close waits for a request behind a call that was given up', async (t) => {
   t.mock.timers.enable({ apis: ['setTimeout'] })
-  const { gate, combiner, ask } = gated(t, { callTimeout: 2 })
+  const { gate, combiner, ask } = gated(t, { callTimeoutMs: 2000 })
   const [stalled] = ask('k1')
   await turn()
   const [behind] = ask('k1'), order = []
@@ -278,20 +280,65 @@ test('close waits for a request behind a call that was given up', async (t) => {
 
 test('waits are sent in whole microseconds', async (t) => {
   const { gate, combiner } = gated(t)
-  for (const [wait, sent] of [[0.3, '300000'], [8.000001, '8000001'], [0.000249, '249'], [365 * 86_400, '31536000000000']]) {
-    const reserving = combiner.reserve('api', 'k1', wait)
+  const table = [[300, '300000'], [8000.001, '8000001'], [0.249, '249'], [0, '0'], [365 * 86_400_000, '31536000000000'], [Infinity, '31536000000000']]
+  for (const [ms, sent] of table) {
+    const reserving = combiner.reserve('api', 'k1', ms)
     assert.equal(gate.calls.at(-1).values[2], `${sent} microseconds`)
     gate.calls.at(-1).grant()
     await reserving
   }
-  for (const wait of [NaN, Infinity, '1']) await assert.rejects(combiner.reserve('api', 'k1', wait), InvalidArgument)
+})
+
+test('a duration that is none is refused before anything is sent, by its name and with its unit', async () => {
+  const limiter = new Limiter({ query: () => assert.fail('a call') })
+  const refused = {
+    callTimeoutMs: [(ms) => new Limiter(new Gate(), { callTimeoutMs: ms }), 0],
+    'Combiner callTimeoutMs': [(ms) => new Combiner(new Gate(), { callTimeoutMs: ms }), 0],
+    maxWaitMs: [(ms) => limiter.reserve('api', 'k', ms), undefined],
+    timeoutMs: [(ms) => limiter.wait('api', 'k', { timeoutMs: ms }), 0],
+    pauseForMs: [(ms) => limiter.pause('api', 'k', ms), 0, 0.5, undefined, Infinity],
+  }
+  for (const [name, [use, ...others]] of Object.entries(refused)) {
+    for (const ms of [NaN, -1, -Infinity, '500', null, 500n, {}, ...others]) {
+      await assert.rejects(async () => use(ms), (error) => {
+        assert.ok(error instanceof InvalidArgument, `${name} ${String(ms)}: ${error.stack}`)
+        return error.message.startsWith(`invalid ${name.split(' ').at(-1)}. `) && /Pass a number of milliseconds, /.test(error.hint)
+      })
+    }
+  }
+})
+
+test('an option that is unknown is refused with those that are known', async () => {
+  const limiter = new Limiter(new Gate())
+  assert.throws(() => new Limiter(new Gate(), { callTimeout: 500 }), /options has callTimeout\. Known names are schema, retry, callTimeoutMs\./)
+  assert.throws(() => new Combiner(new Gate(), { callTimeout: 500 }), /callTimeoutMs, callsInFlight, maxWaiting\./)
+  assert.throws(() => new Limiter(new Gate(), { maxWaiting: 5 }), InvalidArgument)
+  await assert.rejects(limiter.wait('api', 'k', { timeout: 500 }), /Known names are cost, timeoutMs, signal\./)
+})
+
+test('a call may take 30 days, or for ever', async (t) => {
+  t.mock.timers.enable({ apis: ['setTimeout'] })
+  const timers = t.mock.method(globalThis, 'setTimeout')
+  for (const [callTimeoutMs, days] of [[30 * 86_400_000, 30], [Infinity, 60]]) {
+    const { gate, combiner } = gated(t, { callTimeoutMs })
+    let outcome = 'none'
+    combiner.peek('api', 'k1').then(() => { outcome = 'answer' }, (error) => { outcome = error.constructor })
+    for (let day = 0; day < days; day++) {
+      await turn()
+      assert.equal(outcome, 'none', `on day ${day}`)
+      t.mock.timers.tick(86_400_000)
+    }
+    await gate.calls[0].grant()
+    assert.equal(outcome, callTimeoutMs === Infinity ? 'answer' : TimedOut)
+  }
+  assert.ok(timers.mock.calls.every(({ arguments: [, ms] }) => ms < 2 ** 31))
 })
 
 test('a handle without query(), and numbers that cannot be, are refused at once', () => {
   assert.throws(() => new Combiner({}), /README/)
   assert.throws(() => new Limiter(), /README/)
   for (const options of [{ callsInFlight: 0 }, { callsInFlight: 1.5 }, { maxWaiting: 0 }, { maxWaiting: '9' }]) {
-    assert.throws(() => new Combiner(new Gate(), options), RangeError)
+    assert.throws(() => new Combiner(new Gate(), options), InvalidArgument)
   }
 })
 

@@ -1,14 +1,18 @@
 // The drivers, which send and return the same values in ways of their own.
 import assert from 'node:assert/strict'
+import { getEventListeners } from 'node:events'
 import test, { after } from 'node:test'
 import { PGlite } from '@electric-sql/pglite'
 import postgres from 'postgres'
 import { Combiner, InvalidArgument, Limiter, UnknownPolicy } from '../index.js'
-import { definePolicy, installation, pool } from './kit.js'
+import { limitedFetch } from '../outgoing.js'
+import { definePolicy, defineSlots, eventually, installation, left, pool } from './kit.js'
 
 const sql = postgres({ max: 3 })
-const drivers = { pg: pool, 'postgres.js': { query: async (text, values) => ({ rows: await sql.unsafe(text, values) }) } }
-after(() => sql.end())
+const rowsOf = (sql) => ({ query: async (text, values) => ({ rows: await sql.unsafe(text, values) }) })
+const drivers = { pg: pool, 'postgres.js': rowsOf(sql) }
+const camel = postgres({ max: 3, transform: postgres.camel })
+after(() => Promise.all([sql.end(), camel.end()]))
 
 for (const [driver, db] of Object.entries(drivers)) {
   test(`${driver}: odd text arrives as it is, and numbers come back`, async () => {
@@ -24,15 +28,95 @@ for (const [driver, db] of Object.entries(drivers)) {
     assert.equal((await combiner.acquire(name, odd, { cost: 99 })).retryAfter, null)
     assert.equal((await combiner.peek(name, odd)).remaining, 7)
     assert.equal((await combiner.acquireUpTo(name, odd, 3, { atLeast: 2 })).taken, 3)
-    assert.equal((await combiner.reserve(name, odd, 400_000.000001, { cost: 8 })).remaining, -4)
+    assert.equal((await combiner.reserve(name, odd, 400_000_000.001, { cost: 8 })).remaining, -4)
     await assert.rejects(combiner.acquire('none', odd), UnknownPolicy)
     await combiner.close()
   })
 }
 
+// Each method of a Limiter, once. `once` is an idempotency key that was granted.
+const calls = {
+  acquire: (limiter, { policy }, options) => limiter.acquire(policy, 'k', options),
+  acquireAll: (limiter, { policy }, options) => limiter.acquireAll([{ policy, key: 'k' }, { policy, key: 'other' }], options),
+  acquireUpTo: (limiter, { policy }, options) => limiter.acquireUpTo(policy, 'k', 2, options),
+  acquireUpToMany: (limiter, { policy }, options) => limiter.acquireUpToMany([{ policy, key: 'k', atMost: 2 }], options),
+  peek: (limiter, { policy }, options) => limiter.peek(policy, 'k', options),
+  peekMany: (limiter, { policy }, options) => limiter.peekMany([{ policy, key: 'k' }], options),
+  charge: (limiter, { policy }, options) => limiter.charge(policy, 'k', 1, options),
+  settle: (limiter, { policy }, options) => limiter.settle(policy, 'k', 'once', 1, options),
+  refund: (limiter, { policy }, options) => limiter.refund(policy, 'k', 1, options),
+  reserve: (limiter, { policy }, options) => limiter.reserve(policy, 'k', 0, options),
+  wait: (limiter, { policy }, options) => limiter.wait(policy, 'k', options),
+  pause: (limiter, { policy }, options) => limiter.pause(policy, 'paused', 1, options),
+  hold: (limiter, { slots }, options) => limiter.hold(slots, 'k', options),
+  renew: (limiter, { slots }, options) => limiter.renew(slots, 'k', 'mine', options),
+  release: (limiter, { slots }, options) => limiter.release(slots, 'k', 'mine', options),
+}
+const share = async (limiter, { policy }) => (await Promise.all([limiter.acquire(policy, 'a'), limiter.acquire(policy, 'b')]))[0]
+
+test('a row that is not as its statement is an error with the column', async () => {
+  assert.deepEqual(Object.keys(calls).sort(), Object.getOwnPropertyNames(Limiter.prototype).filter((name) => !/^_|^constructor$/.test(name)).sort(),
+    'each method is tried')
+  const changed = (change) => ({ query: async (...args) => ({ rows: (await pool.query(...args)).rows.map((row) => Object.fromEntries(change(row))) }) })
+  const many = ['acquireUpToMany', 'peekMany', 'release', 'share'] // their only column is a word, which is not renamed
+  for (const [title, db, rights, error] of [
+    ['as it is', pool, [...Object.keys(calls), 'share']],
+    ['renamed by postgres.js', rowsOf(camel), many, /the row has no column (retry_after|reset_after|held_for), but .*: pass a handle/],
+    ['renamed', changed((row) => Object.entries(row).map(([name, value]) => [name.toUpperCase(), value])), [], /the row has no column [a-z_]+, but [A-Z_]+/],
+    ['as text', { query: (text, values) => pool.query({ text, values, types: { getTypeParser: () => String } }) },
+      ['acquireUpToMany', 'peekMany', 'renew', 'share'], /the column (allowed|held) is of type string/],
+    ['as arrays', { query: (text, values) => pool.query({ text, values, rowMode: 'array' }) }, [], /the row has no column/],
+    ['without a value', changed((row) => Object.entries(row).map(([name]) => [name, undefined])), [], /the column [a-z_]+ is of type undefined/],
+    ['all null', changed((row) => Object.entries(row).map(([name]) => [name, null])), ['renew'], /the column [a-z_]+ is null/],
+    ['no result', { query: async (...args) => { await pool.query(...args) } }, [], /did not resolve to \{ rows \}/],
+    ['rows alone', { query: async (...args) => (await pool.query(...args)).rows }, [], /did not resolve to \{ rows \}/],
+    ['no row', { query: async (...args) => { await pool.query(...args); return { rows: [] } } }, [], /did not resolve to \{ rows \}/],
+  ]) {
+    const limiter = new Limiter(db, { retry: true }), combiner = new Combiner(db, { retry: true })
+    for (const [name, call] of [...Object.entries(calls), ['share', share]]) {
+      const buckets = { policy: await definePolicy(), slots: await defineSlots() }
+      await pool.query("select ratelimit_acquire($1, 'k', 5, 'once'), ratelimit_hold($2, 'other', 'x')", Object.values(buckets))
+      const outcome = await call(name === 'share' ? combiner : limiter, buckets).catch((error) => error)
+      const about = `${title}: ${name}: ${outcome?.message ?? JSON.stringify(outcome)}`
+      assert.equal(!(outcome instanceof Error), rights.includes(name), about)
+      if (!rights.includes(name)) assert.ok(outcome instanceof TypeError && error.test(outcome.message), about)
+      else await outcome?.release?.()
+    }
+    await combiner.close()
+  }
+})
+
+test('any number of calls may share a signal: it gets one listener, which goes with the last of them', async (t) => {
+  const warnings = [], warn = (warning) => warnings.push(warning.message)
+  process.on('warning', warn)
+  t.after(() => process.off('warning', warn))
+  const stop = new AbortController(), options = { signal: stop.signal }, combiner = new Combiner(pool), kinds = [new Limiter(pool), combiner]
+  const listeners = () => getEventListeners(stop.signal, 'abort').length
+  const buckets = { policy: await definePolicy(1_000_000, 1, '1 day'), slots: await defineSlots(1000) }
+  const asked = kinds.flatMap((limiter) => Object.values(calls).flatMap((call) => Array.from({ length: 40 }, () => call(limiter, buckets, options))))
+  assert.deepEqual([asked.length, listeners()], [1200, 1])
+  const holds = (await Promise.allSettled(asked)).map(({ value }) => value).filter((value) => value?.holder)
+  assert.deepEqual([holds.length, listeners()], [80, 1])
+  await Promise.all(holds.slice(1).map((held) => held.release()))
+
+  const empty = { policy: await definePolicy(1, 1, '1 hour') }, last = new Error('shutdown')
+  await pool.query("select ratelimit_acquire($1, 'k')", [empty.policy])
+  const send = limitedFetch(kinds[0], { charges: () => [{ ...empty, key: 'k' }], fetch: () => assert.fail('sent') })
+  const waiting = Array.from({ length: 20 }, () => [kinds[0].wait(empty.policy, 'k', options), send('/', options)]).flat()
+  await eventually(async () => await left(empty.policy, 'k') === -20)
+  assert.equal(listeners(), 1)
+  stop.abort(last)
+  assert.equal(holds[0].signal.reason, last)
+  for (const gone of await Promise.allSettled(waiting)) assert.equal(gone.reason, last)
+  await holds[0].release()
+  await combiner.close()
+  await eventually(() => listeners() === 0)
+  assert.deepEqual(warnings, [])
+})
+
 test('a missing grant or installation has the remedy as its hint', async () => {
   const connection = await pool.connect()
-  const hint = (options) => new Limiter(connection, options).reserve('p', 'k', 1).catch((error) => error.hint)
+  const hint = (options) => new Limiter(connection, options).reserve('p', 'k', 1000).catch((error) => error.hint)
   try {
     await connection.query('begin; create role stranger; set local role stranger')
     assert.equal(await hint(), 'Its owner can run: grant execute on function ratelimit_reserve(text, text, interval, bigint, text) to <role>;')

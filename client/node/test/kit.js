@@ -129,7 +129,7 @@ export class Gate {
             requests, requests_allowed: requests?.map(() => true), bindings: requests?.map(() => 1),
           }
         : {
-            allowed: true, remaining: remaining[0], retry_after: '0', reset_after: '0', capacity: '9', replayed: false, shadowed: false,
+            allowed: true, remaining: remaining[0] ?? 0, retry_after: '0', wait: '0', reset_after: '0', capacity: '9', replayed: false, shadowed: false,
             binding: 1, decisions: JSON.stringify(remaining.map((n) => [1, n, 0, 0, 9, 0, 0])),
           }
       const grant = (change) => end(resolve)({ rows: [many ? packed({ ...row, ...change }) : { ...row, ...change }] })

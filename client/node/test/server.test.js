@@ -18,7 +18,7 @@ const kill = (pid) => pool.query('select pg_terminate_backend($1)', [pid])
 
 test('a call without an answer within callTimeout has its connection destroyed, and its place is free', async (t) => {
   const policy = await definePolicy(), own = connect({ max: 2, idleTimeoutMillis: 0 })
-  const combiner = new Combiner(own, { callTimeout: 3600 }), { setTimeout } = globalThis, due = []
+  const combiner = new Combiner(own, { callTimeoutMs: 3_600_000 }), { setTimeout } = globalThis, due = []
   t.mock.method(globalThis, 'setTimeout', (end, ms, ...more) => ms === 3_600_000 ? void due.push(end) : setTimeout(end, ms, ...more))
   await withLocked(policy, 'held', async () => {
     const { answers } = await stall(combiner, policy, ['held', 'beside'])
@@ -32,7 +32,7 @@ test('a call without an answer within callTimeout has its connection destroyed, 
 })
 
 test('a call that is given up before it has a connection is never sent', async () => {
-  const policy = await definePolicy(), own = connect({ max: 1 }), combiner = new Combiner(own, { callTimeout: 0.05 })
+  const policy = await definePolicy(), own = connect({ max: 1 }), combiner = new Combiner(own, { callTimeoutMs: 50 })
   const only = await own.connect()
   await assert.rejects(combiner.acquire(policy, 'k'), TimedOut)
   only.release()
@@ -161,7 +161,7 @@ test('wait fails at once when the tokens would come too late, and has taken noth
   const policy = await definePolicy(10, 1, '1 hour'), limiter = new Limiter(pool)
   await assert.rejects(limiter.wait(policy, 'k', { cost: 11 }), (error) => error instanceof TooLate && error.reservation.wait === null)
   await limiter.acquire(policy, 'k', { cost: 10 })
-  await assert.rejects(limiter.wait(policy, 'k', { timeout: 3000 }), (error) => error instanceof TooLate && error.reservation.wait > 3500)
+  await assert.rejects(limiter.wait(policy, 'k', { timeoutMs: 3_000_000 }), (error) => error instanceof TooLate && error.reservation.wait > 3500)
   assert.equal(await left(policy, 'k'), 0)
 })
 
@@ -171,11 +171,11 @@ test('wait sleeps until the turn of a quota', async () => {
   // On a slow machine the turn is over by the call.
   await pool.query("select ratelimit_define_policy($1, anchor => (clock_timestamp() + interval '500 ms') at time zone 'UTC')", [policy])
   const { rows: [{ due }] } = await pool.query("select anchor at time zone 'UTC' as due from ratelimit_policies() where policy = $1", [policy])
-  const { allowed, wait, remaining } = await limiter.wait(policy, 'k', { cost: 4, timeout: 60 })
+  const { allowed, wait, remaining } = await limiter.wait(policy, 'k', { cost: 4, timeoutMs: 60_000 })
   assert.deepEqual([allowed, wait, remaining], [true, 0, 6])
   const { rows: [{ passed }] } = await pool.query('select clock_timestamp() >= $1::timestamptz as passed', [due.toISOString()])
   assert.ok(passed)
-  for (const options of [{ cost: 7, timeout: 3600 }, { cost: 11 }]) await assert.rejects(limiter.wait(policy, 'k', options), TooLate)
+  for (const options of [{ cost: 7, timeoutMs: 3_600_000 }, { cost: 11 }]) await assert.rejects(limiter.wait(policy, 'k', options), TooLate)
 })
 
 test('a caller that stops waiting gets its tokens back', async () => {

@@ -11,7 +11,7 @@ test('1,000 callers, with connections killed and callers leaving: no token is lo
   const own = connect({ application_name: 'storm', ...(port && { host, port }) })
   const until = Date.now() + 60_000 * Number(process.env.RATELIMIT_TORTURE_MINUTES ?? 0)
   do {
-    const policy = await definePolicy(1_000_000, 1, '1 day'), combiner = new Combiner(own, { callTimeout: 3600 })
+    const policy = await definePolicy(1_000_000, 1, '1 day'), combiner = new Combiner(own, { callTimeoutMs: 3_600_000 })
     const told = new Map(names.map((key) => [key, [0, 0]]))
     let settled = 0
     const callers = Array.from({ length: 1000 }, async (_, i) => {

@@ -4,9 +4,12 @@ import { addressKey, byIP, byUser, decide, limit, limitFetch, per } from 'pgrate
 import { limitedFetch, retryAfter } from 'pgratelimit/outgoing'
 
 declare const pool: { query(text: string, values?: unknown[]): Promise<{ rows: any[]; rowCount: number | null }> }
-const limiter: Limiter = new Combiner(pool, { callsInFlight: 3, maxWaiting: 10, callTimeout: 1, schema: 'public', retry: true })
+const limiter: Limiter = new Combiner(pool, { callsInFlight: 3, maxWaiting: 10, callTimeoutMs: 1000, schema: 'public', retry: true })
 
-export async function use(signal: AbortSignal) {
+export async function use(signal: AbortSignal | undefined, schema: string | undefined, n: number | undefined) {
+  const perhaps = new Combiner(pool, { schema, retry: undefined, callTimeoutMs: n, callsInFlight: n, maxWaiting: n })
+  await perhaps.acquireAll([{ policy: 'api', key: 'k', cost: n }], { idempotencyKey: schema, signal })
+  await perhaps.acquireUpTo('api', 'k', 5, { atLeast: n, signal })
   const { allowed, retryAfter } = await limiter.acquire('api', 'user:42', { cost: 5n, idempotencyKey: 'x', signal })
   if (!allowed && retryAfter !== null) retryAfter.toFixed()
   // @ts-expect-error null means never
@@ -22,7 +25,7 @@ export async function use(signal: AbortSignal) {
   // @ts-expect-error a key is text
   await limiter.acquire('api', 42)
   const { taken } = await limiter.acquireUpTo('api', 'k', 5, { atLeast: 2 })
-  await limiter.wait('api', 'k', { timeout: 5, cost: taken }).catch((error) => error instanceof TooLate && error.reservation.wait)
+  await limiter.wait('api', 'k', { timeoutMs: n, cost: taken }).catch((error) => error instanceof TooLate && error.reservation.wait)
   await using held = await limiter.hold('jobs', 'tenant:7', { cost: 2, signal })
   if (held.allowed) await fetch('https://example.org', { signal: held.signal }).then(() => held.release())
   const heldFor = await limiter.renew('jobs', 'k', held.holder)
