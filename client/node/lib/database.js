@@ -31,8 +31,8 @@ export class Database {
   /**
    * Selects columns from a call of a function, and decodes them. It is sent again, where each statement is a transaction of its own,
    * after an error which means that nothing happened; and after the loss of a connection, if the call does the same however often it
-   * is sent (`once`). Calls that were given up and have not ended are pushed to `unended`, as promises. A call is given up after
-   * `patience` ms, if that is less than callTimeoutMs.
+   * is sent (`once`). Calls whose outcome is unknown are pushed to `unended`, as promises until they have ended. A call is given up
+   * after `patience` ms, if that is less than callTimeoutMs.
    */
   async row({ columns, decode = (row) => row, call, values, once = false }, { unended = [], patience = Infinity } = {}) {
     const timeout = Math.min(this.#timeout, patience)
@@ -42,6 +42,7 @@ export class Database {
       try {
         result = await (timeout === Infinity ? this.#db.query(text, values) : this.#sendInTime(text, values, timeout, unended))
       } catch (error) {
+        if (isUnknown(error)) unended.push(Promise.resolve())
         if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error)))) throw withHint(translate(error), call)
         await sleep(Math.random() * MAX_BACKOFF * tries) // so that calls that collided do not meet again
         continue

@@ -1,11 +1,14 @@
 import { randomUUID } from 'node:crypto'
 import { unless } from './database.js'
 import { HOLD, flag, microseconds, wait } from './decision.js'
-import { InvalidArgument, LeaseLost, TimedOut, UnknownPolicy } from './errors.js'
+import { InvalidArgument, LeaseLost, UnknownPolicy } from './errors.js'
 import { onAbort, timer } from './waiting.js'
 
 const LEAST_PATIENCE = 1000 // ms, of a renewal, even if a third of the lease is less
 const MAX_PAUSE = 1000 // ms, between two tries to renew
+const STRAY_PAUSE = 1000 // ms, between two tries to release a stray
+const LONGEST_STRAY = 86_400_000 // ms: longer leases end by themselves, when the database was away for a day
+const MAX_STRAYS = 10_000
 
 /**
  * The time for which a holder has its slots, as far as the client knows: a state machine without timers, clock or I/O, whose owner makes
@@ -173,8 +176,48 @@ const isGone = (error) => error instanceof UnknownPolicy || error instanceof Inv
 /** Microseconds as milliseconds, rounded down: a lease is never counted as longer than it is. */
 const milliseconds = (us) => Math.floor(Number(us) / 1000)
 
+/**
+ * Releases, in the background, the holders of calls without an answer: nobody else has their names. It makes a call at a time, so that
+ * those of an outage are no burden when it ends, and keeps no process alive.
+ */
+export class Strays {
+  #database
+  #waiting = new Map() // by holder, in the order in which they are due
+  #isBusy = false
+
+  constructor(database) { this.#database = database }
+
+  add(policy, key, holder) {
+    if (this.#waiting.size >= MAX_STRAYS) return // its lease ends by itself
+    const now = performance.now()
+    this.#waiting.set(holder, { bucket: [policy, key], due: now, until: now + LONGEST_STRAY, answers: 0 })
+    if (!this.#isBusy) this.#work()
+  }
+
+  async #work() {
+    this.#isBusy = true
+    for (const [holder, stray] of this.#waiting) { // and those that are added meanwhile
+      await new Promise((resolve) => timer(stray.due - performance.now(), resolve, { keepsAlive: false }))
+      this.#waiting.delete(holder)
+      const isOver = await this.#release(stray, holder)
+      stray.due = performance.now() + STRAY_PAUSE
+      if (!isOver && stray.due < stray.until) this.#waiting.set(holder, stray)
+    }
+    this.#isBusy = false
+  }
+
+  /** Returns whether nothing more is to be done. The server may carry out a lost call late, so it is asked twice. */
+  async #release(stray, holder) {
+    try {
+      return await release(this.#database, ...stray.bucket, holder) || ++stray.answers === 2
+    } catch (error) {
+      return isGone(error) || error instanceof TypeError || /^(42|3F)/.test(error.code) // no grant, or no function
+    }
+  }
+}
+
 /** Makes one call. The server takes a call by the same holder for the same, so it can be sent again. */
-export async function hold(database, policy, key, cost, signal) {
+export async function hold(database, strays, policy, key, cost, signal) {
   const holder = randomUUID(), sent = performance.now(), unended = []
   const holding = database.row({
     columns: HOLD.columns,
@@ -187,8 +230,8 @@ export async function hold(database, policy, key, cost, signal) {
     signal?.throwIfAborted()
     return new Hold(database, policy, key, holder, sent, row, signal)
   } catch (error) {
-    if (signal?.aborted || error instanceof TimedOut) { // it may hold
-      holding.catch(() => {}).then(() => Promise.allSettled(unended)).then(() => release(database, policy, key, holder)).catch(() => {})
+    if (signal?.aborted || unended.length > 0 || error instanceof TypeError) { // it may hold: the caller has left, or no answer came that can be read
+      holding.catch(() => {}).then(() => Promise.allSettled(unended)).then(() => strays.add(policy, key, holder))
     }
     throw error
   }

@@ -2,7 +2,7 @@ import { randomUUID } from 'node:crypto'
 import { Database, unless } from './database.js'
 import { DECISION, JOINT, MANY, MANY_PARTIAL, PARTIAL, RESERVATION, misfit, seconds } from './decision.js'
 import { InvalidArgument, TooLate, invalid, isText } from './errors.js'
-import { hold, release, renew } from './hold.js'
+import { Strays, hold, release, renew } from './hold.js'
 import { duration, timer } from './waiting.js'
 
 const MAX_LENGTH = 512 // bytes, of policies, keys and idempotency keys
@@ -15,8 +15,11 @@ export const OPTIONS = ['schema', 'retry', 'callTimeoutMs']
 
 /** Asks for tokens, one call for each request. index.d.ts explains each method. A Combiner has its own _ask, and uses _database. */
 export class Limiter {
+  #strays
+
   constructor(db, options) {
     this._database = new Database(db, known(options, ...OPTIONS))
+    this.#strays = new Strays(this._database)
   }
 
   async acquire(policy, key, options) {
@@ -148,7 +151,7 @@ export class Limiter {
         hint: 'Pass a Pool of pg, or for another pool { retry: true }; in a transaction call the SQL function ratelimit_hold.',
       })
     }
-    return hold(this._database, ...bucket(policy, key), tokens('cost', cost ?? 1), signal)
+    return hold(this._database, this.#strays, ...bucket(policy, key), tokens('cost', cost ?? 1), signal)
   }
 
   async renew(policy, key, holder, options) {

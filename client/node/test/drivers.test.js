@@ -6,7 +6,7 @@ import { PGlite } from '@electric-sql/pglite'
 import postgres from 'postgres'
 import { Combiner, InvalidArgument, Limiter, UnknownPolicy } from '../index.js'
 import { limitedFetch } from '../outgoing.js'
-import { definePolicy, defineSlots, eventually, installation, left, pool } from './kit.js'
+import { definePolicy, defineSlots, eventually, holders, installation, left, pool } from './kit.js'
 
 const sql = postgres({ max: 3 })
 const rowsOf = (sql) => ({ query: async (text, values) => ({ rows: await sql.unsafe(text, values) }) })
@@ -54,7 +54,7 @@ const calls = {
 }
 const share = async (limiter, { policy }) => (await Promise.all([limiter.acquire(policy, 'a'), limiter.acquire(policy, 'b')]))[0]
 
-test('a row that is not as its statement is an error with the column', async () => {
+test('a row that is not as its statement is an error with the column, and nothing is held', async () => {
   assert.deepEqual(Object.keys(calls).sort(), Object.getOwnPropertyNames(Limiter.prototype).filter((name) => !/^_|^constructor$/.test(name)).sort(),
     'each method is tried')
   const changed = (change) => ({ query: async (...args) => ({ rows: (await pool.query(...args)).rows.map((row) => Object.fromEntries(change(row))) }) })
@@ -81,6 +81,7 @@ test('a row that is not as its statement is an error with the column', async () 
       assert.equal(!(outcome instanceof Error), rights.includes(name), about)
       if (!rights.includes(name)) assert.ok(outcome instanceof TypeError && error.test(outcome.message), about)
       else await outcome?.release?.()
+      if (name === 'hold') await eventually(async () => (await holders(buckets.slots)).join() === 'x')
     }
     await combiner.close()
   }

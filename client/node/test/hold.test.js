@@ -6,7 +6,7 @@ import test from 'node:test'
 import { promisify } from 'node:util'
 import { Combiner, InvalidArgument, LeaseLost, Limiter, TimedOut, UnknownPolicy } from '../index.js'
 import { Tenure } from '../lib/hold.js'
-import { connect, definePolicy, defineSlots, eventually, holders, pool, stuck, whileOpen } from './kit.js'
+import { connect, definePolicy, defineSlots, eventually, holders, pool, stuck, turn, whileOpen } from './kit.js'
 
 const LONG = 60_000 // ms: no other timer of these tests is set for so long
 
@@ -246,6 +246,67 @@ test('what may have been granted by a call that was given up is released', async
   await eventually(async () => (await holders(policy)).length === 0)
 })
 
+/** A pool that loses the answers of hold, and is away from then on, until it is back. */
+function losing() {
+  const db = {
+    isAway: false, releases: 0, open: 0, mostOpen: 0,
+    async query(text, values) {
+      const isRelease = text.includes('ratelimit_release(')
+      db.releases += isRelease
+      db.mostOpen = Math.max(db.mostOpen, db.open += isRelease)
+      try {
+        if (isRelease) await db.release?.()
+        const { isAway } = db
+        if (text.includes('ratelimit_hold(')) db.isAway = await db.hold?.(values) ?? true
+        const result = isAway || await pool.query(text, values)
+        if (db.isAway) throw Object.assign(new Error('read ECONNRESET'), { code: 'ECONNRESET' })
+        return result
+      } finally {
+        db.open -= isRelease
+      }
+    },
+  }
+  return db
+}
+
+/** All pauses are over at once. */
+const hurry = (t) => t.mock.method(globalThis, 'setTimeout', ((setTimeout) => (fire, _, ...more) => setTimeout(fire, 0, ...more))(setTimeout))
+
+test('what may have been granted by calls whose answers were lost is released when the database is back, a call at a time', async (t) => {
+  const policy = await defineSlots(10), db = losing(), limiter = new Limiter(db, { retry: true })
+  hurry(t)
+  const outcomes = await Promise.allSettled(Array.from({ length: 10 }, () => limiter.hold(policy, 'k')))
+  assert.ok(outcomes.every(({ reason }) => reason?.code === 'ECONNRESET'))
+  assert.equal((await holders(policy)).length, 10, 'all were committed')
+  await eventually(() => db.releases > 50) // three tries each
+  db.isAway = false
+  await eventually(async () => (await holders(policy)).length === 0)
+  const { releases } = await eventually(() => db.open === 0 && db)
+  await turn()
+  assert.deepEqual([db.mostOpen, db.releases - releases], [1, 0])
+})
+
+test('a lost call that the server carries out later is released, too', async (t) => {
+  const policy = await defineSlots(), db = losing(), limiter = new Limiter(db, { retry: true })
+  let lost
+  hurry(t)
+  db.hold = (values) => { lost = values; throw new Error('read ECONNRESET') }
+  db.release = async () => db.releases === 2 && pool.query('select ratelimit_hold($1, $2, $3, $4)', lost)
+  await assert.rejects(limiter.hold(policy, 'k'), /ECONNRESET/)
+  await eventually(async () => db.releases === 2 && db.open === 0)
+  assert.deepEqual(await holders(policy), [])
+})
+
+test('a hold that the server has refused, or denied, releases nothing', async () => {
+  const policy = await defineSlots(1), bucket = await definePolicy(), db = counting('ratelimit_release'), limiter = new Limiter(db, { retry: true })
+  for (const refused of ['none', bucket]) await assert.rejects(limiter.hold(refused, 'k'))
+  const held = await limiter.hold(policy, 'k')
+  assert.equal((await limiter.hold(policy, 'k')).allowed, false)
+  await turn()
+  assert.equal(db.calls, 0)
+  await held.release()
+})
+
 test('1,000 holds, of which some are given up, leave nothing behind', async (t) => {
   const time = fakeTime(t), policy = await defineSlots(1000), own = connect({ max: 8 }), limiter = new Combiner(own, { callTimeoutMs: 3_600_000 })
   const stay = new AbortController()
@@ -271,13 +332,16 @@ test('1,000 holds, of which some are given up, leave nothing behind', async (t) 
   await eventually(() => !process.getActiveResourcesInfo().includes('Timeout'))
 })
 
-test('a hold that is forgotten keeps no process alive', async () => {
+test('a hold that is forgotten, and one whose answer was lost, keep no process alive', async () => {
   const policy = await defineSlots()
   const program = `import pg from 'pg'
     import { Limiter } from 'pgratelimit'
-    console.log((await new Limiter(new pg.Pool({ allowExitOnIdle: true })).hold('${policy}', 'k')).allowed)`
+    const pool = new pg.Pool({ allowExitOnIdle: true })
+    console.log((await new Limiter(pool).hold('${policy}', 'k')).allowed)
+    const away = async (...args) => { await pool.query(...args); throw new Error('lost') }
+    await new Limiter({ query: away }, { retry: true }).hold('${policy}', 'k').catch((error) => console.log(error.message))`
   const { stdout } = await promisify(execFile)(process.execPath, ['--input-type=module', '-e', program], { cwd: new URL('.', import.meta.url), timeout: 120_000 })
-  assert.deepEqual([stdout, (await holders(policy)).length], ['true\n', 1])
+  assert.deepEqual([stdout, (await holders(policy)).length >= 1], ['true\nlost\n', true])
 })
 
 test('a tenure', () => {
