@@ -21,8 +21,8 @@
 -- too short, and the refill of the wait is credited later. A denial is answered by the clock from after the wait.
 --
 -- Under REPEATABLE READ and SERIALIZABLE, an acquire that would take from a bucket that changed since the snapshot
--- fails with 40001, and a denial is as old as the snapshot. In a read-only transaction, an acquire that gets to
--- the update of step 2 fails with 25006, even if it would be denied.
+-- fails with 40001, and a denial is as old as the snapshot. A read-only transaction has no step 2: an acquire that the
+-- bucket covers fails with 25006 in step 3.
 --
 -- Locks:  a grant and a replay of step 4 hold the bucket row and the row of the idempotency key until the
 --         caller's transaction ends. A denial and a replay of step 3 hold the bucket row only if they had to
@@ -57,7 +57,8 @@ begin
     perform refuse_unknown(policy);
   end if;
   if not v_policy.durable then
-    return acquire_ephemeral(readable(v_policy), key, cost, idempotency_key);  -- what follows, on the twin tables
+    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+    return acquire_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
 
   declare
@@ -102,7 +103,7 @@ begin
 
     loop
       -- 2. The update.
-      if v_wanted > 0 and may_write() then
+      if v_wanted > 0 and current_setting('transaction_read_only') = 'off' then
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -141,9 +142,11 @@ begin
 
       -- 3a. Too few tokens.
       if v_wanted = 0 or v_retry_us is distinct from 0 then
-        if (v_policy.calendar).ends_at is not null then
-          select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
-          continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
+        if v_policy.overridden then  -- a column of its own costs less to ask for than one of calendar
+          if (v_policy.calendar).ends_at is not null then
+            select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+            continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
+          end if;
         end if;
         if v_idempotency_key is not null then
           select k.* into v_first
@@ -160,7 +163,7 @@ begin
       end if;
 
       -- 3b. No row. The insert may wait for a session that creates the same one.
-      if not v_has_row then
+      if not v_has_row and current_setting('transaction_read_only') = 'off' then
         v_level       := v_level - v_wanted;
         v_refilled_at := v_now;
         v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
@@ -171,6 +174,7 @@ begin
       end if;
 
       -- 3c. Again. Each repetition but the first is due to another session.
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       v_rounds := coalesce(v_rounds, 0) + 1;
       if v_rounds = 1000 then
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
@@ -178,8 +182,10 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if (v_policy.calendar).ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    if v_policy.overridden then
+      if (v_policy.calendar).ends_at is not null then
+        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      end if;
     end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.

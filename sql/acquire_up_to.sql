@@ -29,7 +29,8 @@ begin
     perform refuse_unknown(policy);
   end if;
   if not v_policy.durable then
-    return acquire_up_to_ephemeral(readable(v_policy), key, at_most, at_least, idempotency_key);  -- what follows, on the twin tables
+    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+    return acquire_up_to_ephemeral(v_policy, key, at_most, at_least, idempotency_key);  -- what follows, on the twin tables
   end if;
 
   declare
@@ -76,7 +77,7 @@ begin
 
     loop
       -- 2. The update, for all of at_most. It is worth one try.
-      if v_wanted > 0 and v_rounds is null and may_write() then
+      if v_wanted > 0 and v_rounds is null and current_setting('transaction_read_only') = 'off' then
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -134,8 +135,9 @@ begin
       v_wanted := microtokens(v_taken);
 
       -- 3b. No row. The insert may wait for a session that creates the same one.
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       v_level := v_level - v_wanted;
-      if may_write() and not v_has_row then
+      if not v_has_row then
         v_refilled_at := v_now;
         v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
         insert into buckets (policy_id, key, level, refilled_at, due_at)

@@ -23,7 +23,7 @@ comment on function ratelimit.refuse(text, text, text) is
   'Raises 22023 for one argument.';
 
 create or replace function ratelimit.refuse_read_only()
-  returns boolean language plpgsql
+  returns void language plpgsql
 as $$
 begin
   raise exception 'cannot write in a read-only transaction'
@@ -35,15 +35,6 @@ end;
 $$;
 comment on function ratelimit.refuse_read_only() is
   'Raises 25006 with what helps, where a statement that writes would show its SQL.';
-
--- Inlined into a condition of the plain calls, where a statement of its own would cost 2 %.
-create or replace function ratelimit.may_write()
-  returns boolean language sql volatile
-as $$
-  select current_setting('transaction_read_only') = 'off' or ratelimit.refuse_read_only()
-$$;
-comment on function ratelimit.may_write() is
-  'True, or raises 25006 in a read-only transaction.';
 
 create or replace function ratelimit.is_name(value text)
   returns boolean language sql immutable parallel safe

@@ -61,7 +61,8 @@ begin
     if v_policy.durable then
       v_part := denied_in_buckets(v_policy, policies, keys, costs, places, now);
     else
-      v_part := denied_in_ephemeral_buckets(readable(v_policy), policies, keys, costs, places, now);
+      if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+      v_part := denied_in_ephemeral_buckets(v_policy, policies, keys, costs, places, now);
     end if;
     if v_all.elements is null then
       v_all := v_part;

@@ -40,6 +40,7 @@ declare
   v_object     record;
   v_remedy     text;
   v_blind      boolean := false;
+  v_requests   constant text        := to_regclass('ratelimit.pre_request')::text;  -- a table of docs/postgrest/install.sql
 begin
   -- Objects of superusers can be given away together. What any other role owns may have been planted.
   for v_object in
@@ -280,9 +281,8 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
        and not o.option_value::boolean
      order by c.relname;
 
-  -- The table comes with docs/postgrest/install.sql.
-  if to_regclass('ratelimit.pre_request') is not null then
-    return query execute $sql$
+  if v_requests is not null then
+    return query execute replace($sql$
       select 'warning',
              format('ratelimit.pre_request limits role %L, and no role has that name: requests of the role that was meant pass without a limit, or count for ''*''.', s.role),
              format('Name the role as pg_roles does: update ratelimit.pre_request set role = ... where role = %L;', s.role) || $1
@@ -290,8 +290,8 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
        where s.role <> '*'
          and not exists (select from pg_roles as r where r.rolname = s.role)
        order by s.role
-    $sql$ using v_where;
-    return query execute $sql$
+    $sql$, 'pre_request as s', v_requests || ' as s') using v_where;
+    return query execute replace($sql$
       select 'warning',
              format('ratelimit.pre_request names policy %L for role %L. %s: every request of the role fails.', s.policy, s.role,
                     case when p.id is null then 'No policy has that name' else 'It lends slots, and has no tokens' end),
@@ -301,7 +301,7 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
        where p.id is null
           or (p.calendar).lease is not null
        order by s.role
-    $sql$ using v_where;
+    $sql$, 'pre_request as s', v_requests || ' as s') using v_where;
   end if;
 end;
 $$;

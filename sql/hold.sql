@@ -43,7 +43,8 @@ begin
     perform refuse_tokens(policy);  -- raises 22023
   end if;
   if not v_policy.durable then
-    return hold_ephemeral(readable(v_policy), key, holder, cost);  -- what follows, on the twin tables
+    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+    return hold_ephemeral(v_policy, key, holder, cost);  -- what follows, on the twin tables
   end if;
 
   declare
@@ -115,8 +116,9 @@ begin
 
       -- 3. The row of the key.
       else
+        if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
         v_ends_at := v_now + duration(v_lease_us);
-        if may_write() and not v_renewed then
+        if not v_renewed then
           v_held := v_held + v_cost;
         end if;
         if v_changes is null then
@@ -208,7 +210,8 @@ begin
   if policy.durable then
     select l.* into v_look from look_at_slots(policy, key, now, cost, null) as l;
   else
-    select l.* into v_look from look_at_ephemeral_slots(readable(policy), key, now, cost, null) as l;
+    if pg_is_in_recovery() then perform refuse_ephemeral(policy); end if;  -- raises 0A000
+    select l.* into v_look from look_at_ephemeral_slots(policy, key, now, cost, null) as l;
   end if;
   return (coalesce(v_look.retry_us = 0, false), v_look.capacity - v_look.held, duration(v_look.retry_us), duration(v_look.reset_us),
           v_look.capacity, false, false)::ratelimit.decision;

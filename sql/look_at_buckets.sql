@@ -34,7 +34,8 @@ begin
     if v_policy.durable is not false then  -- an unknown policy has no buckets
       v_read := rows_of_buckets(v_policy, keys[v_from:v_to], created[v_from:v_to], now);
     else
-      v_read := rows_of_ephemeral_buckets(readable(v_policy), keys[v_from:v_to], created[v_from:v_to], now);
+      if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+      v_read := rows_of_ephemeral_buckets(v_policy, keys[v_from:v_to], created[v_from:v_to], now);
     end if;
     if v_policy.overridden then
       own[v_from:v_to] := array_fill(v_policy, array[v_to - v_from + 1]);

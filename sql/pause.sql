@@ -17,7 +17,8 @@ begin
   perform check_pause(policy, key, pause_for);
   v_policy := policy_named(policy);
   if not v_policy.durable then
-    return pause_ephemeral(readable(v_policy), key, pause_for);  -- what follows, on the twin tables
+    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+    return pause_ephemeral(v_policy, key, pause_for);  -- what follows, on the twin tables
   end if;
 
   declare

@@ -39,7 +39,8 @@ begin
     if (v_policy.calendar).ends_at is null and v_policy.durable then
       v_part := peeked_in_buckets(v_policy, keys, costs, v_places, v_now);
     elsif (v_policy.calendar).ends_at is null then
-      v_part := peeked_in_ephemeral_buckets(readable(v_policy), keys, costs, v_places, v_now);
+      if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+      v_part := peeked_in_ephemeral_buckets(v_policy, keys, costs, v_places, v_now);
     else
       foreach v_place in array v_places loop
         continue when not acceptable(keys[v_place], costs[v_place]);

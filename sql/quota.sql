@@ -48,7 +48,7 @@ begin
 
   loop
     -- 2. The update.
-    if v_taken between 1 and v_capacity and may_write() then
+    if v_taken between 1 and v_capacity and current_setting('transaction_read_only') = 'off' then
       v_wanted := microtokens(v_taken);
       update buckets as b
          set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
@@ -98,7 +98,8 @@ begin
     end if;
 
     -- 3b. No row. The insert may wait for a session that creates the same one.
-    if may_write() and not v_has_row then
+    if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+    if not v_has_row then
       v_wanted      := microtokens(v_taken);
       v_level       := -v_wanted;
       v_refilled_at := v_now;

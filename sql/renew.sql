@@ -29,7 +29,8 @@ begin
     perform refuse_tokens(policy);  -- raises 22023
   end if;
   if not v_policy.durable then
-    return renew_ephemeral(readable(v_policy), key, holder);  -- what follows, on the twin tables
+    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+    return renew_ephemeral(v_policy, key, holder);  -- what follows, on the twin tables
   end if;
 
   declare

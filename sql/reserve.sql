@@ -43,7 +43,8 @@ begin
     perform refuse_unknown(policy);
   end if;
   if not v_policy.durable then
-    return reserve_ephemeral(readable(v_policy), key, max_wait, cost, idempotency_key);  -- what follows, on the twin tables
+    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+    return reserve_ephemeral(v_policy, key, max_wait, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
 
   declare
@@ -97,7 +98,7 @@ begin
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       --    Where an override ends within max_wait, step 3c decides.
       v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
-      if v_wanted > 0 and ((v_policy.calendar).ends_at <= v_until) is not true and may_write() then
+      if v_wanted > 0 and ((v_policy.calendar).ends_at <= v_until) is not true and current_setting('transaction_read_only') = 'off' then
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -161,8 +162,9 @@ begin
       end if;
 
       -- 3b. No row. The insert may wait for a session that creates the same one.
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
       v_level := v_level - v_wanted;
-      if may_write() and not v_has_row then
+      if not v_has_row then
         v_refilled_at := v_now;
         v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
         insert into buckets (policy_id, key, level, refilled_at, due_at)

@@ -31,7 +31,8 @@ begin
     perform refuse_unknown(policy);
   end if;
   if not v_policy.durable then
-    return settle_ephemeral(readable(v_policy), key, idempotency_key, cost);  -- what follows, on the twin tables
+    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+    return settle_ephemeral(v_policy, key, idempotency_key, cost);  -- what follows, on the twin tables
   end if;
 
   declare

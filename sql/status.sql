@@ -43,7 +43,7 @@ comment on function ratelimit.emptiest_buckets(text, text, integer) is
   'The buckets that have rows, the emptiest first, at most at_most of them.';
 
 create or replace function ratelimit.refuse_ephemeral(policy ratelimit.policies)
-  returns ratelimit.policies language plpgsql stable
+  returns void language plpgsql stable
 as $$
 begin
   if not policy.durable then
@@ -52,20 +52,10 @@ begin
             detail  = format('Policy %L is ephemeral. This server is a standby.', policy.name),
             hint    = 'Ask the primary.';
   end if;
-  return policy;
 end;
 $$;
 comment on function ratelimit.refuse_ephemeral(ratelimit.policies) is
-  'Raises 0A000 for an ephemeral policy on a standby, or returns the policy.';
-
--- Inlined, where a statement of its own would cost 1 %.
-create or replace function ratelimit.readable(policy ratelimit.policies)
-  returns ratelimit.policies language sql stable
-as $$
-  select case when pg_is_in_recovery() then ratelimit.refuse_ephemeral(policy) else policy end
-$$;
-comment on function ratelimit.readable(ratelimit.policies) is
-  'An ephemeral policy, or 0A000 on a standby.';
+  'Raises 0A000 for an ephemeral policy; the server is a standby.';
 
 create or replace function ratelimit_status(policy text default null, max_rows integer default 100, key text default null)
   returns table (policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean)

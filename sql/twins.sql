@@ -41,7 +41,7 @@ begin
         left join origin as o on o.name = 'ratelimit_' || e.name and not o.is_private
       union all
       select g.name, 'acquire', o.of_policy, o.result, 'volatile',
-             format(E'\nbegin\n  if not v_policy.durable then\n    return acquire_ephemeral(readable(v_policy), key, cost, idempotency_key);\n  end if;\n%s\nend;\n', o.steps),
+             format(E'\nbegin\n  if not v_policy.durable then\n    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;\n    return acquire_ephemeral(v_policy, key, cost, idempotency_key);\n  end if;\n%s\nend;\n', o.steps),
              'The steps of ratelimit_acquire, for the guards.'
         from (select 'ratelimit_acquire') as g (name)
         left join origin as o on o.name = g.name and not o.is_private

@@ -146,7 +146,7 @@ const (
 	Replay    = ` then return answer_again\(v_first, v_cost, v_now, v_policy\.shadow\); end if;`
 	FindKey   = ReadKey + ` if v_first\.expires_at > v_now` + Replay
 	FirstLook = FindKey + ` end if; loop`
-	AfterLook = `if v_wanted > 0 then update buckets`
+	AfterLook = `if v_wanted > 0 and [^;]* then update buckets`
 	ReadAgain = FindKey + ` end if; if v_policy\.shadow and`
 	GiveBack  = `update buckets as b set level = b\.level \+ v_wanted [^;]*;`
 	StillFits = `(update buckets as b [^;]* b\.key = v_key) and [^;]* >= v_wanted returning`

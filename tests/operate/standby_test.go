@@ -45,7 +45,7 @@ func TestStandby(t *testing.T) {
 	}
 	for _, key := range []string{"k", "new"} {
 		for _, call := range []string{
-			"acquire($1, $2)", "acquire($1, $2, 8)", "acquire($1, $2, 3, 'second')",
+			"acquire($1, $2)", "acquire($1, $2, 7)", "acquire($1, $2, 3, 'second')",
 			"acquire_many(array[$1::text], array[$2::text])", "acquire_many(array[$1::text], array[$2::text], null, array['i'])",
 		} {
 			refused(readOnly, "in a read-only transaction", call, "durable", key)

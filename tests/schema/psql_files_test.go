@@ -156,7 +156,7 @@ func TestPsql_FailureChangesNothing(t *testing.T) {
 	kit.InParallel(t, map[string]testCase{
 		"no schema to install into":     {"drop schema public", "no schema to install into", nil},
 		"functions of somebody else":    {"create function ratelimit_acquire() returns integer language sql as 'select 1'", "exist already", nil},
-		"no right to create schemas":    {"", "permission denied for database", []string{"--command", "set role " + role}},
+		"no right to create schemas":    {"", "the role may not create schema ratelimit", []string{"--command", "set role " + role}},
 		"inside a transaction of psql":  {"", "inside a transaction", []string{"--single-transaction"}},
 		"inside a transaction of yours": {"", "inside a transaction", []string{"--command", "begin"}},
 	}, func(t *testing.T, test testCase) {
