@@ -285,6 +285,8 @@ func TestLeaser_HasTenThousandLeasesOfAPolicyAtMost(t *testing.T) {
 // Whatever the demand and the bucket, a lease keeps within its bounds, and leaves others as much as it has.
 func TestLeaseSize_KeepsItsBounds(t *testing.T) {
 	t.Parallel()
+	require.Zero(t, leaseSize{full: 10}.excess(20), "not worth a call")
+	require.EqualValues(t, 11, leaseSize{full: 10}.excess(21))
 	random(t, 1000, func(t *testing.T, r *rand.Rand) {
 		between := func(least, most int64) int64 { // often at an end, often small
 			return min(most, least+pick(r, 0, most-least, r.Int64N(most-least+1), int64(math.Pow(float64(most-least), r.Float64()))))

@@ -125,7 +125,7 @@ func (m *middleware) decide(r *http.Request, charges []client.Charge) Event {
 // undecided is the fate of a request whose last limiter failed with err.
 func (m *middleware) undecided(r *http.Request, e Event, err error, keyed bool) Event {
 	switch {
-	case r.Context().Err() != nil && !e.Local:
+	case r.Context().Err() != nil:
 		// To go on would let a client pass that asks and leaves, if Open is chosen.
 		return e.ended(Abandoned, http.StatusServiceUnavailable)
 	case keyed && (errors.Is(err, client.ErrIdempotencyMismatch) || errors.Is(err, client.ErrSettled)):

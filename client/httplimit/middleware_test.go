@@ -14,6 +14,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -481,15 +482,23 @@ func TestFailure_NobodyWaitsLongerThanTheTimeout(t *testing.T) {
 	})
 }
 
-// Who asks and leaves before there is an answer does not get past the limit, also when it fails open.
+// Who asks and leaves before there is an answer does not get past the limit, also when it fails open, and is waited for no longer. It is
+// no news.
 func TestFailure_WhoLeavesDoesNotPass(t *testing.T) {
-	t.Parallel()
-	ctx, leave := context.WithCancel(t.Context())
-	leave()
-	l := newLimited(t, nil, httplimit.Open(time.Second))
-	l.handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, http.MethodGet, "/", nil))
-	require.Equal(t, httplimit.Abandoned, l.event.Outcome)
-	require.Zero(t, l.ran)
+	log := failuretest.Log(t)
+	synctest.Test(t, func(t *testing.T) {
+		for stays, err := range map[time.Duration]error{0: nil, 10 * time.Millisecond: &pgconn.PgError{Code: "42883"}} {
+			ctx, leave := context.WithTimeout(t.Context(), stays)
+			defer leave()
+			l, begin := newLimited(t, nil, httplimit.Open(time.Second)), time.Now()
+			l.FailAll(err)
+			l.handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, http.MethodGet, "/", nil))
+			require.Equal(t, httplimit.Abandoned, l.event.Outcome)
+			require.Zero(t, l.ran)
+			require.Equal(t, stays, time.Since(begin))
+		}
+	})
+	require.Empty(t, log.String())
 }
 
 func TestNew_InsistsOnWhatHasNoDefault(t *testing.T) {
