@@ -71,3 +71,17 @@ func TestTenure_KeepsItsInvariants(t *testing.T) {
 		require.Greater(t, saw[what], 50, "%s: %v", what, saw)
 	}
 }
+
+// Many holders of a database that was away do not ask at one instant.
+func TestTenure_PausesAfterAFailureAreRandom(t *testing.T) {
+	t.Parallel()
+	due := map[time.Duration]bool{}
+	for range 100 {
+		tenure := newTenure(time.Hour)
+		tenure.failed(0)
+		require.GreaterOrEqual(t, tenure.due, maxAskPause/2)
+		require.LessOrEqual(t, tenure.due, maxAskPause)
+		due[tenure.due] = true
+	}
+	require.Greater(t, len(due), 50)
+}
