@@ -103,6 +103,13 @@ def microseconds(column: str) -> str:
     return f"(extract(epoch from {column}) * 1000000.0)::bigint"
 
 
+def flag(value: Any) -> bool:
+    """A boolean. A handle that returns text has "f" for false, which is true in Python."""
+    if not isinstance(value, bool):
+        raise TypeError(f"not a boolean: {type(value)}")
+    return value
+
+
 def _columns(of: str = "", wait: str = "retry_after") -> str:
     times = f"{microseconds(of + wait)}, {microseconds(f'{of}reset_after')}"
     return f"{of}allowed, {of}remaining, {times}, {of}capacity, {of}replayed, {of}shadowed"
@@ -110,11 +117,24 @@ def _columns(of: str = "", wait: str = "retry_after") -> str:
 
 def _fields(row: Sequence[Any]) -> tuple[Any, ...]:
     allowed, remaining, wait, reset_after, capacity, replayed, shadowed = row
-    return bool(allowed), int(remaining), seconds(wait), seconds(reset_after), int(capacity), bool(replayed), bool(shadowed)
+    return flag(allowed), int(remaining), seconds(wait), seconds(reset_after), int(capacity), flag(replayed), flag(shadowed)
+
+
+class HoldAnswer(NamedTuple):
+    """The answer to hold, as the server counts."""
+
+    allowed: bool
+    remaining: int
+    retry_after: float | None
+    held_for: int  # microseconds
+    capacity: int
+    renewed: bool
+    shadowed: bool
 
 
 DECISION = _columns()
 RESERVATION = _columns(wait="wait")
+HOLD = f"allowed, remaining, {microseconds('retry_after')}, {microseconds('held_for')}, capacity, renewed, shadowed"
 PARTIAL = f"taken, {DECISION}"
 JOINT = (
     f"binding, (select pg_catalog.json_agg(pg_catalog.json_build_array({_columns('d.')}) order by d.ordinality) "
@@ -124,6 +144,11 @@ JOINT = (
 
 def decision(row: Sequence[Any]) -> Decision:
     return Decision(*_fields(row))
+
+
+def hold(row: Sequence[Any]) -> HoldAnswer:
+    allowed, remaining, wait, held_for, capacity, renewed, shadowed = row
+    return HoldAnswer(flag(allowed), int(remaining), seconds(wait), int(held_for), int(capacity), flag(renewed), flag(shadowed))
 
 
 def reservation(row: Sequence[Any]) -> Reservation:

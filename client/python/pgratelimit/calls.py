@@ -6,18 +6,27 @@ sent as the text of one, which is faster than the drivers and alike in all.
 
 import functools
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from . import answers
-from .answers import DECISION, JOINT, PARTIAL, RESERVATION, Charge, Decision, JointDecision, PartialDecision, Reservation, microseconds
+from .answers import (
+    DECISION, HOLD, JOINT, PARTIAL, RESERVATION, Charge, Decision, HoldAnswer, JointDecision, PartialDecision, Reservation, microseconds
+)
 from .errors import Error, InvalidArgument, of_server
-from .hold import COLUMNS as HOLD
 
 T = TypeVar("T")
+
+Duration = float | timedelta
+"""Seconds, or a timedelta."""
+
+LONGEST = 365 * 86400.0
+"""Seconds that the server takes for a wait or a pause."""
 
 
 @dataclass(slots=True)
@@ -30,6 +39,22 @@ class Call(Generic[T]):
     args: tuple[str | int | None, ...]
     decode: Callable[[Sequence[Any]], T]
     once: bool = False  # does the same however often it is sent
+
+    def read(self, row: Any) -> T:
+        """The answer. A row of another shape is an error: a column that is missing must not be taken for null, which is "never"."""
+        try:
+            return self.decode(tuple(row))
+        except (TypeError, ValueError, LookupError) as error:
+            raise Error(
+                f"pgratelimit: {self.verb}: the answer has another shape",
+                None,
+                f"{self.function.partition('(')[0]} returned {_shape(row)}.",
+                "Does the connection change rows or values? Is another function of this name first on search_path?",
+            ) from error
+
+
+def _shape(row: Any) -> str:
+    return "no row" if row is None else f"a row of {len(row)} columns: {', '.join(type(value).__name__ for value in row)}"
 
 
 @functools.cache
@@ -71,7 +96,7 @@ def _many(
     def decode(row: Sequence[Any]) -> list[T | Error]:
         found: list[T | Error] = [
             decode_one(columns) if code is None else of_server(operation, code, message, detail, hint)
-            for code, message, detail, hint, *columns in json.loads(row[0] or "[]")  # null: all errors were found before
+            for code, message, detail, hint, *columns in json.loads(_only(row) or "[]")  # null: all errors were found before
         ]
         if len(found) != len(sent):
             raise Error(f"pgratelimit: {operation}: {len(found)} answers to {len(sent)} requests")
@@ -96,24 +121,39 @@ def charge(policy: str, key: str, cost: int, idempotency_key: str | None) -> Cal
 
 
 def settle(policy: str, key: str, idempotency_key: str, cost: int) -> Call[Decision]:
-    function = "ratelimit_settle($1::text, $2::text, cost => $3::bigint, idempotency_key => $4::text)"
-    return _call("settle", DECISION, function, answers.decision, policy, key, whole("cost", cost), idempotency_key)
+    function = "ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)"
+    args = *bucket(policy, key), text("idempotency_key", idempotency_key), whole("cost", cost)
+    return Call("settle", DECISION, function, args, answers.decision, True)
 
 
-def _interval(argument: str, seconds: float) -> str:
+def length(name: str, value: Any, *, zero: bool = False) -> float:
+    """Seconds of a duration. 0 is an error unless it has a meaning, and the caller's documentation says which."""
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    elif isinstance(value, bool) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise invalid(f"{name} is a {type(value).__name__}, not a number of seconds or a timedelta")
     try:
-        return f"{round(seconds * 1_000_000)} microseconds"
+        seconds = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise invalid(f"{argument} is not a number of seconds") from None
+        raise invalid(f"{name} is no number of seconds") from None
+    if not (seconds > 0 or zero and seconds == 0):
+        raise invalid(f"{name} is {seconds:g} seconds; it must be {'0 or ' if zero else ''}more{'' if zero else ' than 0'}")
+    return seconds
 
 
-def reserve(policy: str, key: str, max_wait: float, cost: int, idempotency_key: str | None) -> Call[Reservation]:
+def _interval(name: str, value: Any, *, zero: bool = False) -> str:
+    """Infinity is the longest that the server takes."""
+    seconds = length(name, value, zero=zero)
+    return f"{round(min(seconds, 1e10 if seconds < math.inf else LONGEST) * 1_000_000)} microseconds"
+
+
+def reserve(policy: str, key: str, max_wait: Duration, cost: int, idempotency_key: str | None) -> Call[Reservation]:
     function = "ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)"
-    longest = _interval("max_wait", max_wait)
+    longest = _interval("max_wait", max_wait, zero=True)
     return _call("reserve", RESERVATION, function, answers.reservation, policy, key, longest, whole("cost", cost), idempotency_key)
 
 
-def pause(policy: str, key: str, pause_for: float) -> Call[Decision]:
+def pause(policy: str, key: str, pause_for: Duration) -> Call[Decision]:
     function = "ratelimit_pause($1::text, $2::text, $3::text::interval)"
     return Call("pause", DECISION, function, (*bucket(policy, key), _interval("pause_for", pause_for)), answers.decision)
 
@@ -137,23 +177,23 @@ def acquire_all(charges: Sequence[Charge], idempotency_key: str | None) -> Call[
     return Call("acquire all", JOINT, function, args, decode, idempotency_key is not None)
 
 
-def hold(policy: str, key: str, holder: str, cost: int) -> Call[Sequence[Any]]:
-    """The row. The server takes a call by the same holder for the same, so it can be sent again."""
+def hold(policy: str, key: str, holder: str, cost: int) -> Call[HoldAnswer]:
+    """The server takes a call by the same holder for the same, so it can be sent again."""
     function = "ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)"
-    return Call("hold", HOLD, function, (*bucket(policy, key), holder, whole("cost", cost)), lambda row: row, True)
+    return Call("hold", HOLD, function, (*bucket(policy, key), holder, whole("cost", cost)), answers.hold, True)
 
 
 def renew(policy: str, key: str, holder: str, decode: Callable[[Any], T]) -> Call[T]:
     """What decode makes of the lease, which is microseconds or None."""
     function = "ratelimit_renew($1::text, $2::text, $3::text)"
     args = *bucket(policy, key), text("holder", holder)
-    return Call("renew", microseconds("ratelimit_renew"), function, args, lambda row: decode(row[0]), True)
+    return Call("renew", microseconds("ratelimit_renew"), function, args, lambda row: decode(_only(row)), True)
 
 
 def release(policy: str, key: str, holder: str) -> Call[bool]:
     function = "ratelimit_release($1::text, $2::text, $3::text)"
     args = *bucket(policy, key), text("holder", holder)
-    return Call("release", "ratelimit_release", function, args, lambda row: bool(row[0]), True)
+    return Call("release", "ratelimit_release", function, args, lambda row: answers.flag(_only(row)), True)
 
 
 def _call(
@@ -163,6 +203,12 @@ def _call(
     *others, idempotency_key = rest
     args = *bucket(policy, key), *others, name_or_none(idempotency_key)
     return Call(verb, columns, function, args, decode, idempotency_key is not None)
+
+
+def _only(row: Sequence[Any]) -> Any:
+    """The value of a row of one column."""
+    (value,) = row
+    return value
 
 
 def invalid(reason: str) -> InvalidArgument:
@@ -198,16 +244,15 @@ def whole(name: str, value: Any) -> int:
     return n
 
 
-def charged(charge: Sequence[Any], tokens: str = "cost") -> Charge:
+def charged(charge: Any, tokens: str = "cost") -> Charge:
     """The charge that a caller has passed as any tuple, checked."""
-    try:
-        c = Charge(*charge)
-    except TypeError:
-        raise invalid(f"a charge is not (policy, key) or (policy, key, {tokens})") from None
+    if not isinstance(charge, (tuple, list)) or not 2 <= len(charge) <= 3:  # a dict or a str would be taken apart, too
+        raise invalid(f"a charge is not a tuple (policy, key) or (policy, key, {tokens}), but a {type(charge).__name__}")
+    c = Charge(*charge)
     return Charge(*bucket(c.policy, c.key), whole(tokens, c.cost))
 
 
-def _charged_or_error(charge: Sequence[Any], tokens: str) -> Charge | InvalidArgument:
+def _charged_or_error(charge: Any, tokens: str) -> Charge | InvalidArgument:
     try:
         return charged(charge, tokens)
     except InvalidArgument as error:

@@ -6,7 +6,7 @@ from typing import Any, Self, TypeVar
 
 from . import calls, drivers, errors, packed
 from .answers import Charge, Decision, JointDecision
-from .calls import Call
+from .calls import Call, Duration
 from .errors import Closed, Locked
 from .limiter import AsyncLimiter
 from .queue import Batch, Queue, Request
@@ -45,16 +45,17 @@ class Combiner(AsyncLimiter):
         *,
         calls_in_flight: int = 2,
         max_waiting: int = 10_000,
-        call_timeout: float = 5.0,
+        call_timeout: Duration = 5.0,
         schema: str | None = None,
     ) -> None:
         super().__init__(pool, schema=schema)
         if not self._driver.is_pool:
             raise TypeError("pgratelimit: a Combiner needs a pool")
-        if calls_in_flight < 1 or max_waiting < 1 or call_timeout <= 0:
-            raise ValueError("pgratelimit: calls_in_flight, max_waiting and call_timeout must be positive")
+        for name, value in (("calls_in_flight", calls_in_flight), ("max_waiting", max_waiting)):
+            if calls.whole(name, value) < 1:
+                raise calls.invalid(f"{name} is {value}; it must be 1 or more")
         self._queue = Queue(max(1, min(calls_in_flight, drivers.pool_size(pool) - 1)), max_waiting)
-        self._call_timeout = call_timeout
+        self._call_timeout = calls.length("call_timeout", call_timeout)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._turn: asyncio.Handle | None = None  # the next look at the queue
         self._linger: asyncio.TimerHandle | None = None
@@ -183,15 +184,18 @@ class Combiner(AsyncLimiter):
 
     async def _ask(self, batch: Batch, requests: list[Request]) -> list[Any]:
         """Makes one call. When it takes too long, the callers have their error and the place is free before the call has ended."""
-        deadline = asyncio.get_running_loop().time() + self._call_timeout
-        timer = asyncio.get_running_loop().call_at(deadline, self._give_up, batch, requests)
+        loop, unended = asyncio.get_running_loop(), set[asyncio.Future[Any]]()
+        deadline = loop.time() + self._call_timeout
+        timer = loop.call_at(deadline, self._give_up, batch, requests)
         try:
             async with asyncio.timeout_at(deadline):
                 if len(requests) > 1:
-                    return await self._run(packed.call(requests))
-                return [await self._run(_alone(requests[0]))]
+                    return await self._run(packed.call(requests), unended)
+                return [await self._run(_alone(requests[0]), unended)]
         finally:
             timer.cancel()
+            if unended:  # the buckets of a call stay apart until it has ended
+                await asyncio.wait(unended)
 
     def _give_up(self, batch: Batch, requests: list[Request]) -> None:
         for r in requests:

@@ -2,10 +2,20 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
+T = TypeVar("T")
+
+POOL_PATIENCE = 0.05
+"""Seconds that a statement of a pool may go on after its caller was cancelled. To stop it costs psycopg's pool a connection."""
+
+PATIENCE = 1.0
+"""The same on a connection."""
 
 RELEASE_TIMEOUT = 5.0
 """Seconds after which a connection of asyncpg that cannot be reset is closed."""
@@ -18,13 +28,15 @@ class Driver(Protocol):
     def is_alone(self) -> bool:
         """Whether a statement is a transaction of its own now."""
 
+    def is_closed(self) -> bool: ...
+
 
 class SyncDriver(Driver, Protocol):
     def fetch(self, sql: str, args: Sequence[Any]) -> Sequence[Any]: ...
 
 
 class AsyncDriver(Driver, Protocol):
-    async def fetch(self, sql: str, args: Sequence[Any]) -> Sequence[Any]: ...
+    async def fetch(self, sql: str, args: Sequence[Any], unended: set[asyncio.Future[Any]]) -> Sequence[Any]: ...
 
 
 def sync_driver(db: Any) -> SyncDriver:
@@ -58,9 +70,24 @@ class _Psycopg:
     def __init__(self, db: Any) -> None:
         self._db = db
         self.is_pool = not hasattr(db, "cursor")
+        self._has_warned = False
 
     def is_alone(self) -> bool:
         return self.is_pool or bool(self._db.autocommit) and _is_idle(self._db)
+
+    def is_closed(self) -> bool:
+        return bool(self._db.closed)
+
+    def _warn_of_transaction(self) -> None:
+        """Once, when a statement is about to open a transaction that the program did not ask for."""
+        if not (self.is_pool or self._has_warned or self._db.autocommit) and _is_idle(self._db):
+            self._has_warned = True
+            warnings.warn(
+                "pgratelimit: this connection has no autocommit, so the call opens a transaction: until conn.commit() nothing is taken for "
+                "good, and the bucket stays locked. Connect with autocommit=True, or call inside conn.transaction().",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
 
 def _is_idle(conn: Any) -> bool:
@@ -71,6 +98,7 @@ class Psycopg(_Psycopg):
     def fetch(self, sql: str, args: Sequence[Any]) -> Any:
         from psycopg import Cursor, rows  # the connection's own may be others
 
+        self._warn_of_transaction()
         with self._connection() as conn, Cursor(conn, row_factory=rows.tuple_row) as cursor:
             return cursor.execute(sql, args, prepare=False).fetchone()
 
@@ -89,18 +117,85 @@ class Psycopg(_Psycopg):
                     conn.autocommit = before
 
 
-class AsyncPsycopg(_Psycopg):
-    async def fetch(self, sql: str, args: Sequence[Any]) -> Any:
+class _Statement:
+    """A statement in a task of its own, whose caller may leave."""
+
+    def __init__(self) -> None:
+        self.is_left = False
+        self._running: asyncio.Task[Any] | None = None
+
+    async def run(self, execute: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Nothing but this is ever cancelled."""
+        self._running = asyncio.current_task()
+        try:
+            return await execute(*args)
+        finally:
+            self._running = None
+
+    def stop(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+
+
+class _Async(ABC):
+    """Sends each statement in a task of its own. Pools lose a connection if a cancellation interrupts its way out or back, and before 3.2 a
+    connection of psycopg whose statement is cancelled is of no use. So a statement whose caller was cancelled may finish within a moment,
+    is stopped in the server then, and gives its connection back by itself."""
+
+    is_pool: bool
+
+    async def fetch(self, sql: str, args: Sequence[Any], unended: set[asyncio.Future[Any]]) -> Any:
+        """The row. A cancelled caller leaves at once, and what has not ended is added to unended. On a connection it waits for the end,
+        because the connection can take no other statement before."""
+        statement = _Statement()
+        task = asyncio.get_running_loop().create_task(self._send(statement, sql, args))
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            statement.is_left = True
+            unended.add(keep(task))
+            asyncio.get_running_loop().call_later(POOL_PATIENCE if self.is_pool else PATIENCE, statement.stop)
+            if not self.is_pool:
+                await asyncio.wait({task})
+            raise
+        return task.result()
+
+    @abstractmethod
+    async def _send(self, statement: _Statement, sql: str, args: Sequence[Any]) -> Any: ...
+
+
+_kept: set[asyncio.Task[Any]] = set()
+
+
+def keep(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+    """A task that nobody awaits: the loop has no reference to it, and its error is none."""
+
+    def forget(task: asyncio.Task[Any]) -> None:
+        _kept.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    _kept.add(task)
+    task.add_done_callback(forget)
+    return task
+
+
+class AsyncPsycopg(_Psycopg, _Async):
+    async def _send(self, statement: _Statement, sql: str, args: Sequence[Any]) -> Any:
         from psycopg import AsyncCursor, rows
 
+        self._warn_of_transaction()
         async with self._connection() as conn, AsyncCursor(conn, row_factory=rows.tuple_row) as cursor:
+            if statement.is_left:
+                return None
             try:
-                await cursor.execute(sql, args, prepare=False)
+                await statement.run(partial(cursor.execute, prepare=False), sql, args)
             except asyncio.CancelledError:
-                with suppress(Exception):  # the server may be told to stop; before 3.2 the connection is of no use either way
-                    await asyncio.wait_for(asyncio.to_thread(conn.cancel), 1)
-                if self.is_pool:
-                    await conn.close()
+                if not _is_idle(conn):
+                    with suppress(Exception):  # the server may be told to stop
+                        await asyncio.wait_for(asyncio.to_thread(conn.cancel), 1)
+                    if self.is_pool:
+                        await conn.close()
                 raise
             return await cursor.fetchone()
 
@@ -119,7 +214,7 @@ class AsyncPsycopg(_Psycopg):
                     await conn.set_autocommit(before)
 
 
-class Asyncpg:
+class Asyncpg(_Async):
     percent = False
 
     def __init__(self, db: Any) -> None:
@@ -129,12 +224,15 @@ class Asyncpg:
     def is_alone(self) -> bool:
         return self.is_pool or not self._db.is_in_transaction()
 
-    async def fetch(self, sql: str, args: Sequence[Any]) -> Any:
+    def is_closed(self) -> bool:
+        return bool(self._db._closing if self.is_pool else self._db.is_closed())  # a Pool has is_closing() from 0.28 on
+
+    async def _send(self, statement: _Statement, sql: str, args: Sequence[Any]) -> Any:
         if not self.is_pool:
-            return await self._db.fetchrow(sql, *args)
+            return None if statement.is_left else await statement.run(self._db.fetchrow, sql, *args)
         conn = await self._db.acquire()
         try:
-            return await conn.fetchrow(sql, *args)
+            return None if statement.is_left else await statement.run(conn.fetchrow, sql, *args)
         except Exception as error:
             if getattr(error, "sqlstate", None) is None:  # it is not the server's: the pool might wait forever for a connection that broke
                 conn.terminate()

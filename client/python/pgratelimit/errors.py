@@ -4,7 +4,7 @@ import functools
 import json
 import re
 from decimal import Decimal
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from .answers import Reservation, seconds
 
@@ -37,7 +37,7 @@ class Settled(Error):
     """The grant under the idempotency key was settled, so the operation is over (RL004). Nothing was taken."""
 
 
-class InvalidArgument(Error):
+class InvalidArgument(Error, ValueError):
     """An argument is outside its range, is no value of its type, or is text that the database cannot hold. One that cannot be sent,
     such as text with a zero byte, is found without the server, and has no SQLSTATE."""
 
@@ -122,11 +122,73 @@ def of_driver(verb: str, function: str, error: Exception) -> Exception:
     sqlstate = getattr(error, "sqlstate", None)
     if sqlstate in KINDS:
         return of_server(verb, sqlstate, *_texts(error))
-    if sqlstate == "42883":  # undefined_function
-        error.add_note("Install pgratelimit in this database, put its schema on search_path, or name it with schema=.")
-    elif sqlstate == "42501":  # insufficient_privilege
-        error.add_note(f"Its owner can run: grant execute on function {re.sub(r'[$][0-9]+::(?:[^ ]+::)?', '', function)} to <role>;")
+    if sqlstate == "42501" and function.partition("(")[0] in str(error):  # and not of a schema, or of code of the program's own
+        error.add_note(f"Its owner can run: grant execute on function {re.sub(r'[$][0-9]+::(?:[^ ,)]+::)?', '', function)} to <role>;")
+    elif note := remedy(sqlstate):
+        error.add_note(note)
     return error
+
+
+_INSTALL = "Install pgratelimit in this database, put its schema on search_path, or name it with schema=."
+_REMEDIES = {
+    "42501": "The role needs usage of the schema, and execute: grant execute on function ratelimit_acquire, ratelimit_acquire_all to <role>;",
+    "42883": _INSTALL,
+    "42P01": _INSTALL,
+    "42703": _INSTALL,
+    "3F000": _INSTALL,
+    "28": "Check the user and the password of the connection, and pg_hba.conf.",
+    "3D": "Check the name of the database in the connection.",
+    "08P01": "Behind PgBouncer a connection takes no options: alter role <role> set lock_timeout = '500ms';",
+}
+
+
+def remedy(sqlstate: str | None) -> str | None:
+    """What helps against an error of the installation or of the connection's settings."""
+    return sqlstate and (_REMEDIES.get(sqlstate) or _REMEDIES.get(sqlstate[:2]))
+
+
+_SETUP = ("42501", "42883", "42P01", "42703", "3F000")
+_AWAY = ("08", "25006", "0A000", "28", "3D", "40001", "40P01", "53", "55P03", "57", "58", "XX")
+_DRIVERS = ("psycopg", "psycopg_binary", "psycopg_c", "psycopg_pool", "asyncpg")
+_OF_PROGRAMS = (TypeError, AttributeError, NameError, LookupError, ValueError, AssertionError, ArithmeticError, ImportError)
+
+
+def kind(error: BaseException) -> Literal["fault", "setup", "away"]:
+    """Whose an error is: the request's or the program's, the installation's, or that of a database that is away. A code that is none of
+    the known ones is treated as the installation's."""
+    sqlstate = state(error)
+    if sqlstate is None:
+        return "fault" if _is_of_program(error) else "away"
+    if sqlstate.startswith(("RL", "22")):
+        return "fault"
+    return "away" if sqlstate.startswith(_AWAY) and sqlstate not in _SETUP else "setup"
+
+
+def state(error: BaseException) -> str | None:
+    """The SQLSTATE of an error, or of the one that it was raised from."""
+    seen: list[BaseException] = []
+    cause: Any = error
+    while isinstance(cause, BaseException) and cause not in seen:
+        seen.append(cause)
+        if isinstance(sqlstate := getattr(cause, "sqlstate", None), str):
+            return sqlstate
+        hidden = cause.__suppress_context__ or _is_of_program(cause)  # a mistake in the handling of an error is a mistake
+        cause = getattr(cause, "orig", None) or cause.__cause__ or (None if hidden else cause.__context__)
+    return None
+
+
+def _is_of_program(error: BaseException) -> bool:
+    if isinstance(error, Error):
+        return not isinstance(error, (Overloaded, Closed))
+    if isinstance(error, UnicodeError):  # text that a driver cannot encode came with the request
+        return True
+    if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _DRIVERS:
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_by = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return isinstance(error, _OF_PROGRAMS) and raised_by.partition(".")[0] not in _DRIVERS
 
 
 def _texts(error: BaseException) -> tuple[str | None, str | None, str | None]:

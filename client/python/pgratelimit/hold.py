@@ -3,12 +3,12 @@
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from .answers import microseconds, seconds
+from .answers import HoldAnswer, seconds
 from .errors import InvalidArgument, LeaseLost, UnknownPolicy
 
 LEAST_PATIENCE = 1.0
@@ -21,8 +21,6 @@ RELEASE_TIMEOUT = 5.0
 """Seconds that a release goes on for after its caller was cancelled."""
 
 A_DAY = 86400.0
-
-COLUMNS = f"allowed, remaining, {microseconds('retry_after')}, {microseconds('held_for')}, capacity, renewed, shadowed"
 
 
 class Tenure:
@@ -107,11 +105,9 @@ class _Held:
     holder: str
     """A uuid. Where only the holder may write, call ratelimit_renew with it in the same transaction, and roll back if that is null."""
 
-    def __init__(self, holder: str, sent: float, row: Sequence[Any]) -> None:
-        allowed, remaining, retry_after, held_for, capacity, renewed, shadowed = row
-        self.allowed, self.remaining, self.retry_after = bool(allowed), int(remaining), seconds(retry_after)
-        self.held_for, self.capacity = seconds(held_for) or 0.0, int(capacity)
-        self.renewed, self.shadowed, self.holder = bool(renewed), bool(shadowed), holder
+    def __init__(self, holder: str, sent: float, answer: HoldAnswer) -> None:
+        self.allowed, self.remaining, self.retry_after, held_for, self.capacity, self.renewed, self.shadowed = answer
+        self.held_for, self.holder = seconds(held_for) or 0.0, holder
         self._calls = self.allowed and not self.shadowed  # whether it renews and releases
         self._tenure = Tenure(sent, _length(held_for))
         self._lock = threading.Lock()  # of the tenure
@@ -161,8 +157,8 @@ def _length(microseconds: Any) -> float:
 class Held(_Held):
     """Slots that Limiter.hold holds, or a denial. Its methods are safe for use in several threads."""
 
-    def __init__(self, holder: str, sent: float, row: Sequence[Any], renew: Callable[[], Any], release: Callable[[], Any]) -> None:
-        super().__init__(holder, sent, row)
+    def __init__(self, holder: str, sent: float, answer: HoldAnswer, renew: Callable[[], Any], release: Callable[[], Any]) -> None:
+        super().__init__(holder, sent, answer)
         self._renew, self._release = renew, release
         self._stop = threading.Event()
         self._releasing = threading.Lock()
@@ -204,9 +200,9 @@ class AsyncHeld(_Held):
     """Slots that AsyncLimiter.hold holds, or a denial."""
 
     def __init__(
-        self, holder: str, sent: float, row: Sequence[Any], renew: Callable[[], Awaitable[Any]], release: Callable[[], Awaitable[Any]]
+        self, holder: str, sent: float, answer: HoldAnswer, renew: Callable[[], Awaitable[Any]], release: Callable[[], Awaitable[Any]]
     ) -> None:
-        super().__init__(holder, sent, row)
+        super().__init__(holder, sent, answer)
         self._renew, self._release = renew, release
         self._stop = asyncio.Event()
         self._releasing = asyncio.Lock()

@@ -5,6 +5,7 @@ import functools
 import math
 import random
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
@@ -13,8 +14,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from . import calls, drivers, errors, hold
 from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation, seconds
-from .calls import Call
-from .errors import Error, InvalidArgument, TooLate
+from .calls import Call, Duration
+from .errors import Error, InvalidArgument, Locked, TooLate
 from .hold import AsyncHeld, Held
 
 T = TypeVar("T")
@@ -22,8 +23,12 @@ P = ParamSpec("P")
 
 MAX_TRIES = 3
 LONGEST_WAIT = 365 * 86400.0  # that the server accepts
-FINISH_TIMEOUT = 1.0  # of a call that is to be undone
-GIVE_BACK_TIMEOUT = 5.0
+GIVE_BACK_TIMEOUT = 5.0  # for which an interrupted caller waits
+UNDO_PAUSE = 1.0  # after the first try to undo a call, and twice as long after each
+LONGEST_UNDO_PAUSE = 30.0
+LONGEST_UNDO = 3600.0  # of a hold whose lease is not known
+UNDO_ANSWERS = 3  # the server may carry out a call later than its undoing
+MAX_UNDOING = 100  # in the background; of further ones the leases end by themselves
 
 
 class Acquirer(Protocol):
@@ -55,7 +60,7 @@ class Limiter:
     are three tries at most.
 
     policy, key and idempotency_key have 1 to 512 bytes of UTF-8. schema names the schema of the functions, where search_path does not
-    lead there. Besides the errors named below, each method raises UnknownPolicy, InvalidArgument, Locked, and errors of the driver.
+    lead there. Durations are seconds, or a timedelta; math.inf is the longest that the server takes. Besides the errors named below, each method raises UnknownPolicy, InvalidArgument, Locked, and errors of the driver.
     """
 
     def __init__(self, db: Any, *, schema: str | None = None) -> None:
@@ -96,9 +101,9 @@ class Limiter:
         """
         return self._run(calls.settle(policy, key, idempotency_key, cost))
 
-    def reserve(self, policy: str, key: str, max_wait: float, cost: int = 1, *, idempotency_key: str | None = None) -> Reservation:
-        """Take tokens now if the bucket will have them within max_wait seconds, 0 to 365 days, and return how long to wait before
-        acting. Errors as acquire. A caller that does not act gives the tokens back with settle(…, 0)."""
+    def reserve(self, policy: str, key: str, max_wait: Duration, cost: int = 1, *, idempotency_key: str | None = None) -> Reservation:
+        """Take tokens now if the bucket will have them within max_wait seconds, and return how long to wait before acting: 0, which
+        means now or not at all, to 365 days. Errors as acquire. A caller that does not act gives the tokens back with settle(…, 0)."""
         return self._run(calls.reserve(policy, key, max_wait, cost, idempotency_key))
 
     def acquire_up_to(
@@ -116,30 +121,31 @@ class Limiter:
         """Give tokens back to the bucket, never above its capacity. A refund that is sent twice gives back twice."""
         return self._run(calls.refund(policy, key, amount))
 
-    def pause(self, policy: str, key: str, pause_for: float) -> Decision:
+    def pause(self, policy: str, key: str, pause_for: Duration) -> Decision:
         """Stop the bucket for pause_for seconds, 0.001 to 365 days; after them it refills from 0. A longer pause stays. Reservations
         made before are not stopped."""
         return self._run(calls.pause(policy, key, pause_for))
 
-    def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
+    def wait(self, policy: str, key: str, cost: int = 1, *, timeout: Duration | None = None) -> Reservation:
         """Take tokens, and return when they are there: a reserve and a sleep. Callers are served in the order of their calls.
 
         A quota lends nothing: at its next turn, and up to a second later at random, wait reserves again. Its callers are in no order.
-        Raises TooLate at once, and takes nothing, if they would come after timeout seconds (default: 365 days). When the sleep is
+        Raises TooLate at once, and takes nothing, if they would come after timeout seconds: 0 is for tokens that are there, and the
+        default is 365 days. When the sleep is
         interrupted, the tokens are given back. It is for pools, and for connections with autocommit that are in no transaction.
         """
         rounds = _rounds(self._driver, timeout)
         while True:
             max_wait, name = next(rounds)
+            call, undo = calls.reserve(policy, key, max_wait, cost, name), calls.settle(policy, key, name, 0)
             reservation = None
             try:
-                reservation = self.reserve(policy, key, max_wait, cost, idempotency_key=name)
+                reservation = self._run(call)
                 for pause in _pauses(reservation, max_wait, cost):
                     time.sleep(pause)
             except BaseException as error:
-                if _may_hold(reservation, error):
-                    with suppress(Exception):  # the first error is the one to see
-                        self.settle(policy, key, name, 0)
+                if reservation or reservation is None and _is_unknown(error):
+                    self._undo(undo, _Undoing(reservation is None), error)
                 raise
             if reservation:
                 return reservation
@@ -155,26 +161,57 @@ class Limiter:
         The holder is a new uuid. A daemon thread renews the lease on the pool: when a third of it is over, and if that fails again and
         again until it ends. When the lease is lost, the block goes on, and another holder may have the slots: held.lost is true then,
         and held.check() raises LeaseLost; call it before each step that has an effect outside. The end of the block releases the slots;
-        it raises the error of a release that fails, but not over an error of the block. The slots are free at the end of the lease then.
+        it raises the error of a release that fails, but not over an error of the block. A release that fails is tried again in the
+        background until the lease ends, and so are the slots released of a hold whose answer was lost, for up to an hour.
         It needs a pool: in a transaction call the SQL function ratelimit_hold as the last statement, with a holder of your own.
         """
         holder, sent = _new_hold(self._driver)
+        call, end = calls.hold(policy, key, holder, cost), calls.release(policy, key, holder)
         try:
-            row = self._run(calls.hold(policy, key, holder, cost))
+            answer = self._run(call)
         except BaseException as error:
-            if not isinstance(error, Exception):  # it was interrupted, and may hold
-                with suppress(Exception):
-                    self.release(policy, key, holder)
+            if _is_unknown(error):
+                self._undo(end, _Undoing(True), error)
             raise
-        renewal, end = calls.renew(policy, key, holder, lambda us: us), calls.release(policy, key, holder)
-        held = Held(holder, sent, row, lambda: self._run(renewal), lambda: self._run(end))
+        renewal = calls.renew(policy, key, holder, lambda us: us)
+        held = Held(holder, sent, answer, lambda: self._run(renewal), lambda: self._run(end))
         try:
             yield held
         except BaseException:
             with suppress(Exception):  # the first error is the one to see
-                held.release()
+                self._end(held, end)
             raise
-        held.release()
+        self._end(held, end)
+
+    def _end(self, held: Held, end: Call[bool]) -> None:
+        try:
+            held.release()
+        except BaseException as error:
+            self._undo(end, _Undoing(False, held._tenure.until), error)
+            raise
+
+    def _undo(self, call: Call[Any], undoing: "_Undoing", error: BaseException) -> None:
+        """Undo what a call may have done, in a thread that tries until there is an answer. An interrupted caller waits for the first
+        try: the program may be about to end."""
+        tried = threading.Event()
+
+        def undo() -> None:
+            answer: Any
+            with _background:
+                pause: float | None = 0.0
+                while pause is not None and not self._driver.is_closed():
+                    time.sleep(pause)
+                    try:
+                        answer = self._run(call)
+                    except Exception as again:
+                        answer = again
+                    pause = undoing.after(answer)
+                    tried.set()
+
+        if _background.has_room(self._driver, error):
+            threading.Thread(target=undo, name="pgratelimit undoes", daemon=True).start()
+            if not isinstance(error, Exception):
+                tried.wait(GIVE_BACK_TIMEOUT)
 
     def renew(self, policy: str, key: str, holder: str) -> float | None:
         """Begin the lease of a holder of your own anew, and return its seconds; None if it does not hold, or not any more: stop what it
@@ -204,10 +241,12 @@ class Limiter:
         sql = calls.statement(self._schema, call.columns, call.function, self._driver.percent)
         while True:
             try:
-                return call.decode(self._driver.fetch(sql, call.args))
+                row = self._driver.fetch(sql, call.args)
+                break
             except Exception as error:
                 pause = tries.after(error)
             time.sleep(pause)
+        return call.read(row)
 
 
 def _awaited(method: Callable[Concatenate[Limiter, P], T]) -> Callable[Concatenate["AsyncLimiter", P], Coroutine[Any, Any, T]]:
@@ -244,60 +283,90 @@ class AsyncLimiter:
     renew = _awaited(Limiter.renew)
     release = _awaited(Limiter.release)
 
-    async def wait(self, policy: str, key: str, cost: int = 1, *, timeout: float | None = None) -> Reservation:
-        """As Limiter.wait. A cancelled wait first gives the tokens back, for up to 7 seconds, or longer if the driver is slow to cancel."""
+    async def wait(self, policy: str, key: str, cost: int = 1, *, timeout: Duration | None = None) -> Reservation:
+        """As Limiter.wait. A cancelled wait first gives the tokens back, for up to 5 seconds, and goes on in the background."""
         rounds = _rounds(self._driver, timeout)
         while True:
             max_wait, name = next(rounds)
-            reservation = None
-            reserving = asyncio.ensure_future(self.reserve(policy, key, max_wait, cost, idempotency_key=name))
+            call, undo = calls.reserve(policy, key, max_wait, cost, name), calls.settle(policy, key, name, 0)
+            reservation, unended = None, set[asyncio.Future[Any]]()
             try:
-                reservation = await _outlived(reserving)
+                reservation = await self._run(call, unended)
                 for pause in _pauses(reservation, max_wait, cost):
                     await asyncio.sleep(pause)
             except BaseException as error:
-                if _may_hold(reservation, error):
-                    await self._undo(reserving, self.settle, policy, key, name, 0)
+                if reservation or reservation is None and _is_unknown(error):
+                    await self._undo(undo, _Undoing(reservation is None), error, unended)
                 raise
             if reservation:
                 return reservation
 
-    async def _undo(self, call: asyncio.Future[Any], undo: Callable[P, Awaitable[Any]], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Undo a call once it has its answer, or was cancelled after a second. A connection whose call is cancelled may take no other, and
-        the server may carry out the call later. It goes on when its caller is cancelled again."""
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error that nobody gets is none
-
-        async def after() -> None:
-            try:
-                await asyncio.wait({call}, timeout=FINISH_TIMEOUT)
-                if not call.done():
-                    call.cancel()
-                    await asyncio.wait({call}, timeout=FINISH_TIMEOUT)
-            finally:  # also when the loop ends
-                await _try(undo(*args, **kwargs))
-
-        await asyncio.shield(asyncio.ensure_future(after()))
-
     @asynccontextmanager
     async def hold(self, policy: str, key: str, cost: int = 1) -> AsyncIterator[AsyncHeld]:
         """As Limiter.hold, in async with, and a task renews. When the lease is lost, the block is not cancelled. A cancelled hold
-        first releases the slots, for up to 7 seconds, or longer if the driver is slow to cancel."""
+        first releases the slots, for up to 5 seconds, and goes on in the background."""
         holder, sent = _new_hold(self._driver)
-        holding = asyncio.ensure_future(self._run(calls.hold(policy, key, holder, cost)))
+        call, end = calls.hold(policy, key, holder, cost), calls.release(policy, key, holder)
+        unended = set[asyncio.Future[Any]]()
         try:
-            row = await _outlived(holding)
+            answer = await self._run(call, unended)
         except BaseException as error:
-            if not isinstance(error, Exception):
-                await self._undo(holding, self.release, policy, key, holder)
+            if _is_unknown(error):
+                await self._undo(end, _Undoing(True), error, unended)
             raise
-        renewal, end = calls.renew(policy, key, holder, lambda us: us), calls.release(policy, key, holder)
-        held = AsyncHeld(holder, sent, row, lambda: self._run(renewal), lambda: self._run(end))
+        renewal = calls.renew(policy, key, holder, lambda us: us)
+        held = AsyncHeld(holder, sent, answer, lambda: self._run(renewal), lambda: self._run(end))
         try:
             yield held
         except BaseException:
-            await asyncio.shield(asyncio.ensure_future(_try(held._finish())))
+            with suppress(Exception):  # the first error is the one to see
+                await self._end(held, end)
             raise
-        await held.release()
+        await self._end(held, end)
+
+    async def _end(self, held: AsyncHeld, end: Call[bool]) -> None:
+        async def finish() -> None:
+            try:
+                await held._finish()
+            except Exception as error:
+                await self._undo(end, _Undoing(False, held._tenure.until), error, set())
+                raise
+
+        releasing = drivers.keep(asyncio.get_running_loop().create_task(finish()))
+        try:
+            await asyncio.wait({releasing})
+        except asyncio.CancelledError:
+            await asyncio.wait({releasing}, timeout=GIVE_BACK_TIMEOUT)
+            raise
+        releasing.result()
+
+    async def _undo(self, call: Call[Any], undoing: "_Undoing", error: BaseException, unended: set[asyncio.Future[Any]]) -> None:
+        """As Limiter._undo, in a task, once the call has ended."""
+        tried = asyncio.Event()
+
+        async def undo() -> None:
+            answer: Any
+            with _background:
+                if unended:
+                    with suppress(asyncio.CancelledError):  # the loop ends
+                        await asyncio.wait(unended)
+                    undoing.ended(all(task.done() and not task.cancelled() for task in unended))
+                pause: float | None = 0.0
+                while pause is not None and not self._driver.is_closed():
+                    if pause:
+                        await asyncio.sleep(pause)
+                    try:
+                        answer = await self._run(call)
+                    except Exception as again:
+                        answer = again
+                    pause = undoing.after(answer)
+                    tried.set()
+
+        if _background.has_room(self._driver, error):
+            drivers.keep(asyncio.get_running_loop().create_task(undo()))
+            if not isinstance(error, Exception):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(tried.wait(), GIVE_BACK_TIMEOUT)
 
     async def _many(self, call_of: Callable[[Iterable[Charge]], Call[list[T | Error]]], requests: Iterable[Charge]) -> list[T | Error]:
         asked = list(requests)
@@ -312,26 +381,19 @@ class AsyncLimiter:
                 return [error]
         return [answer for r in asked for answer in await self._many(call_of, [r])]  # only the request with that text is to fail
 
-    async def _run(self, call: Call[T]) -> T:
+    async def _run(self, call: Call[T], unended: set[asyncio.Future[Any]] | None = None) -> T:
+        """The answer. A cancelled caller finds in unended what goes on without it."""
+        left = set() if unended is None else unended
         tries = _Tries(call, self._driver)
         sql = calls.statement(self._schema, call.columns, call.function, self._driver.percent)
         while True:
             try:
-                return call.decode(await self._driver.fetch(sql, call.args))
+                row = await self._driver.fetch(sql, call.args, left)
+                break
             except Exception as error:
                 pause = tries.after(error)
             await asyncio.sleep(pause)
-
-
-async def _outlived(call: asyncio.Future[T]) -> T:
-    """The result of a call that goes on when its caller is cancelled. From Python 3.14 on, asyncio.shield would report its error then."""
-    await asyncio.wait({call})
-    return call.result()
-
-
-async def _try(undo: Awaitable[Any]) -> None:
-    with suppress(Exception):
-        await asyncio.wait_for(undo, GIVE_BACK_TIMEOUT)
+        return call.read(row)
 
 
 class _Tries:
@@ -361,11 +423,11 @@ def _new_hold(driver: drivers.Driver) -> tuple[str, float]:
     return str(uuid.uuid4()), hold.monotonic()
 
 
-def _rounds(driver: drivers.Driver, timeout: float | None) -> Iterator[tuple[float, str]]:
+def _rounds(driver: drivers.Driver, timeout: Duration | None) -> Iterator[tuple[float, str]]:
     """The longest wait of each reserve, and an idempotency key for giving back."""
     if not driver.is_alone():
         raise InvalidArgument("pgratelimit: invalid argument: wait is for calls outside a transaction, which would keep the bucket locked")
-    left = longest = LONGEST_WAIT if timeout is None else min(max(timeout, 0.0), LONGEST_WAIT)
+    left = longest = LONGEST_WAIT if timeout is None else min(calls.length("timeout", timeout, zero=True), LONGEST_WAIT)
     began = time.monotonic()
     while True:
         yield left, secrets.token_urlsafe()
@@ -385,6 +447,51 @@ def _pauses(reservation: Reservation, longest: float, cost: int) -> Iterator[flo
         yield min(math.ceil(left * 1000) / 1000, 86400.0)
 
 
-def _may_hold(reservation: Reservation | None, error: BaseException) -> bool:
-    """Whether a wait that failed may have taken tokens: it was interrupted, and not refused."""
-    return not isinstance(error, TooLate) and (reservation is not None or not isinstance(error, Exception))
+def _is_unknown(error: BaseException) -> bool:
+    """Whether a call that ended so may have been carried out: it was interrupted, its connection was lost, or its answer is no answer."""
+    return not isinstance(error, Exception) or errors.is_lost(error) or type(error) is Error and error.sqlstate is None
+
+
+class _Undoing:
+    """Decides whether the undoing of a call is tried again: until the server has undone it, or has answered often enough that there is
+    nothing to undo."""
+
+    def __init__(self, is_unknown: bool, until: float = math.inf) -> None:
+        self._answers = UNDO_ANSWERS if is_unknown else 1
+        self._until = min(until, hold.monotonic() + LONGEST_UNDO) if is_unknown else until
+        self._pause = UNDO_PAUSE
+
+    def ended(self, is_known: bool) -> None:
+        """The call to undo will not be carried out later."""
+        if is_known:
+            self._answers = 1
+
+    def after(self, answer: Any) -> float | None:
+        """The seconds to wait before another try, or None."""
+        if not isinstance(answer, Exception) or isinstance(answer, Error) and not isinstance(answer, Locked):
+            self._answers -= 1
+        undone = bool(answer) and not isinstance(answer, Exception)
+        pause, self._pause = self._pause * random.uniform(0.5, 1), min(2 * self._pause, LONGEST_UNDO_PAUSE)
+        return None if undone or self._answers == 0 or hold.monotonic() + pause >= self._until else pause
+
+
+class _Background:
+    """Counts what is undone in the background."""
+
+    def __init__(self) -> None:
+        self._lock, self._n = threading.Lock(), 0
+
+    def has_room(self, driver: drivers.Driver, error: BaseException) -> bool:
+        """Not for a connection that has failed: it can undo nothing."""
+        return self._n < MAX_UNDOING and (driver.is_pool or not isinstance(error, Exception))
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._n += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._n -= 1
+
+
+_background = _Background()

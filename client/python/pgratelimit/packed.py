@@ -30,7 +30,7 @@ def call(requests: Sequence[Request]) -> Call[list[Answer]]:
         COLUMNS,
         FUNCTION,
         (*calls.arrays(c for r in requests for c in r.charges), sizes, keys),
-        lambda row: _answers(requests, json.loads(row[0])),
+        lambda row: _answers(requests, *map(json.loads, row)),
         keyed,
     )
 
@@ -39,23 +39,20 @@ def _answers(requests: Sequence[Request], arrays: list[list[Any] | None]) -> lis
     columns = [array or [] for array in arrays]  # one that is null is empty
     answers: dict[int, Answer] = {}
     decisions: dict[int, Decision] = {}
-    try:
-        elements, remaining, retry_after, reset_after, capacity, replayed, shadowed = columns[:7]
-        none = [False] * len(elements)
-        for number, left, wait, reset, size, again, watched in zip(
-            elements, remaining, retry_after, reset_after, capacity, replayed or none, shadowed or none, strict=True
-        ):
-            decisions[number] = Decision(wait == 0, left, seconds(wait), seconds(reset), size, again, watched)
-        verb = "acquire all" if requests[0].is_joint else "acquire"
-        for number, *texts in zip(*columns[7:12], strict=True):
-            answers[number] = errors.of_server(verb, *texts)
-        if requests[0].is_joint:
-            _wholes(requests, columns[12:], decisions, answers)
-        else:
-            answers |= decisions
-        return [answers[number + 1] for number in range(len(requests))]
-    except (ValueError, LookupError) as error:
-        raise errors.Error("pgratelimit: acquire: an answer whose arrays do not fit together") from error
+    elements, remaining, retry_after, reset_after, capacity, replayed, shadowed = columns[:7]
+    none = [False] * len(elements)
+    for number, left, wait, reset, size, again, watched in zip(
+        elements, remaining, retry_after, reset_after, capacity, replayed or none, shadowed or none, strict=True
+    ):
+        decisions[number] = Decision(wait == 0, left, seconds(wait), seconds(reset), size, again, watched)
+    verb = "acquire all" if requests[0].is_joint else "acquire"
+    for number, *texts in zip(*columns[7:12], strict=True):
+        answers[number] = errors.of_server(verb, *texts)
+    if requests[0].is_joint:
+        _wholes(requests, columns[12:], decisions, answers)
+    else:
+        answers |= decisions
+    return [answers[number + 1] for number in range(len(requests))]
 
 
 def _wholes(requests: Sequence[Request], columns: list[list[Any]], decisions: dict[int, Decision], answers: dict[int, Answer]) -> None:

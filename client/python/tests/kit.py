@@ -13,10 +13,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import asyncpg
 import psycopg
 import psycopg_pool
+
+from pgratelimit import drivers
 
 VECTORS = Path(__file__).parents[3] / "tests" / "vectors"
 
@@ -155,11 +158,15 @@ class AsyncCase(unittest.IsolatedAsyncioTestCase):
     async def asyncSetUp(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_debug(False)
+        self.enterContext(mock.patch("pgratelimit.limiter.UNDO_PAUSE", 0.01))
         self.loop_errors: list[dict[str, Any]] = []
         loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
         self.addAsyncCleanup(self.leaves_nothing)
 
     async def leaves_nothing(self) -> None:
+        while kept := {task for task in drivers._kept if task.get_loop() is asyncio.get_running_loop()}:
+            async with asyncio.timeout(15):  # what goes on after its caller was cancelled
+                await asyncio.wait(kept)
         gc.collect()  # an error that was never looked at is found when its future goes
         self.assertEqual([], self.loop_errors)
         self.assertEqual({asyncio.current_task()}, {t for t in asyncio.all_tasks() if "IsolatedAsyncioTestCase" not in repr(t)})

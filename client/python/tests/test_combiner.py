@@ -178,9 +178,9 @@ class Failures(Base):
         combiner._call_timeout = 0.1
         fetch, ended = combiner._driver.fetch, asyncio.Event()
 
-        async def stubborn(sql, args):
+        async def stubborn(sql, args, unended):
             try:
-                return await fetch(sql, args)
+                return await fetch(sql, args, unended)
             except asyncio.CancelledError:
                 await ended.wait()
                 raise

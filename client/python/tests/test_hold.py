@@ -1,7 +1,10 @@
 import asyncio
 import functools
+import subprocess
+import sys
 import threading
 import unittest
+from pathlib import Path
 from unittest import mock
 
 import psycopg
@@ -43,12 +46,12 @@ class Flaky:
         self.calls, self.fails = 0, False
         fetch = limiter._driver.fetch
 
-        def flaky(sql, args):
+        def flaky(sql, args, *unended):
             if f"{name}(" in sql:
                 self.calls += 1
                 if self.fails:
                     raise AN_ERROR("down")
-            return fetch(sql, args)
+            return fetch(sql, args, *unended)
 
         test.enterContext(mock.patch.object(limiter._driver, "fetch", flaky))
 
@@ -120,6 +123,7 @@ class SyncTest(unittest.TestCase):
 
     def test_the_error_of_a_block_comes_before_that_of_its_release(self):
         release = Flaky(self, self.limiter, "ratelimit_release")
+        self.enterContext(mock.patch("pgratelimit.limiter.MAX_UNDOING", 0))
         release.fails = True
         with self.assertRaises(ZeroDivisionError), self.limiter.hold(self.policy, "k"):
             raise ZeroDivisionError
@@ -151,6 +155,71 @@ class SyncTest(unittest.TestCase):
                 time.ahead += 1201
                 held._thread.join()
                 self.assertTrue(held.lost)
+
+    def test_an_invalid_argument_of_a_renewal_ends_the_hold(self):
+        for error in (InvalidArgument("the policy is one of tokens now"), UnknownPolicy("dropped")):
+            time = FakeTime(self)
+            with self.limiter.hold(self.policy, "k") as held:
+                held._renew = mock.Mock(side_effect=error)
+                time.ahead += 1201
+                held._thread.join(60)
+                self.assertEqual((True, False, 1), (held.lost, held._thread.is_alive(), held._renew.call_count))
+
+    def test_a_hold_that_is_forgotten_does_not_keep_the_process(self):
+        program = f"""
+import psycopg_pool, pgratelimit
+pool = psycopg_pool.ConnectionPool(min_size=1, max_size=2)
+forgotten = pgratelimit.Limiter(pool).hold({self.policy!r}, "k")
+print(bool(forgotten.__enter__()), flush=True)
+"""
+        done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+        self.assertEqual(("True\n", 0), (done.stdout, done.returncode))
+
+    def test_a_hold_whose_answer_and_retries_were_lost_is_released_in_the_background(self):
+        self.enterContext(mock.patch("pgratelimit.limiter.UNDO_PAUSE", 0.01))
+        fetch, is_down = self.limiter._driver.fetch, threading.Event()
+        tried = threading.Semaphore(0)
+
+        def lossy(sql, args):
+            if not is_down.is_set():
+                row = fetch(sql, args)  # the server has committed it
+                is_down.set()
+            elif "ratelimit_hold(" not in sql:
+                tried.release()
+            if is_down.is_set():
+                raise AN_ERROR("server closed the connection unexpectedly")
+            return row
+
+        with mock.patch.object(self.limiter._driver, "fetch", lossy):
+            with self.assertRaises(AN_ERROR):
+                self.limiter.hold(self.policy, "k").__enter__()
+            for _ in range(4):  # of which each release makes three
+                tried.acquire(timeout=60)
+            self.assertEqual(1, len(holders(self.policy)))
+        self.until(WITHOUT_LEASE)
+        self.leaves_nothing_to_undo()
+
+    def test_a_release_that_fails_at_the_end_of_the_block_goes_on_until_the_lease_ends(self):
+        self.enterContext(mock.patch("pgratelimit.limiter.UNDO_PAUSE", 0.01))
+        release = Flaky(self, self.limiter, "ratelimit_release")
+        release.fails = True
+        with self.assertRaises(AN_ERROR), self.limiter.hold(self.policy, "k"):
+            pass
+        self.assertEqual(1, len(holders(self.policy)))
+        release.fails = False
+        self.until(WITHOUT_LEASE)
+        self.leaves_nothing_to_undo()
+        time, release.fails = FakeTime(self), True
+        with self.assertRaises(AN_ERROR), self.limiter.hold(self.policy, "k"):
+            pass
+        time.ahead += 3601
+        self.leaves_nothing_to_undo()
+
+    def leaves_nothing_to_undo(self):
+        for thread in threading.enumerate():
+            if thread.name == "pgratelimit undoes":
+                thread.join(60)
+                self.assertFalse(thread.is_alive())
 
     def test_a_renewal_that_fails_is_tried_again_until_the_lease_ends(self):
         time, renew = FakeTime(self), Flaky(self, self.limiter, "ratelimit_renew")
@@ -287,6 +356,45 @@ class AsyncTest(AsyncCase):
             async with limiter.hold(p, "k") as held:
                 time.ahead += 3601
                 self.assertTrue(held.lost, "at the first look")
+
+    async def test_an_invalid_argument_of_a_renewal_ends_the_hold(self):
+        async for limiter, p in self.limiters():
+            for error in (InvalidArgument("the policy is one of tokens now"), UnknownPolicy("dropped")):
+                time = FakeTime(self)
+                async with limiter.hold(p, "k") as held:
+                    held._renew = mock.AsyncMock(side_effect=error)
+                    time.ahead += 1201
+                    await asyncio.wait({held._task}, timeout=60)
+                    self.assertEqual((True, True, 1), (held.lost, held._task.done(), held._renew.await_count))
+
+    async def test_a_hold_whose_answer_and_retries_were_lost_is_released_in_the_background(self):
+        async for limiter, p in self.limiters():
+            fetch, calls = limiter._driver.fetch, []
+
+            async def lossy(sql, args, unended):
+                calls.append("hold" if "ratelimit_hold(" in sql else "other")
+                if len(calls) == 1 or calls.count("other") > 4:
+                    row = await fetch(sql, args, unended)  # the server has committed it
+                if calls.count("other") <= 4:
+                    raise AN_ERROR("server closed the connection unexpectedly")
+                return row
+
+            with mock.patch.object(limiter._driver, "fetch", lossy):
+                with self.assertRaises(AN_ERROR):
+                    await limiter.hold(p, "k").__aenter__()
+                self.assertEqual((["hold"] * 3, 1), (calls, len(holders(p))))
+                await until(WITHOUT_LEASE, p)
+
+    async def test_a_release_that_fails_at_the_end_of_the_block_goes_on_until_the_lease_ends(self):
+        async for limiter, p in self.limiters():
+            release = Flaky(self, limiter, "ratelimit_release")
+            release.fails = True
+            with self.assertRaises(AN_ERROR):
+                async with limiter.hold(p, "k"):
+                    pass
+            self.assertEqual(1, len(holders(p)))
+            release.fails = False
+            await until(WITHOUT_LEASE, p)
 
     async def test_a_renewal_that_fails_is_tried_again_until_the_lease_ends(self):
         time = FakeTime(self)

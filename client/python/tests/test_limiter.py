@@ -1,11 +1,15 @@
 import asyncio
+import contextlib
 import io
+import random
 import re
 import subprocess
 import sys
 import time
 import unittest
+import warnings
 from contextlib import redirect_stdout
+from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,6 +22,7 @@ import pgratelimit
 from pgratelimit import (
     AsyncLimiter,
     Charge,
+    Combiner,
     Denied,
     IdempotencyMismatch,
     InvalidArgument,
@@ -26,6 +31,7 @@ from pgratelimit import (
     NoGrant,
     TooLate,
     UnknownPolicy,
+    drivers,
 )
 from pgratelimit.answers import Reservation, seconds
 from pgratelimit.calls import statement, texts
@@ -218,7 +224,7 @@ class EachTest(AsyncCase):
                 (IdempotencyMismatch, "RL002", limiter.charge(p, "k", 1, idempotency_key="job")),
                 (NoGrant, "RL003", limiter.settle(p, "k", "none", 1)),
                 (InvalidArgument, "22023", limiter.refund(p, "k", -1)),
-                (InvalidArgument, "22023", limiter.pause(p, "k", 0)),
+                (InvalidArgument, None, limiter.pause(p, "k", 0)),
                 (InvalidArgument, "22023", limiter.acquire_all([])),
                 (InvalidArgument, None, limiter.reserve(p, "k", float("nan"))),
             ):
@@ -263,6 +269,135 @@ class EachTest(AsyncCase):
                 got = await limiter.acquire_up_to_many([(p, key, 99) for key in ("a", "🪣", "b")])
                 self.assertEqual([10, "22P05", 10], [getattr(answer, "taken", None) or answer.sqlstate for answer in got])
                 reset()
+
+    async def test_a_row_of_another_shape_is_an_error_and_never_none(self):
+        calls = (
+            ("acquire", "p", "k"), ("acquire_all", [("p", "k")]), ("peek", "p", "k"), ("peek_many", [("p", "k")]), ("charge", "p", "k", 1),
+            ("settle", "p", "k", "job", 1), ("reserve", "p", "k", 1), ("acquire_up_to", "p", "k", 1), ("acquire_up_to_many", [("p", "k", 1)]),
+            ("refund", "p", "k", 1), ("pause", "p", "k", 1), ("wait", "p", "k"), ("renew", "p", "k", "h"), ("release", "p", "k", "h"),
+            ("hold", "p", "k"),
+        )
+
+        async def call(limiter, name, args):
+            if name != "hold":
+                return await getattr(limiter, name)(*args)
+            if isinstance(limiter, Awaited):
+                return limiter._limiter.hold(*args).__enter__()
+            return await limiter.hold(*args).__aenter__()
+
+        async for limiter in self.limiters():
+            own = getattr(limiter, "_limiter", limiter)
+            fetch = own._driver.fetch
+
+            def wrong(change):
+                def fetched(sql, args, *unended):
+                    return change(sql)
+
+                async def fetched_later(*args):
+                    return fetched(*args)
+
+                return fetched_later if own is limiter else fetched
+
+            for change in (
+                lambda sql: None, lambda sql: (), lambda sql: ("f",), lambda sql: (True,) * 3, lambda sql: {"renew": None, "x": 1},
+                lambda sql: ("f", 1, None, 1, 10, "f", "f"), lambda sql: (None, 1, 0, 1, 10, False, False), lambda sql: (True, None, 0, 1, 10, False, False),
+                lambda sql: ("f", 1, 0, 0, 10, False, False), lambda sql: ("[[1]]",), lambda sql: (1, 2, 3, 4, 5, 6, 7, 8, 9),
+            ):
+                own._driver.fetch = wrong(change)
+                try:
+                    for name, *args in calls:
+                        if name == "hold" and not own._driver.is_pool or name == "wait" and not own._driver.is_alone():
+                            continue
+                        with self.subTest(name, row=change("")), self.assertRaisesRegex(pgratelimit.Error, "another shape"):
+                            await call(limiter, name, args)
+                finally:
+                    own._driver.fetch = fetch
+                    while drivers._kept:
+                        await asyncio.wait(drivers._kept)
+
+    async def test_a_renewal_is_none_for_null_only(self):
+        async for limiter in self.limiters():
+            define_slots(self.policy + " slots")
+            self.assertIsNone(await limiter.renew(self.policy + " slots", "k", "nobody"))
+
+    async def test_durations_are_seconds_or_a_timedelta(self):
+        async for limiter in self.limiters():
+            for wrong in (-1, float("nan"), True, "5", None, b"5", -timedelta(1), float("-inf")):
+                for name, call in (
+                    ("max_wait", lambda: limiter.reserve(self.policy, "k", wrong)),
+                    ("timeout", lambda: limiter.wait(self.policy, "k", timeout="" if wrong is None else wrong)),
+                    ("pause_for", lambda: limiter.pause(self.policy, "k", wrong)),
+                ):
+                    with self.subTest(name, wrong=wrong), self.assertRaisesRegex(InvalidArgument, name):
+                        await call()
+            with self.assertRaisesRegex(InvalidArgument, "pause_for is 0 seconds"):
+                await limiter.pause(self.policy, "k", 0)
+            for right in (0, 1.5, timedelta(days=30), float("inf"), Fraction(1, 3)):
+                self.assertTrue(await limiter.reserve(self.policy, "k", right))
+                self.assertTrue(await limiter.wait(self.policy, "j", timeout=right))
+            for right in (0.001, timedelta(days=30), float("inf")):
+                d = await limiter.pause(self.policy, "paused", right)
+            self.assertAlmostEqual(365 * 86400, d.retry_after, delta=3700)
+            for key in ("k", "j", "paused"):
+                execute("select ratelimit_reset(%s::text, %s::text)", self.policy, key)
+
+    async def test_a_charge_that_is_no_tuple_is_named(self):
+        async for limiter in self.limiters():
+            for wrong in ({"policy": self.policy, "key": "k", "cost": 1}, "pk", {"p", "k"}, None, ("p",), ("p", "k", 1, 2)):
+                with self.assertRaisesRegex(InvalidArgument, f"a {type(wrong).__name__}"):
+                    await limiter.acquire_all([wrong])
+
+    async def test_a_third_of_all_calls_cancelled_leaves_the_pool_its_connections(self):
+        slots = self.policy + " slots"
+        define_slots(slots, 1000)
+        define(self.policy, 1_000_000, 1, "1 hour")
+        chance = random.Random(7)
+        for pool_of in (psycopg_pool_of, asyncpg_pool_of):
+            for kind in (AsyncLimiter, Combiner):
+                async with pool_of(3) as pool:
+                    limiter, p = kind(pool), self.policy
+
+                    async def hold():
+                        async with limiter.hold(slots, "k"):
+                            pass
+
+                    methods = (
+                        lambda: limiter.acquire(p, "k"), lambda: limiter.acquire_all([(p, "k"), (p, "j")]), lambda: limiter.peek(p, "k"),
+                        lambda: limiter.peek_many([(p, "k")]), lambda: limiter.charge(p, "k", 1), lambda: limiter.settle(p, "k", "none", 1),
+                        lambda: limiter.reserve(p, "k", 1), lambda: limiter.acquire_up_to(p, "k", 1), lambda: limiter.acquire_up_to_many([(p, "k", 1)]),
+                        lambda: limiter.refund(p, "k", 1), lambda: limiter.pause(p, "paused", 0.001), lambda: limiter.wait(p, "k"),
+                        lambda: limiter.renew(slots, "k", "h"), lambda: limiter.release(slots, "k", "h"), hold,
+                    )
+
+                    async def caller():
+                        for _ in range(3):
+                            for method in chance.sample(methods, len(methods)):
+                                call = asyncio.ensure_future(method())
+                                if chance.random() < 1 / 3:
+                                    await asyncio.sleep(chance.random() / 100)
+                                    call.cancel()
+                                await gather(call)
+
+                    await gather(*(caller() for _ in range(8)))
+                    async with asyncio.timeout(60):  # each of the connections is there, at the same time
+                        async with contextlib.AsyncExitStack() as stack:
+                            for _ in range(3):
+                                await stack.enter_async_context(pool.connection() if pool_of is psycopg_pool_of else pool.acquire())
+                        self.assertEqual([True] * 100, [bool(d) for d in await gather(*(limiter.acquire(p, str(i)) for i in range(100)))])
+                        if kind is Combiner:
+                            await limiter.close()
+                        await until("select count(*) = 0 from ratelimit_holders(%s::text)", slots)
+
+    async def test_a_caller_that_was_cancelled_while_it_waited_for_a_connection_leaves_at_once(self):
+        for pool_of in (psycopg_pool_of, asyncpg_pool_of):
+            async with pool_of(1) as pool:
+                limiter = AsyncLimiter(pool)
+                async with pool.connection() if pool_of is psycopg_pool_of else pool.acquire():
+                    with self.assertRaises(TimeoutError):
+                        async with asyncio.timeout(0.01):
+                            await limiter.acquire(self.policy, "k")
+                self.assertTrue(await limiter.peek(self.policy, "k"))
+        self.assertEqual(0, taken(self.policy), "nothing was sent")
 
     async def test_a_connection_is_in_the_callers_transaction(self):
         async def use(limiter):
@@ -394,6 +529,46 @@ class SyncTest(unittest.TestCase):
             with self.assertRaises(psycopg.Error) as raised:
                 Limiter(conn, schema="elsewhere").acquire(self.policy, "k")
         execute("drop role pgratelimit_stranger")
+
+    def test_a_call_that_opens_a_transaction_is_warned_about_once(self):
+        limiter = Limiter(self.conn)
+        with self.assertWarnsRegex(RuntimeWarning, "no autocommit"):
+            limiter.acquire(self.policy, "k")
+        self.conn.rollback()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            limiter.acquire(self.policy, "k")
+            self.conn.rollback()
+            with self.conn.transaction():
+                Limiter(self.conn).acquire(self.policy, "k")
+            self.conn.execute("select 1")
+            Limiter(self.conn).acquire(self.policy, "k")
+            Limiter(self.pool).acquire(self.policy, "j")
+            with psycopg.connect(autocommit=True) as conn:
+                Limiter(conn).acquire(self.policy, "i")
+
+    def test_the_grant_is_named_that_a_call_lacks_and_no_other(self):
+        execute("drop role if exists pgratelimit_stranger; create role pgratelimit_stranger")
+        self.addCleanup(execute, "drop role pgratelimit_stranger")
+        with psycopg.connect(autocommit=True) as conn:
+            conn.execute("set role pgratelimit_stranger")
+            limiter = Limiter(conn)
+            for grant, call in (
+                ("ratelimit_settle(text, text, text, bigint)", lambda: limiter.settle(self.policy, "k", "job", 1)),
+                ("ratelimit_reserve(text, text, interval, bigint, text)", lambda: limiter.reserve(self.policy, "k", 1)),
+                ("ratelimit_acquire_all(text[], text[], bigint[], text)", lambda: limiter.acquire_all([(self.policy, "k")])),
+                ("ratelimit_renew(text, text, text)", lambda: limiter.renew(self.policy, "k", "h")),
+            ):
+                with self.assertRaises(psycopg.errors.InsufficientPrivilege) as raised:
+                    call()
+                self.assertEqual([f"Its owner can run: grant execute on function {grant} to <role>;"], raised.exception.__notes__)
+                execute(f"grant execute on function {grant} to pgratelimit_stranger")
+                execute(f"revoke execute on function {grant} from pgratelimit_stranger")
+
+    def test_a_standby_is_named(self):
+        with psycopg.connect(autocommit=True, options="-c default_transaction_read_only=on") as conn:
+            with self.assertRaisesRegex(psycopg.errors.ReadOnlySqlTransaction, "(?s)read-only.*"):
+                Limiter(conn).acquire(self.policy, "k")
 
     def test_denied(self):
         for cost, retry_after in ((12, None), (10, 3600.0)):

@@ -26,8 +26,8 @@ class PackedTest(unittest.TestCase):
         requests = [request("a"), request("b")]
         self.assertEqual([8, 9], [d.remaining for d in packed.call(requests).decode([json.dumps(right)])])
         for wrong in ([[1], *right[1:]], [[1, 1], *right[1:]], [[2, 3], *right[1:]], [*right[:7], [2], *right[8:]], right[:5]):
-            with self.assertRaisesRegex(Error, "do not fit"):
-                packed.call(requests).decode([json.dumps(wrong)])
+            with self.assertRaisesRegex(Error, "another shape"):
+                packed.call(requests).read([json.dumps(wrong)])
 
 
 class QueueTest(unittest.TestCase):
