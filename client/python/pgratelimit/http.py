@@ -5,24 +5,29 @@ import ipaddress
 import json
 import logging
 import math
+import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 from .answers import Charge, Decision, JointDecision
-from .errors import Error, IdempotencyMismatch, InvalidArgument, UnknownPolicy
+from .calls import charged, invalid, name_or_none
+from .errors import Error, InvalidArgument, kind, remedy, state
+
+T = TypeVar("T")
 
 Failure = Literal["closed", "open"]
 
 Fields = list[tuple[str, str]]
 
 _QUOTA_EXCEEDED = "https://iana.org/assignments/http-problem-types#quota-exceeded"
-_TITLES = {500: "Internal Server Error", 503: "Service Unavailable"}
 _PLAIN = "".join(chr(c) for c in range(32, 127) if chr(c) not in "%")
 
 log = logging.getLogger("pgratelimit")
-_logged = -math.inf
 
 
 def named(kind: str, text: str) -> str:
@@ -36,19 +41,22 @@ def named(kind: str, text: str) -> str:
     return f"{kind}-sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def key_of_address(peer: str | None, forwarded: Iterable[str], trusted_proxies: int) -> str:
-    """ "ip:" and the address of the client, of IPv6 its /64: one customer has at least that.
+def key_of_address(peer: str | None, forwarded: Iterable[str], trusted_proxies: int, ipv6_prefix: int = 64) -> str:
+    """ "ip:" and the address of the client, of IPv6 its network of ipv6_prefix bits: one customer has at least a /64.
 
     With n trusted proxies it is the n-th address of X-Forwarded-For from the end; the client may have written the addresses before it.
     Without so many it is the peer's, and without an address, as on a Unix socket, "ip:unknown".
     """
+    for name, value, least, most in (("trusted_proxies", trusted_proxies, 0, math.inf), ("ipv6_prefix", ipv6_prefix, 1, 128)):
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise invalid(f"{name} is {value!r}; it must be a whole number from {least}{'' if most == math.inf else f' to {most}'}")
     hops = [hop.strip() for line in forwarded for hop in line.split(",")]
     candidates = [hops[-trusted_proxies]] if 0 < trusted_proxies <= len(hops) else []
     for text in (*candidates, peer or ""):
         if (address := _address(text)) is not None:
             if isinstance(address, ipaddress.IPv4Address):
                 return f"ip:{address}"
-            return f"ip:{ipaddress.IPv6Network((int(address), 64), strict=False)}"
+            return f"ip:{ipaddress.IPv6Network((int(address), ipv6_prefix), strict=False)}"
     return "ip:unknown"
 
 
@@ -66,8 +74,8 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     return mapped or address
 
 
-def decided(charges: Sequence[Charge], d: Decision, quotas: Collection[str] = ()) -> tuple[int | None, Fields, bytes]:
-    """The status of the refusal or None, the fields for the answer, and the body of the refusal."""
+def decided(charges: Sequence[Charge], d: Decision, quotas: Collection[str] = ()) -> tuple[int | None, Fields]:
+    """The status of the refusal or None, and the fields for the answer."""
     decisions = d.decisions if isinstance(d, JointDecision) else [d]
     fields: Fields = []
     policies, limits = [], []
@@ -81,40 +89,147 @@ def decided(charges: Sequence[Charge], d: Decision, quotas: Collection[str] = ()
     if policies:
         fields += [("RateLimit-Policy", ", ".join(policies)), ("RateLimit", ", ".join(limits))]
     if d.allowed:
-        return None, fields, b""
+        return None, fields
     if d.retry_after is not None:
         fields.append(("Retry-After", str(math.ceil(d.retry_after))))
-    violated = dict.fromkeys(_public(c.policy) for c, own in zip(charges, decisions) if not own.allowed)
-    return 429, fields + _PROBLEM, _problem(
-        429, _QUOTA_EXCEEDED, "Request cannot be satisfied as assigned quota has been exceeded", {"violated-policies": list(violated)}
-    )
+    return 429, fields
 
 
-def failed(failure: Failure, error: Exception) -> tuple[int | None, Fields, bytes]:
-    """As decided, without a decision. An error that a client could provoke refuses the request in each mode."""
-    global _logged
-    if time.monotonic() - _logged >= 1:
-        _logged = time.monotonic()
-        log.warning("rate limit not checked: %s", str(error) or type(error).__name__)
-    invalid = isinstance(error, (UnknownPolicy, InvalidArgument, IdempotencyMismatch))
-    if failure == "open" and not invalid:
-        return None, [], b""
-    status = 500 if invalid else 503
-    return status, list(_PROBLEM), _problem(status, "about:blank", _TITLES[status], {})
+Outcome = Literal["allowed", "denied", "failed open", "failed closed", "invalid", "abandoned"]
+
+SETUP_PAUSE = 0.1
+"""Seconds after which a call is tried once more that found no function: an upgrade may have been under way."""
 
 
-def check(limiter: object, failure: Failure) -> None:
-    if not hasattr(limiter, "acquire_all"):
-        raise TypeError("pgratelimit: limiter must be a Limiter, an AsyncLimiter or a Combiner")
-    if failure not in ("closed", "open"):
-        raise ValueError('pgratelimit: failure must be "closed" or "open"')
+class ClientGone(ConnectionError):
+    """The client has hung up, and its address is not known any more. Its request is not charged, and the program does not run."""
 
 
-_PROBLEM: Fields = [("Content-Type", "application/problem+json"), ("X-Content-Type-Options", "nosniff")]
+@dataclass(slots=True)
+class Event:
+    """How the middleware handled a request."""
+
+    outcome: Outcome
+    """"allowed" and "denied" are decisions. Without one, the program runs after "failed open", and the client is refused after "failed
+    closed", "invalid" (the request cannot be charged as it was asked for) and "abandoned" (the client has gone)."""
+
+    status: int | None
+    """Of the refusal, or None if the program runs."""
+
+    charges: list[Charge]
+    """They have the keys, which are not for clients."""
+
+    decision: Decision | None = None
+
+    error: BaseException | None = None
+    """Why there is no decision. Its text may have the key."""
+
+    duration: float = 0.0
+    """Seconds."""
+
+    fields: Fields = field(default_factory=list)
+    """RateLimit, RateLimit-Policy and Retry-After of the answer."""
 
 
-def _problem(status: int, kind: str, title: str, more: dict[str, object]) -> bytes:
-    return json.dumps({"type": kind, "title": title, "status": status, **more}).encode() + b"\n"
+let_pass: Counter[str] = Counter()
+"""The requests of this process that passed without a decision, by policy."""
+
+_let_pass_lock = threading.Lock()
+
+
+class Rules:
+    """What the middleware of ASGI and of WSGI have in common: what they were given, checked, and what follows from it."""
+
+    def __init__(self, limiter: object, failure: Failure, quotas: Collection[str], **functions: Callable[..., Any] | None) -> None:
+        if not hasattr(limiter, "acquire_all"):
+            raise TypeError("pgratelimit: limiter must be a Limiter, an AsyncLimiter or a Combiner")
+        if failure not in ("closed", "open"):
+            raise ValueError('pgratelimit: failure must be "closed" or "open"')
+        if isinstance(quotas, str) or not all(isinstance(name, str) for name in quotas):
+            raise TypeError("pgratelimit: quotas must be a collection of names of policies")
+        for name, function in functions.items():
+            if not (callable(function) or function is None and name != "charges"):
+                raise TypeError(f"pgratelimit: {name} must be a function, and is a {type(function).__name__}")
+        self.failure, self.quotas = failure, quotas
+        self.has_decided = False
+        self._logged: dict[str, float] = {}
+
+    def request(self, asked: list[Any], key: Any) -> "Request | Event":
+        """What the program asked for, or the refusal of what cannot be asked."""
+        request = Request(self)
+        try:
+            request.charges = [charged(c) for c in asked]
+        except InvalidArgument as error:
+            return request.failed(error) or Event("invalid", 500, [], error=error)
+        try:
+            request.key = key and name_or_none(key)
+            if request.key and len(request.key.encode()) > 512:
+                raise invalid("idempotency_key is longer than 512 bytes; pass a hash of it")
+        except InvalidArgument as error:
+            return Event("invalid", 400, request.charges, error=error)
+        return request
+
+    def log(self, error: Exception, whose: str, sqlstate: str | None) -> None:
+        """What has a remedy at most once a minute, of each SQLSTATE, and the rest at most once a second."""
+        helps = getattr(error, "__notes__", None) or [remedy(sqlstate) or ""]
+        about, pause = (sqlstate or "", 60) if whose == "setup" or remedy(sqlstate) else ("", 1)
+        now = time.monotonic()
+        if now - self._logged.get(about, -math.inf) >= pause:
+            self._logged[about] = now
+            text = " ".join(filter(None, (str(error) or type(error).__name__, *helps)))
+            log.warning("rate limit not checked: %s", text, exc_info=error if whose == "fault" and sqlstate is None else None)
+
+
+class Request:
+    """A request with charges, under a key or none."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules, self._tries = rules, 0
+        self.charges: list[Charge] = []
+        self.key: str | None = None
+
+    def send(self, acquire: Callable[..., T], acquire_all: Callable[..., T]) -> T:
+        self._tries += 1
+        more = {"idempotency_key": self.key} if self.key else {}
+        return acquire(*self.charges[0], **more) if len(self.charges) == 1 else acquire_all(self.charges, **more)
+
+    def decided(self, d: Decision) -> Event:
+        if isinstance(d, JointDecision) and len(d.decisions) != len(self.charges):
+            raise Error(f"pgratelimit: {len(d.decisions)} decisions about {len(self.charges)} charges")
+        status, fields = decided(self.charges, d, self._rules.quotas)
+        self._rules.has_decided = True
+        return Event("allowed" if status is None else "denied", status, self.charges, d, fields=fields)
+
+    def failed(self, error: Exception) -> Event | None:
+        """By the table of client/testdata/failures.json; None if the call is to be sent once more after SETUP_PAUSE. An error that a client
+        could provoke refuses the request in each mode."""
+        whose, sqlstate = kind(error), state(error)
+        if whose == "setup" and self._tries == 1:
+            return None
+        self._rules.log(error, whose, sqlstate)
+        if whose == "fault" or whose == "setup" and not self._rules.has_decided:
+            return Event("invalid", 409 if self.key and sqlstate in ("RL002", "RL004") else 500, self.charges, error=error)
+        if self._rules.failure == "closed":
+            return Event("failed closed", 503, self.charges, error=error)
+        with _let_pass_lock:
+            let_pass.update({c.policy for c in self.charges})
+        return Event("failed open", None, self.charges, error=error)
+
+
+def refusal(event: Event) -> tuple[Fields, bytes]:
+    """The fields of a refusal, but for those of the event, and its body: problem+json, which names the policies that refused."""
+    status = event.status or 500
+    problem: dict[str, object] = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
+    if event.outcome == "denied" and event.decision is not None:
+        d = event.decision
+        decisions = d.decisions if isinstance(d, JointDecision) else [d]
+        violated = dict.fromkeys(_public(c.policy) for c, own in zip(event.charges, decisions) if not own.allowed)
+        title = "Request cannot be satisfied as assigned quota has been exceeded"
+        problem = {"type": _QUOTA_EXCEEDED, "title": title, "status": status, "violated-policies": list(violated)}
+    body = json.dumps(problem).encode() + b"\n"
+    return [
+        ("Content-Type", "application/problem+json"), ("X-Content-Type-Options", "nosniff"), ("Content-Length", str(len(body)))
+    ], body
 
 
 def _tightest(charges: Sequence[Charge], decisions: Sequence[Decision]) -> dict[str, Decision]:

@@ -3,30 +3,32 @@
     app.wsgi_app = RateLimit(app.wsgi_app, limiter, lambda environ: [("api", by_ip(environ))], failure="open")
 """
 
+import inspect
+import time
 from collections.abc import Callable, Collection, Iterable
 from http import HTTPStatus
 from typing import Any
 
 from . import http
 from .answers import Charge
-from .calls import charged
-from .http import Failure, named
+from .http import Event, Failure, Rules, let_pass, named
 from .limiter import Acquirer
 
-__all__ = ["RateLimit", "by_ip", "named"]
+__all__ = ["Event", "RateLimit", "by_ip", "let_pass", "named"]
 
 Environ = dict[str, Any]
 
 
-def by_ip(environ: Environ, trusted_proxies: int = 0) -> str:
-    """As asgi.by_ip."""
+def by_ip(environ: Environ, trusted_proxies: int = 0, ipv6_prefix: int = 64) -> str:
+    """As asgi.by_ip. Servers of WSGI know the address of a client that has hung up, too."""
     forwarded = environ.get("HTTP_X_FORWARDED_FOR")
-    return http.key_of_address(environ.get("REMOTE_ADDR"), [forwarded] if forwarded else [], trusted_proxies)
+    return http.key_of_address(environ.get("REMOTE_ADDR"), [forwarded] if forwarded else [], trusted_proxies, ipv6_prefix)
 
 
 class RateLimit:
-    """asgi.RateLimit for WSGI. A call has no timeout of its own: bound it by connect_timeout, by the timeout of the pool, and by
-    lock_timeout and statement_timeout of its sessions."""
+    """asgi.RateLimit for WSGI, with functions of environ that are not async; refuse_with is a WSGI application with the Event as a third
+    argument. A call has no timeout of its own: bound it by connect_timeout, by the timeout of the pool, and by lock_timeout and
+    statement_timeout of its sessions."""
 
     def __init__(
         self,
@@ -36,24 +38,49 @@ class RateLimit:
         *,
         failure: Failure,
         quotas: Collection[str] = (),
+        idempotency_key: Callable[[Environ], str | None] | None = None,
+        observe: Callable[[Environ, Event], Any] | None = None,
+        refuse_with: Callable[[Environ, Callable[..., Any], Event], Iterable[bytes]] | None = None,
     ) -> None:
-        http.check(limiter, failure)
-        self._app, self._limiter, self._charges, self._failure, self._quotas = app, limiter, charges, failure, quotas
+        functions = {"charges": charges, "idempotency_key": idempotency_key, "observe": observe, "refuse_with": refuse_with}
+        self._rules = Rules(limiter, failure, quotas, **functions)
+        for name, function in (*functions.items(), ("limiter.acquire", getattr(limiter, "acquire", None))):
+            if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+                raise TypeError(f"pgratelimit: {name} must not be async under WSGI")
+        self._app, self._limiter, self._charges = app, limiter, charges
+        self._idempotency_key, self._observe, self._refuse = idempotency_key, observe, refuse_with
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if not (asked := list(self._charges(environ))):
+        began = time.monotonic()
+        event = self._decide(environ)
+        if event is None:
             return self._app(environ, start_response)
-        try:
-            charges = [charged(c) for c in asked]
-            decision = self._limiter.acquire(*charges[0]) if len(charges) == 1 else self._limiter.acquire_all(charges)
-            status, fields, body = http.decided(charges, decision, self._quotas)
-        except Exception as error:
-            status, fields, body = http.failed(self._failure, error)
-        if status is not None:
-            start_response(f"{status} {HTTPStatus(status).phrase}", fields)
-            return [body]
+        more_fields = event.fields
+        event.duration = time.monotonic() - began
+        if self._observe is not None:
+            self._observe(environ, event)
 
-        def start_with_fields(status: str, headers: http.Fields, *more: Any) -> Any:
-            return start_response(status, [*headers, *fields], *more)
+        def start_with_fields(status: str, headers: http.Fields, *more: Any, **named: Any) -> Any:
+            return start_response(status, [*headers, *more_fields], *more, **named)
 
-        return self._app(environ, start_with_fields)
+        if event.status is None:
+            return self._app(environ, start_with_fields)
+        if self._refuse is not None:
+            return self._refuse(environ, start_with_fields, event)
+        fields, body = http.refusal(event)
+        start_with_fields(f"{event.status} {HTTPStatus(event.status).phrase}", fields)
+        return [] if environ.get("REQUEST_METHOD") == "HEAD" else [body]
+
+    def _decide(self, environ: Environ) -> Event | None:
+        """As asgi.RateLimit."""
+        if not (asked := list(self._charges(environ))):
+            return None
+        request = self._rules.request(asked, None if self._idempotency_key is None else self._idempotency_key(environ))
+        while isinstance(request, http.Request):
+            try:
+                return request.decided(request.send(self._limiter.acquire, self._limiter.acquire_all))
+            except Exception as error:
+                if event := request.failed(error):
+                    return event
+            time.sleep(http.SETUP_PAUSE)
+        return request

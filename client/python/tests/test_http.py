@@ -1,12 +1,17 @@
 import asyncio
+import datetime
 import json
 import logging
 import unittest
+from pathlib import Path
 from unittest import mock
 
+import asyncpg
+import psycopg
 import psycopg_pool
 
-from pgratelimit import AsyncLimiter, Charge, Combiner, Decision, JointDecision, Limiter, http
+import pgratelimit
+from pgratelimit import AsyncLimiter, Charge, Combiner, Decision, InvalidArgument, JointDecision, Limiter, errors, http
 from pgratelimit.asgi import RateLimit as Asgi
 from pgratelimit.asgi import by_ip as scope_ip
 from pgratelimit.wsgi import RateLimit as Wsgi
@@ -14,14 +19,14 @@ from pgratelimit.wsgi import by_ip as environ_ip
 from tests.kit import AsyncCase, asyncpg_pool_of, define, execute, locked, psycopg_pool_of, vectors
 
 
-async def asgi_get(app, path="/", headers=()):
+async def asgi_get(app, path="/", headers=(), **more):
     """The status, the fields and the body of an answer."""
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "path": path, "client": ("192.0.2.1", 5), "headers": [(n.encode(), v.encode()) for n, v in headers]}
+    scope = {"type": "http", "path": path, "client": ("192.0.2.1", 5), "headers": [(n.encode(), v.encode()) for n, v in headers]} | more
     await app(scope, None, send)
     fields = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], fields, b"".join(m.get("body", b"") for m in sent)
@@ -32,9 +37,9 @@ async def asgi_app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"hello"})
 
 
-def wsgi_get(app, path="/"):
+def wsgi_get(app, path="/", method="GET"):
     answer = []
-    body = b"".join(app({"REMOTE_ADDR": "192.0.2.1", "PATH_INFO": path}, lambda status, headers, *_: answer.extend((status, headers))))
+    body = b"".join(app({"REMOTE_ADDR": "192.0.2.1", "PATH_INFO": path, "REQUEST_METHOD": method}, lambda status, headers, *_: answer.extend((status, headers))))
     return answer[0], {name.lower(): value for name, value in answer[1]}, body
 
 
@@ -94,43 +99,34 @@ class AsgiTest(AsyncCase):
     async def test_a_request_without_charges_and_what_is_no_request_pass(self):
         app = Asgi(asgi_app, Broken(), lambda scope: [], failure="closed", timeout=60)
         self.assertEqual(200, (await asgi_get(app))[0])
-        app = Asgi(asgi_app, Broken(), None, failure="closed", timeout=60)
+        app = Asgi(asgi_app, Broken(), lambda scope: [("p", "k")], failure="closed", timeout=60)
         await app({"type": "lifespan"}, None, lambda message: asyncio.sleep(0))
 
     async def test_without_a_database_the_program_has_chosen(self):
         with self.assertLogs("pgratelimit", logging.WARNING):
             for charges in ([("p", "k")], [("p", "k"), ("p", "j")]):
                 for failure, status in (("open", 200), ("closed", 503)):
-                    http._logged = float("-inf")
                     app = Asgi(asgi_app, Broken(), lambda scope: charges, failure=failure, timeout=60)
                     got, fields, body = await asgi_get(app)
                     self.assertEqual(status, got)
                     self.assertNotIn(b"secret", body)
         self.assertEqual({"type": "about:blank", "title": "Service Unavailable", "status": 503}, json.loads(body))
-        with self.assertRaises(TypeError):
-            Asgi(asgi_app, Broken(), lambda scope: [])
-        with self.assertRaises(ValueError):
-            Asgi(asgi_app, Broken(), lambda scope: [], failure="maybe", timeout=60)
 
     async def test_an_error_that_a_client_could_provoke_and_charges_of_a_wrong_shape_are_no_way_past_the_limit(self):
         define(self.id(), 2)
-        http._logged = float("-inf")
         wrong = [("api",)], "api", [None], [(self.id(), "k", True)], [(self.id(), None)]
         provoked = [("none", "k")], [(self.id(), "a\0b")], [(self.id(), "k", -1)]
         self.enterContext(mock.patch.object(http, "time", mock.Mock(monotonic=lambda: 0.0)))
-        with self.assertLogs("pgratelimit", logging.WARNING) as logged:
-            async with psycopg_pool_of(2) as pool:
-                for charges in wrong + provoked:
-                    for limiter in (AsyncLimiter(pool), Combiner(pool)):
-                        app = Asgi(asgi_app, limiter, lambda scope: charges, failure="open", timeout=60)
+        async with psycopg_pool_of(2) as pool:
+            for limiter in (AsyncLimiter(pool), Combiner(pool)):
+                with self.assertLogs("pgratelimit", logging.WARNING) as logged:
+                    app = Asgi(asgi_app, limiter, lambda scope: charges, failure="open", timeout=60)
+                    for charges in wrong + provoked:
                         self.assertEqual(500, (await asgi_get(app))[0], charges)
-        self.assertEqual(1, len(logged.records), "once a second")
-        with self.assertRaises(TypeError):
-            Asgi(asgi_app, pool, lambda scope: [], failure="open", timeout=60)
+                self.assertEqual(1, len(logged.records), "once a second")
 
     async def test_a_stalled_database_is_waited_for_until_the_timeout(self):
         define(self.id(), 2)
-        http._logged = float("-inf")
         async with psycopg_pool_of(2) as pool, locked(self.id(), "k"):
             app = Asgi(asgi_app, AsyncLimiter(pool), lambda scope: [(self.id(), "k")], failure="closed", timeout=0.05)
             with self.assertLogs("pgratelimit", logging.WARNING):
@@ -152,13 +148,20 @@ class WsgiTest(unittest.TestCase):
             self.assertNotIn("retry-after", fields, "no wait helps")
             self.assertEqual([self.id()], json.loads(body)["violated-policies"])
             self.assertEqual("200 OK", wsgi_get(app, "/free")[0])
-            http._logged = float("-inf")
             with self.assertLogs("pgratelimit"):
                 self.assertEqual("500 Internal Server Error", wsgi_get(app, "/two")[0])
 
     def test_keys(self):
         for v in vectors("addresses.json"):
-            self.assertEqual(v["key"], http.key_of_address(v["peer"] or None, v["forwarded"], v["proxies"]), v)
+            self.assertEqual(v["key"], http.key_of_address(v["peer"] or None, v["forwarded"], v["proxies"], v.get("ipv6_prefix", 64)), v)
+        for prefix, key in ((1, "ip:8000::/1"), (48, "ip:a001:db8:1::/48"), (128, "ip:a001:db8:1:2:3:4:5:6/128")):
+            self.assertEqual(key, scope_ip({"client": ("a001:db8:1:2:3:4:5:6", 1), "headers": []}, ipv6_prefix=prefix))
+            self.assertEqual(key, environ_ip({"REMOTE_ADDR": "a001:db8:1:2:3:4:5:6"}, ipv6_prefix=prefix))
+        self.assertEqual("ip:192.0.2.1", environ_ip({"REMOTE_ADDR": "::ffff:192.0.2.1"}, ipv6_prefix=1))
+        for name, wrong in (("ipv6_prefix", (0, 129, -1, 64.0, True, "64")), ("trusted_proxies", (-1, 1.0, None))):
+            for value in wrong:
+                with self.assertRaisesRegex(InvalidArgument, name):
+                    environ_ip({"REMOTE_ADDR": "::1"}, **{name: value})
         self.assertEqual("ip:198.51.100.7", scope_ip({"client": None, "headers": [(b"x-forwarded-for", b"198.51.100.7")]}, 1))
         self.assertEqual("ip:198.51.100.7", environ_ip({"HTTP_X_FORWARDED_FOR": "198.51.100.7"}, 1))
         self.assertEqual("user:42", http.named("user", "42"))
@@ -171,10 +174,357 @@ class WsgiTest(unittest.TestCase):
 
         own = [bucket(5, 5.0), bucket(4, 6.0), bucket(4, 60.000001), bucket(-3, 1.0, False), bucket(1, 1.0, shadowed=True)]
         charges = [Charge("a", str(i)) for i in range(3)] + [Charge("b", "k"), Charge("watched", "k")]
-        status, fields, _ = http.decided(charges, JointDecision(False, 0, 1.5, 1.0, 10, False, False, 3, own))
+        status, fields = http.decided(charges, JointDecision(False, 0, 1.5, 1.0, 10, False, False, 3, own))
         self.assertEqual(
             (429, '"a";q=10, "b";q=10', '"a";r=4;t=2, "b";r=0;t=1', "2"),
             (status, *(dict(fields)[name] for name in ("RateLimit-Policy", "RateLimit", "Retry-After"))))
         month = bucket(4, 86400.0)
-        _, fields, _ = http.decided(charges[:1], JointDecision(True, 4, 0.0, 86400.0, 10, False, False, 0, [month]), ["a"])
+        _, fields = http.decided(charges[:1], JointDecision(True, 4, 0.0, 86400.0, 10, False, False, 0, [month]), ["a"])
         self.assertEqual('"a";r=4;t=86400', dict(fields)["RateLimit"], "all that is missing comes at the turn")
+
+
+def raised(make):
+    try:
+        make()
+    except Exception as error:
+        return error
+
+
+def raised_in(module, error):
+    """An error that code of a module has raised."""
+    code = compile("raise error", "driver.py", "exec")
+    return raised(lambda: exec(code, {"__name__": module, "error": error}))
+
+
+def of_this_package(sqlstate):
+    return errors.of_server("acquire", sqlstate, "made up", None, None)
+
+
+def wrapped(error):
+    def wrap():
+        try:
+            raise error
+        except Exception as cause:
+            raise RuntimeError("wrapped") from cause
+
+    return raised(wrap)
+
+
+def with_orig(error):
+    outer = Exception("of an ORM")
+    outer.orig = error
+    return outer
+
+
+def mistake_while_handling(error):
+    def handle():
+        try:
+            raise error
+        except Exception:
+            None.lower()
+
+    return raised(handle)
+
+
+OTHERS = {
+    "program": [
+        TypeError(), AttributeError(), NameError(), KeyError(), IndexError(), ValueError(), AssertionError(), ZeroDivisionError(),
+        pgratelimit.Error("an answer of another shape"), InvalidArgument("found without the server"),
+        raised_in("psycopg.adapt", UnicodeEncodeError("latin-1", "\u20ac", 0, 1, "no such character")),
+        mistake_while_handling(psycopg.errors.AdminShutdown()),
+    ],
+    "timeout": [TimeoutError(), psycopg_pool.PoolTimeout(), asyncio.TimeoutError()],
+    "refused": [ConnectionRefusedError(), psycopg.OperationalError("connection failed"), OSError("no route")],
+    "lost": [
+        ConnectionResetError(), psycopg.OperationalError("server closed the connection"), asyncpg.InterfaceError("closed"),
+        asyncpg.InternalClientError("broken"), raised_in("asyncpg.protocol.protocol", AttributeError("'NoneType'")),
+        raised_in("psycopg_pool.pool", AssertionError()),
+    ],
+    "overloaded": [pgratelimit.Overloaded("full")],
+    "closed": [pgratelimit.Closed("closed"), psycopg_pool.PoolClosed()],
+}
+
+
+def errors_of(row):
+    """The errors that a row of the table is about, of each driver, as they come and as a program may have wrapped them."""
+    if (code := row["error"]) in OTHERS:
+        return OTHERS[code]
+    of_psycopg = psycopg.errors._sqlcodes.get(code, type("Unknown", (psycopg.DatabaseError,), {"sqlstate": code}))("made up")
+    of_asyncpg = asyncpg.PostgresError.new({"C": code, "M": "made up"})
+    return [of_psycopg, of_asyncpg, of_this_package(code), wrapped(of_psycopg), with_orig(of_asyncpg)]
+
+
+class Failing:
+    """A limiter that decides, or raises an error."""
+
+    def __init__(self):
+        self.error, self.calls = None, 0
+
+    def acquire(self, policy, key, cost=1, *, idempotency_key=None):
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return Decision(True, 9, 0.0, 1.0, 10, False, False)
+
+    def acquire_all(self, charges, *, idempotency_key=None):
+        return self.acquire(*charges[0])
+
+
+class AsyncFailing(Failing):
+    async def acquire(self, *args, **kwargs):
+        return super().acquire(*args, **kwargs)
+
+
+class TableTest(unittest.TestCase):
+    """client/testdata/failures.json."""
+
+    rows = json.loads((Path(__file__).parents[2] / "testdata" / "failures.json").read_text())
+
+    def setUp(self):
+        self.enterContext(mock.patch.object(http, "SETUP_PAUSE", 0))
+
+    def middlewares(self, failure, has_decided, key):
+        """Each with a limiter, and a function that returns the status of an answer."""
+        for limiter in (Failing(), AsyncFailing()):
+            charges = lambda _: [("table", "k")]  # noqa: E731
+            idempotency_key = (lambda _: key) if key else None
+            if isinstance(limiter, AsyncFailing):
+                app = Asgi(asgi_app, limiter, charges, failure=failure, timeout=60, idempotency_key=idempotency_key)
+                status = lambda app=app: asyncio.run(asgi_get(app))[0]  # noqa: E731
+            else:
+                app = Wsgi(wsgi_app, limiter, charges, failure=failure, idempotency_key=idempotency_key)
+                status = lambda app=app: int(wsgi_get(app)[0][:3])  # noqa: E731
+            if has_decided:
+                self.assertEqual(200, status())
+            limiter.calls = 0
+            yield limiter, app, status
+
+    def expected(self, row, failure, has_decided, key):
+        if row["kind"] == "fault":
+            return row["keyed" if key else "status"]
+        if row["kind"] == "setup" and not has_decided:
+            return 500
+        return 200 if failure == "open" else 503
+
+    def test_each_row_of_the_table(self):
+        runs = 0
+        for row in self.rows:
+            if row["error"] == "wrong shard":  # there are no shards in Python
+                continue
+            for failure in ("open", "closed"):
+                for has_decided in (False, True):
+                    for key in (None, "job"):
+                        for error in errors_of(row):
+                            for limiter, app, status in self.middlewares(failure, has_decided, key):
+                                limiter.error, runs, before = error, runs + 1, http.let_pass["table"]
+                                expected = self.expected(row, failure, has_decided, key)
+                                with self.subTest(row=row["error"], error=repr(error), failure=failure, decided=has_decided, key=key, app=app):
+                                    with self.assertLogs("pgratelimit", logging.WARNING) as logged:
+                                        self.assertEqual(expected, status())
+                                        first = len(logged.records)
+                                        self.assertEqual(expected, status())
+                                    self.assertEqual(2 * (expected == 200), http.let_pass["table"] - before)
+                                    self.assertEqual(4 if row["kind"] == "setup" else 2, limiter.calls)
+                                    if row["kind"] == "setup" or row.get("remedy"):
+                                        self.assertIn(errors.remedy(row["error"]), logged.records[0].getMessage())
+                                        self.assertEqual(first, len(logged.records), "once a minute")
+        self.assertGreater(runs, 3000)
+
+    def test_what_lacks_is_logged_once_a_minute_and_another_code_too(self):
+        now = 0.0
+        self.enterContext(mock.patch.object(http, "time", mock.Mock(monotonic=lambda: now)))
+        for limiter, _, status in self.middlewares("open", True, None):
+            now = 0.0
+            with self.assertLogs("pgratelimit", logging.WARNING) as logged:
+                for now, code in ((0.0, "42501"), (30.0, "42501"), (30.5, "42883"), (59.0, "42501"), (61.0, "42501")):
+                    limiter.error = errors_of({"error": code})[0]
+                    status()
+            self.assertEqual(3, len(logged.records))
+
+    def test_an_upgrade_under_way_costs_nobody_a_refusal(self):
+        for limiter, _, status in self.middlewares("closed", False, None):
+            decide = Failing().acquire
+            upgraded = [psycopg.errors.UndefinedFunction("made up")]
+
+            def acquire(*args, **kwargs):
+                if upgraded:
+                    raise upgraded.pop()
+                return decide(*args, **kwargs)
+
+            async def acquire_later(*args, **kwargs):
+                return acquire(*args, **kwargs)
+
+            limiter.acquire = acquire_later if isinstance(limiter, AsyncFailing) else acquire
+            self.assertEqual(200, status())
+
+
+class EdgesTest(AsyncCase):
+    def asgi(self, app=asgi_app, charges=lambda scope: [("p", "k")], **options):
+        limiter = AsyncFailing()
+        return limiter, Asgi(app, limiter, charges, **{"failure": "closed", "timeout": 60} | options)
+
+    def wsgi(self, app=wsgi_app, charges=lambda environ: [("p", "k")], **options):
+        limiter = Failing()
+        return limiter, Wsgi(app, limiter, charges, **{"failure": "closed"} | options)
+
+    async def test_a_refusal_of_head_has_the_length_of_get_and_no_body(self):
+        for limiter, app in (self.asgi(), self.wsgi()):
+            limiter.error = ConnectionRefusedError()
+            with self.assertLogs("pgratelimit"):
+                if isinstance(app, Asgi):
+                    get, head = await asgi_get(app, method="GET"), await asgi_get(app, method="HEAD")
+                else:
+                    get, head = wsgi_get(app), wsgi_get(app, method="HEAD")
+            self.assertEqual((b"", str(len(get[2]))), (head[2], head[1]["content-length"]))
+            self.assertEqual(get[:2], head[:2])
+
+    async def test_options_are_checked_at_set_up(self):
+        for make, wrong_limiter in ((self.asgi, Limiter.__new__(Limiter)), (self.wsgi, AsyncLimiter.__new__(AsyncLimiter))):
+            wrong = [
+                ("charges", dict(charges=None)), ("charges", dict(charges=[("p", "k")])), ("failure", dict(failure="maybe")),
+                ("quotas", dict(quotas="api")), ("idempotency_key", dict(idempotency_key="job")), ("observe", dict(observe=1)),
+                ("refuse_with", dict(refuse_with=b"no")),
+            ]
+            if make == self.asgi:
+                wrong += [("timeout", dict(timeout=t)) for t in (0, -1, float("nan"), True, "5", None, datetime.timedelta(0))]
+            else:
+                async def charges(environ): ...
+
+                wrong += [("charges", dict(charges=charges))]
+            for name, options in wrong:
+                with self.assertRaisesRegex((TypeError, ValueError), name):
+                    make(**options)
+            for limiter in (None, wrong_limiter):
+                with self.assertRaisesRegex(TypeError, "limiter"):
+                    kind = Asgi if make == self.asgi else Wsgi
+                    kind(None, limiter, print, failure="open", **({"timeout": 1} if kind is Asgi else {}))
+        for timeout in (float("inf"), 30 * 86400, datetime.timedelta(days=30)):
+            self.assertEqual(200, (await asgi_get(self.asgi(timeout=timeout)[1]))[0])
+
+    async def test_charges_may_be_async_or_generators(self):
+        async def function(scope):
+            await asyncio.sleep(0)
+            return [("p", "k")]
+
+        async def generator(scope):
+            await asyncio.sleep(0)
+            yield "p", "k"
+
+        def plain(_):
+            yield "p", "k"
+
+        for charges in (function, generator, plain):
+            limiter, app = self.asgi(charges=charges)
+            self.assertEqual((200, 1), ((await asgi_get(app))[0], limiter.calls))
+        limiter, app = self.wsgi(charges=plain)
+        self.assertEqual(("200 OK", 1), (wsgi_get(app)[0], limiter.calls))
+
+    async def test_an_idempotency_key_is_the_programs_and_one_that_does_not_fit_is_400(self):
+        for key, status, passed in (("job 7", 200, "job 7"), ("", 200, None), (None, 200, None), ("x" * 513, 400, None), ("\0", 400, None), (7, 400, None)):
+            for make in (self.asgi, self.wsgi):
+                seen = []
+                limiter, app = make(idempotency_key=lambda _: key)
+                acquire = limiter.acquire
+                limiter.acquire = lambda *args, idempotency_key=None: (seen.append(idempotency_key), acquire(*args))[1]
+                got = (await asgi_get(app))[0] if make == self.asgi else int(wsgi_get(app)[0][:3])
+                self.assertEqual((status, [passed] if status == 200 else []), (got, seen), key)
+
+    async def test_each_decision_is_observed_and_a_refusal_may_be_written_by_the_program(self):
+        denied = Decision(False, 0, 1.5, 10.0, 10, False, False)
+
+        async def refuse(scope, receive, send, event):
+            await send({"type": "http.response.start", "status": 420, "headers": [(b"x-own", event.outcome.encode())]})
+            await send({"type": "http.response.body", "body": b"calm"})
+
+        def refuse_wsgi(environ, start_response, event):
+            start_response("420 Calm", [("X-Own", event.outcome)])
+            return [b"calm"]
+
+        for make, refuse_with in ((self.asgi, refuse), (self.wsgi, refuse_wsgi)):
+            seen = []
+            limiter, app = make(observe=lambda _, event: seen.append(event), refuse_with=refuse_with)
+            get = getter(app)
+            self.assertEqual(200, (await get())[0])
+            acquire = limiter.acquire
+
+            async def deny_later(*_): return denied
+
+            limiter.acquire = deny_later if make == self.asgi else lambda *_: denied
+            status, fields, body = await get()
+            self.assertEqual((420, "denied", "2", b"calm"), (status, fields["x-own"], fields["retry-after"], body))
+            limiter.acquire, limiter.error = acquire, TimeoutError("away")
+            with self.assertLogs("pgratelimit"):
+                self.assertEqual("failed closed", (await get())[1]["x-own"])
+            self.assertEqual([("allowed", None), ("denied", 429), ("failed closed", 503)], [(e.outcome, e.status) for e in seen])
+            self.assertEqual(([Charge("p", "k")], denied, limiter.error), (seen[0].charges, seen[1].decision, seen[2].error))
+
+    async def test_errors_of_the_programs_functions_are_its_own(self):
+        def fail(*_):
+            raise ZeroDivisionError
+
+        for make in (self.asgi, self.wsgi):
+            for options in (dict(charges=fail), dict(idempotency_key=fail), dict(observe=fail), dict(app=fail)):
+                _, app = make(failure="open", **options)
+                with self.assertRaises(ZeroDivisionError):
+                    await getter(app)()
+
+    async def test_what_an_application_of_wsgi_returns_stays_as_it_is(self):
+        class Body(list):
+            def close(self): ...
+
+        body, started = Body([b"hello"]), []
+
+        def app(environ, start_response):
+            start_response("200 OK", [])
+            start_response("500 Oh", [("X-Own", "1")], (None, None, None))
+            return body
+
+        _, app = self.wsgi(app)
+        self.assertIs(body, app({"REQUEST_METHOD": "GET"}, lambda *args: started.append(args)))
+        self.assertEqual(("500 Oh", (None, None, None)), (started[1][0], started[1][2]))
+        self.assertEqual(["X-Own", "RateLimit-Policy", "RateLimit"], [name for name, _ in started[1][1]])
+
+    async def test_a_client_that_has_hung_up_is_charged_to_no_bucket(self):
+        asked = []
+        limiter, app = self.asgi(charges=lambda scope: [("p", scope_ip(scope))], failure="open", observe=lambda _, e: asked.append(e.outcome))
+        for server, status, calls in ((("192.0.2.1", 80), 503, 0), (None, 200, 1), (("/run/app.sock", None), 200, 2)):
+            got, *_ = await asgi_get(app, client=None, server=server)
+            self.assertEqual((status, calls), (got, limiter.calls), server)
+        self.assertEqual(["abandoned", "allowed", "allowed"], asked)
+
+    async def test_the_handshake_of_a_websocket_is_charged(self):
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        async def accept(scope, receive, send):
+            await send({"type": "websocket.accept", "headers": [(b"x-own", b"1")]})
+
+        limiter, app = self.asgi(accept)
+        scope = {"type": "websocket", "client": ("192.0.2.1", 5), "headers": []}
+        await app(scope, None, send)
+        self.assertEqual(("websocket.accept", 3, 1), (sent[0]["type"], len(sent[0]["headers"]), limiter.calls))
+
+        async def deny(*_): return Decision(False, 0, 1.5, 10.0, 10, False, False)
+
+        limiter.acquire = deny
+        sent.clear()
+        await app(scope, None, send)
+        self.assertEqual(["websocket.close"], [m["type"] for m in sent])
+        sent.clear()
+        await app(scope | {"extensions": {"websocket.http.response": {}}}, None, send)
+        self.assertEqual(["websocket.http.response.start", "websocket.http.response.body"], [m["type"] for m in sent])
+        self.assertEqual((429, b"2"), (sent[0]["status"], dict(sent[0]["headers"])[b"retry-after"]))
+
+
+def getter(app):
+    """Answers of either kind alike."""
+
+    async def get():
+        if isinstance(app, Asgi):
+            return await asgi_get(app)
+        status, fields, body = wsgi_get(app)
+        return int(status[:3]), fields, body
+
+    return get
