@@ -7,8 +7,8 @@ import { setTimeout as sleep } from 'node:timers/promises'
 import { InvalidArgument, TimedOut } from './lib/errors.js'
 import { failureOf } from './lib/failures.js'
 import { areCharges, known } from './lib/limiter.js'
+import { duration, timer } from './lib/waiting.js'
 
-const LONGEST_TIMER = 2 ** 31 - 1 // ms: a longer one fires at once
 const AGAIN_AFTER = 100 // ms, after an error of the set-up: an upgrade may be under way
 const LOG_EVERY = 60_000 // ms
 
@@ -154,7 +154,7 @@ function decider(limiter, options, isRequestOver = isOver) {
     if (hook !== undefined && typeof hook !== 'function') throw new TypeError(`pgratelimit/http: ${name} must be a function`)
   }
   if (!Array.isArray(quotas) || !quotas.every((name) => typeof name === 'string')) throw new TypeError('pgratelimit/http: quotas must be an array of names')
-  if (typeof timeoutMs !== 'number' || !(timeoutMs > 0)) throw new RangeError('pgratelimit/http: timeoutMs must be a number of milliseconds above 0')
+  duration('timeoutMs', timeoutMs)
 
   const passed = new Map() // requests without a decision, by policy
   const log = newLog()
@@ -229,13 +229,13 @@ function isOver(request, reply) {
 /** Asks once more after an error of the set-up. If that has no answer in time, the error stands. */
 async function askInTime(limiter, charges, idempotencyKey, timeoutMs) {
   const leaving = new AbortController(), { signal } = leaving
-  let timer, ofSetup
+  let stop, ofSetup
   const late = new Promise((_, reject) => {
-    timer = setTimeout(() => {
+    stop = timer(timeoutMs, () => {
       const error = new TimedOut('no decision in time', { detail: `The limiter took longer than ${timeoutMs} ms.` })
       leaving.abort(error)
       reject(ofSetup ?? error)
-    }, Math.min(timeoutMs, LONGEST_TIMER))
+    })
   })
   const again = async (error) => {
     if (failureOf(error).kind !== 'setup') throw error
@@ -246,7 +246,7 @@ async function askInTime(limiter, charges, idempotencyKey, timeoutMs) {
   try {
     return await Promise.race([late, ask(limiter, charges, { idempotencyKey, signal }).catch(again)])
   } finally {
-    clearTimeout(timer)
+    stop()
   }
 }
 
