@@ -39,6 +39,29 @@ func TestSpend_Rules(t *testing.T) {
 			{kit.Second, "select ratelimit_define_policy('p', 10)", ""},
 			{2 * kit.Second, "select allowed, retry_after from ratelimit_acquire('p', 'k')", "f,01:59:58"},
 		},
+		"a shorter pause changes nothing, and what is given back in the longer one is lost": {
+			{0, bucket, ""},
+			{0, "select retry_after from ratelimit_pause('p', 'k', '1 hour')", "02:00:00"},
+			{0, "select retry_after from ratelimit_pause('p', 'k', '1 s')", "02:00:00"},
+			{10 * kit.Second, "select remaining from ratelimit_refund('p', 'k', 5)", "0"},
+		},
+		"a refund of a quota is of the period that runs": {
+			{0, quota, ""},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 8)", "2"},
+			{kit.ADay, "select remaining from ratelimit_refund('p', 'k', 2)", "10"},
+		},
+		"a quota that was given back is cleaned up before its turn": {
+			{0, quota, ""},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 8)", "2"},
+			{kit.Second, "select remaining from ratelimit_refund('p', 'k', 8)", "10"},
+			{kit.Second, "select ratelimit_cleanup()", "1,0"},
+		},
+		"what is used of a quota stays used where the clock goes back and comes again": {
+			{0, quota, ""},
+			{kit.ADay, "select remaining from ratelimit_acquire('p', 'k', 8)", "2"},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 1)", "1"},
+			{kit.ADay, "select remaining from ratelimit_peek('p', 'k')", "1"},
+		},
 		"a refund of a quota gives back all that was used, after a downgrade too": {
 			{0, quota, ""},
 			{0, "select remaining from ratelimit_acquire('p', 'k', 8)", "2"},
@@ -81,6 +104,7 @@ func TestPeek_IsAsOneOfManyAndAsListed(t *testing.T) {
 		db.Execute("select ratelimit_define_policy('" + name + "', " + numbers + ")")
 		db.Execute("select ratelimit_charge($1, 'k1', 1000), ratelimit_charge($1, 'k2', 9000000000000)", name)
 	}
+	db.Execute("select ratelimit_define_policy('stepped', every => '1 day')") // its debts are of a policy that refilled faster
 	db.Execute("select ratelimit_override('overridden', 'k1', refill => 2, expires_at => ratelimit.clock() + '1 minute')")
 	pick := func(from ...string) string { return from[random.IntN(len(from))] }
 	compare := func(now time.Time, after string) {
