@@ -225,7 +225,7 @@ class Asyncpg(_Async):
         return self.is_pool or not self._db.is_in_transaction()
 
     def is_closed(self) -> bool:
-        return bool(self._db._closing if self.is_pool else self._db.is_closed())  # a Pool has is_closing() from 0.28 on
+        return bool(self._db._closing or self._db._closed if self.is_pool else self._db.is_closed())  # a Pool has is_closing() from 0.28 on
 
     async def _send(self, statement: _Statement, sql: str, args: Sequence[Any]) -> Any:
         if not self.is_pool:

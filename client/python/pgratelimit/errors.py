@@ -154,14 +154,13 @@ _OF_PROGRAMS = (TypeError, AttributeError, NameError, LookupError, ValueError, A
 
 
 def kind(error: BaseException) -> Literal["fault", "setup", "away"]:
-    """Whose an error is: the request's or the program's, the installation's, or that of a database that is away. A code that is none of
-    the known ones is treated as the installation's."""
+    """Whose an error is: the request's or the program's, the installation's, or that of a database that is away."""
     sqlstate = state(error)
     if sqlstate is None:
         return "fault" if _is_of_program(error) else "away"
-    if sqlstate.startswith(("RL", "22")):
-        return "fault"
-    return "away" if sqlstate.startswith(_AWAY) and sqlstate not in _SETUP else "setup"
+    if sqlstate in _SETUP:
+        return "setup"
+    return "away" if sqlstate.startswith(_AWAY) else "fault"
 
 
 def state(error: BaseException) -> str | None:

@@ -28,7 +28,7 @@ UNDO_PAUSE = 1.0  # after the first try to undo a call, and twice as long after 
 LONGEST_UNDO_PAUSE = 30.0
 LONGEST_UNDO = 3600.0  # of a hold whose lease is not known
 UNDO_ANSWERS = 3  # the server may carry out a call later than its undoing
-MAX_UNDOING = 100  # in the background; of further ones the leases end by themselves
+MAX_UNDOING = 1000  # in the background; of further ones the leases end by themselves
 
 
 class Acquirer(Protocol):

@@ -452,6 +452,12 @@ class AsyncTest(AsyncCase):
             with self.assertRaisesRegex(InvalidArgument, "needs a pool"):
                 await AsyncLimiter(conn).hold("p", "k").__aenter__()
 
+    async def test_a_pool_that_was_closed_is_known_as_closed(self):
+        async with BOTH_POOLS[self.driver](1) as pool:
+            driver = AsyncLimiter(pool)._driver
+            self.assertFalse(driver.is_closed())
+        self.assertTrue(driver.is_closed())  # else a call is undone on it for an hour
+
     async def test_a_hold_that_is_cancelled_during_its_call_holds_nothing(self):
         async for limiter, p in self.limiters():
             async with limiter.hold(p, "k"):
