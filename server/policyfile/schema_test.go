@@ -79,6 +79,7 @@ var beyondSchema = oneOf(
 	`key and value are .* together.*`,
 	`rate_limit replaces itself.*`,
 	`share_threshold is for .*`,
+	`.* never matches: .*`,
 	`\w+ is [0-9]+(\.0|e[0-9]+): write a whole number.*`,
 )
 

@@ -61,9 +61,10 @@ func filesOf(path string) (paths []string, err error) {
 		if entry.IsDir() {
 			return nil, fmt.Errorf("%s is a folder in a folder of rules: move its files one up, or give it a name that begins with a dot", name)
 		}
-		if extension == ".yaml" || extension == ".yml" {
-			paths = append(paths, name)
+		if extension != ".yaml" && extension != ".yml" {
+			return nil, fmt.Errorf("%s does not end in .yaml or .yml: rename it, or give it a name that begins with a dot", name)
 		}
+		paths = append(paths, name)
 	}
 	if paths == nil {
 		return nil, fmt.Errorf("%s has no file whose name ends in .yaml or .yml", path)

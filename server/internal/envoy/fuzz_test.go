@@ -103,7 +103,6 @@ func FuzzBuckets(f *testing.F) {
 domain: d
 descriptors:
   - {key: "a*", rate_limit: {policy: p}, descriptors: [{key: "b*", rate_limit: {policy: p}, descriptors: [{key: "*", rate_limit: {policy: p}}]}]}
-  - {key: a, rate_limit: {policy: p}}
   - {key: a, value: x, rate_limit: {policy: p}}
 `)
 	f.Fuzz(func(t *testing.T, a, b string) {

@@ -28,7 +28,7 @@ type level struct {
 }
 
 type wildcard struct {
-	prefix string
+	policyfile.EnvoyPattern
 	*descriptor
 }
 
@@ -96,8 +96,8 @@ func (b *builder) level(path string, descriptors []policyfile.EnvoyDescriptor) *
 		if d.Limit != nil {
 			built.rule = b.rule(path+"."+composite, d)
 		}
-		if prefix, isWildcard := strings.CutSuffix(composite, "*"); isWildcard {
-			l.wildcards = append(l.wildcards, wildcard{prefix, built})
+		if pattern := d.Pattern(); pattern != nil {
+			l.wildcards = append(l.wildcards, wildcard{pattern, built})
 			if d.ShareThreshold {
 				built.shared = func(key string) string { return strings.TrimPrefix(composite, key+"_") }
 			}
@@ -155,7 +155,7 @@ func (l *level) find(key, value string, inBucket *string) *descriptor {
 		return d
 	}
 	for _, w := range l.wildcards {
-		if strings.HasPrefix(composite, w.prefix) {
+		if w.Matches(composite) {
 			if w.shared != nil {
 				*inBucket = w.shared(key)
 			}

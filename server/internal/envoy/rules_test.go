@@ -41,8 +41,13 @@ descriptors:
       - key: deep
         rate_limit: {unit: second, requests_per_unit: 5, name: five}
         descriptors: [{key: deeper, rate_limit: {unit: second, requests_per_unit: 6}}]
-  - {key: glob, value: /a/*, rate_limit: {unit: second, requests_per_unit: 7}}
   - {key: glob, value: /a/b*, rate_limit: {unit: second, requests_per_unit: 8}}
+  - {key: glob, value: /a/*, rate_limit: {unit: second, requests_per_unit: 7}}
+  - {key: glob, value: "*/z", rate_limit: {unit: second, requests_per_unit: 14}}
+  - {key: host, value: "*.example.com", rate_limit: {unit: second, requests_per_unit: 15}}
+  - {key: tenant, value: t*prod, share_threshold: true, rate_limit: {unit: second, requests_per_unit: 16}, metadata: {a: [{b: 1}]}}
+  - {key: parts, value: a*aba*a, rate_limit: {unit: second, requests_per_unit: 17}}
+  - {key: "*mid*", rate_limit: {unit: second, requests_per_unit: 18}}
   - {key: glob, value: /a/b/c, rate_limit: {unit: second, requests_per_unit: 9}}
   - {key: glob, rate_limit: {unit: second, requests_per_unit: 10}}
   - key: shared
@@ -79,7 +84,24 @@ func TestRules_Matching(t *testing.T) {
 		{"deep=q", "", ""},
 		{"any=thing any=thing", "", ""},
 		{"glob=/a/", "d.glob_/a/*", `[["glob","/a/"]]`},
-		{"glob=/a/b", "d.glob_/a/*", `[["glob","/a/b"]]`}, // the first of the file
+		{"glob=/a/b", "d.glob_/a/b*", `[["glob","/a/b"]]`}, // the first of the file
+		{"glob=/a/z", "d.glob_/a/*", `[["glob","/a/z"]]`},
+		{"glob=/z", "d.glob_*/z", `[["glob","/z"]]`},
+		{"host=www.example.com", "d.host_*.example.com", `[["host","www.example.com"]]`},
+		{"host=.example.com", "d.host_*.example.com", `[["host",".example.com"]]`},
+		{"host=example.com", "", ""},
+		{"host=www.example.com.org", "", ""},
+		{"host=", "", ""},
+		{"tenant=t1prod", "d.tenant_t*prod", `[["tenant","t*prod"]]`},
+		{"tenant=tprod", "d.tenant_t*prod", `[["tenant","t*prod"]]`},
+		{"tenant=t1prod2", "", ""},
+		{"tenant=tpro", "", ""}, // the parts do not overlap
+		{"parts=aabaa", "d.parts_a*aba*a", `[["parts","aabaa"]]`},
+		{"parts=aababa", "d.parts_a*aba*a", `[["parts","aababa"]]`},
+		{"parts=aaba", "", ""},
+		{"parts=aba", "", ""},
+		{"amidst=x", "d.*mid*", `[["amidst","x"]]`},
+		{"x=amid", "d.*mid*", `[["x","amid"]]`},
 		{"glob=/a/b/c", "d.glob_/a/b/c", `[["glob","/a/b/c"]]`},
 		{"glob=/b", "d.glob", `[["glob","/b"]]`},
 		{"shared=file", "d.shared_f*", `[["shared","f*"]]`},
@@ -177,6 +199,16 @@ func TestRead_Mistakes(t *testing.T) {
 			[]string{`b.yaml:2:24: the policy of this rule would be called "n", as that of the rule at a.yaml:2:24, and share its buckets: give this rule another name`}},
 		"a long path": {map[string]string{"a.yaml": "domain: d\ndescriptors: [{key: " + strings.Repeat("k", 511) + ", rate_limit: " + limit("") + "}]"},
 			[]string{`a.yaml:2:534: the policy of this rule would be called by its domain and path, which have 513 bytes: give the rule a name of up to 512`}},
+		"a rule that never matches": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k}\n- {key: k, value: 'a*'}\n- {key: k, value: 'a*b*'}\n- {key: k, value: 'a**'}\n- {key: k, value: ab}\n- {key: k, value: '*'}\n- {key: 'k_*a'}\n- key: l\n  descriptors: [{key: 'm*'}, {key: m}, {key: n}]"},
+			[]string{`a.yaml:3:3: "k" never matches: the descriptor at 8:3 comes first for all its values: remove one of the two, or put the narrower pattern first`,
+				`a.yaml:5:3: "k_a*b*" never matches: the descriptor at 4:3 comes first for all its values: remove one of the two, or put the narrower pattern first`,
+				`a.yaml:6:3: "k_a**" never matches: the descriptor at 4:3 comes first for all its values: remove one of the two, or put the narrower pattern first`,
+				`a.yaml:9:3: "k_*a" never matches: the descriptor at 8:3 comes first for all its values: remove one of the two, or put the narrower pattern first`,
+				`a.yaml:11:30: "m" never matches: the descriptor at 11:17 comes first for all its values: remove one of the two, or put the narrower pattern first`}},
+		"metadata that is none": {map[string]string{"a.yaml": "domain: d\ndescriptors: [{key: k, metadata: [a]}]"},
+			[]string{`a.yaml:2:34: metadata is a list: write names with values`}},
+		"a file that would not be read": {map[string]string{"a.yaml": "domain: d", "b.json": "{}"},
+			[]string{`b.json does not end in .yaml or .yml: rename it, or give it a name that begins with a dot`}},
 		"a folder in a folder": {map[string]string{"a.yaml": "domain: d", "more/b.yaml": "domain: e"},
 			[]string{`more is a folder in a folder of rules: move its files one up, or give it a name that begins with a dot`}},
 		"a policy file": {map[string]string{"a.yaml": "policies: {p: {}}\nenvoy: [{domain: d}]"},
@@ -270,7 +302,7 @@ func TestRead_ComparesNamesOnlyWhereItTellsOfThem(t *testing.T) {
 func TestRead_Folders(t *testing.T) {
 	t.Parallel()
 	rules, err := envoy.Read(t.Context(), folder(t, map[string]string{
-		"a.yaml": "domain: a\ndescriptors: [{key: k, rate_limit: {unit: DAY, requests_per_unit: 1}}]", "README.md": "# Rules", ".b.yaml": "domain: a", ".git/c.yaml": "domain: a",
+		"a.yaml": "domain: a\ndescriptors: [{key: k, rate_limit: {unit: DAY, requests_per_unit: 1}}]", ".b.yaml": "domain: a", ".git/c.yaml": "domain: a",
 		"limits.yml": "policies: {p: {capacity: 1, refill: 1, every: 1s}}\nenvoy:\n- {domain: b, descriptors: [{key: k, rate_limit: {policy: p}}]}\n- domain: c",
 	}))
 	require.NoError(t, err)

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
+	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
@@ -102,14 +103,14 @@ func (g *generator) descriptors(depth int) (list []map[string]any) {
 		d := map[string]any{"key": g.one("a", "a", "b", "b", "ab", "a_x", "a*", "*")}
 		composite := d["key"].(string)
 		if g.maybe(60) {
-			d["value"] = g.one("x", "xy", "x*", "xy*", "*", "x_y", "5")
+			d["value"] = g.one("x", "xy", "x*", "xy*", "*x", "x*y", "*y*", "x**y", "*", "x_y", "5")
 			composite += "_" + d["value"].(string)
 		}
 		if seen[composite] {
 			continue
 		}
 		seen[composite] = true
-		if strings.HasSuffix(composite, "*") && g.maybe(40) {
+		if strings.Contains(composite, "*") && g.maybe(40) {
 			d["share_threshold"] = true
 		}
 		for _, option := range []string{"shadow_mode", "quota_mode", "detailed_metric", "value_to_metric"} {
@@ -178,7 +179,7 @@ func (g *generator) enter(d *common.RateLimitDescriptor, rules []map[string]any)
 		value = g.one("", "x", "xyz", "5")
 	}
 	d.Entries = append(d.Entries, &common.RateLimitDescriptor_Entry{
-		Key: strings.TrimSuffix(rule["key"].(string), "*"), Value: strings.Replace(value, "*", g.one("", "x", "y", "*"), 1),
+		Key: strings.TrimSuffix(rule["key"].(string), "*"), Value: strings.ReplaceAll(value, "*", g.one("", "x", "y", "*")),
 	})
 	below, _ = rule["descriptors"].([]map[string]any)
 	return below
@@ -196,10 +197,18 @@ func TestReference_MatchesAlike(t *testing.T) {
 	folder := t.TempDir()
 	for i := range generators {
 		g := &generator{Rand: rand.New(rand.NewPCG(seed, uint64(i))), domain: fmt.Sprintf("domain%d", i)}
-		g.tree, generators[i] = g.descriptors(1), g
-		text := kit.NoError(json.Marshal(map[string]any{"domain": g.domain, "descriptors": g.tree}))(t)
-		files[g.domain+".yaml"] = string(text)
-		require.NoError(t, os.WriteFile(filepath.Join(folder, g.domain+".yaml"), text, 0o600))
+		generators[i] = g
+		path := filepath.Join(folder, g.domain+".yaml")
+		for isRead := false; !isRead; { // here a rule that never matches is an error
+			g.tree = g.descriptors(1)
+			text := kit.NoError(json.Marshal(map[string]any{"domain": g.domain, "descriptors": g.tree}))(t)
+			files[g.domain+".yaml"] = string(text)
+			require.NoError(t, os.WriteFile(path, text, 0o600))
+			_, err := envoy.Read(t.Context(), path)
+			if isRead = err == nil; !isRead {
+				require.Contains(t, err.Error(), "never matches")
+			}
+		}
 	}
 	reference := startReference(t, files)
 	db := newDB(t)
@@ -276,6 +285,30 @@ func named(statuses []*envoypb.RateLimitResponse_DescriptorStatus, s *envoypb.Ra
 type lazy func() string
 
 func (l lazy) String() string { return l() }
+
+// The rule files of the reference's tests and examples, as they are now, are read, but for those that it refuses itself.
+func TestReference_ReadsItsRuleFiles(t *testing.T) {
+	var read, refused []string
+	for _, folder := range []string{"examples/ratelimit/config", "test/config", "test/integration/runtime/current/ratelimit/config"} {
+		paths := kit.NoError(filepath.Glob(filepath.Join(programs, "reference", folder, "*.yaml")))(t)
+		require.NotEmpty(t, paths, "run make test-envoy")
+		for _, path := range paths {
+			name := filepath.Base(path)
+			rules, err := envoy.Read(t.Context(), path)
+			if err != nil {
+				refused = append(refused, name)
+				t.Logf("%s: %v", name, err)
+				continue
+			}
+			read = append(read, name)
+			require.Positive(t, rules.Count(), name)
+		}
+	}
+	t.Logf("read: %v", read)
+	require.ElementsMatch(t, []string{"bad_limit_unit.yaml", "bad_yaml.yaml", "duplicate_domain.yaml", "duplicate_key.yaml", "empty_domain.yaml", "empty_key.yaml", "misspelled_key.yaml",
+		"misspelled_key2.yaml", "non_map_list.yaml", "non_string_key.yaml", "replaces_empty.yaml", "replaces_self.yaml", "unlimited_with_unit.yaml"}, refused)
+	require.Subset(t, read, []string{"example.yaml", "share_threshold.yaml", "wildcard.yaml", "metadata.yaml"})
+}
 
 func TestReference_ItsClient(t *testing.T) {
 	e := startEdge(t, edgeRules)
