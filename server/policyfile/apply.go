@@ -19,6 +19,11 @@ const applyLock = 0x726c_6170_706c_790a
 // Apply locks the policies and overrides that it changes until it commits; acquires do not wait for these locks. Its error is
 // [Problems] if the database refuses values of the file.
 func Apply(ctx context.Context, db Database, file *File, options Options) (*Difference, error) {
+	return try(ctx, db, file, options, func(tx pgx.Tx) error { return tx.Commit(ctx) })
+}
+
+// try makes the changes. They are taken back unless end commits.
+func try(ctx context.Context, db Database, file *File, options Options, end func(pgx.Tx) error) (*Difference, error) {
 	tx, err := db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite})
 	if err != nil {
 		return nil, failed("begin", err)
@@ -36,7 +41,7 @@ func Apply(ctx context.Context, db Database, file *File, options Options) (*Diff
 			return nil, change.failed(err)
 		}
 	}
-	if err := tx.Commit(ctx); err != nil {
+	if err := end(tx); err != nil {
 		return nil, failed("commit", err)
 	}
 	return d, nil

@@ -408,9 +408,7 @@ limits.yaml:3:55: policy "stays" was created with durable: true, which cannot ch
 		_, err := policyfile.Apply(t.Context(), db.Pool, parse(t, test.file), policyfile.Options{Prune: true})
 		require.ErrorContains(t, err, test.want)
 		require.Equal(t, strings.HasPrefix(test.want, "limits.yaml:"), errors.As(err, new(policyfile.Problems)))
-		if planned != nil { // what the database refuses, it refuses later
-			require.EqualError(t, planned, err.Error())
-		}
+		require.EqualError(t, planned, err.Error(), "a dry run refuses what an apply refuses")
 		require.Equal(t, before, policiesIn(t, db))
 	})
 }

@@ -95,15 +95,12 @@ type FieldChange struct {
 	New   any    `json:"new"`
 }
 
-// Plan returns the changes that Apply would make, and makes none. Its error is [Problems] if the file contradicts what cannot
-// change in the database.
+// Plan returns the changes that Apply would make, or its error, and makes none.
 func Plan(ctx context.Context, db Database, file *File, options Options) (*Difference, error) {
-	tx, err := db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly})
-	if err != nil {
-		return nil, failed("begin", err)
-	}
-	defer tx.Rollback(ctx)
-	return plan(ctx, tx, file, options)
+	return try(ctx, db, file, options, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, "set constraints all immediate") // as a commit would
+		return err
+	})
 }
 
 func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Difference, error) {
