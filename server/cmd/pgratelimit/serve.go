@@ -27,6 +27,9 @@ import (
 // gcPercent replaces the default of GOGC. The heap has a few megabytes: collecting it at 100 % takes a fifth of the CPU time of a request.
 const gcPercent = 400
 
+// gcMemory replaces the default of GOMEMLIMIT, in bytes: above it the heap is collected more often.
+const gcMemory = 192 << 20
+
 func (p *program) serve() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "serve",
@@ -45,6 +48,9 @@ func (p *program) serve() *cobra.Command {
 		}
 		if os.Getenv("GOGC") == "" {
 			debug.SetGCPercent(gcPercent)
+		}
+		if os.Getenv("GOMEMLIMIT") == "" {
+			debug.SetMemoryLimit(gcMemory)
 		}
 		hangUps := make(chan os.Signal, 1) // one more says no more
 		signal.Notify(hangUps, syscall.SIGHUP)

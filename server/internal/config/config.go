@@ -325,7 +325,8 @@ func leases(value string) (list []client.Lease, err error) {
 		policy, share, isBounded := strings.Cut(strings.TrimSpace(lease), "=")
 		l := client.Lease{Policy: policy}
 		if isBounded {
-			if l.MaxShare, err = strconv.ParseFloat(share, 64); err != nil || !(0 < l.MaxShare && l.MaxShare <= 1) {
+			l.MaxShare, err = strconv.ParseFloat(share, 64)
+			if err != nil || strings.Trim(share, "0123456789.") != "" || !(0 < l.MaxShare && l.MaxShare <= 1) {
 				return nil, fmt.Errorf("%q is no part of a capacity, such as 0.05, of policy %q", share, policy)
 			}
 		}
@@ -356,10 +357,16 @@ func timeout(value string) (time.Duration, error) {
 	return d, err
 }
 
+// longest is a timeout that PostgreSQL takes, and that can be doubled.
+const longest = 24 * 24 * time.Hour
+
 func timeoutOrNone(value string) (time.Duration, error) {
 	d, err := time.ParseDuration(value)
-	if err != nil || d < 0 || d%time.Millisecond != 0 {
+	switch {
+	case err != nil || d < 0 || d%time.Millisecond != 0:
 		return 0, fmt.Errorf("%q is no time in whole milliseconds, such as 500ms or 2s", value)
+	case d > longest:
+		return 0, fmt.Errorf("%q is longer than %v", value, longest)
 	}
 	return d, nil
 }

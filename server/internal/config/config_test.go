@@ -112,6 +112,9 @@ func TestLoad_NumbersHaveBounds(t *testing.T) {
 	t.Parallel()
 	for setting, isRight := range map[string]bool{
 		"CALL_TIMEOUT=0s": false, "CALL_TIMEOUT=1ms": true, "STOP_TIMEOUT=0s": false, "STOP_TIMEOUT=1ms": true, "LOCK_TIMEOUT=0": true,
+		"CALL_TIMEOUT=576h": true, "CALL_TIMEOUT=577h": false, "LOCK_TIMEOUT=577h": false, "STOP_TIMEOUT=2562047h": false, "CALL_TIMEOUT=9999999h": false,
+		"CALL_TIMEOUT=5": false, "CALL_TIMEOUT=NaN": false, "CALL_TIMEOUT=Infinity": false, "CALL_TIMEOUT=-1s": false, "CALL_TIMEOUT=1us": false,
+		"LEASES=api=0x1p-4": false, "LEASES=api=1e-1": false, "LEASES=api=.5": true,
 		"MAX_STREAMS=1": true, "MAX_STREAMS=2147483647": true, "MAX_STREAMS=2147483648": false, "MAX_STREAMS=4294967296": false, "MAX_STREAMS=99999999999999999999": false,
 	} {
 		_, err := config.Load("", environment("DATABASE_URL=postgres://db", setting))

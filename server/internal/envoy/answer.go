@@ -20,7 +20,7 @@ import (
 type Gate interface {
 	Admit(ctx context.Context, charges []service.GateCharge, blocked bool) (client.JointDecision, error)
 	RefundAll(ctx context.Context, charges []service.GateCharge) ([]client.Decision, error)
-	Unmatched(asked func() (domain, keys string))
+	Unmatched(domain, keys string)
 }
 
 // answer decides a request. It returns the error of the gate, or why the request is invalid.
@@ -31,7 +31,7 @@ func (r *Rules) answer(ctx context.Context, gate Gate, q *pb.RateLimitRequest) (
 	}
 	matches := r.matches(q)
 	if !slices.ContainsFunc(matches, func(m match) bool { return m.rule != nil }) {
-		gate.Unmatched(func() (domain, keys string) { return q.GetDomain(), keysOf(q) })
+		gate.Unmatched(q.GetDomain(), keysOf(q))
 	}
 	var charges []service.GateCharge
 	var blocked bool
@@ -87,8 +87,8 @@ func check(q *pb.RateLimitRequest) (isBack bool, err error) {
 	switch {
 	case q.GetDomain() == "":
 		return false, service.Invalid("invalid domain", "domain is empty.", "Name the domain of the rules.")
-	case len(descriptors) == 0:
-		return false, service.Invalid("invalid descriptors", "there is none.", "Send one or more.")
+	case len(descriptors) == 0 || len(descriptors) > service.MaxRequests:
+		return false, service.Invalid("invalid descriptors", fmt.Sprintf("descriptors has %d elements.", len(descriptors)), fmt.Sprintf("Send 1 to %d.", service.MaxRequests))
 	}
 	isBack = descriptors[0].GetIsNegativeHits()
 	for i, d := range descriptors {

@@ -55,8 +55,7 @@ func (b *book) RefundAll(_ context.Context, charges []service.GateCharge) ([]cli
 	return make([]client.Decision, len(charges)), nil
 }
 
-func (b *book) Unmatched(asked func() (domain, keys string)) {
-	domain, keys := asked()
+func (b *book) Unmatched(domain, keys string) {
 	b.unmatched = append(b.unmatched, domain+": "+keys)
 }
 

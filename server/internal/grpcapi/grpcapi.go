@@ -3,6 +3,7 @@ package grpcapi
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"time"
 
@@ -47,7 +48,7 @@ func (a api) AcquireUpTo(ctx context.Context, q *pb.AcquireUpToRequest) (*pb.Par
 
 func (a api) Reserve(ctx context.Context, q *pb.ReserveRequest) (*pb.Reservation, error) {
 	d, err := a.service.Reserve(ctx, service.Request{
-		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId, Time: span(q.GetMaxWait()),
+		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId, Time: timeOf(q.GetMaxWait()),
 	})
 	like := decision(client.Decision{Allowed: d.Allowed, RetryAfter: d.Wait, ResetAfter: d.ResetAfter})
 	return &pb.Reservation{
@@ -56,11 +57,15 @@ func (a api) Reserve(ctx context.Context, q *pb.ReserveRequest) (*pb.Reservation
 	}, err
 }
 
-func span(d *durationpb.Duration) *time.Duration {
-	if d == nil {
+func timeOf(d *durationpb.Duration) *service.Time {
+	seconds := d.GetSeconds()
+	switch {
+	case d == nil:
 		return nil
+	case !d.IsValid() || seconds < -service.MaxTime || seconds > service.MaxTime:
+		return &service.Time{Text: fmt.Sprintf("%d seconds and %d nanoseconds", seconds, d.GetNanos())}
 	}
-	return new(d.AsDuration())
+	return &service.Time{Duration: d.AsDuration()}
 }
 
 func (a api) Charge(ctx context.Context, q *pb.Request) (*pb.Decision, error) {
@@ -84,7 +89,7 @@ func (a api) Refund(ctx context.Context, q *pb.RefundRequest) (*pb.Decision, err
 }
 
 func (a api) Pause(ctx context.Context, q *pb.PauseRequest) (*pb.Decision, error) {
-	return reply(a.service.Pause(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Time: span(q.GetPauseFor())}))
+	return reply(a.service.Pause(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Time: timeOf(q.GetPauseFor())}))
 }
 
 func (a api) Hold(ctx context.Context, q *pb.HoldRequest) (*pb.HoldDecision, error) {

@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// maxUnderWay is how many messages of a stream are answered at a time.
+// maxUnderWay is how many messages of a stream are answered at a time. A long message counts for several.
 const maxUnderWay = 100
 
 func (a api) AcquireMany(ctx context.Context, q *pb.AcquireManyRequest) (*pb.Answers, error) {
@@ -38,11 +38,12 @@ type acquireStream = grpc.BidiStreamingServer[pb.AcquireStreamRequest, pb.Acquir
 
 // AcquireStream answers messages side by side. It ends when all that it has begun to answer is answered.
 func (a api) AcquireStream(stream acquireStream) error {
-	messages := make(chan *pb.AcquireStreamRequest)
+	next, messages := make(chan struct{}), make(chan *pb.AcquireStreamRequest)
+	defer close(next)
 	var ended error // set before messages is closed
 	go func() {     // until the stream has no more messages, or the handler has returned
 		defer close(messages)
-		for {
+		for range next { // a message that was read and waits would take memory
 			q, err := stream.Recv()
 			if err != nil {
 				ended = err
@@ -59,13 +60,23 @@ func (a api) AcquireStream(stream acquireStream) error {
 	var answering sync.WaitGroup
 	defer answering.Wait()
 	var sending sync.Mutex
-	places := make(chan struct{}, maxUnderWay)
+	send := func(response any) {
+		sending.Lock()
+		defer sending.Unlock()
+		defer a.service.Unread(connectionOf(stream.Context())).Stop()
+		_ = stream.SendMsg(response) // an error ends the stream, and so Recv
+	}
+	underWay, sent := 0, make(chan int, maxUnderWay)
 	for {
-		select {
-		case places <- struct{}{}: // before the next message is read
-		case <-a.stopping:
-			return errStopping
+		for underWay >= maxUnderWay || len(sent) > 0 {
+			select {
+			case n := <-sent:
+				underWay -= n
+			case <-a.stopping:
+				return errStopping
+			}
 		}
+		next <- struct{}{}
 		select {
 		case q, ok := <-messages:
 			if !ok && errors.Is(ended, io.EOF) {
@@ -74,12 +85,16 @@ func (a api) AcquireStream(stream acquireStream) error {
 			if !ok {
 				return ended
 			}
+			place, err := place(stream.Context(), a.service, q)
+			if e, ok := errors.AsType[*service.Error](err); ok {
+				send(&pb.AcquireStreamResponse{Id: q.GetId(), Error: errorOf(e)}) // here, so that a client that does not read is read no further
+				continue
+			}
+			size := 1 + int(place.Memory()*maxUnderWay/service.RoomOfStream)
+			underWay += size
 			answering.Go(func() {
-				response := a.answer(stream.Context(), q)
-				sending.Lock()
-				_ = stream.Send(response) // an error ends the stream, and so Recv
-				sending.Unlock()
-				<-places
+				send(placed{a.answer(stream.Context(), q), place})
+				sent <- size
 			})
 		case <-a.stopping:
 			return errStopping

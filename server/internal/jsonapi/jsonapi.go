@@ -17,29 +17,51 @@ import (
 	"time"
 
 	"github.com/go-json-experiment/json"
+	"github.com/go-json-experiment/json/jsontext"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/auth"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
+// A call is one of the service, below /v1/.
+type call struct {
+	operation service.Operation
+	endpoint  func(*service.Service, service.Operation, int64) http.HandlerFunc
+}
+
+var calls = []call{
+	{service.Acquire, endpoint[request]((*service.Service).Acquire, NewDecision)},
+	{service.AcquireAll, endpoint[jointRequest]((*service.Service).AcquireAll, newJointDecision)},
+	{service.AcquireMany, endpoint[many[request]]((*service.Service).AcquireMany, newAnswers)},
+	{service.AcquireUpTo, endpoint[upToAlone]((*service.Service).AcquireUpTo, newPartialDecision)},
+	{service.AcquireUpToMany, endpoint[many[upTo]]((*service.Service).AcquireUpToMany, newAnswers)},
+	{service.Reserve, endpoint[reserve]((*service.Service).Reserve, newReservation)},
+	{service.Charge, endpoint[request]((*service.Service).Charge, NewDecision)},
+	{service.Settle, endpoint[request]((*service.Service).Settle, NewDecision)},
+	{service.Peek, endpoint[charge]((*service.Service).Peek, NewDecision)},
+	{service.PeekMany, endpoint[many[charge]]((*service.Service).PeekMany, newAnswers)},
+	{service.Refund, endpoint[refund]((*service.Service).Refund, NewDecision)},
+	{service.Pause, endpoint[pause]((*service.Service).Pause, NewDecision)},
+	{service.Hold, endpoint[hold]((*service.Service).Hold, newHoldDecision)},
+	{service.Renew, endpoint[holder]((*service.Service).Renew, newRenewal)},
+	{service.Release, endpoint[holder]((*service.Service).Release, newRelease)},
+}
+
 // Register adds s to mux, below /v1/. maxBytes bounds a request.
 func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
-	mux.Handle("/v1/acquire", endpoint[request](maxBytes, s.Acquire, NewDecision))
-	mux.Handle("/v1/acquire_all", endpoint[jointRequest](maxBytes, s.AcquireAll, newJointDecision))
-	mux.Handle("/v1/acquire_many", endpoint[many[request]](maxBytes, s.AcquireMany, newAnswers))
-	mux.Handle("/v1/acquire_up_to", endpoint[upToAlone](maxBytes, s.AcquireUpTo, newPartialDecision))
-	mux.Handle("/v1/acquire_up_to_many", endpoint[many[upTo]](maxBytes, s.AcquireUpToMany, newAnswers))
-	mux.Handle("/v1/reserve", endpoint[reserve](maxBytes, s.Reserve, newReservation))
-	mux.Handle("/v1/charge", endpoint[request](maxBytes, s.Charge, NewDecision))
-	mux.Handle("/v1/settle", endpoint[request](maxBytes, s.Settle, NewDecision))
-	mux.Handle("/v1/peek", endpoint[charge](maxBytes, s.Peek, NewDecision))
-	mux.Handle("/v1/peek_many", endpoint[many[charge]](maxBytes, s.PeekMany, newAnswers))
-	mux.Handle("/v1/refund", endpoint[refund](maxBytes, s.Refund, NewDecision))
-	mux.Handle("/v1/pause", endpoint[pause](maxBytes, s.Pause, NewDecision))
-	mux.Handle("/v1/hold", endpoint[hold](maxBytes, s.Hold, newHoldDecision))
-	mux.Handle("/v1/renew", endpoint[holder](maxBytes, s.Renew, newRenewal))
-	mux.Handle("/v1/release", endpoint[holder](maxBytes, s.Release, newRelease))
+	for _, c := range calls {
+		mux.Handle("/v1/"+string(c.operation), c.endpoint(s, c.operation, maxBytes))
+	}
+}
+
+// NoCall responds where there is none.
+func NoCall(w http.ResponseWriter, _ *http.Request) {
+	names := make([]string, len(calls))
+	for i, c := range calls {
+		names[i] = string(c.operation)
+	}
+	Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/" + strings.Join(names, ", ") + "."}.Write(w)
 }
 
 type bucket struct {
@@ -90,7 +112,7 @@ type reserve struct {
 }
 
 func (r reserve) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost, IdempotencyKey: r.IdempotencyKey, Time: duration(r.MaxWait)}
+	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost, IdempotencyKey: r.IdempotencyKey, Time: timeOf(r.MaxWait)}
 }
 
 type refund struct {
@@ -108,7 +130,7 @@ type pause struct {
 }
 
 func (r pause) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Time: duration(r.PauseFor)}
+	return service.Request{Policy: r.Policy, Key: r.Key, Time: timeOf(r.PauseFor)}
 }
 
 type holder struct {
@@ -133,6 +155,8 @@ type many[R asks[service.Request]] struct {
 	Requests []R `json:"requests"`
 }
 
+func (r many[R]) elements() int { return len(r.Requests) }
+
 func (r many[R]) service() []service.Request {
 	requests := make([]service.Request, len(r.Requests))
 	for i, one := range r.Requests {
@@ -146,50 +170,116 @@ type jointRequest struct {
 	IdempotencyKey *string  `json:"idempotency_key"`
 }
 
+func (r jointRequest) elements() int { return len(r.Charges) }
+
 func (r jointRequest) service() service.JointRequest {
 	return service.JointRequest{Charges: many[charge]{r.Charges}.service(), IdempotencyKey: r.IdempotencyKey}
 }
 
-// duration rounds to microseconds.
-func duration(seconds *float64) *time.Duration {
-	if seconds == nil {
+func timeOf(seconds *float64) *service.Time {
+	switch {
+	case seconds == nil:
 		return nil
+	case math.Abs(*seconds) > service.MaxTime:
+		return &service.Time{Text: strconv.FormatFloat(*seconds, 'g', -1, 64) + " seconds"}
 	}
-	const most = 1e9 // beyond what the database accepts
-	return new(time.Duration(math.Round(1e6*min(max(*seconds, -most), most))) * time.Microsecond)
+	return &service.Time{Duration: time.Duration(math.Round(1e6**seconds)) * time.Microsecond}
 }
 
 // asks is a request in JSON, which becomes one of the service.
 type asks[Q any] interface{ service() Q }
 
 // endpoint reads a request, and writes the answer or a [Problem].
-func endpoint[R asks[Q], Q, D, A any](maxBytes int64, ask func(context.Context, Q) (D, error), convert func(D) A) http.HandlerFunc {
-	return func(w http.ResponseWriter, r *http.Request) {
-		if !isPost(w, r) {
-			return
+func endpoint[R asks[Q], Q, D, A any](ask func(*service.Service, context.Context, Q) (D, error), convert func(D) A) func(*service.Service, service.Operation, int64) http.HandlerFunc {
+	return func(s *service.Service, operation service.Operation, maxBytes int64) http.HandlerFunc {
+		return func(w http.ResponseWriter, r *http.Request) {
+			if !isPost(w, r) {
+				return
+			}
+			var q R
+			size := service.Size{Operation: operation}
+			// This reader rejects invalid UTF-8, lone surrogates, duplicate names, and text after the object. encoding/json would
+			// change such text, and so charge another bucket.
+			err := json.UnmarshalRead(counting{http.MaxBytesReader(w, r.Body, maxBytes), &size.Bytes}, &q, json.RejectUnknownMembers(true), json.WithUnmarshalers(wholeNumbers))
+			if err != nil {
+				Unreadable(err).Write(w)
+				return
+			}
+			if list, ok := any(q).(interface{ elements() int }); ok {
+				size.Elements = list.elements()
+			}
+			place, err := s.Place(nil, size)
+			if err != nil {
+				NewProblem(err).Write(w)
+				return
+			}
+			defer place.Leave()
+			d, err := ask(s, r.Context(), q.service())
+			if err != nil {
+				NewProblem(err).Write(w)
+				return
+			}
+			text, err := json.Marshal(convert(d))
+			if err != nil {
+				NewProblem(err).Write(w)
+				return
+			}
+			w.Header().Set("Content-Type", "application/json")
+			_, _ = w.Write(append(text, '\n')) // who has left needs no answer
 		}
-		var q R
-		// This reader rejects invalid UTF-8, lone surrogates, duplicate names, and text after the object. encoding/json would
-		// change such text, and so charge another bucket.
-		err := json.UnmarshalRead(http.MaxBytesReader(w, r.Body, maxBytes), &q, json.RejectUnknownMembers(true))
-		if err != nil {
-			Unreadable(err).Write(w)
-			return
-		}
-		d, err := ask(r.Context(), q.service())
-		if err != nil {
-			NewProblem(err).Write(w)
-			return
-		}
-		text, err := json.Marshal(convert(d))
-		if err != nil {
-			NewProblem(err).Write(w)
-			return
-		}
-		w.Header().Set("Content-Type", "application/json")
-		_, _ = w.Write(append(text, '\n')) // who has left needs no answer
 	}
 }
+
+// A counting reader counts its bytes.
+type counting struct {
+	io.Reader
+	bytes *int
+}
+
+func (c counting) Read(p []byte) (n int, err error) {
+	n, err = c.Reader.Read(p)
+	*c.bytes += n
+	return n, err
+}
+
+// wholeNumbers reads whole numbers in every form that JSON has: 1, 1.0 and 10e-1.
+var wholeNumbers = json.UnmarshalFromFunc(func(from *jsontext.Decoder, to *int64) error {
+	if from.PeekKind() != '0' {
+		return errors.ErrUnsupported
+	}
+	value, err := from.ReadValue()
+	if err != nil {
+		return err
+	}
+	n, isWhole := whole(string(value))
+	if !isWhole {
+		return fraction(value.String())
+	}
+	*to = n
+	return nil
+})
+
+// whole returns a number of JSON, unless it has a fraction or more than 64 bits.
+func whole(text string) (n int64, isWhole bool) {
+	mantissa, exponent, _ := strings.Cut(strings.ToLower(text), "e")
+	before, after, _ := strings.Cut(mantissa, ".")
+	digits := strings.TrimRight(before+after, "0")
+	if strings.Trim(digits, "-0") == "" {
+		return 0, true
+	}
+	shift, err := strconv.Atoi(cmp.Or(exponent, "0"))
+	zeros := len(before) + shift - len(digits)
+	if err != nil || zeros < 0 || zeros > 18 {
+		return 0, false
+	}
+	n, err = strconv.ParseInt(digits+strings.Repeat("0", zeros), 10, 64)
+	return n, err == nil
+}
+
+// A fraction is a number that is not whole, or too large.
+type fraction string
+
+func (f fraction) Error() string { return "a whole number is needed" }
 
 func isPost(w http.ResponseWriter, r *http.Request) bool {
 	if r.Method == http.MethodPost {
@@ -220,7 +310,25 @@ func Unreadable(err error) Problem {
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
 		return Problem{Title: "the request did not arrive in time", Status: http.StatusRequestTimeout}
 	}
+	if number, ok := errors.AsType[fraction](err); ok {
+		return NewProblem(invalidNumber(err, number))
+	}
 	return Problem{Title: "the request is not the JSON object of this call", Status: http.StatusBadRequest, Detail: whatIsWrong(err)}
+}
+
+// invalidNumber names the argument, such as cost, or requests[1].cost.
+func invalidNumber(err error, number fraction) *service.Error {
+	var semantic *json.SemanticError
+	errors.As(err, &semantic)
+	path, name := "", ""
+	for name = range semantic.JSONPointer.Tokens() {
+		if _, err := strconv.Atoi(name); err == nil {
+			path += "[" + name + "]"
+		} else {
+			path += "." + name
+		}
+	}
+	return service.Invalid("invalid "+name, fmt.Sprintf("%s is %s.", strings.TrimPrefix(path, "."), string(number)), "Send a whole number.")
 }
 
 // whatIsWrong describes a decoding error without the names of Go.

@@ -2,12 +2,16 @@ package jsonapi_test
 
 import (
 	"encoding/json"
+	"errors"
 	"maps"
 	"math"
+	"math/big"
 	"net/http"
 	"net/http/httptest"
+	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -26,7 +30,7 @@ var paths = []string{"/v1/acquire", "/v1/acquire_all", "/v1/charge", "/v1/settle
 type body struct {
 	charge
 	IdempotencyKey *string  `json:"idempotency_key"`
-	Amount         int64    `json:"amount"`
+	Amount         whole    `json:"amount"`
 	Charges        []charge `json:"charges"`
 	Requests       []charge `json:"requests"`
 }
@@ -41,7 +45,23 @@ type response struct {
 type charge struct {
 	Policy string `json:"policy"`
 	Key    string `json:"key"`
-	Cost   *int64 `json:"cost"`
+	Cost   *whole `json:"cost"`
+}
+
+// A whole number is written in any form.
+type whole int64
+
+func (n *whole) UnmarshalJSON(text []byte) error {
+	var plain float64
+	if err := json.Unmarshal(text, &plain); err != nil || math.Abs(plain) > math.MaxInt64 {
+		return errors.New("no number")
+	}
+	r, ok := new(big.Rat).SetString(string(text))
+	if !ok || !r.IsInt() || !r.Num().IsInt64() {
+		return errors.New("not whole")
+	}
+	*n = whole(r.Num().Int64())
+	return nil
 }
 
 type bucket struct{ policy, key string }
@@ -57,7 +77,7 @@ func (c charge) cost() int64 {
 	if c.Cost == nil {
 		return 1
 	}
-	return *c.Cost
+	return int64(*c.Cost)
 }
 
 // FuzzBodies posts whatever bytes there are to each path, twice, for buckets that do not refill. What is granted has been
@@ -76,6 +96,8 @@ func FuzzBodies(f *testing.F) {
 		`{"policy":"p","key":"k","key":"l"}`,
 		`{"policy":"p","Key":"k"}`,
 		`{"policy":"p","key":"k","cost":1e1}`,
+		`{"policy":"p","key":"k","cost":0.02e2,"amount":1.0,"at_most":20e-1}`,
+		`{"policy":"p","key":"k","cost":1.5,"amount":1e99999999999,"at_most":1e-99999999999}`,
 		`{"policy":"p","key":"k","cost":null,"idempotency_key":null} `,
 		`{"requests":[{"policy":"p","key":"k","cost":6},{"policy":"p","key":"k","cost":6},{"policy":"nobody","key":"k"},{"key":"l"}]}`,
 		`{"requests":[{"policy":"p","key":"k","idempotency_key":"i"},{"policy":"p","key":"k","idempotency_key":"i"}]}`,
@@ -153,11 +175,96 @@ func (q body) pay(path string, levels map[bucket]int64, got response) {
 		levels[b] = max(floor, levels[b]-q.cost())
 	case "/v1/refund":
 		capacity := map[string]int64{"p": 10, service.DefaultPolicy: 5}[b.policy]
-		levels[b] = min(capacity, levels[b]+min(q.Amount, math.MaxInt64-capacity))
+		levels[b] = min(capacity, levels[b]+min(int64(q.Amount), math.MaxInt64-capacity))
 	case "/v1/acquire_all":
 		for _, c := range q.Charges {
 			levels[c.bucket()] -= c.cost()
 		}
+	}
+}
+
+// A number is whole by what it is worth. One that is not is refused with the name of its argument.
+func TestNumbers_AreWholeInAnyForm(t *testing.T) {
+	t.Parallel()
+	post := func(path, body, number string) *httptest.ResponseRecorder {
+		fake := clienttest.New(func() time.Time { return time.Date(2030, 1, 1, 12, 0, 0, 0, time.UTC) })
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: client.Zero, Every: time.Second}))
+		mux := http.NewServeMux()
+		jsonapi.Register(mux, service.New(fake, service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}, func(service.Call) {}), 10_000)
+		w := httptest.NewRecorder()
+		mux.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/"+path, strings.NewReader(strings.ReplaceAll(body, "N", number))))
+		return w
+	}
+	for path, body := range map[string]string{
+		"acquire": `{"policy":"p","key":"k","cost":N}`, "charge": `{"policy":"p","key":"k","cost":N}`, "peek": `{"policy":"p","key":"k","cost":N}`,
+		"reserve": `{"policy":"p","key":"k","max_wait":1,"cost":N}`, "settle": `{"policy":"p","key":"k","idempotency_key":"i","cost":N}`, "hold": `{"policy":"p","key":"k","holder":"h","cost":N}`,
+		"refund": `{"policy":"p","key":"k","amount":N}`, "acquire_up_to": `{"policy":"p","key":"k","at_most":N}`,
+		"acquire_many": `{"requests":[{"policy":"p","key":"k"},{"policy":"p","key":"k","cost":N}]}`, "peek_many": `{"requests":[{"policy":"p","key":"k","cost":N}]}`,
+		"acquire_up_to_many": `{"requests":[{"policy":"p","key":"k","at_most":N}]}`, "acquire_all": `{"charges":[{"policy":"p","key":"k","cost":N}]}`,
+	} {
+		argument := regexp.MustCompile(`"(\w+)":N`).FindStringSubmatch(body)[1]
+		for number, plain := range map[string]string{
+			"1.0": "1", "1e0": "1", "1E+0": "1", "10e-1": "1", "0.01e2": "1", "1.000000000000000000000": "1", "-0.0": "0", "0e99999999999": "0", "-20e-1": "-2",
+			"9223372036854775807.0": "9223372036854775807", "922337203685477580.7e1": "9223372036854775807", "1e18": "1000000000000000000",
+		} {
+			got, want := post(path, body, number), post(path, body, plain)
+			require.Equal(t, []any{want.Code, want.Body.String()}, []any{got.Code, got.Body.String()}, "%s %s", path, number)
+		}
+		for _, number := range []string{"1.5", "1e-1", "0.1e0", "1e19", "9223372036854775808", "9007199254740993.5", "1e99999999999999999999", "1e-99999999999999999999"} {
+			w := post(path, body, number)
+			require.Equal(t, http.StatusUnprocessableEntity, w.Code, "%s %s: %s", path, number, w.Body)
+			require.Contains(t, w.Body.String(), `"title":"invalid `+argument+`"`)
+			require.Contains(t, w.Body.String(), argument+" is "+number+`."`)
+			require.Contains(t, w.Body.String(), `"sqlstate":"22023"`)
+		}
+	}
+}
+
+// A slow client reads when it may.
+type slow struct {
+	*httptest.ResponseRecorder
+	writing, may chan struct{}
+}
+
+func (s slow) Write(text []byte) (int, error) {
+	s.writing <- struct{}{}
+	<-s.may
+	return s.ResponseRecorder.Write(text)
+}
+
+// Long answers that are not read take room, of which there is as much as the server can spare.
+func TestUnread_LongAnswersTakeRoomUntilTheyAreRead(t *testing.T) {
+	t.Parallel()
+	mux := http.NewServeMux()
+	jsonapi.Register(mux, service.New(clienttest.New(time.Now), service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}, func(service.Call) {}), 1<<20)
+	for path, body := range map[string]string{"acquire_many": `{"requests":[L]}`, "peek_many": `{"requests":[L]}`} {
+		body = strings.Replace(body, "L", strings.Repeat(`{"policy":"p","key":"k"},`, 999)+`{"policy":"p","key":"k"}`, 1)
+		post := func(w http.ResponseWriter, body string) {
+			mux.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/"+path, strings.NewReader(body)))
+		}
+		may := make(chan struct{})
+		var clients sync.WaitGroup
+		for n := 0; ; n++ {
+			w := slow{httptest.NewRecorder(), make(chan struct{}), may}
+			clients.Go(func() { post(w, body) })
+			<-w.writing
+			if w.Code == http.StatusServiceUnavailable {
+				require.Greater(t, n, 30)
+				break
+			}
+			require.Less(t, n, 64)
+		}
+		refused, short := httptest.NewRecorder(), httptest.NewRecorder()
+		post(refused, body)
+		require.Equal(t, http.StatusServiceUnavailable, refused.Code)
+		require.Contains(t, refused.Body.String(), "too many calls under way")
+		post(short, `{"requests":[{"policy":"p","key":"k"}]}`)
+		require.Equal(t, http.StatusOK, short.Code, "a short answer takes none")
+		close(may)
+		clients.Wait()
+		again := httptest.NewRecorder()
+		post(again, body)
+		require.Equal(t, http.StatusOK, again.Code)
 	}
 }
 

@@ -13,11 +13,13 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
 // connections is the size of a pool, unless its URL has pool_max_conns.
@@ -217,6 +219,8 @@ func check(ctx context.Context, db *pgxpool.Pool) error {
 	switch {
 	case errors.Is(err, client.ErrWrongShard):
 		return err
+	case isRefusedBy(err, "08P01"):
+		return fmt.Errorf("%w: %s: %w", errNoAnswer, service.PoolerRemedy, err)
 	case err != nil:
 		return fmt.Errorf("%w: %w", errNoAnswer, err)
 	case !s.isInstalled:
@@ -229,6 +233,11 @@ func check(ctx context.Context, db *pgxpool.Pool) error {
 		return errors.New("the database is read-only")
 	}
 	return nil
+}
+
+func isRefusedBy(err error, sqlState string) bool {
+	refusal, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && refusal.Code == sqlState
 }
 
 // definePolicy defines a policy unless it exists. Servers that start together take turns.

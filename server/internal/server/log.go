@@ -2,53 +2,89 @@ package server
 
 import (
 	"bytes"
+	"context"
 	"log"
 	"log/slog"
 	"strings"
-	"sync/atomic"
+	"sync"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// A seldom allows an act at most once in each interval.
+// mostLines is how many different lines a log writes in an interval. Callers choose the names in some.
+const mostLines = 100
+
+// A seldom log writes a line once in each interval, and tells when there are too many.
 type seldom struct {
+	log   *slog.Logger
+	level slog.Level
 	every time.Duration
-	last  atomic.Int64 // nanoseconds since 1970
+
+	mu      sync.Mutex
+	begun   time.Time
+	written map[string]bool // in this interval
 }
 
-func (s *seldom) may(now time.Time) bool {
-	last := s.last.Load()
-	since := now.UnixNano() - last
-	return (since < 0 || since >= int64(s.every)) && s.last.CompareAndSwap(last, now.UnixNano())
+// write writes a message with facts, which are names and texts in turns.
+func (s *seldom) write(now time.Time, message string, facts ...string) {
+	line := strings.Join(facts, "\x00")
+	s.mu.Lock()
+	if since := now.Sub(s.begun); since < 0 || since >= s.every {
+		s.begun, s.written = now, map[string]bool{}
+	}
+	isNew, isLast := !s.written[line] && len(s.written) < mostLines, false
+	if isNew {
+		s.written[line] = true
+		isLast = len(s.written) == mostLines
+	}
+	s.mu.Unlock()
+	if !isNew {
+		return
+	}
+	args := []any{}
+	for i := 0; i < len(facts); i += 2 {
+		args = append(args, facts[i], facts[i+1])
+	}
+	if isLast {
+		message += "; no more are logged before " + s.begun.Add(s.every).UTC().Format(time.TimeOnly)
+	}
+	s.log.Log(context.Background(), s.level, message, args...)
 }
 
 // A callLog logs what callers learn little of: errors of the server and its database, requests that match no rule, and unknown
-// policies. The metrics count all of them.
+// policies. Each line is logged once in its interval. The metrics count all.
 type callLog struct {
-	log                        *slog.Logger
 	now                        func() time.Time
 	faults, unmatched, unknown seldom
 }
 
 func newCallLog(log *slog.Logger, now func() time.Time) *callLog {
-	return &callLog{log: log, now: now, faults: seldom{every: time.Second}, unmatched: seldom{every: time.Minute}, unknown: seldom{every: time.Minute}}
+	return &callLog{
+		now:       now,
+		faults:    seldom{log: log, level: slog.LevelError, every: time.Second},
+		unmatched: seldom{log: log, level: slog.LevelWarn, every: time.Minute},
+		unknown:   seldom{log: log, level: slog.LevelWarn, every: time.Minute},
+	}
 }
 
 func (l *callLog) observe(call service.Call) {
 	switch err := call.Err; {
-	case call.Unmatched != nil:
-		if l.unmatched.may(l.now()) {
-			domain, keys := call.Unmatched()
-			l.log.Warn("no rule is about a request, which has passed; others like it are not logged for a minute", "domain", clip(domain), "keys", clip(keys))
-		}
+	case call.Result == service.NoRule:
+		l.unmatched.write(l.now(), "no rule is about a request, which has passed", "domain", clip(call.Domain), "keys", clip(call.Keys))
 	case err == nil || err.Kind == service.Canceled:
 	case err.Kind == service.UnknownPolicy:
-		if l.unknown.may(l.now()) {
-			l.log.Warn("a request is for a policy that is not there; others like it are not logged for a minute", "operation", string(call.Operation), "detail", clip(err.Detail))
+		l.unknown.write(l.now(), "a request is for a policy that is not there", "detail", clip(err.Detail))
+	case !err.Kind.IsRefusal():
+		cause := ""
+		if err.Unwrap() != nil {
+			cause = err.Unwrap().Error()
 		}
-	case !err.Kind.IsRefusal() && l.faults.may(l.now()):
-		l.log.Error("call failed", "operation", string(call.Operation), "reason", err.Kind.Reason(), "sqlstate", err.SQLState, "error", err.Unwrap())
+		facts := []string{"operation", string(call.Operation), "reason", err.Kind.Reason(), "sqlstate", err.SQLState, "error", cause}
+		if remedy := err.Remedy(); remedy != "" {
+			facts = append(facts, "remedy", remedy)
+		}
+		l.faults.write(l.now(), "call failed", facts...)
 	}
 }
 

@@ -124,8 +124,6 @@ func TestJSON_MalformedRequests(t *testing.T) {
 		"a name in capitals":      `{"policy":"api","Key":"k"}`,
 		"a name that comes twice": `{"policy":"api","key":"k","key":"l"}`,
 		"a cost in quotes":        `{"policy":"api","key":"k","cost":"5"}`,
-		"half a token":            `{"policy":"api","key":"k","cost":0.5}`,
-		"an immense cost":         `{"policy":"api","key":"k","cost":9223372036854775808}`,
 		"a key that is a number":  `{"policy":"api","key":5}`,
 		"text that is not UTF-8":  "{\"policy\":\"api\",\"key\":\"\xff\"}",
 		"half a surrogate":        `{"policy":"api","key":"\ud800"}`,

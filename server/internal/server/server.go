@@ -32,10 +32,12 @@ import (
 )
 
 const (
-	maxHeaderBytes = 16 << 10
-	arrival        = 5 * time.Second // of a connection's first bytes, and of a request's header
-	lastMetrics    = 5 * time.Second // to send them to a collector when the server stops
-	idle           = 5 * time.Minute // after which a connection without calls is closed
+	maxHeaderBytes   = 16 << 10
+	streamWindow     = 64 << 10 // bytes of a stream that are received before they are read
+	connectionWindow = 1 << 20
+	arrival          = 5 * time.Second // of a connection's first bytes, and of a request's header
+	lastMetrics      = 5 * time.Second // to send them to a collector when the server stops
+	idle             = 5 * time.Minute // after which a connection without calls is closed
 )
 
 // A limiter is closed when the server stops.
@@ -146,8 +148,12 @@ func (s *Server) limits() service.Limits {
 		Calls:          s.config.MaxCalls,
 		OwnConnections: max(1, min(connections/2, connections-s.config.SharedConnections())),
 		Time:           s.config.CallTimeout,
+		ReadTime:       s.readTime(),
 	}
 }
+
+// readTime is the longest time until an answer is read.
+func (s *Server) readTime() time.Duration { return 2 * (arrival + s.config.CallTimeout) }
 
 func (s *Server) listen() error {
 	c := s.config
@@ -171,7 +177,7 @@ func (s *Server) listen() error {
 	}
 	if s.grpcListener != nil {
 		s.grpc = s.newGRPC()
-		s.serve("gRPC", s.grpcListener, func() error { return s.grpc.Serve(s.grpcListener) })
+		s.serve("gRPC", s.grpcListener, func() error { return s.grpc.Serve(grpcapi.Listen(s.grpcListener, s.service)) })
 	}
 	if s.httpListener != nil {
 		s.http = s.newHTTP()
@@ -210,6 +216,8 @@ func (s *Server) newGRPC() *grpc.Server {
 		grpc.MaxRecvMsgSize(c.MaxMessageBytes),
 		grpc.MaxConcurrentStreams(uint32(c.MaxStreams)),
 		grpc.MaxHeaderListSize(maxHeaderBytes),
+		grpc.StaticStreamWindowSize(streamWindow),
+		grpc.StaticConnWindowSize(connectionWindow),
 		grpc.ConnectionTimeout(arrival),
 		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: idle, Time: time.Minute}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 10 * time.Second, PermitWithoutStream: true}),
@@ -218,7 +226,7 @@ func (s *Server) newGRPC() *grpc.Server {
 	if c.TLS != nil {
 		options = append(options, grpc.Creds(credentials.NewTLS(c.TLS.Clone())))
 	}
-	server := grpc.NewServer(options...)
+	server := grpc.NewServer(append(options, grpcapi.BoundUnread(s.service)...)...)
 	grpcapi.Register(server, s.service, s.stopping.Done())
 	if s.envoy != nil {
 		envoy.Register(server, s.envoy)
@@ -235,9 +243,7 @@ func (s *Server) newHTTP() *http.Server {
 	if s.envoy != nil {
 		calls.Handle("/json", envoy.Handler(s.envoy, int64(c.MaxMessageBytes)))
 	}
-	calls.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
-		jsonapi.Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/acquire, acquire_all, acquire_many, acquire_up_to, acquire_up_to_many, reserve, charge, settle, peek, peek_many, refund and pause."}.Write(w)
-	})
+	calls.HandleFunc("/", jsonapi.NoCall)
 	local := func(next http.Handler) http.Handler { return next } // health tells strangers nothing, and the page sees to itself
 	if len(c.Tokens) == 0 && s.httpListener.Addr().(*net.TCPAddr).IP.IsLoopback() {
 		local = jsonapi.UnderNoName
@@ -260,7 +266,7 @@ func (s *Server) newHTTP() *http.Server {
 		Handler:           endAfterChunks(sameOrigin.Handler(all)),
 		ReadHeaderTimeout: arrival,
 		ReadTimeout:       arrival + c.CallTimeout,
-		WriteTimeout:      2 * (arrival + c.CallTimeout),
+		WriteTimeout:      s.readTime(),
 		IdleTimeout:       idle,
 		MaxHeaderBytes:    maxHeaderBytes,
 		ErrorLog:          newConnectionLog(s.log),

@@ -18,9 +18,29 @@ type Request struct {
 	Key            string
 	Cost           *int64
 	IdempotencyKey *string
-	Holder         string         // of slots
-	AtLeast        *int64         // of AcquireUpTo, which takes at most Cost
-	Time           *time.Duration // the longest wait of Reserve; the length of a Pause
+	Holder         string // of slots
+	AtLeast        *int64 // of AcquireUpTo, which takes at most Cost
+	Time           *Time  // the longest wait of Reserve; the length of a Pause
+}
+
+// A Time is one that a caller gives. One that the database accepts nowhere has a Text, as the caller wrote it.
+type Time struct {
+	time.Duration
+	Text string
+}
+
+// MaxTime bounds the times that have no Text, in seconds.
+const MaxTime = 1e9
+
+// checkTime returns the error of a Time that is not sent to the database.
+func (r Request) checkTime(argument string) error {
+	switch {
+	case r.Time == nil:
+		return missing(argument)
+	case r.Time.Text != "":
+		return Invalid("invalid "+argument, fmt.Sprintf("%s is %s.", argument, r.Time.Text), "Give at most 365 days.")
+	}
+	return nil
 }
 
 // A JointRequest is about several buckets. Its charges have no idempotency keys of their own.
@@ -113,13 +133,13 @@ func (s *Service) AcquireUpTo(ctx context.Context, r Request) (d client.PartialD
 // Reserve takes Cost tokens, or 1, if the bucket will have them within Time.
 func (s *Service) Reserve(ctx context.Context, r Request) (d client.Reservation, err error) {
 	_, err = s.one(ctx, Reserve, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
-		switch {
-		case r.Time == nil:
-			return client.Decision{}, missing("max_wait")
-		case *r.Time%time.Microsecond != 0:
-			return client.Decision{}, Invalid("invalid max_wait", fmt.Sprintf("max_wait is %v.", *r.Time), "Wait for whole microseconds, up to 365 days.")
+		if err := r.checkTime("max_wait"); err != nil {
+			return client.Decision{}, err
 		}
-		d, err = s.limiter.Reserve(ctx, policy, r.Key, *r.Time, r.options()...)
+		if r.Time.Duration%time.Microsecond != 0 {
+			return client.Decision{}, Invalid("invalid max_wait", fmt.Sprintf("max_wait is %v.", r.Time.Duration), "Wait for whole microseconds, up to 365 days.")
+		}
+		d, err = s.limiter.Reserve(ctx, policy, r.Key, r.Time.Duration, r.options()...)
 		return client.Decision{Allowed: d.Allowed, Replayed: d.Replayed, Shadowed: d.Shadowed}, err
 	})
 	return d, err
@@ -158,10 +178,10 @@ func (s *Service) Refund(ctx context.Context, r Request) (client.Decision, error
 // Pause stops the bucket for Time.
 func (s *Service) Pause(ctx context.Context, r Request) (client.Decision, error) {
 	return s.one(ctx, Pause, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
-		if r.Time == nil {
-			return client.Decision{}, missing("pause_for")
+		if err := r.checkTime("pause_for"); err != nil {
+			return client.Decision{}, err
 		}
-		return s.limiter.Pause(ctx, policy, r.Key, *r.Time)
+		return s.limiter.Pause(ctx, policy, r.Key, r.Time.Duration)
 	})
 }
 
@@ -212,8 +232,8 @@ type Call struct {
 	Err      *Error // nil if there was a decision
 	Duration time.Duration
 
-	// Unmatched returns the domain and the keys of a request of Envoy's that no rule matches, for the log. Other calls have nil.
-	Unmatched func() (domain, keys string)
+	// Domain and Keys are those of a request of Envoy's that no rule matches.
+	Domain, Keys string
 }
 
 // NoRule is the Result of a request of Envoy's that no rule matches: it is allowed, without a limit.

@@ -174,6 +174,8 @@ func kindOf(ctx context.Context, err error, pgErr *pgconn.PgError) Kind {
 		}
 	}
 	switch {
+	case errors.Is(err, client.ErrWrongShard):
+		return Internal
 	case errors.Is(ctx.Err(), context.Canceled):
 		return Canceled
 	case ctx.Err() != nil:
@@ -186,12 +188,30 @@ func kindOf(ctx context.Context, err error, pgErr *pgconn.PgError) Kind {
 		return Contended
 	case "57014": // query_canceled, by a statement_timeout
 		return DeadlineExceeded
-	case "25006": // read_only_sql_transaction: this is not the primary
+	case "25006", "0A000": // read_only_sql_transaction, and of an ephemeral policy feature_not_supported: this is not the primary
 		return Unavailable
 	}
 	switch pgErr.Code[:min(2, len(pgErr.Code))] {
-	case "08", "28", "3D", "53", "57": // connection, authorization, no such database, resources, shutdown
+	case "22": // data
+		return InvalidArgument
+	case "08", "28", "3D", "53", "57", "58", "XX": // connection, authorization, no such database, resources, shutdown, system, internal
 		return Unavailable
 	}
 	return Internal
 }
+
+// Remedy returns what whoever runs the server can do, if the cause does not have it.
+func (e *Error) Remedy() string {
+	switch e.SQLState {
+	case "42883", "42P01", "42703", "3F000":
+		return "run pgratelimit install in this database, or put its schema on search_path"
+	case "28000", "28P01", "3D000":
+		return "correct user, password or database in the URL"
+	case "08P01":
+		return PoolerRemedy
+	}
+	return ""
+}
+
+// PoolerRemedy is for a pooler that refuses a setting at the start of a session.
+const PoolerRemedy = "behind a pooler that refuses lock_timeout set LOCK_TIMEOUT=0"

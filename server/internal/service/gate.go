@@ -51,8 +51,8 @@ func (s *Service) Admit(ctx context.Context, charges []GateCharge, blocked bool)
 }
 
 // Unmatched observes a request that no rule of the gate matches.
-func (s *Service) Unmatched(asked func() (domain, keys string)) {
-	s.observe(Call{Operation: Gate, Result: NoRule, Unmatched: asked})
+func (s *Service) Unmatched(domain, keys string) {
+	s.observe(Call{Operation: Gate, Result: NoRule, Domain: domain, Keys: keys})
 }
 
 func (s *Service) admit(ctx context.Context, charges []GateCharge, blocked bool) (d client.JointDecision, err error) {

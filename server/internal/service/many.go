@@ -10,8 +10,8 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// maxRequests of one call: as many as a request of AcquireAll has charges. They make four calls to the database.
-const maxRequests = 1000
+// MaxRequests of one call: as many as a request of AcquireAll has charges. They make four calls to the database.
+const MaxRequests = 1000
 
 // An Answer is to one of several requests.
 type Answer struct {
@@ -118,10 +118,10 @@ func (s *Service) some(ctx context.Context, o Operation, shard *shard, requests 
 
 func (s *Service) checkCount(o Operation, requests []Request) error {
 	n := len(requests)
-	if 0 < n && n <= maxRequests {
+	if 0 < n && n <= MaxRequests {
 		return nil
 	}
-	err := Invalid("invalid requests", fmt.Sprintf("requests has %d elements.", n), fmt.Sprintf("Send 1 to %d requests in a call.", maxRequests))
+	err := Invalid("invalid requests", fmt.Sprintf("requests has %d elements.", n), fmt.Sprintf("Send 1 to %d requests in a call.", MaxRequests))
 	s.finish(Call{Operation: o, Err: err}, time.Now(), client.Decision{})
 	return err
 }

@@ -40,6 +40,9 @@ type Limits struct {
 
 	// Time is the longest time of a call.
 	Time time.Duration
+
+	// ReadTime is the longest time until a long answer is read. Then its connection is closed.
+	ReadTime time.Duration
 }
 
 // A Service answers calls. Its methods return a decision, or an *[Error].
@@ -48,6 +51,7 @@ type Service struct {
 	limits  Limits
 	observe func(Call)
 	shards  []shard
+	room    room
 }
 
 // A shard counts its calls under way.

@@ -2,10 +2,15 @@ package service_test
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
 	"io"
 	"math"
+	"os"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -99,6 +104,102 @@ func TestErrors_HaveAKind(t *testing.T) {
 		for drained := false; !drained; { // those that it was not tried again for
 			_, err := s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"})
 			drained = err == nil
+		}
+	}
+}
+
+// The table of middlewares holds for the server, too: an error is an error. The request's fault is told to its caller, set-up to the
+// log, with its sqlstate to the caller, and a database that is away may be asked again.
+func TestErrors_OfTheTableOfMiddlewares(t *testing.T) {
+	t.Parallel()
+	text := kit.NoError(os.ReadFile("../../../client/testdata/failures.json"))(t)
+	var rows []struct{ Error, Kind string }
+	require.NoError(t, json.Unmarshal(text, &rows))
+	require.Greater(t, len(rows), 40)
+	named := map[string]error{
+		"program": errors.New("made up"), "wrong shard": client.ErrWrongShard, "timeout": context.DeadlineExceeded, "refused": syscall.ECONNREFUSED,
+		"lost": io.ErrUnexpectedEOF, "overloaded": client.ErrOverloaded, "closed": client.ErrClosed,
+	}
+	for _, row := range rows {
+		cause, isNamed := named[row.Error]
+		if !isNamed {
+			require.Len(t, row.Error, 5)
+			cause = &pgconn.PgError{Code: row.Error, Message: "made up"}
+		}
+		fake, seen := newFake(t), &recorder{}
+		fake.FailAll(cause)
+		s := service.New(fake, roomy, seen.observe)
+		for name, ask := range map[string]func() error{
+			"acquire": func() error { return kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})) },
+			"gate": func() error {
+				return kit.ErrorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false))
+			},
+		} {
+			var e *service.Error
+			require.ErrorAs(t, ask(), &e, "%s: %s", row.Error, name)
+			require.Equal(t, client.ResultError, seen.last().Result)
+			require.NotEqual(t, codes.OK, e.Kind.Code())
+			require.ErrorIs(t, e, cause, "for the log")
+			switch {
+			case row.Kind == "fault" && !isNamed:
+				require.True(t, e.Kind.IsRefusal(), row.Error)
+				require.Contains(t, []int{404, 409, 422}, e.Kind.Status(), row.Error)
+			case row.Kind == "setup":
+				require.Equal(t, service.Internal, e.Kind, row.Error)
+				require.Equal(t, []any{500, row.Error}, []any{e.Kind.Status(), e.SQLState})
+			default:
+				require.Contains(t, []int{500, 503, 504}, e.Kind.Status(), row.Error)
+			}
+			if row.Kind == "away" {
+				require.NotEqual(t, 500, e.Kind.Status(), row.Error)
+			}
+		}
+	}
+}
+
+// A renewal is allowed if the holder held, and only then.
+func TestObserve_ARenewalOfNobodyIsNotAllowed(t *testing.T) {
+	t.Parallel()
+	var seen recorder
+	s := service.New(newFake(t), roomy, seen.observe)
+	for name, ask := range map[string]func(service.Request) error{
+		"renew": func(r service.Request) error { return kit.ErrorOf(s.Renew(t.Context(), r)) }, "release": func(r service.Request) error { return kit.ErrorOf(s.Release(t.Context(), r)) },
+	} {
+		request := service.Request{Policy: "jobs", Key: name, Holder: "h"}
+		require.NoError(t, ask(request))
+		require.Equal(t, client.ResultDenied, seen.last().Result, seen.last().Operation)
+		require.NoError(t, kit.ErrorOf(s.Hold(t.Context(), request)))
+		require.NoError(t, ask(request))
+		require.Equal(t, client.ResultAllowed, seen.last().Result, seen.last().Operation)
+	}
+}
+
+// An at_most that is missing is refused, as in AcquireUpTo, and takes nothing.
+func TestAcquireUpToMany_NeedsAtMost(t *testing.T) {
+	t.Parallel()
+	fake := newFake(t)
+	s := service.New(fake, roomy, func(service.Call) {})
+	answers := kit.NoError(s.AcquireUpToMany(t.Context(), []service.Request{{Policy: "api", Key: "k", Cost: new(int64(1))}, {Policy: "api", Key: "k"}}))(t)
+	require.Nil(t, answers[0].Err)
+	requireKind(t, service.InvalidArgument, answers[1].Err)
+	require.Contains(t, answers[1].Err.Error(), "requests[1].at_most is ")
+	require.EqualValues(t, 9, left(t, fake, "api", "k"))
+}
+
+// An error names the request by its number in the call, and not by that among the requests of its shard.
+func TestMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
+	t.Parallel()
+	limits := roomy
+	limits.Shards = 2
+	s := service.New(newFake(t), limits, func(service.Call) {})
+	var requests []service.Request
+	for i := range 20 {
+		requests = append(requests, service.Request{Policy: "api", Key: fmt.Sprint(i), Cost: new(int64(-1))})
+	}
+	for name, ask := range map[string]func(context.Context, []service.Request) ([]service.Answer, error){"acquire": s.AcquireMany, "peek": s.PeekMany, "up to": s.AcquireUpToMany} {
+		for i, a := range kit.NoError(ask(t.Context(), requests))(t) {
+			requireKind(t, service.InvalidArgument, a.Err)
+			require.Contains(t, a.Err.Detail, fmt.Sprintf("requests[%d]", i), name)
 		}
 	}
 }
