@@ -23,9 +23,9 @@ import (
 // An encoded message is sent as it is, and an answer is not decoded.
 type encoded struct{}
 
-func (encoded) Marshal(v any) ([]byte, error)      { return *v.(*[]byte), nil }
-func (encoded) Unmarshal(data []byte, v any) error { return nil }
-func (encoded) Name() string                       { return "proto" }
+func (encoded) Marshal(v any) ([]byte, error) { return *v.(*[]byte), nil }
+func (encoded) Unmarshal([]byte, any) error   { return nil }
+func (encoded) Name() string                  { return "proto" }
 
 // megabytes returns a line of /proc/PID/status.
 func (p *process) megabytes(t *testing.T, name string) int {
@@ -55,7 +55,7 @@ func TestServe_AnswersThatNobodyReadsTakeBoundedMemory(t *testing.T) {
 			for range streams {
 				clients.Go(func() {
 					stream, err := conn.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, pb.RateLimiter_AcquireStream_FullMethodName, grpc.ForceCodec(encoded{}))
-					for sent := 0; err == nil && sent < 60_000; sent += len(message) {
+					for sent := 0; err == nil && sent < 300_000; sent += len(message) {
 						err = stream.SendMsg(&message) // until the server reads no more, or ends the connection
 					}
 				})
@@ -66,16 +66,21 @@ func TestServe_AnswersThatNobodyReadsTakeBoundedMemory(t *testing.T) {
 			clients.Wait()
 			close(ended)
 		}()
-		for isEnded := false; !isEnded; {
+		isAnswered := func() bool { // what the server has read
 			select {
 			case <-ended:
-				isEnded = true
-			case <-time.After(10 * time.Millisecond): // the next look
+				_, text := p.ask(t, "/metrics", "")
+				return strings.Contains(text, "ratelimit_server_calls_under_way 0\n")
+			default:
+				return false
 			}
+		}
+		for !isAnswered() {
 			if now := p.megabytes(t, "VmRSS"); now > most {
 				require.NoError(t, p.Process.Kill())
 				t.Fatalf("%s names: %d MB", name, now)
 			}
+			time.Sleep(10 * time.Millisecond) // until the next look
 		}
 		require.NoError(t, ctx.Err())
 		t.Logf("%s names: messages of %d bytes, at most %d MB", name, len(message), p.megabytes(t, "VmHWM"))

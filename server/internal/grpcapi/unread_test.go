@@ -65,11 +65,11 @@ func TestUnread_AConnectionThatDoesNotReadIsCutOff(t *testing.T) {
 				}
 				for _, stream := range streams {
 					go func() {
-						for stream.SendMsg(q) == nil && isStream {
+						err := stream.SendMsg(q)
+						for isStream && err == nil {
+							err = stream.SendMsg(q)
 						}
-						if !isStream {
-							_ = stream.CloseSend() // without which there is no answer
-						}
+						_ = stream.CloseSend() // without which a call has no answer
 					}()
 				}
 				for conn.GetState() == connectivity.Ready {
