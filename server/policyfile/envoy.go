@@ -27,7 +27,8 @@ type EnvoyDescriptor struct {
 	// Descriptors match the next entry.
 	Descriptors []EnvoyDescriptor
 
-	Watches        bool // shadow_mode or quota_mode: the rule denies nothing
+	Watches        bool // shadow_mode or quota_mode: the rule alone denies nothing
+	Quota          bool // quota_mode: a request is denied where all its rules of this mode are over their limits
 	ShareThreshold bool
 
 	// At is where it begins.
@@ -248,13 +249,17 @@ func (r *reader) envoyDescriptor(f field) EnvoyDescriptor {
 		known{"value", func(f field) { d.Value = r.envoyText(f) }},
 		known{"rate_limit", func(f field) { d.Limit = r.envoyLimit(f) }},
 		known{"descriptors", func(f field) { d.Descriptors = r.envoyDescriptors(f) }},
-		known{"shadow_mode", func(f field) { d.Watches = r.boolean(f) || d.Watches }},
-		known{"quota_mode", func(f field) { d.Watches = r.boolean(f) || d.Watches }},
+		known{"shadow_mode", func(f field) { d.Watches = r.boolean(f) }},
+		known{"quota_mode", func(f field) { d.Quota = r.boolean(f) }},
 		known{"detailed_metric", func(f field) { r.boolean(f) }}, // here only the reference has these metrics
 		known{"value_to_metric", func(f field) { r.boolean(f) }},
 		known{"metadata", r.envoyMetadata}, // which only the reference sends to Envoy
 		known{"share_threshold", func(f field) { d.ShareThreshold, thresholdAt = r.boolean(f), f.value.at }},
 	)
+	if d.Quota && d.Watches {
+		r.add(f.at, "a rule with shadow_mode is never over its limit, so quota_mode refuses nothing: remove one of the two")
+	}
+	d.Watches = d.Watches || d.Quota
 	if !isObject {
 		return d
 	}

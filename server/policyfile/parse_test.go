@@ -222,7 +222,7 @@ func TestParse_ReadsWhatIsWritten(t *testing.T) {
 			Name: "address", Unit: "minute", Replaces: []string{"other"}, At: at(44, 9),
 		}},
 		{
-			Key: "internal", Value: "a*", ShareThreshold: true, Watches: true, At: at(45, 9),
+			Key: "internal", Value: "a*", ShareThreshold: true, Watches: true, Quota: true, At: at(45, 9),
 			Limit: &policyfile.EnvoyLimit{Unlimited: true, At: at(45, 61)},
 		},
 		{Key: "plan", At: at(46, 9), Limit: &policyfile.EnvoyLimit{Unit: "month", RequestsPerUnit: 100, Calendar: true, At: at(46, 21)}},

@@ -34,25 +34,27 @@ func (r *Rules) answer(ctx context.Context, gate Gate, q *pb.RateLimitRequest) (
 		gate.Unmatched(q.GetDomain(), keysOf(q))
 	}
 	var charges []service.GateCharge
-	var blocked bool
-	chargeOf := make([]int, len(matches)) // -1 for none
+	var blocked, isZeroQuota, hasQuota bool // hasQuota: one that may be within its limit
+	chargeOf := make([]int, len(matches))   // -1 for none
 	for i, m := range matches {
 		chargeOf[i] = -1
 		if m.rule == nil {
 			continue
 		}
-		blocked = blocked || m.isBlocked()
+		blocked = blocked || m.isZero() && !m.quota
+		isZeroQuota = isZeroQuota || m.isZero() && m.quota
 		if m.policy != "" {
+			hasQuota = hasQuota || m.quota
 			chargeOf[i] = len(charges)
 			charges = append(charges, service.GateCharge{
-				Policy: m.policy, Key: m.key, Cost: hits(q, q.GetDescriptors()[i]), Overdraw: m.Overdraw, Shadow: m.shadow,
+				Policy: m.policy, Key: m.key, Cost: hits(q, q.GetDescriptors()[i]), Overdraw: m.Overdraw, Shadow: m.shadow, Quota: m.quota,
 			})
 		}
 	}
+	blocked = blocked || isZeroQuota && !hasQuota
 	whole := client.JointDecision{Decision: client.Decision{Allowed: true}}
 	switch {
 	case isBack:
-		blocked = false
 		if len(charges) > 0 {
 			whole.Decisions, err = gate.RefundAll(ctx, charges)
 		}
@@ -71,7 +73,7 @@ func (r *Rules) answer(ctx context.Context, gate Gate, q *pb.RateLimitRequest) (
 		switch {
 		case chargeOf[i] >= 0:
 			d = whole.Decisions[chargeOf[i]]
-		case m.rule != nil && m.isBlocked() && blocked:
+		case m.rule != nil && m.isZero() && !isBack:
 			d = client.Decision{RetryAfter: math.MaxInt64} // Never
 		default:
 			d.Allowed = true
@@ -165,8 +167,10 @@ func status(m match, d client.Decision) *pb.RateLimitResponse_DescriptorStatus {
 	}
 	s.LimitRemaining = clamp(d.Remaining)
 	s.DurationUntilReset = wholeSeconds(d.ResetAfter)
-	if !d.Allowed {
+	if !d.Allowed || m.quota && d.Shadowed {
 		s.Code = pb.RateLimitResponse_OVER_LIMIT
+	}
+	if !d.Allowed {
 		s.DurationUntilReset = wholeSeconds(d.RetryAfter) // for never, the longest there is
 	}
 	return s

@@ -44,11 +44,12 @@ type descriptor struct {
 type rule struct {
 	policyfile.EnvoyLimit
 	policy string // of its buckets; empty for an unlimited rule and for one that denies all requests
-	shadow bool   // it denies nothing
+	shadow bool   // it alone denies nothing
+	quota  bool   // it denies where all such rules of a request do
 }
 
-// isBlocked reports whether the rule denies all requests.
-func (r *rule) isBlocked() bool { return r.policy == "" && !r.Unlimited && !r.shadow }
+// isZero reports whether all requests are over the rule's limit.
+func (r *rule) isZero() bool { return r.policy == "" && !r.Unlimited && (!r.shadow || r.quota) }
 
 var units = map[policyfile.EnvoyUnit]pb.RateLimitResponse_RateLimit_Unit{}
 
@@ -85,7 +86,32 @@ func (b *builder) domain(d policyfile.EnvoyDomain) {
 		return
 	}
 	b.first[d.Name] = d.At
+	before := len(b.rules.list)
 	b.rules.domains[d.Name] = b.level(d.Name, d.Descriptors)
+	b.circles(b.rules.list[before:])
+}
+
+// circles reports rules that replace each other: a request that matches them all would have no limit.
+func (b *builder) circles(rules []*rule) {
+	replaces := make(map[string][]string)
+	for _, r := range rules {
+		if r.Name != "" && !r.Unlimited {
+			replaces[r.Name] = append(replaces[r.Name], r.Replaces...)
+		}
+	}
+	for _, r := range rules {
+		reached := slices.Clone(r.Replaces)
+		for i := 0; i < len(reached) && !r.Unlimited; i++ {
+			for _, name := range replaces[reached[i]] {
+				if !slices.Contains(reached, name) {
+					reached = append(reached, name)
+				}
+			}
+		}
+		if r.Name != "" && slices.Contains(reached, r.Name) {
+			b.problems.Add(r.At, "%q replaces a rule that replaces it, and a request of both would have no limit: remove one of the two", r.Name)
+		}
+	}
 }
 
 func (b *builder) level(path string, descriptors []policyfile.EnvoyDescriptor) *level {
@@ -108,7 +134,7 @@ func (b *builder) level(path string, descriptors []policyfile.EnvoyDescriptor) *
 }
 
 func (b *builder) rule(path string, d policyfile.EnvoyDescriptor) *rule {
-	r := &rule{EnvoyLimit: *d.Limit, policy: d.Limit.PolicyAt(path), shadow: d.Watches}
+	r := &rule{EnvoyLimit: *d.Limit, policy: d.Limit.PolicyAt(path), shadow: d.Watches, quota: d.Quota && !d.Limit.Unlimited}
 	b.rules.list = append(b.rules.list, r)
 	switch {
 	case r.Policy != "" && r.shadow:

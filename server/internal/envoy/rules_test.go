@@ -128,12 +128,10 @@ func TestRules_Matching(t *testing.T) {
 // A rule of 0 requests denies everything, and in shadow nothing.
 func TestAnswer_ABlockedRuleThatWatchesRefusesNothing(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []string{"shadow_mode", "quota_mode"} {
-		answer, b := ask(t, read(t, "domain: d\ndescriptors: [{key: k, "+mode+": true, rate_limit: {unit: day, requests_per_unit: 0}}]"), of("k", "x"))
-		require.Equal(t, pb.RateLimitResponse_OK, answer.OverallCode)
-		require.Equal(t, pb.RateLimitResponse_OK, answer.Statuses[0].Code)
-		require.Empty(t, b.charges)
-	}
+	answer, b := ask(t, read(t, "domain: d\ndescriptors: [{key: k, shadow_mode: true, rate_limit: {unit: day, requests_per_unit: 0}}]"), of("k", "x"))
+	require.Equal(t, pb.RateLimitResponse_OK, answer.OverallCode)
+	require.Equal(t, pb.RateLimitResponse_OK, answer.Statuses[0].Code)
+	require.Empty(t, b.charges)
 }
 
 // As with the reference, which does not look at the names of unlimited rules.
@@ -191,6 +189,12 @@ func TestRead_Mistakes(t *testing.T) {
 				`b.yaml:1:1: there is no domain: write domain: and the name that Envoy's filter has for it`}},
 		"a policy that shadow_mode cannot change": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, shadow_mode: true, rate_limit: {policy: p}}"},
 			[]string{`a.yaml:3:3: shadow_mode and quota_mode are for a rule with unit: policy "p" watches if it is defined with shadow`}},
+		"a quota that is never over": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, shadow_mode: true, quota_mode: true, rate_limit: " + limit("") + "}"},
+			[]string{`a.yaml:3:3: a rule with shadow_mode is never over its limit, so quota_mode refuses nothing: remove one of the two`}},
+		"rules that replace each other": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, rate_limit: " + limit(", name: k, replaces: [{name: l}]") + "}\n- {key: l, rate_limit: " + limit(", name: l, replaces: [{name: m}, {name: n}]") + "}\n- {key: m, rate_limit: {unit: day, requests_per_unit: 0, name: m, replaces: [{name: k}]}}\n- {key: n, rate_limit: {unlimited: true, name: n, replaces: [{name: l}]}}"},
+			[]string{`a.yaml:3:12: "k" replaces a rule that replaces it, and a request of both would have no limit: remove one of the two`,
+				`a.yaml:4:12: "l" replaces a rule that replaces it, and a request of both would have no limit: remove one of the two`,
+				`a.yaml:5:12: "m" replaces a rule that replaces it, and a request of both would have no limit: remove one of the two`}},
 		"overdraw nothing": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, rate_limit: {unit: day, requests_per_unit: 0, overdraw: true}}"},
 			[]string{`a.yaml:3:12: nothing passes a rule of 0 requests, so there is nothing to overdraw: remove overdraw, or allow some requests`}},
 		"a name for a rule that watches and one that does not": {map[string]string{"a.yaml": "domain: d\ndescriptors:\n- {key: k, rate_limit: " + limit(", name: n") + "}\n- {key: l, shadow_mode: true, rate_limit: " + limit(", name: n") + "}"},

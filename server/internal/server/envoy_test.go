@@ -149,7 +149,10 @@ func requireAnswer(t testing.TB, got *envoypb.RateLimitResponse, statuses ...*en
 	require.True(t, proto.Equal(want, got), "want %v\ngot  %v", want, got)
 }
 
-type list = []*common.RateLimitDescriptor
+type (
+	list     = []*common.RateLimitDescriptor
+	statuses = []*envoypb.RateLimitResponse_DescriptorStatus
+)
 
 func TestEnvoy_StatusesInOrder(t *testing.T) {
 	e := startEdge(t, edgeRules)
@@ -242,6 +245,43 @@ func TestEnvoy_ShadowModeWatches(t *testing.T) {
 	e.requireStatuses(list{of("watched", "x")}, ok(watchedLimit, 0, day))
 	e.requireStatuses(list{of("watched", "x"), of("user", "ann")}, ok(watchedLimit, 0, day), ok(userLimit, 9, day/10))
 	e.requireStatuses(list{of("watched", "x"), of("blocked", "ann")}, ok(watchedLimit, 0, day), over(blockedLimit, 0, never))
+}
+
+// A request is over the limit if all its descriptors of quota_mode are. Each alone watches.
+func TestEnvoy_QuotasRefuseTogether(t *testing.T) {
+	e := startEdge(t, `
+domain: edge
+descriptors:
+  - {key: user, rate_limit: {unit: day, requests_per_unit: 10}}
+  - {key: one, quota_mode: true, rate_limit: {unit: day, requests_per_unit: 1}}
+  - {key: two, quota_mode: true, rate_limit: {unit: day, requests_per_unit: 2}}
+  - {key: none, quota_mode: true, rate_limit: {unit: second, requests_per_unit: 0}}
+  - {key: free, quota_mode: true, rate_limit: {unlimited: true}}
+  - {key: llm, rate_limit: {policy: budget, overdraw: true}}
+`)
+	two := per(envoypb.RateLimitResponse_RateLimit_DAY, 2, "")
+	user, one, other := of("user", "ann"), of("one", "x"), of("two", "x")
+	for _, test := range []struct {
+		ask  list
+		code envoypb.RateLimitResponse_Code
+		want statuses
+	}{
+		{list{of("free", "x"), of("none", "x")}, envoypb.RateLimitResponse_OVER_LIMIT, statuses{unlimited, over(blockedLimit, 0, never)}},
+		{list{of("none", "x"), user}, envoypb.RateLimitResponse_OVER_LIMIT, statuses{over(blockedLimit, 0, never), ok(userLimit, 10, 0)}},
+		{list{of("none", "x"), one}, envoypb.RateLimitResponse_OK, statuses{over(blockedLimit, 0, never), ok(watchedLimit, 0, day)}},
+		{list{user, one}, envoypb.RateLimitResponse_OVER_LIMIT, statuses{ok(userLimit, 10, 0), over(watchedLimit, 0, day)}},
+		{list{one, times(3, of("llm", "ann"))}, envoypb.RateLimitResponse_OVER_LIMIT, statuses{over(watchedLimit, 0, day), ok(llmLimit, 1_000_000, 0)}},
+		{list{one, other}, envoypb.RateLimitResponse_OK, statuses{over(watchedLimit, 0, day), ok(two, 1, day/2)}},
+		{list{one, times(0, of("two", "x"))}, envoypb.RateLimitResponse_OK, statuses{over(watchedLimit, 0, day), ok(two, 1, day/2)}},
+		{list{one, times(2, of("two", "x")), user}, envoypb.RateLimitResponse_OVER_LIMIT, statuses{over(watchedLimit, 0, day), over(two, 1, day/2), ok(userLimit, 10, 0)}},
+		{list{times(0, of("one", "x"))}, envoypb.RateLimitResponse_OVER_LIMIT, statuses{over(watchedLimit, 0, day)}},
+		{list{one, times(11, of("user", "ann"))}, envoypb.RateLimitResponse_OVER_LIMIT, statuses{over(watchedLimit, 0, day), over(userLimit, 10, never)}},
+	} {
+		want := &envoypb.RateLimitResponse{OverallCode: test.code, Statuses: test.want}
+		got := kit.NoError(e.ask(test.ask...))(t)
+		require.True(t, proto.Equal(want, got), "%v\nwant %v\ngot  %v", test.ask, want, got)
+	}
+	require.Equal(t, "3", scrape(e.testServer)[`ratelimit_requests_total{policy="edge.one",result="denied"}`])
 }
 
 func TestEnvoy_RulesReplaceOthers(t *testing.T) {

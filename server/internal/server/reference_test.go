@@ -113,9 +113,9 @@ func (g *generator) descriptors(depth int) (list []map[string]any) {
 		if strings.Contains(composite, "*") && g.maybe(40) {
 			d["share_threshold"] = true
 		}
-		for _, option := range []string{"shadow_mode", "detailed_metric", "value_to_metric"} {
+		for _, option := range []string{"shadow_mode", "quota_mode", "detailed_metric", "value_to_metric"} {
 			if g.maybe(10) {
-				d[option] = true
+				d[option] = option != "quota_mode" || d["shadow_mode"] == nil // both are an error here
 			}
 		}
 		if g.maybe(70) {
@@ -187,7 +187,7 @@ func (g *generator) enter(d *common.RateLimitDescriptor, rules []map[string]any)
 
 // Descriptors find the same rules as in the reference, and the same buckets. These differences are wanted, and allowed for: a
 // refused request takes nothing, a bucket that is named twice answers for the sum, entries that the reference's keys confuse have
-// buckets of their own, its windows begin anew, and durations are those of token buckets. quota_mode differs.
+// buckets of their own, its windows begin anew, and durations are those of token buckets.
 func TestReference_MatchesAlike(t *testing.T) {
 	const domains, requests = 400, 40
 	seed := kit.FirstSeed(t)

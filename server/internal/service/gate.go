@@ -19,6 +19,9 @@ type GateCharge struct {
 
 	// Shadow denies nothing, as the policy does. A cost of 0 needs it, since reading a bucket does not show it.
 	Shadow bool
+
+	// Quota, of a policy in shadow, denies a request of which all such charges are beyond their limits.
+	Quota bool
 }
 
 // mostOverdrawn is the largest cost that the database charges at once.
@@ -83,10 +86,51 @@ func (s *Service) admit(ctx context.Context, charges []GateCharge, blocked bool)
 			return d, err
 		}
 	}
+	if d.Allowed {
+		if over := overQuota(charges, d.Decisions); over >= 0 {
+			d.Allowed, d.Binding = false, over
+			if err = s.giveBack(ctx, charges, d.Decisions); err == nil {
+				err = s.explain(ctx, charges, d.Decisions)
+			}
+			return d, err
+		}
+	}
 	if overdraws && d.Allowed {
 		d.Decisions, err = s.overdraw(ctx, charges, d.Decisions)
 	}
 	return d, err
+}
+
+// overQuota returns one of the charges with Quota if all of them are beyond their limits, else -1.
+func overQuota(charges []GateCharge, decisions []client.Decision) int {
+	over := -1
+	for i, c := range charges {
+		switch {
+		case !c.Quota:
+		case c.Overdraw && c.Cost > 0, !decisions[i].Shadowed && (c.Cost > 0 || decisions[i].Remaining > 0):
+			return -1
+		default:
+			over = i
+		}
+	}
+	return over
+}
+
+// giveBack returns what a request has taken that its quotas deny. They themselves have taken nothing.
+func (s *Service) giveBack(ctx context.Context, charges []GateCharge, decisions []client.Decision) error {
+	release, err := s.of(keyOf(charges)).own(ctx)
+	if err != nil {
+		return err
+	}
+	defer release()
+	for i, c := range charges {
+		if c.Cost > 0 && !c.Overdraw && !c.Quota && !decisions[i].Shadowed {
+			if decisions[i], err = s.limiter.Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // take takes the cost of all charges that can be denied, and reads the buckets of the rest.
@@ -142,7 +186,7 @@ func (s *Service) explain(ctx context.Context, charges []GateCharge, seen []clie
 	}
 	for i, c := range charges {
 		cost := max(1, costs[bucket{c.Policy, c.Key}])
-		if c.Shadow || c.Overdraw && c.Cost > 0 || seen[i].Remaining >= cost {
+		if c.Shadow && !c.Quota || c.Overdraw && c.Cost > 0 || seen[i].Remaining >= cost {
 			continue
 		}
 		d, err := s.limiter.Peek(ctx, c.Policy, c.Key, client.Cost(cost))
