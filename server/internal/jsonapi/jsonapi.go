@@ -328,7 +328,7 @@ func invalidNumber(err error, number fraction) *service.Error {
 			path += "." + name
 		}
 	}
-	return service.Invalid("invalid "+name, fmt.Sprintf("%s is %s.", strings.TrimPrefix(path, "."), string(number)), "Send a whole number.")
+	return service.Invalid("invalid "+name, fmt.Sprintf("%s is %s.", strings.TrimPrefix(path, "."), string(number)), "Send a whole number below 2^63.")
 }
 
 // whatIsWrong describes a decoding error without the names of Go.

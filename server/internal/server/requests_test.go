@@ -155,7 +155,11 @@ func TestHTTP_OtherPathsAndMethods(t *testing.T) {
 		}
 	}
 	for _, path := range []string{"/", "/v1", "/v1/", "/v1/acquire/", "/v2/acquire", "/favicon.ico"} {
-		requireProblem(t, s.mustPost(path, `{"policy":"api","key":"k"}`), http.StatusNotFound, "")
+		a := s.mustPost(path, `{"policy":"api","key":"k"}`)
+		requireProblem(t, a, http.StatusNotFound, "")
+		for call := range everyCall {
+			require.Regexp(t, "(/v1/|, )"+call+`[,.]`, a.body["detail"], "the answer lists all calls")
+		}
 	}
 }
 
