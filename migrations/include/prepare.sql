@@ -12,7 +12,7 @@ do $prepare$
 declare
   v_path     text    := pg_catalog.current_setting('search_path');
   v_home     text    := pg_catalog.current_schema();
-  v_known    integer := nullif(pg_catalog.current_setting('ratelimit.known', true), '');
+  v_known    integer;
   v_installs boolean := pg_catalog.current_setting('ratelimit.task', true) operator(pg_catalog.=) 'install';
   v_schema   oid;
   v_owner    oid;
@@ -21,6 +21,7 @@ declare
   v_object   text;
 begin
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
+  v_known := nullif(current_setting('ratelimit.known', true), '');
   if v_known is null then  -- the settings ended with the statement that made them
     raise exception 'this file needs a transaction'
       using errcode = '25P01',
@@ -89,7 +90,7 @@ begin
     if to_regclass('ratelimit.schema_version') is not null then
       raise exception 'a development version of pgratelimit is installed'
         using errcode = '55000',
-              detail  = 'It was never released, and is not upgraded.',
+              detail  = 'It was never released: nothing upgrades it, and uninstall.sql removes it.',
               hint    = 'Run uninstall.sql of this release, which removes it with its policies and buckets, and install again.';
     end if;
     select pg_describe_object(d.classid, d.objid, d.objsubid)

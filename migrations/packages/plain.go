@@ -16,17 +16,26 @@ const plainHead = `-- Installs pgratelimit %[1]s, or brings an installed one up 
 -- A migration tool runs it as one migration. The role must be the owner of schema ratelimit, or be allowed to create schemas while that
 -- is not there. The functions go into the schema that heads search_path, and stay where an earlier install put them.
 %[2]s
--- Undoes what follows the checks.
-select pg_catalog.set_config('default_transaction_read_only', pg_catalog.current_setting('ratelimit.read_only'), false)
- where pg_catalog.current_setting('ratelimit.task', true) operator(pg_catalog.=) '';
+do $read_only$
+begin
+  if pg_catalog.current_setting('ratelimit.task', true) operator(pg_catalog.=) '' then
+    perform pg_catalog.set_config('default_transaction_read_only', pg_catalog.current_setting('ratelimit.read_only'), false);
+  end if;
+end;
+$read_only$;
 `
 
-// plainGuard follows the checks, which fail outside a transaction.
+// plainGuard follows the checks, which fail outside a transaction. The end of the file undoes it.
 const plainGuard = `
 -- Outside a transaction, a client that goes on after an error would run what follows.
-select pg_catalog.set_config('ratelimit.read_only', pg_catalog.current_setting('default_transaction_read_only'), false),
-       pg_catalog.set_config('default_transaction_read_only', 'on', false)
- where pg_catalog.current_setting('ratelimit.task', true) operator(pg_catalog.=) '';
+do $read_only$
+begin
+  if pg_catalog.current_setting('ratelimit.task', true) operator(pg_catalog.=) '' then
+    perform pg_catalog.set_config('ratelimit.read_only', pg_catalog.current_setting('default_transaction_read_only'), false),
+            pg_catalog.set_config('default_transaction_read_only', 'on', false);
+  end if;
+end;
+$read_only$;
 `
 
 // plain makes the scripts of migrations/psql one file each.
@@ -64,7 +73,6 @@ func (s *source) inline(dir, script string) (string, error) {
 	var b strings.Builder
 	for line := range strings.Lines(script + "\n") {
 		name, includes := strings.CutPrefix(strings.TrimSpace(line), `\ir `)
-		statement, quiet := strings.CutSuffix(line, " \\g /dev/null\n")
 		switch {
 		case includes:
 			included, err := fs.ReadFile(s.repository, path.Join(dir, name))
@@ -81,8 +89,6 @@ func (s *source) inline(dir, script string) (string, error) {
 			} else {
 				b.Write(included)
 			}
-		case quiet:
-			b.WriteString(statement + ";\n")
 		case !strings.HasPrefix(line, `\`) && !strings.HasSuffix(line, "\\gset\n"):
 			b.WriteString(line)
 		}

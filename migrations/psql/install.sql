@@ -22,7 +22,7 @@ end;
 $alone$;
 
 begin transaction isolation level read committed;
-select pg_catalog.set_config('ratelimit.task', 'install', true), pg_catalog.set_config('ratelimit.known', '1', true) \g /dev/null
+do $task$ begin perform pg_catalog.set_config('ratelimit.task', 'install', true), pg_catalog.set_config('ratelimit.known', '1', true); end $task$;
 \ir ../include/prepare.sql
 select v.version operator(pg_catalog.<) pg_catalog.current_setting('ratelimit.known')::pg_catalog.int4 as pgratelimit_missing from ratelimit.version as v \gset
 \if :pgratelimit_missing

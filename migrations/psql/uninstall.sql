@@ -18,7 +18,7 @@ end;
 $alone$;
 
 begin transaction isolation level read committed;
-select pg_catalog.set_config('ratelimit.task', 'uninstall', true), pg_catalog.set_config('ratelimit.known', '1', true) \g /dev/null
+do $task$ begin perform pg_catalog.set_config('ratelimit.task', 'uninstall', true), pg_catalog.set_config('ratelimit.known', '1', true); end $task$;
 \ir ../include/prepare.sql
 \ir ../include/remove.sql
 set local client_min_messages = warning;

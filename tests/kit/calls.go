@@ -104,11 +104,11 @@ func Decide(q Querier, call string, args ...any) (Decision, error) {
 	return *d, nil
 }
 
-// decisionColumns are those of a decision d, with intervals as exact microseconds. Version 1 of the schema has no shadowed.
+// decisionColumns are those of a decision d, with intervals as exact microseconds.
 const decisionColumns = `
 	d.allowed, d.remaining, (extract(epoch from d.retry_after) * 1000000)::bigint,
 	(extract(epoch from d.reset_after) * 1000000)::bigint, d.capacity, d.replayed,
-	coalesce((to_jsonb(d) ->> 'shadowed')::boolean, false)`
+	coalesce(d.shadowed, false)`
 
 // A decisionRow is scanned from decisionColumns, which are null where there is an error.
 type decisionRow struct {

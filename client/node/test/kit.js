@@ -15,7 +15,7 @@ export function connect(options) {
 /** The script for psql, for a database that has no pgratelimit, without psql's own commands. */
 export const installation = () => {
   const read = (file) => readFileSync(new URL(file, new URL('../../../migrations/psql/', import.meta.url)), 'utf8')
-  const script = read('install.sql').replace(/\s\\g(set)?( .*)?$/gm, ';').replace(/^\\(?!ir ).*$/gm, '')
+  const script = read('install.sql').replace(/\s\\gset$/gm, ';').replace(/^\\(?!ir ).*$/gm, '')
   return script.replace(/^\\ir (.*)$/gm, (_, file) => read(file))
 }
 
