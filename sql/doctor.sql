@@ -40,7 +40,11 @@ declare
   v_object     record;
   v_remedy     text;
   v_blind      boolean := false;
-  v_requests   constant text        := to_regclass('ratelimit.pre_request')::text;  -- a table of docs/postgrest/install.sql
+  v_requests   constant text        := (select c.relname::text  -- a table of docs/postgrest/install.sql
+                                          from pg_class as c
+                                         where c.relnamespace = 'ratelimit'::regnamespace
+                                           and c.relname = 'pre_request'
+                                           and has_schema_privilege(c.relnamespace, 'usage'));
 begin
   -- Objects of superusers can be given away together. What any other role owns may have been planted.
   for v_object in
@@ -290,7 +294,7 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
        where s.role <> '*'
          and not exists (select from pg_roles as r where r.rolname = s.role)
        order by s.role
-    $sql$, 'pre_request as s', v_requests || ' as s') using v_where;
+    $sql$, 'pre_request as s', 'ratelimit.' || quote_ident(v_requests) || ' as s') using v_where;
     return query execute replace($sql$
       select 'warning',
              format('ratelimit.pre_request names policy %L for role %L. %s: every request of the role fails.', s.policy, s.role,
@@ -301,7 +305,7 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
        where p.id is null
           or (p.calendar).lease is not null
        order by s.role
-    $sql$, 'pre_request as s', v_requests || ' as s') using v_where;
+    $sql$, 'pre_request as s', 'ratelimit.' || quote_ident(v_requests) || ' as s') using v_where;
   end if;
 end;
 $$;

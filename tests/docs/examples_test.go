@@ -180,7 +180,7 @@ var installNpm = sync.OnceValue(func() error { return kit.Npm("docs/examples/nod
 
 // patient lets an example wait a minute instead of a second or two, which say how long a user may, and not how slow a machine is.
 var patient = strings.NewReplacer(
-	"timeout(1000)", "timeout(60_000)", "Date.now() + 1000", "Date.now() + 60_000", "connectionTimeoutMillis: 1000", "connectionTimeoutMillis: 60_000", "timeout: 1,", "timeout: 60,",
+	"timeout(1000)", "timeout(60_000)", "Date.now() + 1000", "Date.now() + 60_000", "connectionTimeoutMillis: 1000", "connectionTimeoutMillis: 60_000", "timeoutMs: 1000,", "timeoutMs: 60_000,",
 	"timeout=1)", "timeout=60)", "connect_timeout=2", "connect_timeout=60", "'timeout' => 1,", "'timeout' => 60,",
 	"open_timeout: 1, read_timeout: 1", "open_timeout: 60, read_timeout: 60", "connect_timeout: 2", "connect_timeout: 60",
 	"Closed(time.Second)", "Closed(time.Minute)")

@@ -19,7 +19,7 @@ const userOf = (request) => request.headers['x-user'] // an API of yours knows w
 const limited = limit(new Combiner(pool), {
   charges: (request) => [{ policy: 'api', key: `user:${userOf(request)}`, cost: COSTS[request.url] }],
   failure: 'closed', // or open: that is for you to decide
-  timeout: 1,
+  timeoutMs: 1000,
 })
 
 http.createServer((request, response) => {
