@@ -586,6 +586,13 @@ func (m *modelRun) meetPauses(t *rapid.T) {
 			ask(1)
 		}
 
+		id, ask = paused("b") // whose other numbers end in the pause, in debt
+		m.setOverride(t, id, model.Numbers{Every: new(3 * second / 10)}, second.After(m.now))
+		m.sendSpending(t, kit.Spending{Function: "charge", BucketID: id, Cost: 12})
+		m.sendPause(t, id, 2*second)
+		m.setClock(t, (2 * second).After(m.now))
+		ask(1)
+
 		id, ask = paused("s") // whose interval becomes shorter
 		m.sendPause(t, id, 2*second)
 		m.setOverride(t, id, model.Numbers{Every: new(second / 10)}, time.Time{})
