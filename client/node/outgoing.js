@@ -19,6 +19,13 @@ export function limitedFetch(limiter, options) {
       hint: 'Pass milliseconds above 0, or Infinity; without pauses, a pauseForMs that returns 0.',
     })
   }
+  const tell = async (error) => {
+    try {
+      await onError(error)
+    } catch (own) {
+      console.warn('limitedFetch: onError has failed:', own)
+    }
+  }
   const lines = new Map() // by the names of the buckets, when the last request has left
   return async (input, init) => {
     const charges = await chargesOf(input, init)
@@ -31,7 +38,7 @@ export function limitedFetch(limiter, options) {
       const ms = Math.min(await pauseForMs(response), maxPauseMs, LONGEST * 1000)
       if (ms > 0) await limiter.pause(charges[0].policy, charges[0].key, Math.max(ms, 1))
     } catch (error) {
-      onError(error)
+      void tell(error) // the answer does not wait for it
     }
     return response
   }

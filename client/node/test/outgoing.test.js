@@ -99,6 +99,15 @@ test('a pause is bounded, and without a field there is none', async () => {
   assert.equal((await upstream(limiter, policy, { onError: ({ message }) => failed.push(message) }).send('{"Retry-After": "3"}')).status, 429)
   assert.equal((await upstream(limiter, policy, { onError: ({ message }) => failed.push(message), pauseForMs: () => { throw new Error('ours') } }).send('{}')).status, 429)
   assert.deepEqual(failed, ['lost', 'ours'])
+  const unhandled = mock.fn(), warned = mock.method(console, 'warn', () => {})
+  process.prependOnceListener('unhandledRejection', unhandled)
+  for (const onError of [() => { throw new Error('sync') }, async () => { throw new Error('async') }]) {
+    assert.equal((await upstream(limiter, policy, { onError }).send('{"Retry-After": "3"}')).status, 429, 'the answer is not lost')
+  }
+  await new Promise(setImmediate)
+  process.off('unhandledRejection', unhandled)
+  warned.mock.restore()
+  assert.deepEqual([unhandled.mock.callCount(), warned.mock.calls.map(({ arguments: [, error] }) => error.message)], [0, ['sync', 'async']])
 })
 
 test('nothing is sent or taken without the tokens', async () => {
