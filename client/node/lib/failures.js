@@ -16,7 +16,7 @@ const REMEDIES = [
   [/^3D/, 'Check the database that the connection names.'],
   [/^08P01/, 'A pooler refuses settings that a connection brings, such as options: set them with alter role.'],
 ]
-const DEEPEST = 10 // causes, which might form a circle
+const DEEPEST = 10 // causes, or first errors of a group, which might form a circle
 
 /**
  * The kind of an error: 'fault' of the request or the program, 'setup', or 'away', when the database gives no answer; and whether it is
@@ -24,7 +24,7 @@ const DEEPEST = 10 // causes, which might form a circle
  */
 export function failureOf(error) {
   let name
-  for (let cause = error, depth = 0; cause !== null && typeof cause === 'object' && depth < DEEPEST; cause = cause.cause, depth++) {
+  for (let cause = error, depth = 0; cause !== null && typeof cause === 'object' && depth < DEEPEST; cause = cause.cause ?? cause.errors?.[0], depth++) {
     name = cause.name
     const code = cause.code ?? FOUND_HERE.get(cause.constructor)
     if (SQLSTATE.test(code)) {

@@ -138,7 +138,7 @@ const errorsOf = (name) => ({
   lost: [new Error('Connection terminated unexpectedly'), Object.assign(new Error('write'), { code: 'EPIPE' })],
   overloaded: [new Overloaded('full')],
   closed: [new Closed('closed')],
-})[name] ?? [raised(name), translate(raised(name)), new Error('query', { cause: raised(name) })]
+})[name] ?? [raised(name), translate(raised(name)), new Error('query', { cause: raised(name) }), new AggregateError([raised(name)])]
 
 for (const [form, through] of [
   ['node:http', async (options, limiter) => {

@@ -164,13 +164,16 @@ def kind(error: BaseException) -> Literal["fault", "setup", "away"]:
 
 
 def state(error: BaseException) -> str | None:
-    """The SQLSTATE of an error, or of the one that it was raised from."""
+    """The SQLSTATE of an error, of the one that it was raised from, or of the first of its group."""
     seen: list[BaseException] = []
     cause: Any = error
     while isinstance(cause, BaseException) and cause not in seen:
         seen.append(cause)
         if isinstance(sqlstate := getattr(cause, "sqlstate", None), str):
             return sqlstate
+        if isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+            continue
         hidden = cause.__suppress_context__ or _is_of_program(cause)  # a mistake in the handling of an error is a mistake
         cause = getattr(cause, "orig", None) or cause.__cause__ or (None if hidden else cause.__context__)
     return None

@@ -251,7 +251,7 @@ def errors_of(row):
         return OTHERS[code]
     of_psycopg = psycopg.errors._sqlcodes.get(code, type("Unknown", (psycopg.DatabaseError,), {"sqlstate": code}))("made up")
     of_asyncpg = asyncpg.PostgresError.new({"C": code, "M": "made up"})
-    return [of_psycopg, of_asyncpg, of_this_package(code), wrapped(of_psycopg), with_orig(of_asyncpg)]
+    return [of_psycopg, of_asyncpg, of_this_package(code), wrapped(of_psycopg), with_orig(of_asyncpg), ExceptionGroup("tasks", [of_psycopg])]
 
 
 class Failing:
