@@ -54,7 +54,8 @@ begin
   loop
     if v_twin.text is null then
       raise exception 'a function that has a twin was not found, or has no block for durable policies'
-        using errcode = '42883', detail = format('It is %s.', v_twin.origin), hint = 'sql/twins.sql lists the functions.';
+        using errcode = '42883', detail = format('It is %s.', v_twin.origin),
+              hint = 'sql/twins.sql lists the functions. Drop one of the same name that is not of the package.';
     elsif v_twin.volatility is not null then
       v_twin.text := format(E'create or replace function ratelimit.%I(%s)\n returns %s\n language plpgsql\n %s\nas $steps$%s$steps$',
                             v_twin.name, v_twin.arguments, v_twin.result, v_twin.volatility, v_twin.text);
