@@ -10,7 +10,7 @@ import (
 // The memory, in bytes, of long answers that are being made or are not read yet: of a server, of one of its connections, and of a
 // stream.
 const (
-	roomOfAll        = 64 << 20
+	roomOfAll        = 32 << 20
 	roomOfConnection = roomOfAll / 4
 	RoomOfStream     = roomOfConnection / 4
 )
