@@ -218,7 +218,7 @@ func TestInstall_OverADevelopmentVersion(t *testing.T) {
 		require.ErrorAs(t, err, &exit)
 		require.Contains(t, string(exit.Stderr), "a development version of pgratelimit is installed")
 		require.Contains(t, string(exit.Stderr), "uninstall.sql removes it") // tern shows no hint
-		db.Exec(t, "drop table ratelimit.version") // tern made it before it began
+		db.Exec(t, "drop table ratelimit.version")                           // tern made it before it began
 		require.Equal(t, state, kit.SchemaAndRows(t, db))
 
 		require.NoError(t, uninstall(t, db), name)
