@@ -5,7 +5,7 @@ import { IdempotencyMismatch, InvalidArgument, NoGrant, RateLimitError, Settled,
 const FOUND_HERE = new Map([ // errors that were found without the server, as its codes
   [UnknownPolicy, 'RL001'], [IdempotencyMismatch, 'RL002'], [NoGrant, 'RL003'], [Settled, 'RL004'], [InvalidArgument, '22023'],
 ])
-const SQLSTATE = /^(?!E)[0-9A-Z]{5}$/ // EPIPE is the system's
+const SQLSTATE = /^(?!E)(?=.*[0-9])[0-9A-Z]{5}$/ // EPIPE is the system's
 const PROGRAM = /^(Eval|Range|Reference|Syntax|Type|URI)Error$/ // by name, because each realm has its own classes
 const SETUP = /^(42501|42883|42P01|42703|3F000)$/
 const AWAY = /^(08|0A000|25006|28|3D|40|53|55P03|57|58|XX)/

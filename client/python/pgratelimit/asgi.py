@@ -80,7 +80,8 @@ class RateLimit:
             return
         event.duration = time.monotonic() - began
         if self._observe is not None:
-            await _awaited(self._observe(scope, event))
+            with http.logged("observe"):
+                await _awaited(self._observe(scope, event))
         headers = _encoded(event.fields)
 
         async def send_with_fields(message: Message) -> None:

@@ -150,7 +150,7 @@ def remedy(sqlstate: str | None) -> str | None:
 _SETUP = ("42501", "42883", "42P01", "42703", "3F000")
 _AWAY = ("08", "25006", "0A000", "28", "3D", "40001", "40P01", "53", "55P03", "57", "58", "XX")
 _DRIVERS = ("psycopg", "psycopg_binary", "psycopg_c", "psycopg_pool", "asyncpg")
-_OF_PROGRAMS = (TypeError, AttributeError, NameError, LookupError, ValueError, AssertionError, ArithmeticError, ImportError)
+_OF_PROGRAMS = (TypeError, AttributeError, NameError, LookupError, ValueError, AssertionError, ArithmeticError, ImportError, RecursionError)
 
 
 def kind(error: BaseException) -> Literal["fault", "setup", "away"]:
@@ -180,6 +180,8 @@ def state(error: BaseException) -> str | None:
 
 
 def _is_of_program(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return _is_of_program(error.exceptions[0])
     if isinstance(error, Error):
         return not isinstance(error, (Overloaded, Closed))
     if isinstance(error, UnicodeError):  # text that a driver cannot encode came with the request

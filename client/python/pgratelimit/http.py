@@ -8,7 +8,8 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal, TypeVar
@@ -135,6 +136,15 @@ let_pass: Counter[str] = Counter()
 """The requests of this process that passed without a decision, by policy."""
 
 _let_pass_lock = threading.Lock()
+
+
+@contextmanager
+def logged(name: str) -> Iterator[None]:
+    """Logs what a function of the program raises: the tokens are taken, and the request goes on."""
+    try:
+        yield
+    except Exception:
+        log.exception("pgratelimit: %s failed", name)
 
 
 class Rules:

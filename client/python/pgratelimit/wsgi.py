@@ -58,7 +58,8 @@ class RateLimit:
         more_fields = event.fields
         event.duration = time.monotonic() - began
         if self._observe is not None:
-            self._observe(environ, event)
+            with http.logged("observe"):
+                self._observe(environ, event)
 
         def start_with_fields(status: str, headers: http.Fields, *more: Any, **named: Any) -> Any:
             return start_response(status, [*headers, *more_fields], *more, **named)

@@ -463,10 +463,13 @@ class EdgesTest(AsyncCase):
             raise ZeroDivisionError
 
         for make in (self.asgi, self.wsgi):
-            for options in (dict(charges=fail), dict(idempotency_key=fail), dict(observe=fail), dict(app=fail)):
+            for options in (dict(charges=fail), dict(idempotency_key=fail), dict(app=fail)):
                 _, app = make(failure="open", **options)
                 with self.assertRaises(ZeroDivisionError):
                     await getter(app)()
+            _, app = make(failure="open", observe=fail)
+            with self.assertLogs("pgratelimit", "ERROR"):
+                self.assertEqual(200, (await getter(app)())[0])
 
     async def test_what_an_application_of_wsgi_returns_stays_as_it_is(self):
         class Body(list):
