@@ -26,6 +26,20 @@ func TestSlots_Rules(t *testing.T) {
 			{2 * time.Hour, "select ratelimit_release('p', 'k', 'a')", "t"},
 			{2 * time.Hour, "select ratelimit_cleanup()", "1,0"},
 		},
+		"a lease that a renewal has shortened is cleaned up after its new end": {
+			{0, "select ratelimit_define_policy('p', 2, lease => '10 days', durable => (durable))", ""},
+			{0, "select allowed from ratelimit_hold('p', 'k', 'a')", "t"},
+			{time.Hour, "select ratelimit_cleanup()", "0,0"},
+			{time.Hour, "select ratelimit_define_policy('p', lease => '10 s')", ""},
+			{time.Hour, "select ratelimit_renew('p', 'k', 'a')", "00:00:10"},
+			{2 * time.Hour, "select ratelimit_cleanup()", "1,0"},
+		},
+		"the release of a lease that has ended frees nothing, whatever the clock says next": {
+			{0, define, ""},
+			{0, "select allowed from ratelimit_hold('p', 'k', 'a')", "t"},
+			{time.Minute, "select ratelimit_release('p', 'k', 'a')", "f"},
+			{30 * kit.Second, "select allowed, remaining from ratelimit_hold('p', 'k', 'b', 2)", "f,1"},
+		},
 		"a lease that ends now is added up at once": {
 			{0, define, ""},
 			{0, "select remaining from ratelimit_hold('p', 'k', 'a')", "1"},
