@@ -496,7 +496,9 @@ func TestHold_UndoesAThousandCallsAtATime(t *testing.T) {
 			return row{true}
 		}
 		releases := func(holds int, pause time.Duration) map[any]int { // by holder
+			db.mu.Lock()
 			db.queries = nil
+			db.mu.Unlock()
 			for range holds {
 				_, _, err := client.New(db).Hold(t.Context(), "jobs", "k")
 				require.Error(t, err)
@@ -527,6 +529,7 @@ func TestHold_UndoesAThousandCallsAtATime(t *testing.T) {
 			}
 		}
 		require.Equal(t, 10, repeated)
+		time.Sleep(2 * time.Hour) // until nothing is tried any more
 	})
 }
 
@@ -537,9 +540,10 @@ func TestHold_RepeatsAReleaseThatFails(t *testing.T) {
 			"once": {fail: 3, most: 4}, "always": {fail: 1000, most: 40}, "and so does the caller": {fail: 3, again: 1, most: 4},
 			"and so does the caller, in vain": {fail: 1000, again: 5, most: 50},
 		} {
-			db, calls := newSlotDB(), 0
+			db := newSlotDB()
+			var calls atomic.Int64
 			db.release = func(context.Context) any {
-				if calls++; calls <= releases.fail {
+				if calls.Add(1) <= int64(releases.fail) {
 					return errors.New("connection reset")
 				}
 				return row{true}
@@ -550,13 +554,13 @@ func TestHold_RepeatsAReleaseThatFails(t *testing.T) {
 			for range releases.again {
 				require.Equal(t, releases.fail < 10, h.Release(t.Context()) == nil, name)
 			}
-			for calls <= min(releases.fail, 10) && time.Since(begin) < time.Minute {
+			for int(calls.Load()) <= min(releases.fail, 10) && time.Since(begin) < time.Minute {
 				time.Sleep(time.Millisecond)
 			}
 			require.Less(t, time.Since(begin), 10*time.Second, name)
 			time.Sleep(time.Hour)
-			require.GreaterOrEqual(t, calls, min(releases.fail+1, 10), name)
-			require.LessOrEqual(t, calls, releases.most, name)
+			require.GreaterOrEqual(t, int(calls.Load()), min(releases.fail+1, 10), name)
+			require.LessOrEqual(t, int(calls.Load()), releases.most, name)
 		}
 	})
 }

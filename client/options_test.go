@@ -2,7 +2,6 @@ package client_test
 
 import (
 	"fmt"
-	"io"
 	"maps"
 	"math"
 	"reflect"
@@ -13,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -29,7 +29,7 @@ var callOptions = map[string]client.CallOption{
 // A method refuses an option that it does not take before anything is sent, and names itself, the option, and those that it takes.
 func TestCallOptions_AreForTheirMethods(t *testing.T) {
 	t.Parallel()
-	ctx := t.Context()
+	ctx, sent := t.Context(), error(&pgconn.PgError{Severity: "ERROR", Code: "57014"}) // with which nothing is left to undo
 	for _, test := range []struct {
 		method string
 		args   []any
@@ -48,7 +48,7 @@ func TestCallOptions_AreForTheirMethods(t *testing.T) {
 	} {
 		for name, opt := range callOptions {
 			refusal := fmt.Sprintf("pgratelimit: %s: invalid argument: %s is no option of %s, which takes %s", test.method, name, test.method, test.takes)
-			pool := &fakePool{fakeDB{answers: []any{io.ErrUnexpectedEOF}}}
+			pool := &fakePool{fakeDB{answers: []any{sent}}}
 			combiner, leaser := client.NewCombiner(pool), client.NewLeaser(pool, client.Lease{Policy: "p"})
 			defer combiner.Close()
 			defer leaser.Close()
@@ -60,7 +60,7 @@ func TestCallOptions_AreForTheirMethods(t *testing.T) {
 				out := reflect.ValueOf(limiter).MethodByName(test.method).Call(in)
 				err := out[len(out)-1].Interface().(error)
 				if slices.Contains(strings.Split(test.takes, ", "), name) {
-					require.ErrorIs(t, err, io.ErrUnexpectedEOF, "%T, %s, %s", limiter, test.method, name)
+					require.ErrorIs(t, err, sent, "%T, %s, %s", limiter, test.method, name)
 					pool.queries = nil
 					continue
 				}

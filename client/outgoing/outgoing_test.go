@@ -11,6 +11,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -27,7 +28,7 @@ type world struct {
 	*clienttest.Fake
 	t       *testing.T
 	start   time.Time
-	calls   int           // of AcquireAll
+	calls   atomic.Int64  // of AcquireAll
 	asking  func()        // at the end of such a call
 	lost    error         // of Pause
 	answers []http.Header // of the next requests, which get 429
@@ -48,7 +49,7 @@ func in(t *testing.T, test func(*testing.T, *world)) {
 }
 
 func (w *world) AcquireAll(ctx context.Context, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error) {
-	w.calls++
+	w.calls.Add(1)
 	defer w.asking()
 	return w.Fake.AcquireAll(ctx, charges, opts...)
 }
@@ -145,7 +146,7 @@ func TestRoundTrip_WaitsInLine(t *testing.T) {
 		}
 		waiting.Wait()
 		require.Equal(t, []string{"/0 at 0s", "/1 at 1s", "/2 at 2s", "/4 at 3s"}, w.sent)
-		require.Equal(t, 4+3, w.calls, "a denial for each that waited")
+		require.EqualValues(t, 4+3, w.calls.Load(), "a denial for each that waited")
 		require.Empty(t, p.last)
 	})
 }
@@ -163,10 +164,10 @@ func TestRoundTrip_OneRequestOfALineAsksAtATime(t *testing.T) {
 		w.send(t.Context(), p, "/other")
 		time.Sleep(1500 * time.Millisecond)
 		synctest.Wait()
-		calls := w.calls
+		calls := w.calls.Load()
 		waiting.Go(func() { w.send(context.WithoutCancel(t.Context()), p, "/late") })
 		synctest.Wait()
-		require.Equal(t, calls, w.calls, "the first has left, and the second waits for its tokens")
+		require.Equal(t, calls, w.calls.Load(), "the first has left, and the second waits for its tokens")
 		waiting.Wait()
 		require.Equal(t, []string{"/other at 0s", "/a at 1s", "/b at 2s", "/late at 3s"}, w.sent, "another bucket has another line")
 	})
@@ -222,7 +223,7 @@ func TestRoundTrip_WithoutChargesMakesNoCall(t *testing.T) {
 	in(t, func(t *testing.T, w *world) {
 		w.answers = []http.Header{{"Retry-After": {"3"}}}
 		w.send(t.Context(), New(w, func(*http.Request) []client.Charge { return nil }, Base(w)), "/a")
-		require.Zero(t, w.calls)
+		require.Zero(t, w.calls.Load())
 		w.requireLeft("requests", 2)
 	})
 }

@@ -227,7 +227,11 @@ type process struct {
 
 func serve(t *testing.T, settings ...string) *process {
 	t.Helper()
-	program := kit.NoError(os.Executable())(t)
+	return serveBy(t, kit.NoError(os.Executable())(t), settings...)
+}
+
+func serveBy(t *testing.T, program string, settings ...string) *process {
+	t.Helper()
 	p := &process{Cmd: exec.Command(program, "serve", "--config", settingsFile(t)), listening: make(chan struct{})}
 	p.Env = append(os.Environ(), append(settings, asProgram+"=1")...)
 	p.Stderr = p
