@@ -91,7 +91,7 @@ test('any number of calls may share a signal: it gets one listener, which goes w
   const warnings = [], warn = (warning) => warnings.push(warning.message)
   process.on('warning', warn)
   t.after(() => process.off('warning', warn))
-  const stop = new AbortController(), options = { signal: stop.signal }, combiner = new Combiner(pool), kinds = [new Limiter(pool), combiner]
+  const stop = new AbortController(), options = { signal: stop.signal }, combiner = new Combiner(pool, { callTimeoutMs: Infinity }), kinds = [new Limiter(pool), combiner]
   const listeners = () => getEventListeners(stop.signal, 'abort').length
   const buckets = { policy: await definePolicy(1_000_000, 1, '1 day'), slots: await defineSlots(1000) }
   const asked = kinds.flatMap((limiter) => Object.values(calls).flatMap((call) => Array.from({ length: 40 }, () => call(limiter, buckets, options))))
