@@ -1,15 +1,19 @@
 package policyfile_test
 
 import (
+	"encoding/json"
 	"fmt"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -182,3 +186,27 @@ func someOverrides(t *rapid.T, policies []string) document {
 }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
+
+var beyondASCII = regexp.MustCompile(`[\x7f-\x{ffff}]`)
+
+// jsonOf writes JSON that is YAML, too: what YAML does not take as it is, is escaped.
+func jsonOf(t require.TestingT, value any) string {
+	switch value := value.(type) {
+	case map[string]any:
+		var fields []string
+		for _, name := range slices.Sorted(maps.Keys(value)) {
+			fields = append(fields, jsonOf(t, name)+": "+jsonOf(t, value[name]))
+		}
+		return "{" + strings.Join(fields, ", ") + "}"
+	case []any:
+		var items []string
+		for _, item := range value {
+			items = append(items, jsonOf(t, item))
+		}
+		return "[" + strings.Join(items, ", ") + "]"
+	case madeSpan:
+		return jsonOf(t, value.text)
+	}
+	data := kit.NoError(json.Marshal(value))(t)
+	return beyondASCII.ReplaceAllStringFunc(string(data), func(s string) string { return fmt.Sprintf(`\u%04x`, []rune(s)[0]) })
+}

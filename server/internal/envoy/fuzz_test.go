@@ -133,17 +133,17 @@ func FuzzRules(f *testing.F) {
 	f.Add([]byte("domain: d\ndescriptors: [{key: \"*\", rate_limit: {unit: day, requests_per_unit: 4294967295}}]"), "", "*", "_", "_")
 	f.Add([]byte("domain: d\ndescriptors: [{key: a, value: \"_*\", share_threshold: true, rate_limit: {policy: p, overdraw: true}}]"), "a", "_", "a_", "")
 	f.Fuzz(func(t *testing.T, data []byte, key1, value1, key2, value2 string) {
-		domain, err := policyfile.ParseEnvoy("f", data)
-		if err != nil {
+		domains, err := policyfile.ParseEnvoy("f", data)
+		if err != nil || len(domains) == 0 {
 			return
 		}
-		rules, err := envoy.NewRules(domain)
+		rules, err := envoy.NewRules(domains)
 		if err != nil {
 			require.NotEmpty(t, err.Error())
 			return
 		}
 		asked := &book{}
-		answer, err := envoy.New(asked, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: domain.Name, Descriptors: []*common.RateLimitDescriptor{
+		answer, err := envoy.New(asked, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: domains[0].Name, Descriptors: []*common.RateLimitDescriptor{
 			of(key1, value1), of(key2, value2), of(key1, value1, key2, value2),
 		}})
 		require.NoError(t, err)

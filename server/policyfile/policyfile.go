@@ -1,0 +1,110 @@
+// Package policyfile reads policies, overrides and Envoy's rules from one YAML file, and applies them to a database.
+//
+//	file, err := policyfile.Parse("limits.yaml", data)
+//	if err != nil {
+//		return err // the mistakes, each as file:line:column: message
+//	}
+//	difference, err := policyfile.Apply(ctx, conn, file, policyfile.Options{Environment: "staging"})
+//
+// schema.json says what a file may have, and what to write in place of a mistake. A file goes through these steps, each in a
+// source file. A step with mistakes is the last.
+//
+//   - document.go: YAML becomes JSON, with the place of each value. A file that was made to exhaust memory or time is refused.
+//   - environment.go: an environment replaces values.
+//   - check.go: the JSON is validated by the schema. Its errors become [Problems].
+//   - rules.go and envoy.go: JSON becomes [Rules]. What the schema cannot say is checked here, such as a policy without a definition.
+//   - state.go: the policies and overrides of a database are read.
+//   - plan.go: rules and state become a [Difference], which show.go prints.
+//   - apply.go: the difference is made, in one transaction, through the public SQL functions. They check the numbers once more.
+//
+// export.go writes a state as a file. span.go has the values that a file writes as text.
+package policyfile
+
+import "fmt"
+
+// A File has no mistakes that can be found without a database.
+type File struct {
+	name         string
+	base         *Rules
+	environments []environment
+}
+
+type environment struct {
+	name  string
+	rules *Rules
+}
+
+// Rules has the contents of a file for one environment, each kind in the order of the file.
+type Rules struct {
+	Policies  []Policy
+	Overrides []Override
+	Envoy     []EnvoyDomain
+}
+
+// Parse reads a file with all its environments. The name is for messages. Its error is [Problems].
+func Parse(name string, data []byte) (*File, error) {
+	d, err := readDocument(name, data)
+	if err != nil {
+		return nil, err
+	}
+	return d.parse()
+}
+
+func (d *document) parse() (*File, error) {
+	views, problems := d.views()
+	file := &File{name: d.file}
+	for _, v := range views {
+		rules, found := v.read()
+		problems = append(problems, found...)
+		if v.environment != "" {
+			file.environments = append(file.environments, environment{v.environment, rules})
+			continue
+		}
+		if problems != nil {
+			return nil, problems.sorted() // which environments would repeat
+		}
+		file.base = rules
+	}
+	if problems != nil {
+		return nil, problems.sorted()
+	}
+	return file, nil
+}
+
+// read returns the rules of a view, or its problems.
+func (v view) read() (rules *Rules, problems Problems) {
+	if problems = v.check(fileSchema); problems == nil {
+		rules, problems = v.rules()
+	}
+	if v.environment != "" {
+		for i := range problems {
+			problems[i].Message += " (in environment " + shorten(v.environment) + ")"
+		}
+	}
+	return rules, problems
+}
+
+// Environments returns the names of the environments, in the order of the file.
+func (f *File) Environments() []string {
+	var names []string
+	for _, e := range f.environments {
+		names = append(names, e.name)
+	}
+	return names
+}
+
+// Rules returns the rules of an environment, or for "" the rules outside of environments.
+func (f *File) Rules(environment string) (*Rules, error) {
+	if environment == "" {
+		return f.base, nil
+	}
+	for _, e := range f.environments {
+		if e.name == environment {
+			return e.rules, nil
+		}
+	}
+	if len(f.environments) == 0 {
+		return nil, fmt.Errorf("%s has no environment %q: it has none at all", f.name, environment)
+	}
+	return nil, fmt.Errorf("%s has no environment %q: it has %s", f.name, environment, and(f.Environments()))
+}
