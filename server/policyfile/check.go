@@ -5,6 +5,7 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
+	"net/url"
 	"slices"
 	"strings"
 
@@ -83,7 +84,8 @@ func (v view) check(schema *jsonschema.Schema) (problems Problems) {
 
 // explain adds the problems of a validation error. The remedy is that of the schema which refers to this one.
 func (v view) explain(problems *Problems, invalid *jsonschema.ValidationError, remedy string) {
-	_, pointer, _ := strings.Cut(invalid.SchemaURL, "#")
+	url, _ := url.Parse(invalid.SchemaURL)
+	pointer := url.Fragment
 	at := v.at(invalid.InstanceLocation...)
 	if remedy == "" {
 		remedy = remedies[pointer]

@@ -69,41 +69,48 @@ func (l *EnvoyLimit) PolicyAt(path string) string {
 	return cmp.Or(l.Policy, l.Name, path)
 }
 
-// EnvoyPolicies returns the policies that rules describe by their unit, each once. The problems are rules that must not share a
-// policy, and would.
+// EnvoyPolicies returns the policies that rules describe by their unit, each once. The problems are domains that are there twice, and
+// rules that must not share a policy, and would.
 func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems) {
 	type rule struct {
 		Policy
 		domain string
 	}
 	first := make(map[string]rule)
+	add := func(domain string, p Policy) {
+		other, isSecond := first[p.Name]
+		switch {
+		case len(p.Name) > maxName:
+			problems.Add(p.At, "the policy of this rule would be called by its domain and path, which have %d bytes: give the rule a name of up to %d",
+				len(p.Name), maxName)
+		case !isSecond:
+			first[p.Name] = rule{p, domain}
+			policies = append(policies, p)
+		case other.domain != domain:
+			problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: "+
+				"give this rule another name", p.Name, other.At)
+		case other.Numbers != p.Numbers || other.Period != p.Period || other.Shadow != p.Shadow:
+			problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: "+
+				"give this rule another name", p.Name, other.At)
+		}
+	}
 	var walk func(domain, path string, descriptors []EnvoyDescriptor)
 	walk = func(domain, path string, descriptors []EnvoyDescriptor) {
 		for _, d := range descriptors {
 			at := path + "." + d.Composite()
-			if d.Limit != nil && d.Limit.Policy == "" && d.Limit.Unit != "" && d.Limit.PolicyAt(at) != "" {
-				p := d.policy(at)
-				other, isSecond := first[p.Name]
-				problem := ""
-				switch {
-				case len(p.Name) > maxName:
-					problem = fmt.Sprintf("the policy of this rule would be called by its domain and path, which have %d bytes: give the rule a name of up to %d", len(p.Name), maxName)
-				case !isSecond:
-					first[p.Name] = rule{p, domain}
-					policies = append(policies, p)
-				case other.domain != domain:
-					problem = fmt.Sprintf("the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: give this rule another name", p.Name, other.At)
-				case other.Capacity != p.Capacity || other.Every != p.Every || other.Period != p.Period || other.Shadow != p.Shadow:
-					problem = fmt.Sprintf("the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: give this rule another name", p.Name, other.At)
-				}
-				if problem != "" {
-					problems.Add(p.At, "%s", problem)
-				}
+			if d.Limit != nil && d.Limit.Policy == "" && d.Limit.PolicyAt(at) != "" {
+				add(domain, d.policy(at))
 			}
 			walk(domain, at, d.Descriptors)
 		}
 	}
+	names := make(map[string]Position)
 	for _, d := range domains {
+		if at, isSecond := names[d.Name]; isSecond {
+			problems.Add(d.At, "domain %s is at %s, too: write all its descriptors there", quote(d.Name), at)
+			continue
+		}
+		names[d.Name] = d.At
 		walk(d.Name, d.Name, d.Descriptors)
 	}
 	return policies, problems
@@ -112,10 +119,8 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 // policy returns the policy that a rule describes: it refills the requests of a unit in each unit, or has them from its calendar. No
 // rule sets durable and remember.
 func (d *EnvoyDescriptor) policy(path string) Policy {
-	p := Policy{
-		Name: d.Limit.PolicyAt(path), Capacity: int64(d.Limit.RequestsPerUnit), Durable: true, Remember: Day,
-		Shadow: d.Watches, At: d.Limit.At, durableAt: d.Limit.At,
-	}
+	p := Policy{Name: d.Limit.PolicyAt(path), Durable: true, Remember: Day, Shadow: d.Watches, At: d.Limit.At, durableAt: d.Limit.At}
+	p.Capacity = int64(d.Limit.RequestsPerUnit)
 	if d.Limit.Calendar {
 		p.Period, p.TimeZone, p.Anchor = envoyPeriods[d.Limit.Unit], defaultTimeZone, defaultAnchor
 	} else {
@@ -179,7 +184,7 @@ func ParseEnvoy(name string, data []byte) ([]EnvoyDomain, error) {
 		if err != nil {
 			return nil, err
 		}
-		return file.base.Envoy, nil
+		return file.rules[""].Envoy, nil
 	}
 	v := view{document: d, is: d.root.is}
 	if problems := v.check(domainSchema); problems != nil {
@@ -195,15 +200,8 @@ func ParseEnvoy(name string, data []byte) ([]EnvoyDomain, error) {
 
 // envoy reads the domains of a policy file.
 func (r *reader) envoy() (domains []EnvoyDomain) {
-	first := make(map[string]Position)
 	for _, n := range r.at("envoy").elements() {
-		d := r.envoyDomain(n)
-		if at, isSecond := first[d.Name]; isSecond {
-			r.problems.Add(d.At, "domain %s is here a second time, after %d:%d: write all its descriptors there", quote(d.Name), at.Line, at.Column)
-		} else {
-			first[d.Name] = d.At
-		}
-		domains = append(domains, d)
+		domains = append(domains, r.envoyDomain(n))
 	}
 	described, problems := EnvoyPolicies(domains)
 	r.problems = append(r.problems, problems...)
@@ -273,11 +271,7 @@ func (r *reader) envoyLimit(n *node) *EnvoyLimit {
 		l.RequestsPerUnit = uint32(whole(requests.is))
 	}
 	for _, replaced := range n.find("replaces").elements() {
-		name := replaced.find("name").text()
-		if name == l.Name {
-			r.problems.Add(replaced.value, "rate_limit replaces itself, %s: remove this element", quote(name))
-		}
-		l.Replaces = append(l.Replaces, name)
+		l.Replaces = append(l.Replaces, replaced.find("name").text())
 	}
 	if r.policies != nil && l.Policy != "" && r.checkPolicy(n.find("policy").value, l.Policy) && r.policies[l.Policy].isSlots() {
 		r.problems.Add(n.find("policy").value, "policy %s lends slots, and has no tokens to take: write another policy", quote(l.Policy))

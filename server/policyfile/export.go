@@ -8,7 +8,6 @@ import (
 	"maps"
 	"reflect"
 	"slices"
-	"strconv"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -47,6 +46,11 @@ func stateOf(ctx context.Context, db Database) (*state, error) {
 	return readState(ctx, tx)
 }
 
+// defaults are those of a policy in a file.
+var defaults = map[string]any{
+	"stepped": false, "durable": true, "remember": Day, "shadow": false, "time_zone": defaultTimeZone, "anchor": defaultAnchor,
+}
+
 // write omits default values of policies. Overrides have all their numbers, and keep them when the policy changes.
 func (s *state) write() []byte {
 	if len(s.policies) == 0 {
@@ -55,42 +59,27 @@ func (s *state) write() []byte {
 	var text strings.Builder
 	text.WriteString("policies:\n")
 	for _, p := range slices.SortedFunc(maps.Values(s.policies), func(a, b Policy) int { return cmp.Compare(a.Name, b.Name) }) {
-		defaults := Policy{Capacity: -1, Refill: -1, Durable: true, Remember: Day}
-		switch {
-		case p.isSlots():
-			defaults.Lease = Microsecond // which no lease is
-		case p.isQuota():
-			defaults.Period, defaults.TimeZone, defaults.Anchor = "none", defaultTimeZone, defaultAnchor
-		}
-		fmt.Fprintf(&text, "  %s: %s\n", strconv.Quote(p.Name), inline(p.fields(), defaults.fields()))
+		fmt.Fprintf(&text, "  %q: %s\n", p.Name, inline(p.fields(), defaults))
 	}
 	of := ""
 	for _, o := range s.overridesInOrder() {
-		switch {
-		case of == "":
+		if of == "" {
 			text.WriteString("\noverrides:\n")
-			fallthrough
-		case of != o.Policy:
-			fmt.Fprintf(&text, "  %s:\n", strconv.Quote(o.Policy))
+		}
+		if of != o.Policy {
+			fmt.Fprintf(&text, "  %q:\n", o.Policy)
 		}
 		of = o.Policy
-		defaults := Override{Capacity: -1, Refill: -1}
-		switch {
-		case o.isOfSlots():
-			defaults.Lease = Microsecond
-		case o.isOfQuota():
-			defaults.TimeZone = "none"
-		}
-		fmt.Fprintf(&text, "    %s: %s\n", strconv.Quote(o.Key), inline(o.fields(), defaults.fields()))
+		fmt.Fprintf(&text, "    %q: %s\n", o.Key, inline(o.fields(), map[string]any{"expires_at": nil}))
 	}
 	return []byte(text.String())
 }
 
 // inline writes the fields that differ from the defaults in one line.
-func inline(fields, defaults []value) string {
+func inline(fields []value, defaults map[string]any) string {
 	var written []string
-	for i, f := range fields {
-		if f.is != defaults[i].is {
+	for _, f := range fields {
+		if usual, isThere := defaults[f.field]; !isThere || usual != f.is {
 			written = append(written, fmt.Sprintf("%s: %v", f.field, f.is))
 		}
 	}

@@ -72,8 +72,8 @@ type Change struct {
 	// Lost counts what is dropped with a policy. It is nil if the role may not count it.
 	Lost *Lost `json:"lost,omitempty"`
 
-	at    Position
-	apply func(ctx context.Context, tx pgx.Tx) error
+	at   Position
+	sets []value
 }
 
 // An Action is what happens to a policy or an override.
@@ -167,7 +167,7 @@ func checkFixed(s *state, policies []Policy) error {
 func (d *Difference) policies(s *state, policies []Policy) {
 	for _, p := range policies {
 		old, exists := s.policies[p.Name]
-		d.add(Change{Policy: p.Name, at: p.At, apply: p.define}, exists, old.fields(), p.fields())
+		d.add(Change{Policy: p.Name, at: p.At, sets: p.fields()}, exists, old.fields())
 	}
 }
 
@@ -179,36 +179,21 @@ func (d *Difference) overrides(s *state, overrides []Override) {
 		}
 		old, exists := s.overrides[bucket{o.Policy, o.Key}]
 		delete(s.overrides, bucket{o.Policy, o.Key})
-		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, apply: o.set}, exists, old.fields(), o.fields())
-	}
-}
-
-// drift lists the overrides that the file does not have, or removes them.
-func (d *Difference) drift(s *state, prune bool) {
-	for _, o := range s.overridesInOrder() {
-		if !prune {
-			d.Drift = append(d.Drift, DriftingOverride{o.Policy, o.Key})
-			continue
-		}
-		change := Change{Action: Drop, Policy: o.Policy, Key: o.Key, apply: o.remove}
-		for _, was := range o.fields() {
-			change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.is})
-		}
-		d.Changes = append(d.Changes, change)
+		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, sets: o.fields()}, exists, old.fields())
 	}
 }
 
 // add adds a change, unless no field changes.
-func (d *Difference) add(change Change, exists bool, before, after []value) {
+func (d *Difference) add(change Change, exists bool, before []value) {
 	change.Action = Create
 	if exists {
 		change.Action = Alter
 	}
-	for i := range after {
+	for i, after := range change.sets {
 		if !exists {
-			change.Fields = append(change.Fields, FieldChange{Field: after[i].field, New: after[i].is})
-		} else if before[i].is != after[i].is {
-			change.Fields = append(change.Fields, FieldChange{after[i].field, before[i].is, after[i].is})
+			change.Fields = append(change.Fields, FieldChange{Field: after.field, New: after.is})
+		} else if before[i] != after {
+			change.Fields = append(change.Fields, FieldChange{after.field, before[i].is, after.is})
 		}
 	}
 	if change.Fields != nil {
@@ -223,54 +208,23 @@ func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, policies []
 	maps.DeleteFunc(s.overrides, func(of bucket, _ Override) bool { return s.policies[of.policy].Name != "" }) // they go with their policy
 	names := slices.Sorted(maps.Keys(s.policies))
 	counts, err := readLost(ctx, tx, names)
-	if err != nil {
-		return err
-	}
 	for _, name := range names {
-		change := Change{Action: Drop, Policy: name, apply: s.policies[name].drop}
-		if lost, ok := counts[name]; ok {
-			change.Lost = &lost
+		d.Changes = append(d.Changes, Change{Action: Drop, Policy: name, Lost: counts[name]})
+	}
+	return err
+}
+
+// drift lists the overrides that the file does not have, or removes them.
+func (d *Difference) drift(s *state, prune bool) {
+	for _, o := range s.overridesInOrder() {
+		if !prune {
+			d.Drift = append(d.Drift, DriftingOverride{o.Policy, o.Key})
+			continue
+		}
+		change := Change{Action: Drop, Policy: o.Policy, Key: o.Key}
+		for _, was := range o.fields() {
+			change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.is})
 		}
 		d.Changes = append(d.Changes, change)
 	}
-	return nil
-}
-
-// A value is the value of a field, as a file writes it.
-type value struct {
-	field string
-	is    any
-}
-
-// fields returns the fields of a policy of its kind, always in the same order.
-func (p Policy) fields() []value {
-	if p.isSlots() {
-		return []value{{"capacity", p.Capacity}, {"lease", p.Lease.String()}, {"durable", p.Durable}, {"shadow", p.Shadow}}
-	}
-	kind := []value{{"refill", p.Refill}, {"every", p.Every.String()}, {"stepped", p.Stepped}}
-	if p.isQuota() {
-		kind = []value{{"period", p.Period}, {"time_zone", p.TimeZone}, {"anchor", p.Anchor}}
-	}
-	return slices.Concat([]value{{"capacity", p.Capacity}}, kind,
-		[]value{{"durable", p.Durable}, {"remember", p.Remember.String()}, {"shadow", p.Shadow}})
-}
-
-// fields returns the fields of an override of its kind, always in the same order. expires_at is in UTC. If its year then has five
-// digits, the zone is the one furthest behind.
-func (o Override) fields() []value {
-	values := []value{{"capacity", o.Capacity}, {"refill", o.Refill}, {"every", o.Every.String()}}
-	switch {
-	case o.isOfSlots():
-		values = []value{{"capacity", o.Capacity}, {"lease", o.Lease.String()}}
-	case o.isOfQuota():
-		values = []value{{"capacity", o.Capacity}, {"time_zone", o.TimeZone}, {"anchor", o.Anchor}}
-	}
-	var expires any
-	if at := o.ExpiresAt; !at.IsZero() {
-		if at.Year() > 9999 {
-			at = at.In(time.FixedZone("", -(24*60-1)*60))
-		}
-		expires = at.Format(time.RFC3339Nano)
-	}
-	return append(values, value{"expires_at", expires})
 }

@@ -25,13 +25,8 @@ import "fmt"
 // A File has no mistakes that can be found without a database.
 type File struct {
 	name         string
-	base         *Rules
-	environments []environment
-}
-
-type environment struct {
-	name  string
-	rules *Rules
+	environments []string
+	rules        map[string]*Rules // by environment
 }
 
 // Rules has the contents of a file for one environment, each kind in the order of the file.
@@ -52,18 +47,16 @@ func Parse(name string, data []byte) (*File, error) {
 
 func (d *document) parse() (*File, error) {
 	views, problems := d.views()
-	file := &File{name: d.file}
+	file := &File{name: d.file, rules: make(map[string]*Rules)}
 	for _, v := range views {
 		rules, found := v.read()
 		problems = append(problems, found...)
+		file.rules[v.environment] = rules
 		if v.environment != "" {
-			file.environments = append(file.environments, environment{v.environment, rules})
-			continue
+			file.environments = append(file.environments, v.environment)
+		} else if problems != nil {
+			break // which environments would repeat
 		}
-		if problems != nil {
-			return nil, problems.sorted() // which environments would repeat
-		}
-		file.base = rules
 	}
 	if problems != nil {
 		return nil, problems.sorted()
@@ -85,26 +78,16 @@ func (v view) read() (rules *Rules, problems Problems) {
 }
 
 // Environments returns the names of the environments, in the order of the file.
-func (f *File) Environments() []string {
-	var names []string
-	for _, e := range f.environments {
-		names = append(names, e.name)
-	}
-	return names
-}
+func (f *File) Environments() []string { return f.environments }
 
 // Rules returns the rules of an environment, or for "" the rules outside of environments.
 func (f *File) Rules(environment string) (*Rules, error) {
-	if environment == "" {
-		return f.base, nil
-	}
-	for _, e := range f.environments {
-		if e.name == environment {
-			return e.rules, nil
-		}
-	}
-	if len(f.environments) == 0 {
+	rules := f.rules[environment]
+	switch {
+	case rules != nil:
+		return rules, nil
+	case f.environments == nil:
 		return nil, fmt.Errorf("%s has no environment %q: it has none at all", f.name, environment)
 	}
-	return nil, fmt.Errorf("%s has no environment %q: it has %s", f.name, environment, and(f.Environments()))
+	return nil, fmt.Errorf("%s has no environment %q: it has %s", f.name, environment, and(f.environments))
 }

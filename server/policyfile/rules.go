@@ -11,78 +11,60 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/nearest"
 )
 
-// A Policy has the fields of ratelimit_define_policy, with the defaults of a file. One with a Period is a quota, without Refill,
-// Every and Stepped. One with a Lease lends slots, and has neither these nor Remember and a calendar.
-type Policy struct {
-	Name     string `json:"policy"`
-	Capacity int64  `json:"capacity"`
-	Refill   int64  `json:"refill"`
-	Every    Span   `json:"every"`
-	Stepped  bool   `json:"stepped"`
-	Durable  bool   `json:"durable"`
-	Remember Span   `json:"remember"`
-	Shadow   bool   `json:"shadow"`
-
-	// Period is as [client.Period] writes it. Anchor is a date, or a date and a time of day with a T between.
-	Period   string `json:"period,omitempty"`
-	TimeZone string `json:"time_zone,omitempty"`
-	Anchor   string `json:"anchor,omitempty"`
-
-	Lease Span `json:"lease,omitempty"`
-
-	// At is where its name stands.
-	At Position `json:"-"`
-
-	durableAt Position
+// Numbers are what each bucket or key has. Those of a quota have a TimeZone and an Anchor in place of Refill and Every, and those of
+// slots a Lease.
+type Numbers struct {
+	Capacity         int64
+	Refill           int64
+	Every            Span
+	TimeZone, Anchor string // of a date, or a date and a time of day with a T between
+	Lease            Span
 }
 
-// isQuota reports whether the policy has a calendar.
-func (p Policy) isQuota() bool { return p.Period != "" }
+func (n Numbers) isQuota() bool { return n.TimeZone != "" }
+func (n Numbers) isSlots() bool { return n.Lease != 0 }
 
-func (p Policy) isSlots() bool { return p.Lease != 0 }
-
-// kind returns what a policy of its kind does, how it begins to, and what it has when it is new.
-func (p Policy) kind() (is, begin, then string) {
+// kind returns what a policy of these numbers does, how it begins to, and what it has when it is new.
+func (n Numbers) kind() (is, begin, then string) {
 	switch {
-	case p.isSlots():
+	case n.isSlots():
 		return "lends slots", "begin to lend slots", "slots will be free"
-	case p.isQuota():
+	case n.isQuota():
 		return "is a quota", "become a quota", "buckets will be full"
 	}
 	return "refills", "begin to refill", "buckets will be full"
 }
 
-// MarshalJSON writes null for what a quota or slots do not have, as ratelimit_policies lists it.
-func (p Policy) MarshalJSON() ([]byte, error) {
-	type plain Policy
-	if !p.isQuota() && !p.isSlots() {
-		return json.Marshal(plain(p))
-	}
-	without := struct {
-		plain
-		Remember *Span  `json:"remember"`
-		Refill   *int64 `json:"refill"`
-		Every    *Span  `json:"every"`
-		Stepped  *bool  `json:"stepped"`
-	}{plain: plain(p)}
-	if p.isQuota() {
-		without.Remember = &p.Remember
-	}
-	return json.Marshal(without)
+// A Policy has the fields of ratelimit_define_policy, with the defaults of a file. A quota has a Period, and is not Stepped. Slots
+// have no Remember.
+type Policy struct {
+	Name string
+	Numbers
+	Stepped  bool
+	Durable  bool
+	Remember Span
+	Shadow   bool
+	Period   string // as [client.Period] writes it
+
+	// At is where its name stands.
+	At Position
+
+	durableAt Position
 }
 
-// An Override has the numbers of one key. Fields that the file omits are the policy's.
+// MarshalJSON writes null for what a quota or slots do not have, as ratelimit_policies lists it.
+func (p Policy) MarshalJSON() ([]byte, error) {
+	object := map[string]any{"policy": p.Name, "refill": nil, "every": nil, "stepped": nil, "remember": nil}
+	for _, v := range p.fields() {
+		object[v.field] = v.is
+	}
+	return json.Marshal(object)
+}
+
+// An Override has the numbers of one key. Those that the file omits are the policy's.
 type Override struct {
 	Policy, Key string
-	Capacity    int64
-	Refill      int64
-	Every       Span
-
-	// TimeZone and Anchor are for the key of a quota, which has no Refill and Every.
-	TimeZone, Anchor string
-
-	// Lease is for a key of slots, which has none of these either.
-	Lease Span
+	Numbers
 
 	// ExpiresAt ends the override. The zero time is never.
 	ExpiresAt time.Time
@@ -91,8 +73,48 @@ type Override struct {
 	At Position
 }
 
-func (o Override) isOfQuota() bool { return o.TimeZone != "" }
-func (o Override) isOfSlots() bool { return o.Lease != 0 }
+// A value is the value of a field, as a file writes it: an int64, a bool, a string or a Span, or nil for an override that does not
+// expire.
+type value struct {
+	field string
+	is    any
+}
+
+// fields returns the fields of numbers of their kind, always in the same order.
+func (n Numbers) fields() []value {
+	switch {
+	case n.isSlots():
+		return []value{{"capacity", n.Capacity}, {"lease", n.Lease}}
+	case n.isQuota():
+		return []value{{"capacity", n.Capacity}, {"time_zone", n.TimeZone}, {"anchor", n.Anchor}}
+	}
+	return []value{{"capacity", n.Capacity}, {"refill", n.Refill}, {"every", n.Every}}
+}
+
+func (p Policy) fields() []value {
+	fields := p.Numbers.fields()
+	switch {
+	case p.isSlots():
+		return append(fields, value{"durable", p.Durable}, value{"shadow", p.Shadow})
+	case p.isQuota():
+		fields = slices.Insert(fields, 1, value{"period", p.Period})
+	default:
+		fields = append(fields, value{"stepped", p.Stepped})
+	}
+	return append(fields, value{"durable", p.Durable}, value{"remember", p.Remember}, value{"shadow", p.Shadow})
+}
+
+// fields writes expires_at in UTC. If its year then has five digits, the zone is the one furthest behind that PostgreSQL reads.
+func (o Override) fields() []value {
+	expires := value{field: "expires_at"}
+	if at := o.ExpiresAt; !at.IsZero() {
+		if at.Year() > 9999 {
+			at = at.In(time.FixedZone("", -(16*60-1)*60))
+		}
+		expires.is = at.Format(time.RFC3339Nano)
+	}
+	return append(o.Numbers.fields(), expires)
+}
 
 // A mapping is JSON that the schema has checked.
 type mapping = map[string]any
@@ -136,13 +158,11 @@ const (
 	defaultAnchor   = "2001-01-01"
 )
 
-// policy reads a policy. Its fields may be those of an override, too.
 func (r *reader) policy(name string, fields mapping) Policy {
 	at := r.at("policies", name)
 	p := Policy{
-		Name: name, Capacity: whole(fields["capacity"]), Refill: whole(fields["refill"]), Every: span(fields["every"]),
-		Stepped: to[bool](fields["stepped"]), Durable: fields["durable"] != false, Remember: span(fields["remember"]), Shadow: to[bool](fields["shadow"]),
-		Lease: span(fields["lease"]), At: at.name, durableAt: at.name,
+		Name: name, Numbers: numbers(fields), Stepped: to[bool](fields["stepped"]), Durable: fields["durable"] != false,
+		Remember: span(fields["remember"]), Shadow: to[bool](fields["shadow"]), At: at.name, durableAt: at.name,
 	}
 	if durable := r.at("policies", name, "durable"); durable != nil {
 		p.durableAt = durable.value
@@ -150,34 +170,37 @@ func (r *reader) policy(name string, fields mapping) Policy {
 	if !p.isSlots() {
 		p.Remember = cmp.Or(p.Remember, Day)
 	}
-	if text, isQuota := fields["period"].(string); isQuota {
-		period, _ := client.ParsePeriod(text) // as its format has
-		p.Period, p.TimeZone = period.String(), cmp.Or(to[string](fields["time_zone"]), defaultTimeZone)
-		p.Anchor = parseAnchor(cmp.Or(to[string](fields["anchor"]), defaultAnchor))
+	if p.isQuota() {
+		period, _ := client.ParsePeriod(to[string](fields["period"])) // as its format has
+		p.Period = period.String()
 	}
 	return p
 }
 
+// numbers reads those of a policy, or of a policy with an override of its fields.
+func numbers(fields mapping) Numbers {
+	n := Numbers{Capacity: whole(fields["capacity"]), Refill: whole(fields["refill"]), Every: span(fields["every"]), Lease: span(fields["lease"])}
+	if fields["period"] != nil {
+		n.TimeZone = cmp.Or(to[string](fields["time_zone"]), defaultTimeZone)
+		n.Anchor = parseAnchor(cmp.Or(to[string](fields["anchor"]), defaultAnchor))
+	}
+	return n
+}
+
 // override reads an override. What it omits is the policy's.
 func (r *reader) override(policy, key string, base, fields mapping) Override {
-	ofKind := Override{}.of(r.policies[policy]).fields()
+	ofKind := Override{Numbers: r.policies[policy].Numbers}.fields()
 	for name := range fields {
 		if !slices.ContainsFunc(ofKind, func(v value) bool { return v.field == name }) {
 			is, _, _ := r.policies[policy].kind()
 			r.problems.Add(r.at("overrides", policy, key, name).name, "%s is not for a key of policy %s, which %s: remove it", name, quote(policy), is)
 		}
 	}
-	o := Override{Key: key, At: r.at("overrides", policy, key).name}.of(r.policy(policy, overlay(base, fields)))
+	o := Override{Policy: policy, Key: key, Numbers: numbers(overlay(base, fields)), At: r.at("overrides", policy, key).name}
 	if text, expires := fields["expires_at"].(string); expires {
 		at, _ := time.Parse(time.RFC3339Nano, text)
 		o.ExpiresAt = at.UTC()
 	}
-	return o
-}
-
-// of returns the override with the numbers of a policy.
-func (o Override) of(p Policy) Override {
-	o.Policy, o.Capacity, o.Refill, o.Every, o.TimeZone, o.Anchor, o.Lease = p.Name, p.Capacity, p.Refill, p.Every, p.TimeZone, p.Anchor, p.Lease
 	return o
 }
 

@@ -79,9 +79,6 @@ func (s Span) String() string {
 // MarshalText is String.
 func (s Span) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
-// interval writes the span for PostgreSQL, exactly.
-func (s Span) interval() string { return strconv.FormatInt(int64(s), 10) + " microseconds" }
-
 const anchorLayout = "2006-01-02T15:04:05.999999"
 
 // parseAnchor reads a date, or a date with a time of day, and writes it as anchorText does. It returns "" for anything else.

@@ -41,59 +41,53 @@ func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
 	return s, nil
 }
 
+// numberColumns go into the fields of columns. What a policy does not have is null in the database.
+const numberColumns = `
+	capacity, coalesce(refill, 0), coalesce((extract(epoch from every) * 1000000.0)::bigint, 0), coalesce(time_zone, ''),
+	coalesce(to_char(anchor, 'YYYY-MM-DD"T"HH24:MI:SS.US'), ''), coalesce((extract(epoch from lease) * 1000000.0)::bigint, 0)`
+
+func (n *Numbers) columns() []any {
+	return []any{&n.Capacity, &n.Refill, &n.Every, &n.TimeZone, &n.Anchor, &n.Lease}
+}
+
 // ReadPolicies lists the policies of a database, by name.
 func ReadPolicies(ctx context.Context, db inspect.Querier) (policies []Policy, err error) {
 	rows, err := db.Query(ctx, `
-		select policy, capacity, coalesce(refill, 0), coalesce((extract(epoch from every) * 1000000.0)::bigint, 0),
-		       coalesce(stepped, false), durable, coalesce((extract(epoch from remember) * 1000000.0)::bigint, 0), shadow,
+		select policy, coalesce(stepped, false), durable, coalesce((extract(epoch from remember) * 1000000.0)::bigint, 0), shadow,
 		       coalesce((extract(year from period) * 12.0 + extract(month from period))::integer, 0), coalesce(extract(day from period)::integer, 0),
-		       coalesce(time_zone, ''), (extract(epoch from anchor) * 1000000.0)::bigint,
-		       coalesce((extract(epoch from lease) * 1000000.0)::bigint, 0)
+		       `+numberColumns+`
 		  from ratelimit_policies()`)
 	if err != nil {
 		return nil, err
 	}
 	var p Policy
 	var period client.Period
-	var anchor *int64
-	_, err = pgx.ForEachRow(rows,
-		[]any{&p.Name, &p.Capacity, &p.Refill, &p.Every, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow, &period.Months, &period.Days, &p.TimeZone, &anchor, &p.Lease},
-		func() error {
-			p.Period, p.Anchor = period.String(), anchorOf(anchor)
-			policies = append(policies, p)
-			return nil
-		})
+	columns := []any{&p.Name, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow, &period.Months, &period.Days}
+	_, err = pgx.ForEachRow(rows, append(columns, p.columns()...), func() error {
+		p.Period, p.Anchor = period.String(), parseAnchor(p.Anchor)
+		policies = append(policies, p)
+		return nil
+	})
 	return policies, err
-}
-
-// anchorOf writes the anchor of a row, if it has one.
-func anchorOf(microseconds *int64) string {
-	if microseconds == nil {
-		return ""
-	}
-	return anchorText(time.UnixMicro(*microseconds).UTC())
 }
 
 func (s *state) readOverrides(ctx context.Context, tx pgx.Tx) error {
 	rows, err := tx.Query(ctx, `
-		select policy, key, capacity, coalesce(refill, 0), coalesce((extract(epoch from every) * 1000000.0)::bigint, 0),
-		       (extract(epoch from expires_at) * 1000000.0)::bigint, coalesce(time_zone, ''), (extract(epoch from anchor) * 1000000.0)::bigint,
-		       coalesce((extract(epoch from lease) * 1000000.0)::bigint, 0)
+		select policy, key, (extract(epoch from expires_at) * 1000000.0)::bigint, `+numberColumns+`
 		  from ratelimit_overrides(max_rows => $1::integer)`, math.MaxInt32)
 	if err != nil {
 		return err
 	}
 	var o Override
-	var expires, anchor *int64
-	_, err = pgx.ForEachRow(rows, []any{&o.Policy, &o.Key, &o.Capacity, &o.Refill, &o.Every, &expires, &o.TimeZone, &anchor, &o.Lease},
-		func() error {
-			o.ExpiresAt, o.Anchor = time.Time{}, anchorOf(anchor)
-			if expires != nil {
-				o.ExpiresAt = time.UnixMicro(*expires).UTC()
-			}
-			s.overrides[bucket{o.Policy, o.Key}] = o
-			return nil
-		})
+	var expires *int64
+	_, err = pgx.ForEachRow(rows, append([]any{&o.Policy, &o.Key, &expires}, o.columns()...), func() error {
+		o.ExpiresAt, o.Anchor = time.Time{}, parseAnchor(o.Anchor)
+		if expires != nil {
+			o.ExpiresAt = time.UnixMicro(*expires).UTC()
+		}
+		s.overrides[bucket{o.Policy, o.Key}] = o
+		return nil
+	})
 	return err
 }
 
@@ -107,7 +101,7 @@ type Lost struct {
 
 // readLost counts what is dropped with policies. It returns nil if the role may not read the tables: no function counts idempotency
 // keys.
-func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]Lost, error) {
+func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]*Lost, error) {
 	if len(policies) == 0 {
 		return nil, nil
 	}
@@ -135,11 +129,12 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]Los
 	if err != nil {
 		return nil, err
 	}
-	counts := make(map[string]Lost, len(policies))
+	counts := make(map[string]*Lost, len(policies))
 	var name string
 	var lost Lost
 	_, err = pgx.ForEachRow(rows, []any{&name, &lost.Buckets, &lost.Overrides, &lost.IdempotencyKeys, &lost.Holders}, func() error {
-		counts[name] = lost
+		count := lost
+		counts[name] = &count
 		return nil
 	})
 	return counts, err
