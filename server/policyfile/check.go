@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
-	"slices"
 	"strings"
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
@@ -74,19 +73,19 @@ var examples = map[string]string{
 }
 
 // check returns what the schema refuses.
-func (v view) check(schema *jsonschema.Schema) (problems Problems) {
+func (n *node) check(schema *jsonschema.Schema) (problems Problems) {
 	var invalid *jsonschema.ValidationError
-	if errors.As(schema.Validate(v.is), &invalid) {
-		v.explain(&problems, invalid, "")
+	if errors.As(schema.Validate(n.is), &invalid) {
+		n.explain(&problems, invalid, "")
 	}
 	return problems
 }
 
 // explain adds the problems of a validation error. The remedy is that of the schema which refers to this one.
-func (v view) explain(problems *Problems, invalid *jsonschema.ValidationError, remedy string) {
+func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, remedy string) {
 	url, _ := url.Parse(invalid.SchemaURL)
 	pointer := url.Fragment
-	at := v.at(invalid.InstanceLocation...)
+	at := n.find(invalid.InstanceLocation...)
 	if remedy == "" {
 		remedy = remedies[pointer]
 	}
@@ -98,7 +97,7 @@ func (v view) explain(problems *Problems, invalid *jsonschema.ValidationError, r
 			if refers && len(cause.InstanceLocation) == len(invalid.InstanceLocation) {
 				inherited = remedy
 			}
-			v.explain(problems, cause, inherited)
+			n.explain(problems, cause, inherited)
 		}
 	case *kind.PropertyNames: // which the document has checked, in bytes
 	case *kind.Required:
@@ -106,10 +105,10 @@ func (v view) explain(problems *Problems, invalid *jsonschema.ValidationError, r
 		for _, name := range is.Missing {
 			lines = append(lines, name+": "+examples[name])
 		}
-		problems.Add(at.name, "%s has no %s: write %s", at.label, strings.Join(is.Missing, " and no "), and(lines))
+		problems.Add(at.name, "%s has no %s: write %s", shorten(at.key), strings.Join(is.Missing, " and no "), and(lines))
 	case *kind.AdditionalProperties:
 		for _, name := range is.Properties {
-			unknown := v.at(slices.Concat(invalid.InstanceLocation, []string{name})...)
+			unknown := at.find(name)
 			if near := nearest.Of(name, fields[pointer]); near != "" {
 				problems.Add(unknown.name, "unknown field %s: did you mean %s?", quote(name), near)
 			} else {
@@ -119,11 +118,11 @@ func (v view) explain(problems *Problems, invalid *jsonschema.ValidationError, r
 	default:
 		switch {
 		case !strings.HasPrefix(remedy, "write "):
-			problems.Add(at.name, "%s %s", at.label, remedy)
+			problems.Add(at.name, "%s %s", shorten(at.key), remedy)
 		case at.is == nil:
-			problems.Add(at.value, "%s is empty: %s, or remove the line", at.label, remedy)
+			problems.Add(at.value, "%s is empty: %s, or remove the line", shorten(at.key), remedy)
 		default:
-			problems.Add(at.value, "%s is %s: %s", at.label, describe(at.is), remedy)
+			problems.Add(at.value, "%s is %s: %s", shorten(at.key), describe(at.is), remedy)
 		}
 	}
 }

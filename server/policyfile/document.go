@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -36,10 +38,10 @@ type document struct {
 
 // A node is a value with its places. Aliases are followed.
 type node struct {
-	is    any    // JSON: map[string]any, []any, string, json.Number, bool or nil
-	label string // the name of a field
-	name  Position
-	value Position
+	is    any              // JSON: map[string]any, []any, string, json.Number, bool or nil
+	key   string           // the name of a field, and what an element is called
+	name  Position         // of the name
+	value Position         // of the value
 	below map[string]*node // fields by name, elements by number
 }
 
@@ -52,6 +54,29 @@ func (n *node) find(path ...string) *node {
 		n = n.below[name]
 	}
 	return n
+}
+
+// children returns the fields or elements in the order of the file. The node may be nil, as for the methods below.
+func (n *node) children() []*node {
+	if n == nil {
+		return nil
+	}
+	return slices.SortedFunc(maps.Values(n.below), func(a, b *node) int { return a.name.Compare(b.name) })
+}
+
+// text returns a text, also of a number or boolean without quotes.
+func (n *node) text() string {
+	if n == nil {
+		return ""
+	}
+	return fmt.Sprint(n.is)
+}
+
+func (n *node) isTrue() bool { return n != nil && n.is == true }
+
+func (n *node) whole() int64 {
+	whole, _ := strconv.ParseInt(n.text(), 10, 64)
+	return whole
 }
 
 // stop reports a problem that ends the reading.
@@ -83,7 +108,7 @@ func readDocument(file string, data []byte) (*document, error) {
 	case err != nil:
 		d.addSyntax(start, err)
 	default:
-		d.root = &node{label: "the file", name: d.position(first.Content[0])}
+		d.root = &node{key: "the file", name: d.position(first.Content[0])}
 		d.fill(d.root, first.Content[0], 0)
 		switch err := loader.Load(&second); {
 		case err == nil:
@@ -141,7 +166,7 @@ func (d *document) fill(into *node, n *yaml.Node, depth int) {
 		into.below = make(map[string]*node, len(n.Content))
 		items := make([]any, len(n.Content))
 		for i, item := range n.Content {
-			element := &node{label: "an element of " + into.label, name: d.position(item)}
+			element := &node{key: "an element of " + into.key, name: d.position(item)}
 			d.fill(element, item, depth+1)
 			into.below[strconv.Itoa(i)], items[i] = element, element.is
 		}
@@ -176,7 +201,7 @@ func (d *document) fillFields(into *node, n *yaml.Node, depth int) {
 		case before != nil:
 			d.problems.Add(at, "%s is here a second time, after %d:%d: remove one of them", quote(name.Value), before.name.Line, before.name.Column)
 		default:
-			field := &node{label: shorten(name.Value), name: at}
+			field := &node{key: name.Value, name: at}
 			d.fill(field, n.Content[i+1], depth+1)
 			into.below[name.Value], fields[name.Value] = field, field.is
 		}

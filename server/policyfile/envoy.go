@@ -2,8 +2,6 @@ package policyfile
 
 import (
 	"cmp"
-	"fmt"
-	"strconv"
 	"strings"
 )
 
@@ -186,11 +184,10 @@ func ParseEnvoy(name string, data []byte) ([]EnvoyDomain, error) {
 		}
 		return file.rules[""].Envoy, nil
 	}
-	v := view{document: d, is: d.root.is}
-	if problems := v.check(domainSchema); problems != nil {
+	if problems := d.root.check(domainSchema); problems != nil {
 		return nil, problems.sorted()
 	}
-	r := &reader{view: v}
+	r := &reader{}
 	domain := r.envoyDomain(d.root)
 	if r.problems != nil {
 		return nil, r.problems.sorted()
@@ -199,8 +196,8 @@ func ParseEnvoy(name string, data []byte) ([]EnvoyDomain, error) {
 }
 
 // envoy reads the domains of a policy file.
-func (r *reader) envoy() (domains []EnvoyDomain) {
-	for _, n := range r.at("envoy").elements() {
+func (r *reader) envoy(list *node) (domains []EnvoyDomain) {
+	for _, n := range list.children() {
 		domains = append(domains, r.envoyDomain(n))
 	}
 	described, problems := EnvoyPolicies(domains)
@@ -231,7 +228,7 @@ func (r *reader) envoyDescriptors(list *node) (descriptors []EnvoyDescriptor) {
 			}
 		}
 	}
-	for _, n := range list.elements() {
+	for _, n := range list.children() {
 		d := EnvoyDescriptor{
 			Key: n.find("key").text(), Value: n.find("value").text(), Limit: r.envoyLimit(n.find("rate_limit")),
 			Descriptors: r.envoyDescriptors(n.find("descriptors")), Quota: n.find("quota_mode").isTrue(),
@@ -265,12 +262,10 @@ func (r *reader) envoyLimit(n *node) *EnvoyLimit {
 	}
 	l := &EnvoyLimit{
 		Policy: n.find("policy").text(), Unit: EnvoyUnit(strings.ToLower(n.find("unit").text())), Calendar: n.find("calendar").isTrue(),
-		Unlimited: n.find("unlimited").isTrue(), Overdraw: n.find("overdraw").isTrue(), Name: n.find("name").text(), At: n.name,
+		Unlimited: n.find("unlimited").isTrue(), Overdraw: n.find("overdraw").isTrue(), Name: n.find("name").text(), RequestsPerUnit: uint32(n.find("requests_per_unit").whole()),
+		At: n.name,
 	}
-	if requests := n.find("requests_per_unit"); requests != nil {
-		l.RequestsPerUnit = uint32(whole(requests.is))
-	}
-	for _, replaced := range n.find("replaces").elements() {
+	for _, replaced := range n.find("replaces").children() {
 		l.Replaces = append(l.Replaces, replaced.find("name").text())
 	}
 	if r.policies != nil && l.Policy != "" && r.checkPolicy(n.find("policy").value, l.Policy) && r.policies[l.Policy].isSlots() {
@@ -278,24 +273,3 @@ func (r *reader) envoyLimit(n *node) *EnvoyLimit {
 	}
 	return l
 }
-
-// elements returns the elements of a list, which may be nil.
-func (n *node) elements() (elements []*node) {
-	if n == nil {
-		return nil
-	}
-	for i := range len(n.below) {
-		elements = append(elements, n.below[strconv.Itoa(i)])
-	}
-	return elements
-}
-
-// text returns a text, also of a number or boolean without quotes, as the reference reads it.
-func (n *node) text() string {
-	if n == nil {
-		return ""
-	}
-	return fmt.Sprint(n.is)
-}
-
-func (n *node) isTrue() bool { return n != nil && n.is == true }

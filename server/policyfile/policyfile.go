@@ -46,17 +46,20 @@ func Parse(name string, data []byte) (*File, error) {
 }
 
 func (d *document) parse() (*File, error) {
-	views, problems := d.views()
 	file := &File{name: d.file, rules: make(map[string]*Rules)}
-	for _, v := range views {
-		rules, found := v.read()
-		problems = append(problems, found...)
-		file.rules[v.environment] = rules
-		if v.environment != "" {
-			file.environments = append(file.environments, v.environment)
-		} else if problems != nil {
-			break // which environments would repeat
+	rules, problems := read(d.root)
+	if problems != nil {
+		return nil, problems.sorted() // which environments would repeat
+	}
+	file.rules[""] = rules
+	environments, problems := d.environments()
+	for _, environment := range environments {
+		rules, found := read(environment)
+		for _, p := range found {
+			problems.Add(p.Position, "%s (in environment %s)", p.Message, shorten(environment.key))
 		}
+		file.rules[environment.key] = rules
+		file.environments = append(file.environments, environment.key)
 	}
 	if problems != nil {
 		return nil, problems.sorted()
@@ -64,17 +67,11 @@ func (d *document) parse() (*File, error) {
 	return file, nil
 }
 
-// read returns the rules of a view, or its problems.
-func (v view) read() (rules *Rules, problems Problems) {
-	if problems = v.check(fileSchema); problems == nil {
-		rules, problems = v.rules()
+func read(root *node) (*Rules, Problems) {
+	if problems := root.check(fileSchema); problems != nil {
+		return nil, problems
 	}
-	if v.environment != "" {
-		for i := range problems {
-			problems[i].Message += " (in environment " + shorten(v.environment) + ")"
-		}
-	}
-	return rules, problems
+	return root.rules()
 }
 
 // Environments returns the names of the environments, in the order of the file.

@@ -3,7 +3,6 @@ package policyfile
 import (
 	"cmp"
 	"encoding/json"
-	"maps"
 	"slices"
 	"time"
 
@@ -116,39 +115,29 @@ func (o Override) fields() []value {
 	return append(o.Numbers.fields(), expires)
 }
 
-// A mapping is JSON that the schema has checked.
-type mapping = map[string]any
-
-// A reader makes rules of a view.
+// A reader makes rules of nodes that the schema has checked.
 type reader struct {
-	view
-	policies map[string]Policy // of the file
+	policies map[string]Policy // of the file; nil if rules may name any
 	names    []string
 	problems Problems
 }
 
-func (v view) rules() (*Rules, Problems) {
-	root := v.is.(mapping)
-	r := &reader{view: v, policies: make(map[string]Policy)}
-	rules := &Rules{}
-	written := to[mapping](root["policies"])
-	for name, fields := range written {
-		p := r.policy(name, fields.(mapping))
-		r.policies[name] = p
+func (n *node) rules() (*Rules, Problems) {
+	r, rules := &reader{policies: make(map[string]Policy)}, &Rules{}
+	for _, n := range n.find("policies").children() {
+		p := policy(n)
+		r.policies[p.Name] = p
+		r.names = append(r.names, p.Name)
 		rules.Policies = append(rules.Policies, p)
 	}
-	slices.SortFunc(rules.Policies, func(a, b Policy) int { return a.At.Compare(b.At) })
-	r.names = slices.Sorted(maps.Keys(written))
-	for policy, keys := range to[mapping](root["overrides"]) {
-		if !r.checkPolicy(r.at("overrides", policy).name, policy) {
-			continue
-		}
-		for key, fields := range keys.(mapping) {
-			rules.Overrides = append(rules.Overrides, r.override(policy, key, written[policy].(mapping), fields.(mapping)))
+	for _, keys := range n.find("overrides").children() {
+		if r.checkPolicy(keys.name, keys.key) {
+			for _, key := range keys.children() {
+				rules.Overrides = append(rules.Overrides, r.override(n.find("policies", keys.key), key))
+			}
 		}
 	}
-	slices.SortFunc(rules.Overrides, func(a, b Override) int { return a.At.Compare(b.At) })
-	rules.Envoy = r.envoy()
+	rules.Envoy = r.envoy(n.find("envoy"))
 	return rules, r.problems
 }
 
@@ -158,47 +147,50 @@ const (
 	defaultAnchor   = "2001-01-01"
 )
 
-func (r *reader) policy(name string, fields mapping) Policy {
-	at := r.at("policies", name)
+func policy(n *node) Policy {
 	p := Policy{
-		Name: name, Numbers: numbers(fields), Stepped: to[bool](fields["stepped"]), Durable: fields["durable"] != false,
-		Remember: span(fields["remember"]), Shadow: to[bool](fields["shadow"]), At: at.name, durableAt: at.name,
+		Name: n.key, Numbers: numbers(n), Stepped: n.find("stepped").isTrue(), Durable: true, Remember: parseSpan(n.find("remember").text()),
+		Shadow: n.find("shadow").isTrue(), At: n.name, durableAt: n.name,
 	}
-	if durable := r.at("policies", name, "durable"); durable != nil {
-		p.durableAt = durable.value
+	if durable := n.find("durable"); durable != nil {
+		p.Durable, p.durableAt = durable.isTrue(), durable.value
 	}
 	if !p.isSlots() {
 		p.Remember = cmp.Or(p.Remember, Day)
 	}
 	if p.isQuota() {
-		period, _ := client.ParsePeriod(to[string](fields["period"])) // as its format has
+		period, _ := client.ParsePeriod(n.find("period").text()) // as its format has
 		p.Period = period.String()
 	}
 	return p
 }
 
 // numbers reads those of a policy, or of a policy with an override of its fields.
-func numbers(fields mapping) Numbers {
-	n := Numbers{Capacity: whole(fields["capacity"]), Refill: whole(fields["refill"]), Every: span(fields["every"]), Lease: span(fields["lease"])}
-	if fields["period"] != nil {
-		n.TimeZone = cmp.Or(to[string](fields["time_zone"]), defaultTimeZone)
-		n.Anchor = parseAnchor(cmp.Or(to[string](fields["anchor"]), defaultAnchor))
+func numbers(n *node) Numbers {
+	numbers := Numbers{
+		Capacity: n.find("capacity").whole(), Refill: n.find("refill").whole(), Every: parseSpan(n.find("every").text()),
+		Lease: parseSpan(n.find("lease").text()),
 	}
-	return n
+	if n.find("period") != nil {
+		numbers.TimeZone = cmp.Or(n.find("time_zone").text(), defaultTimeZone)
+		numbers.Anchor = parseAnchor(cmp.Or(n.find("anchor").text(), defaultAnchor))
+	}
+	return numbers
 }
 
 // override reads an override. What it omits is the policy's.
-func (r *reader) override(policy, key string, base, fields mapping) Override {
-	ofKind := Override{Numbers: r.policies[policy].Numbers}.fields()
-	for name := range fields {
-		if !slices.ContainsFunc(ofKind, func(v value) bool { return v.field == name }) {
-			is, _, _ := r.policies[policy].kind()
-			r.problems.Add(r.at("overrides", policy, key, name).name, "%s is not for a key of policy %s, which %s: remove it", name, quote(policy), is)
+func (r *reader) override(policy, n *node) Override {
+	base := r.policies[policy.key]
+	fields := Override{Numbers: base.Numbers}.fields()
+	for _, field := range n.children() {
+		if !slices.ContainsFunc(fields, func(v value) bool { return v.field == field.key }) {
+			is, _, _ := base.kind()
+			r.problems.Add(field.name, "%s is not for a key of policy %s, which %s: remove it", field.key, quote(base.Name), is)
 		}
 	}
-	o := Override{Policy: policy, Key: key, Numbers: numbers(overlay(base, fields)), At: r.at("overrides", policy, key).name}
-	if text, expires := fields["expires_at"].(string); expires {
-		at, _ := time.Parse(time.RFC3339Nano, text)
+	o := Override{Policy: base.Name, Key: n.key, Numbers: numbers(overlay(policy, n)), At: n.name}
+	if expires := n.find("expires_at"); expires != nil {
+		at, _ := time.Parse(time.RFC3339Nano, expires.text())
 		o.ExpiresAt = at.UTC()
 	}
 	return o
@@ -214,16 +206,3 @@ func (r *reader) checkPolicy(at Position, name string) bool {
 	}
 	return isThere
 }
-
-// to returns a value of a type, or the zero value if it is left out.
-func to[T any](value any) T {
-	typed, _ := value.(T)
-	return typed
-}
-
-func whole(value any) int64 {
-	n, _ := to[json.Number](value).Int64()
-	return n
-}
-
-func span(value any) Span { return parseSpan(to[string](value)) }
