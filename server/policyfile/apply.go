@@ -57,10 +57,14 @@ func alone(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// failed adds the place in the file to an error, if the database has refused its value.
+// failed adds the place in the file to an error, if the database has refused its value: that of the field, if the file has it.
 func (c *Change) failed(err error) error {
 	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && c.Action != Drop && refusal.Code == "22023" {
-		return Problems{{c.at, fmt.Sprintf("the database refuses this: %s: %s %s", refusal.Message, refusal.Detail, refusal.Hint)}}
+		at := c.at
+		if field := c.node.find(strings.TrimPrefix(refusal.Message, "invalid ")); field != nil {
+			at = field.value
+		}
+		return Problems{{at, fmt.Sprintf("the database refuses this: %s: %s %s", refusal.Message, refusal.Detail, refusal.Hint)}}
 	}
 	return failed(c.String(), err)
 }

@@ -96,7 +96,7 @@ func readDocument(file string, data []byte) (*document, error) {
 		return nil, d.problems
 	}
 	loader, err := yaml.NewLoader(bytes.NewReader(data),
-		yaml.WithUniqueKeys(false), // fields reports all of them
+		yaml.WithUniqueKeys(false), // fillFields reports all of them
 		yaml.WithPlugin(loaderlimits.New(loaderlimits.DepthValue(maxDepth))))
 	if err != nil {
 		return nil, err
@@ -166,7 +166,7 @@ func (d *document) fill(into *node, n *yaml.Node, depth int) {
 		into.below = make(map[string]*node, len(n.Content))
 		items := make([]any, len(n.Content))
 		for i, item := range n.Content {
-			element := &node{key: "an element of " + into.key, name: d.position(item)}
+			element := &node{key: "an element of " + strings.TrimPrefix(into.key, "an element of "), name: d.position(item)}
 			d.fill(element, item, depth+1)
 			into.below[strconv.Itoa(i)], items[i] = element, element.is
 		}

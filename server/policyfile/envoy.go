@@ -105,7 +105,7 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 	names := make(map[string]Position)
 	for _, d := range domains {
 		if at, isSecond := names[d.Name]; isSecond {
-			problems.Add(d.At, "domain %s is at %s, too: write all its descriptors there", quote(d.Name), at)
+			problems.Add(d.At, "domain %s is in %s, too: write all its descriptors there", quote(d.Name), at)
 			continue
 		}
 		names[d.Name] = d.At
@@ -117,7 +117,7 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 // policy returns the policy that a rule describes: it refills the requests of a unit in each unit, or has them from its calendar. No
 // rule sets durable and remember.
 func (d *EnvoyDescriptor) policy(path string) Policy {
-	p := Policy{Name: d.Limit.PolicyAt(path), Durable: true, Remember: Day, Shadow: d.Watches, At: d.Limit.At, durableAt: d.Limit.At}
+	p := Policy{Name: d.Limit.PolicyAt(path), Durable: true, Remember: Day, Shadow: d.Watches, At: d.Limit.At}
 	p.Capacity = int64(d.Limit.RequestsPerUnit)
 	if d.Limit.Calendar {
 		p.Period, p.TimeZone, p.Anchor = envoyPeriods[d.Limit.Unit], defaultTimeZone, defaultAnchor
@@ -261,9 +261,9 @@ func (r *reader) envoyLimit(n *node) *EnvoyLimit {
 		return nil
 	}
 	l := &EnvoyLimit{
-		Policy: n.find("policy").text(), Unit: EnvoyUnit(strings.ToLower(n.find("unit").text())), Calendar: n.find("calendar").isTrue(),
-		Unlimited: n.find("unlimited").isTrue(), Overdraw: n.find("overdraw").isTrue(), Name: n.find("name").text(), RequestsPerUnit: uint32(n.find("requests_per_unit").whole()),
-		At: n.name,
+		Policy: n.find("policy").text(), Name: n.find("name").text(), At: n.name,
+		RequestsPerUnit: uint32(n.find("requests_per_unit").whole()), Unit: EnvoyUnit(strings.ToLower(n.find("unit").text())),
+		Calendar: n.find("calendar").isTrue(), Unlimited: n.find("unlimited").isTrue(), Overdraw: n.find("overdraw").isTrue(),
 	}
 	for _, replaced := range n.find("replaces").children() {
 		l.Replaces = append(l.Replaces, replaced.find("name").text())

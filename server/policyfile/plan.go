@@ -73,6 +73,7 @@ type Change struct {
 	Lost *Lost `json:"lost,omitempty"`
 
 	at   Position
+	node *node // nil if a rule of Envoy's describes the policy
 	sets []value
 }
 
@@ -108,12 +109,8 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 		return nil, err
 	}
 	if options.Prune && len(rules.Policies) == 0 {
-		return nil, fmt.Errorf("%s has no policies, and to prune would drop all there are: drop them with ratelimit_drop_policy if that is wanted", file.name)
-	}
-	if options.Has != nil {
-		part := *rules // the file's own, which other databases are to have too
-		rules = &part
-		rules.Overrides = slices.DeleteFunc(slices.Clone(rules.Overrides), func(o Override) bool { return !options.Has(o.Key) })
+		return nil, fmt.Errorf("%s has no policies, and to prune would drop all there are: "+
+			"drop them with ratelimit_drop_policy if that is wanted", file.name)
 	}
 	s, err := readState(ctx, tx)
 	if err != nil {
@@ -127,11 +124,10 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 		}
 	}
 	all := slices.Concat(rules.Policies, described)
-	if err := checkFixed(s, all); err != nil {
-		return nil, err
+	if problems := d.policies(s, all); problems != nil {
+		return nil, problems.sorted()
 	}
-	d.policies(s, all)
-	d.overrides(s, rules.Overrides)
+	d.overrides(s, rules.Overrides, options.Has)
 	if options.Prune {
 		if err := d.prune(ctx, tx, s, all); err != nil {
 			return nil, failed("count what goes with the policies", err)
@@ -141,45 +137,32 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 	return d, nil
 }
 
-// checkFixed reports what cannot change, and differs from the database.
-func checkFixed(s *state, policies []Policy) error {
-	var problems Problems
+// policies returns a problem for each policy that is of another kind in the database.
+func (d *Difference) policies(s *state, policies []Policy) (problems Problems) {
 	for _, p := range policies {
 		old, exists := s.policies[p.Name]
-		switch {
-		case !exists:
-		case old.isQuota() != p.isQuota() || old.isSlots() != p.isSlots():
-			is, _, _ := old.kind()
-			_, begin, then := p.kind()
-			problems.Add(p.At, "policy %s %s in the database, and cannot %s: drop the policy first, and its %s", quote(p.Name), is, begin, then)
-		case old.Durable != p.Durable:
-			_, _, then := p.kind()
-			problems.Add(p.durableAt, "policy %s was created with durable: %t, which cannot change: write that, "+
-				"or drop the policy first, and its %s", quote(p.Name), old.Durable, then)
+		if exists && old.kind() != p.kind() {
+			problems.Add(p.At, "policy %s %s in the database, and cannot become one that %s: drop the policy first, with all its buckets",
+				quote(p.Name), old.kind(), p.kind())
+			continue
 		}
+		d.add(Change{Policy: p.Name, at: p.At, node: p.node, sets: p.fields()}, exists, old.fields())
 	}
-	if problems != nil {
-		return problems.sorted()
-	}
-	return nil
+	return problems
 }
 
-func (d *Difference) policies(s *state, policies []Policy) {
-	for _, p := range policies {
-		old, exists := s.policies[p.Name]
-		d.add(Change{Policy: p.Name, at: p.At, sets: p.fields()}, exists, old.fields())
-	}
-}
-
-func (d *Difference) overrides(s *state, overrides []Override) {
+func (d *Difference) overrides(s *state, overrides []Override, has func(key string) bool) {
 	for _, o := range overrides {
+		if has != nil && !has(o.Key) {
+			continue
+		}
 		if !o.ExpiresAt.IsZero() && !o.ExpiresAt.After(s.now) {
 			d.Expired = append(d.Expired, ExpiredOverride{o.Policy, o.Key, o.ExpiresAt})
 			continue
 		}
 		old, exists := s.overrides[bucket{o.Policy, o.Key}]
 		delete(s.overrides, bucket{o.Policy, o.Key})
-		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, sets: o.fields()}, exists, old.fields())
+		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, node: o.node, sets: o.fields()}, exists, old.fields())
 	}
 }
 

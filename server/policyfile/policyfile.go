@@ -6,18 +6,18 @@
 //	}
 //	difference, err := policyfile.Apply(ctx, conn, file, policyfile.Options{Environment: "staging"})
 //
-// schema.json says what a file may have, and what to write in place of a mistake. A file goes through these steps, each in a
-// source file. A step with mistakes is the last.
+// schema.json says what a file may have, and what to write in place of a mistake. A file goes through these steps, each in a source
+// file; the first with mistakes is the last:
 //
-//   - document.go: YAML becomes JSON, with the place of each value. A file that was made to exhaust memory or time is refused.
-//   - environment.go: an environment replaces values.
-//   - check.go: the JSON is validated by the schema. Its errors become [Problems].
-//   - rules.go and envoy.go: JSON becomes [Rules]. What the schema cannot say is checked here, such as a policy without a definition.
+//   - document.go: YAML becomes a tree of nodes, JSON values with their places. A file that was made to exhaust memory or time is refused.
+//   - environment.go: the tree of an environment is that of the file, with values replaced.
+//   - check.go: the schema validates a tree. Its errors become [Problems].
+//   - rules.go and envoy.go: a tree becomes [Rules]. What no schema can say is checked here, such as an override of an unknown policy.
 //   - state.go: the policies and overrides of a database are read.
 //   - plan.go: rules and state become a [Difference], which show.go prints.
-//   - apply.go: the difference is made, in one transaction, through the public SQL functions. They check the numbers once more.
+//   - apply.go: the difference is made, in one transaction, through the public SQL functions, which check the numbers once more.
 //
-// export.go writes a state as a file. span.go has the values that a file writes as text.
+// export.go writes a state as a file. span.go has the intervals and dates of a file.
 package policyfile
 
 import "fmt"

@@ -23,15 +23,14 @@ type Numbers struct {
 func (n Numbers) isQuota() bool { return n.TimeZone != "" }
 func (n Numbers) isSlots() bool { return n.Lease != 0 }
 
-// kind returns what a policy of these numbers does, how it begins to, and what it has when it is new.
-func (n Numbers) kind() (is, begin, then string) {
+func (n Numbers) kind() string {
 	switch {
 	case n.isSlots():
-		return "lends slots", "begin to lend slots", "slots will be free"
+		return "lends slots"
 	case n.isQuota():
-		return "is a quota", "become a quota", "buckets will be full"
+		return "is a quota"
 	}
-	return "refills", "begin to refill", "buckets will be full"
+	return "refills"
 }
 
 // A Policy has the fields of ratelimit_define_policy, with the defaults of a file. A quota has a Period, and is not Stepped. Slots
@@ -48,7 +47,7 @@ type Policy struct {
 	// At is where its name stands.
 	At Position
 
-	durableAt Position
+	node *node
 }
 
 // MarshalJSON writes null for what a quota or slots do not have, as ratelimit_policies lists it.
@@ -70,6 +69,8 @@ type Override struct {
 
 	// At is where its key stands.
 	At Position
+
+	node *node
 }
 
 // A value is the value of a field, as a file writes it: an int64, a bool, a string or a Span, or nil for an override that does not
@@ -149,11 +150,8 @@ const (
 
 func policy(n *node) Policy {
 	p := Policy{
-		Name: n.key, Numbers: numbers(n), Stepped: n.find("stepped").isTrue(), Durable: true, Remember: parseSpan(n.find("remember").text()),
-		Shadow: n.find("shadow").isTrue(), At: n.name, durableAt: n.name,
-	}
-	if durable := n.find("durable"); durable != nil {
-		p.Durable, p.durableAt = durable.isTrue(), durable.value
+		Name: n.key, Numbers: numbers(n), Stepped: n.find("stepped").isTrue(), Shadow: n.find("shadow").isTrue(),
+		Durable: n.find("durable") == nil || n.find("durable").isTrue(), Remember: parseSpan(n.find("remember").text()), At: n.name, node: n,
 	}
 	if !p.isSlots() {
 		p.Remember = cmp.Or(p.Remember, Day)
@@ -184,11 +182,10 @@ func (r *reader) override(policy, n *node) Override {
 	fields := Override{Numbers: base.Numbers}.fields()
 	for _, field := range n.children() {
 		if !slices.ContainsFunc(fields, func(v value) bool { return v.field == field.key }) {
-			is, _, _ := base.kind()
-			r.problems.Add(field.name, "%s is not for a key of policy %s, which %s: remove it", field.key, quote(base.Name), is)
+			r.problems.Add(field.name, "%s is not for a key of policy %s, which %s: remove it", field.key, quote(base.Name), base.kind())
 		}
 	}
-	o := Override{Policy: base.Name, Key: n.key, Numbers: numbers(overlay(policy, n)), At: n.name}
+	o := Override{Policy: base.Name, Key: n.key, Numbers: numbers(overlay(policy, n)), At: n.name, node: n}
 	if expires := n.find("expires_at"); expires != nil {
 		at, _ := time.Parse(time.RFC3339Nano, expires.text())
 		o.ExpiresAt = at.UTC()

@@ -99,44 +99,37 @@ type Lost struct {
 	Holders         int64 `json:"holders,omitempty"` // of slots
 }
 
-// readLost counts what is dropped with policies. It returns nil if the role may not read the tables: no function counts idempotency
-// keys.
+// readLost counts what is dropped with policies, in the tables: no function counts idempotency keys. It returns nil if the role may not
+// read them.
 func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]*Lost, error) {
-	if len(policies) == 0 {
+	counts := make(map[string]*Lost, len(policies))
+	err := pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, `
+			select p.name,
+			       (select count(*) from (select policy_id from ratelimit.buckets
+			                              union all select policy_id from ratelimit.ephemeral_buckets) as b where b.policy_id = p.id),
+			       (select count(*) from ratelimit.overrides as o where o.policy_id = p.id),
+			       (select count(*) from (select policy_id from ratelimit.idempotency_keys
+			                              union all select policy_id from ratelimit.ephemeral_idempotency_keys) as i where i.policy_id = p.id),
+			       (select count(*) from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l
+			         where l.policy_id = p.id and l.ends_at > clock_timestamp())
+			  from ratelimit.policies as p
+			 where p.name = any($1)`, policies)
+		if err != nil {
+			return err
+		}
+		var name string
+		var lost Lost
+		_, err = pgx.ForEachRow(rows, []any{&name, &lost.Buckets, &lost.Overrides, &lost.IdempotencyKeys, &lost.Holders}, func() error {
+			counted := lost
+			counts[name] = &counted
+			return nil
+		})
+		return err
+	})
+	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && refusal.Code == "42501" {
 		return nil, nil
 	}
-	var readable bool
-	err := tx.QueryRow(ctx, `
-		select bool_and(has_schema_privilege(c.relnamespace, 'usage') and has_table_privilege(c.oid, 'select'))
-		  from pg_class as c
-		  join pg_namespace as n on n.oid = c.relnamespace
-		 where n.nspname = 'ratelimit'
-		   and c.relkind = 'r'`).Scan(&readable)
-	if err != nil || !readable {
-		return nil, err
-	}
-	rows, err := tx.Query(ctx, `
-		select p.name,
-		       (select count(*) from (select policy_id from ratelimit.buckets
-		                              union all select policy_id from ratelimit.ephemeral_buckets) as b where b.policy_id = p.id),
-		       (select count(*) from ratelimit.overrides as o where o.policy_id = p.id),
-		       (select count(*) from (select policy_id from ratelimit.idempotency_keys
-		                              union all select policy_id from ratelimit.ephemeral_idempotency_keys) as i where i.policy_id = p.id),
-		       (select count(*) from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l
-		         where l.policy_id = p.id and l.ends_at > clock_timestamp())
-		  from ratelimit.policies as p
-		 where p.name = any($1)`, policies)
-	if err != nil {
-		return nil, err
-	}
-	counts := make(map[string]*Lost, len(policies))
-	var name string
-	var lost Lost
-	_, err = pgx.ForEachRow(rows, []any{&name, &lost.Buckets, &lost.Overrides, &lost.IdempotencyKeys, &lost.Holders}, func() error {
-		count := lost
-		counts[name] = &count
-		return nil
-	})
 	return counts, err
 }
 
@@ -144,8 +137,8 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]*Lo
 func failed(what string, err error) error { return fmt.Errorf("%s: %s%w", what, remedy(err), err) }
 
 func remedy(err error) string {
-	var refusal *pgconn.PgError
-	if !errors.As(err, &refusal) {
+	refusal, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok {
 		return ""
 	}
 	switch refusal.Code {

@@ -182,7 +182,7 @@ func TestRead_Mistakes(t *testing.T) {
 		want  []string
 	}{
 		"a domain twice": {map[string]string{"a.yaml": "domain: d\n", "b.yml": "domain: d\n"},
-			[]string{`b.yml:1:9: domain "d" is at a.yaml:1:9, too: write all its descriptors there`}},
+			[]string{`b.yml:1:9: domain "d" is in a.yaml:1:9, too: write all its descriptors there`}},
 		"mistakes in two files": {map[string]string{"a.yaml": "domain: ''\n", "b.yaml": "domains: d\n"},
 			[]string{`a.yaml:1:9: domain is "": write text of one character or more`,
 				`b.yaml:1:1: the file has no domain: write domain: edge`,
