@@ -96,14 +96,14 @@ func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers [
 	}
 }
 
-// AcquireMany is [Combiner.AcquireMany]. Leases grant as for [Leaser.Acquire].
-func (l *Leaser) AcquireMany(ctx context.Context, requests []Request) []Answer {
+// AcquireMany is [Combiner.AcquireMany]. Stocks grant as for [Prefetcher.Acquire].
+func (l *Prefetcher) AcquireMany(ctx context.Context, requests []Request) []Answer {
 	if len(l.policies) == 0 {
 		return l.combiner.AcquireMany(ctx, requests)
 	}
 	begin := time.Now()
 	answers := make([]Answer, len(requests))
-	found := make([]leasable, len(requests))
+	found := make([]candidate, len(requests))
 	var rest []int
 	for i := range requests {
 		r := requests[i].request()

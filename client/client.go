@@ -19,7 +19,7 @@ type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// An Acquirer has the methods that *[Limiter], *[Combiner], *[Leaser], *[Sharded] and the fake of package clienttest share. They
+// An Acquirer has the methods that *[Limiter], *[Combiner], *[Prefetcher], *[Sharded] and the fake of package clienttest share. They
 // are enough for a program that asks for tokens and defines no policies.
 type Acquirer interface {
 	// Acquire takes tokens from the bucket of key if it holds enough: see [Limiter.Acquire].
@@ -46,7 +46,7 @@ type limiter struct {
 
 // New returns a Limiter that calls the functions installed in db. Whether db is a transaction is guessed
 // from its type; [Limiter.WithTx] knows.
-// Panics at [CallsInFlight], [MaxWaiting] and a [Lease].
+// Panics at [CallsInFlight], [MaxWaiting] and a [Prefetch].
 func New(db Querier, opts ...Option) *Limiter {
 	return &Limiter{newLimiter(db, newConfig("New", aLimiter, opts))}
 }

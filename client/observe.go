@@ -12,8 +12,8 @@ import (
 type Hooks struct {
 	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek, Refund, Pause and Hold, and each of
 	// many, before the caller has it, and each renewal and release of a [Hold]. In a transaction it is unknown by then whether the
-	// transaction will be committed. A Wait appears as its Reserves, a HoldWait as its Holds. A grant from a lease of a [Leaser] is an
-	// answer of Acquire. The Leaser's own refills and refunds are not reported.
+	// transaction will be committed. A Wait appears as its Reserves, a HoldWait as its Holds. A grant from the stock of a [Prefetcher] is an
+	// answer of Acquire. The Prefetcher's own refills and refunds are not reported.
 	Answered func(context.Context, Answer)
 
 	// Waited gets the time that a Wait or HoldWait has slept, 0 if the tokens or slots were there, and the error of ctx if ctx

@@ -8,8 +8,8 @@ import (
 )
 
 // An Option changes a limiter when it is made. [New], [CheckShard] and [CheckAlone] take [Schema], [NoFlush], [DenialCache],
-// [Alone] and [Observe]. [NewCombiner] takes [CallsInFlight] and [MaxWaiting], too. [NewLeaser] and [NewSharded] take all of these,
-// and each [Lease]. Any other Option makes the constructor panic.
+// [Alone] and [Observe]. [NewCombiner] takes [CallsInFlight] and [MaxWaiting], too. [NewPrefetcher] and [NewSharded] take all of these,
+// and each [Prefetch]. Any other Option makes the constructor panic.
 type Option interface{ option() option }
 
 // A CallOption changes one call. The comment of a method names the options that it takes. Any other option is [ErrInvalidArgument],
@@ -125,14 +125,14 @@ func AtLeast(tokens int64) CallOption { return atLeast(tokens) }
 func IdempotencyKey(key string) CallOption { return idempotencyKey(key) }
 
 type config struct {
-	schema  string
-	noFlush bool
-	denials bool
-	alone   *alone
-	hooks   Hooks
-	calls   int // of a Combiner
-	waiting int // of a Combiner
-	leases  []Lease
+	schema     string
+	noFlush    bool
+	denials    bool
+	alone      *alone
+	hooks      Hooks
+	calls      int // of a Combiner
+	waiting    int // of a Combiner
+	prefetches []Prefetch
 }
 
 // A kind of limiter takes the options of the kinds before it, too.
@@ -141,7 +141,7 @@ type kind int
 const (
 	aLimiter kind = iota
 	aCombiner
-	aLeaser
+	aPrefetcher
 )
 
 func newConfig(constructor string, kind kind, opts []Option) config {
@@ -209,7 +209,7 @@ type alone struct{ isChecked atomic.Bool }
 // client reads and writes. More calls share the same requests, so each carries fewer, at a higher cost for
 // each. Defaults to 2: on a server with 2 cores, 2 calls were faster than 1, 4 and 8 near the server, and
 // within a tenth of the fastest 1 ms away, with 64 and with 256 callers. Allow one for each core that the
-// server has to spare, if there are at least 32 callers for each. A [Leaser] uses more connections: see there.
+// server has to spare, if there are at least 32 callers for each. A [Prefetcher] uses more connections: see there.
 func CallsInFlight(n int) Option {
 	return option{func(c *config) { c.calls = n }, aCombiner, "CallsInFlight"}
 }

@@ -17,7 +17,7 @@ const checkTimeout = 5 * time.Second
 
 // A Sharded is a limiter that spreads its keys over several databases, each with the package: its shards. [ShardOf] returns
 // the shard of a key. A call about that key is one call there, with the answers of a [Combiner] on that database. Each
-// shard has a Combiner, or with a [Lease] a [Leaser], and a pool of its own. So a shard that fails, or falls silent, holds up only
+// shard has a Combiner, or with a [Prefetch] a [Prefetcher], and a pool of its own. So a shard that fails, or falls silent, holds up only
 // the callers of that shard.
 //
 // It has the methods of a Combiner, but for WithTx: a caller's transaction is in some database, and a key's bucket in another.
@@ -30,11 +30,11 @@ type Sharded struct{ shards []*shard }
 
 // A shard has some of the keys.
 type shard struct {
-	*Leaser    // without a Lease it is a Combiner
-	number, of int
-	known      atomic.Bool // whether its database has returned this shard number
-	open       context.Context
-	shut       context.CancelFunc
+	*Prefetcher // without a Prefetch it is a Combiner
+	number, of  int
+	known       atomic.Bool // whether its database has returned this shard number
+	open        context.Context
+	shut        context.CancelFunc
 
 	mu       sync.Mutex
 	checking *checking // nil until the database is asked, and after it has failed to answer
@@ -46,16 +46,16 @@ type checking struct {
 	err  error
 }
 
-func newShard(leaser *Leaser, number, of int) *shard {
-	s := &shard{Leaser: leaser, number: number, of: of}
+func newShard(prefetcher *Prefetcher, number, of int) *shard {
+	s := &shard{Prefetcher: prefetcher, number: number, of: of}
 	s.open, s.shut = context.WithCancel(context.Background())
 	return s
 }
 
 // NewSharded returns a Sharded on the databases of pools: shard 0, shard 1 and so on, a power of two of them. Each database
 // must have got its shard number, by ratelimit_define_shard. The role needs EXECUTE on ratelimit_shard, and the rights that
-// [NewCombiner] names, or with a [Lease] [NewLeaser]. Options are the options of NewLeaser, for each of the shards. Panics where
-// NewLeaser does.
+// [NewCombiner] names, or with a [Prefetch] [NewPrefetcher]. Options are the options of NewPrefetcher, for each of the shards. Panics where
+// NewPrefetcher does.
 //
 // It asks every database which shard it is, and fails if a database is another shard, or no shard, or returns an error. A database
 // that cannot be reached within 5 seconds is asked before its first call, once for all callers that wait then. So a program can
@@ -69,7 +69,7 @@ func NewSharded[P Pool](ctx context.Context, pools []P, opts ...Option) (*Sharde
 	}
 	s := &Sharded{make([]*shard, of)}
 	for i, pool := range pools {
-		s.shards[i] = newShard(NewLeaser(pool, opts...), i, of)
+		s.shards[i] = newShard(NewPrefetcher(pool, opts...), i, of)
 	}
 	if err := s.check(ctx); err != nil {
 		s.Close()
@@ -144,7 +144,7 @@ func (s *shard) askWhich() *checking {
 	return c
 }
 
-// Close ends the call that asks which shard the database is, and then closes as [Leaser.Close] does.
+// Close ends the call that asks which shard the database is, and then closes as [Prefetcher.Close] does.
 func (s *shard) Close() {
 	s.shut()
 	s.mu.Lock()
@@ -153,7 +153,7 @@ func (s *shard) Close() {
 	if c != nil {
 		<-c.done
 	}
-	s.Leaser.Close()
+	s.Prefetcher.Close()
 }
 
 func (s *shard) failed(err error) error {
@@ -210,8 +210,8 @@ func join(errs []error) error {
 	return first.Err
 }
 
-// Close admits no more requests, and waits until all earlier requests are answered: see [Combiner.Close]. Leased tokens are given
-// back: see [Leaser.Close].
+// Close admits no more requests, and waits until all earlier requests are answered: see [Combiner.Close]. Prefetched tokens are given
+// back: see [Prefetcher.Close].
 func (s *Sharded) Close() {
 	var closing sync.WaitGroup
 	for _, shard := range s.shards {
@@ -220,7 +220,7 @@ func (s *Sharded) Close() {
 	closing.Wait()
 }
 
-// Acquire is [Combiner.Acquire] on the shard of key, or [Leaser.Acquire].
+// Acquire is [Combiner.Acquire] on the shard of key, or [Prefetcher.Acquire].
 func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Acquire(ctx, policy, key, opts...) })
 }

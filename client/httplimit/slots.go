@@ -9,7 +9,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// A Holder lends slots: *[client.Limiter], *[client.Combiner], *[client.Leaser], *[client.Sharded] and the fake of package
+// A Holder lends slots: *[client.Limiter], *[client.Combiner], *[client.Prefetcher], *[client.Sharded] and the fake of package
 // clienttest.
 type Holder interface {
 	// Hold takes slots of key if enough are free: see [client.Limiter.Hold].

@@ -7,7 +7,7 @@
 //
 //   - ratelimit.requests counts requests for tokens, by policy and result: allowed, denied, replayed, shadowed, error or
 //     fail_open
-//   - ratelimit.leased counts those that were granted from a lease of a [client.Leaser], by policy
+//   - ratelimit.prefetched counts those that were granted from the stock of a [client.Prefetcher], by policy
 //   - ratelimit.acquire.duration is how long their callers waited for the answer, in seconds, by result
 //   - ratelimit.wait.duration is how long [client.Limiter.Wait] has slept, in seconds, by result: allowed, or error if its ctx
 //     ended first

@@ -25,11 +25,11 @@ const (
 
 // Metrics are instruments. Their methods are safe for concurrent use.
 type Metrics struct {
-	requests  metric.Int64Counter
-	leased    metric.Int64Counter
-	duration  metric.Float64Histogram
-	waits     metric.Float64Histogram
-	batchSize metric.Int64Histogram
+	requests   metric.Int64Counter
+	prefetched metric.Int64Counter
+	duration   metric.Float64Histogram
+	waits      metric.Float64Histogram
+	batchSize  metric.Int64Histogram
 
 	mu       sync.RWMutex
 	policies map[string]struct{}    // that exist, and otherPolicies
@@ -55,7 +55,7 @@ func New(provider metric.MeterProvider) (*Metrics, error) {
 	var errs [5]error
 	m.requests, errs[0] = meter.Int64Counter("ratelimit.requests", metric.WithUnit("{request}"),
 		metric.WithDescription("Requests for tokens, by policy and result."))
-	m.leased, errs[1] = meter.Int64Counter("ratelimit.leased", metric.WithUnit("{request}"),
+	m.prefetched, errs[1] = meter.Int64Counter("ratelimit.prefetched", metric.WithUnit("{request}"),
 		metric.WithDescription("Requests that were granted from a lease, by policy."))
 	m.duration, errs[2] = meter.Float64Histogram("ratelimit.acquire.duration", metric.WithUnit("s"),
 		metric.WithDescription("Time until a request for tokens was answered, by result."),
@@ -80,7 +80,7 @@ func (m *Metrics) Hooks() client.Hooks {
 				m.Count(ctx, a.Policy, a.Err == nil, a.Result(), a.Duration)
 			}
 			if a.Decision.Estimated {
-				m.CountLeased(ctx, a.Policy)
+				m.CountPrefetched(ctx, a.Policy)
 			}
 		},
 		Waited: func(ctx context.Context, _ string, slept time.Duration, err error) {
@@ -110,7 +110,7 @@ func (m *Metrics) HTTP(r *http.Request, e httplimit.Event) {
 	}
 	m.Count(r.Context(), policy, e.Outcome == httplimit.Allowed || e.Outcome == httplimit.Denied, result, e.Duration)
 	if e.Decision.Estimated {
-		m.CountLeased(r.Context(), policy)
+		m.CountPrefetched(r.Context(), policy)
 	}
 }
 
@@ -122,9 +122,9 @@ func (m *Metrics) Count(ctx context.Context, policy string, exists bool, result 
 	m.duration.Record(ctx, duration.Seconds(), s.record...)
 }
 
-// CountLeased records that a request which was counted was granted from a lease of a [client.Leaser].
-func (m *Metrics) CountLeased(ctx context.Context, policy string) {
-	m.leased.Add(ctx, 1, m.of(policy, true, client.ResultAllowed).policy...)
+// CountPrefetched records that a request which was counted was granted from the stock of a [client.Prefetcher].
+func (m *Metrics) CountPrefetched(ctx context.Context, policy string) {
+	m.prefetched.Add(ctx, 1, m.of(policy, true, client.ResultAllowed).policy...)
 }
 
 // of returns the series of a policy and a result.

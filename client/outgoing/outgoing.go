@@ -22,7 +22,7 @@
 //
 // An answer pauses the bucket of the first charge for as long as [RetryAfter] returns: see [client.Limiter.Pause]. So name first the
 // bucket that all requests to the upstream are charged to. Its policy must refill, and is no quota. What was granted before the pause is
-// sent: requests, reservations, and for up to a second the requests of a program that has leased tokens by [client.Leaser.Acquire].
+// sent: requests, reservations, and for up to a second the requests of a program that has prefetched tokens by [client.Prefetcher.Acquire].
 //
 // There are no retries. The caller gets each answer, a 429 too, when its pause is committed. To send the request again, it waits
 // for its tokens again.
@@ -43,7 +43,7 @@ import (
 // callTimeout bounds a pause, and a call whose request has ended.
 const callTimeout = 5 * time.Second
 
-// A Limiter takes tokens and pauses buckets: *[client.Limiter], *[client.Combiner], *[client.Leaser], *[client.Sharded] and the fake of
+// A Limiter takes tokens and pauses buckets: *[client.Limiter], *[client.Combiner], *[client.Prefetcher], *[client.Sharded] and the fake of
 // package clienttest.
 type Limiter interface {
 	AcquireAll(ctx context.Context, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error)

@@ -276,10 +276,10 @@ func TestAlone_RefusesAShard(t *testing.T) {
 		db.Exec(t, "select ratelimit_define_policy('api', 10, 0, '1 day')")
 	}
 	acquirers := func(db *pgtest.DB) map[string]client.Acquirer {
-		combiner, leaser := client.NewCombiner(db.Pool, client.Alone()), client.NewLeaser(db.Pool, client.Alone(), client.Lease{Policy: "api"})
+		combiner, prefetcher := client.NewCombiner(db.Pool, client.Alone()), client.NewPrefetcher(db.Pool, client.Alone(), client.Prefetch{Policy: "api"})
 		t.Cleanup(combiner.Close)
-		t.Cleanup(leaser.Close)
-		return map[string]client.Acquirer{"limiter": client.New(db.Pool, client.Alone()), "combiner": combiner, "leaser": leaser}
+		t.Cleanup(prefetcher.Close)
+		return map[string]client.Acquirer{"limiter": client.New(db.Pool, client.Alone()), "combiner": combiner, "prefetcher": prefetcher}
 	}
 	for name, limiter := range acquirers(shard) {
 		for range 2 {
@@ -328,8 +328,8 @@ func TestCheckShard_RefusesConnections(t *testing.T) {
 	}
 }
 
-// With a Lease each shard leases its own keys, and gives back what is left when it is closed.
-func TestSharded_Leases(t *testing.T) {
+// With a Prefetch each shard prefetches for its own keys, and gives back what is left when it is closed.
+func TestSharded_Prefetches(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
 	s := newShards(t, 2)
@@ -338,18 +338,18 @@ func TestSharded_Leases(t *testing.T) {
 		db.Exec(t, "select ratelimit_define_policy('busy', 1000000, 1, '1 day')")
 		pools = append(pools, kit.PatientPool{Pool: db.Pool})
 	}
-	limiter := kit.NoError(client.NewSharded(t.Context(), pools, client.Lease{Policy: "busy"}))(t)
-	var granted, leased [2]atomic.Int64
+	limiter := kit.NoError(client.NewSharded(t.Context(), pools, client.Prefetch{Policy: "busy"}))(t)
+	var granted, prefetched [2]atomic.Int64
 	kit.Crowd(t, 16, func(caller int) error { // whose calls are combined: a bucket is hot at once, on a slow machine, too
 		n := caller % 2
-		for leased[n].Load() < 100 && granted[n].Load() < 100_000 {
+		for prefetched[n].Load() < 100 && granted[n].Load() < 100_000 {
 			d, err := limiter.Acquire(t.Context(), "busy", keyOn(n, 2))
 			if err != nil || !d.Allowed {
 				return fmt.Errorf("%+v, %w", d, err)
 			}
 			granted[n].Add(1)
 			if d.Estimated {
-				leased[n].Add(1)
+				prefetched[n].Add(1)
 			}
 		}
 		return nil
@@ -359,6 +359,6 @@ func TestSharded_Leases(t *testing.T) {
 	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(t.Context(), "busy", "k")), client.ErrClosed)
 	for n, pool := range s.pools {
 		require.Equal(t, granted[n].Load(), 1_000_000-kit.NoError(client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2)))(t).Remaining)
-		require.GreaterOrEqual(t, leased[n].Load(), int64(100))
+		require.GreaterOrEqual(t, prefetched[n].Load(), int64(100))
 	}
 }

@@ -535,8 +535,8 @@ func TestDocs_Grants(t *testing.T) {
 			}
 			return callers.Wait()
 		},
-		"acquire with a [`Leaser`](leases.md)": func(pool *pgxpool.Pool) error {
-			limiter := client.NewLeaser(pool, client.Lease{Policy: "p"})
+		"acquire with a [`Prefetcher`](prefetch.md)": func(pool *pgxpool.Pool) error {
+			limiter := client.NewPrefetcher(pool, client.Prefetch{Policy: "p"})
 			defer limiter.Close() // which needs ratelimit_refund
 			var callers errgroup.Group
 			for range 8 {

@@ -226,11 +226,11 @@ func (r Request) canShare() bool {
 type Call struct {
 	Operation Operation
 	// Policy may be unknown. Of several charges it is the policy of the one that decided. It is empty without a charge.
-	Policy   string
-	Result   client.Result
-	Leased   bool   // granted from tokens that were taken before
-	Err      *Error // nil if there was a decision
-	Duration time.Duration
+	Policy     string
+	Result     client.Result
+	Prefetched bool   // granted from tokens that were taken before
+	Err        *Error // nil if there was a decision
+	Duration   time.Duration
 
 	// Domain and Keys are those of a request of Envoy's that no rule matches.
 	Domain, Keys string

@@ -9,7 +9,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// A Limiter is a *[client.Leaser] or a *[client.Sharded].
+// A Limiter is a *[client.Prefetcher] or a *[client.Sharded].
 type Limiter interface {
 	client.Acquirer
 	AcquireMany(ctx context.Context, requests []client.Request) []client.Answer
@@ -103,7 +103,7 @@ func (s *Service) finish(call Call, begin time.Time, d client.Decision) {
 	}
 	call.Duration = time.Since(begin)
 	call.Result = resultOf(d, call.Err)
-	call.Leased = d.Estimated
+	call.Prefetched = d.Estimated
 	s.observe(call)
 }
 

@@ -217,27 +217,27 @@ func TestErrors_TheEndOfAContext(t *testing.T) {
 	}
 }
 
-// leased is a limiter that grants from leases.
-type leased struct{ *clienttest.Fake }
+// prefetched is a limiter that grants in advance.
+type prefetched struct{ *clienttest.Fake }
 
-func (l leased) Acquire(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
+func (l prefetched) Acquire(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
 	d, err := l.Fake.Acquire(ctx, policy, key, opts...)
 	d.Estimated = d.Allowed
 	return d, err
 }
 
-func TestObserve_TellsGrantsFromLeases(t *testing.T) {
+func TestObserve_TellsGrantsInAdvance(t *testing.T) {
 	t.Parallel()
 	var seen recorder
-	s := service.New(leased{newFake(t)}, roomy, seen.observe)
+	s := service.New(prefetched{newFake(t)}, roomy, seen.observe)
 	d := kit.NoError(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"}))(t)
-	require.True(t, d.Estimated && seen.last().Leased)
+	require.True(t, d.Estimated && seen.last().Prefetched)
 	require.NoError(t, kit.ErrorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false)))
-	require.True(t, seen.last().Leased)
+	require.True(t, seen.last().Prefetched)
 	require.NoError(t, kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k", Cost: new(int64(10))})))
-	require.False(t, seen.last().Leased, "a denial")
+	require.False(t, seen.last().Prefetched, "a denial")
 	require.NoError(t, kit.ErrorOf(s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"})))
-	require.False(t, seen.last().Leased)
+	require.False(t, seen.last().Prefetched)
 }
 
 // A stuck limiter answers when it is let go, or when its caller has no more time.

@@ -17,7 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A distant is the fake's database for a Combiner or a Leaser. Each call takes a millisecond of synctest's time.
+// A distant is the fake's database for a Combiner or a Prefetcher. Each call takes a millisecond of synctest's time.
 type distant struct {
 	*database
 	client.Pool // for the methods that are not called
@@ -26,7 +26,7 @@ type distant struct {
 	silent      atomic.Bool    // each call waits until its context ends
 	slow        atomic.Value   // a function that takes 100 ms
 	before      func(function string, args []any)
-	took        atomic.Value // when the last call began that took tokens for a lease
+	took        atomic.Value // when the last call began that took tokens for a stock
 }
 
 func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
@@ -55,15 +55,15 @@ func (p *distant) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 	}
 }
 
-// A leasing is a Leaser on a fake, whose policy p has 10,000 tokens and gains 1,000 a second.
-type leasing struct {
+// A prefetching is a Prefetcher on a fake, whose policy p has 10,000 tokens and gains 1,000 a second.
+type prefetching struct {
 	*testing.T
-	*client.Leaser
+	*client.Prefetcher
 	fake *Fake
 	pool *distant
 }
 
-func newLeasing(t *testing.T, l client.Lease, opts ...client.Option) *leasing {
+func newPrefetching(t *testing.T, l client.Prefetch, opts ...client.Option) *prefetching {
 	fake := New(nil)
 	for _, p := range []client.Policy{
 		{Name: "p", Capacity: 10_000, Refill: 1_000, Every: time.Second},
@@ -75,18 +75,18 @@ func newLeasing(t *testing.T, l client.Lease, opts ...client.Option) *leasing {
 		require.NoError(t, fake.DefinePolicy(t.Context(), p))
 	}
 	pool := &distant{database: fake.db, calls: map[string]int{}}
-	leaser := client.NewLeaser(pool, append(opts, l)...)
-	t.Cleanup(leaser.Close)
-	return &leasing{t, leaser, fake, pool}
+	prefetcher := client.NewPrefetcher(pool, append(opts, l)...)
+	t.Cleanup(prefetcher.Close)
+	return &prefetching{t, prefetcher, fake, pool}
 }
 
-// withLease runs a parallel test of a leasing in a bubble.
-func withLease(t *testing.T, lease client.Lease, test func(*testing.T, *leasing), opts ...client.Option) {
-	inBubble(t, func(t *testing.T) { test(t, newLeasing(t, lease, opts...)) })
+// withPrefetcher runs a parallel test of a prefetching in a bubble.
+func withPrefetcher(t *testing.T, prefetch client.Prefetch, test func(*testing.T, *prefetching), opts ...client.Option) {
+	inBubble(t, func(t *testing.T) { test(t, newPrefetching(t, prefetch, opts...)) })
 }
 
 // made are the calls since it was asked last.
-func (l *leasing) made() map[string]int {
+func (l *prefetching) made() map[string]int {
 	l.pool.mu.Lock()
 	defer l.pool.mu.Unlock()
 	made := maps.Clone(l.pool.calls)
@@ -94,8 +94,8 @@ func (l *leasing) made() map[string]int {
 	return made
 }
 
-// ask asks for tokens now and then, and returns how many requests were granted, and how many of these from a lease.
-func (l *leasing) ask(policy, key string, requests int, apart time.Duration, opts ...client.CallOption) (granted, leased int) {
+// ask asks for tokens now and then, and returns how many requests were granted, and how many of these from a stock.
+func (l *prefetching) ask(policy, key string, requests int, apart time.Duration, opts ...client.CallOption) (granted, prefetched int) {
 	for range requests {
 		d := noError(l.Acquire(l.Context(), policy, key, opts...))(l)
 		if d.Allowed {
@@ -103,22 +103,22 @@ func (l *leasing) ask(policy, key string, requests int, apart time.Duration, opt
 		}
 		if d.Estimated {
 			require.True(l, d.Allowed, "a denial is the server's")
-			leased++
+			prefetched++
 		}
 		time.Sleep(apart)
 	}
-	return granted, leased
+	return granted, prefetched
 }
 
-// askUntilItTakes sets the level of the hot bucket that is watched, and asks until the Leaser calls for more. It returns how many
-// requests were granted from the lease.
-func (l *leasing) askUntilItTakes(level float64) (leased int) {
+// askUntilItTakes sets the level of the hot bucket that is watched, and asks until the Prefetcher calls for more. It returns how many
+// requests were granted from the stock.
+func (l *prefetching) askUntilItTakes(level float64) (prefetched int) {
 	require.NoError(l, l.fake.SetLevel("watch", "hot", level))
 	for l.made(); l.made()["ratelimit_acquire_up_to"] == 0; {
 		_, n := l.ask("watch", "hot", 1, time.Millisecond)
-		leased += n
+		prefetched += n
 	}
-	return leased
+	return prefetched
 }
 
 // inBubble runs a parallel test in which time passes when all goroutines wait.
@@ -129,32 +129,32 @@ func noError[T any](value T, err error) func(testing.TB) T {
 	return func(t testing.TB) T { require.NoError(t, err); return value }
 }
 
-// remaining is what the server has left, besides what is leased.
-func (l *leasing) remaining(policy, key string) int64 {
+// remaining is what the server has left, besides what is prefetched.
+func (l *prefetching) remaining(policy, key string) int64 {
 	return noError(l.fake.Peek(l.Context(), policy, key))(l).Remaining
 }
 
 // A hot bucket is answered from memory, an ordinary one and other policies are not.
-func TestLeaser_AnswersForHotBuckets(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
-		granted, leased := l.ask("p", "hot", 1000, time.Millisecond)
+func TestPrefetcher_AnswersForHotBuckets(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
+		granted, prefetched := l.ask("p", "hot", 1000, time.Millisecond)
 		require.Equal(t, 1000, granted)
-		require.Greater(t, leased, 980)
+		require.Greater(t, prefetched, 980)
 		made := l.made()
 		require.Less(t, made["ratelimit_acquire"], 20)
 		require.InDelta(t, 6, made["ratelimit_acquire_up_to"], 6)
 
-		_, leased = l.ask("p", "cold", 100, 60*time.Millisecond)
-		require.Zero(t, leased)
-		_, leased = l.ask("other", "hot", 100, time.Millisecond)
-		require.Zero(t, leased)
+		_, prefetched = l.ask("p", "cold", 100, 60*time.Millisecond)
+		require.Zero(t, prefetched)
+		_, prefetched = l.ask("other", "hot", 100, time.Millisecond)
+		require.Zero(t, prefetched)
 		require.Zero(t, l.made()["ratelimit_acquire_up_to"])
 	})
 }
 
-// The estimate counts what the lease has left.
-func TestLeaser_EstimatesWhatRemains(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+// The estimate counts what the stock has left.
+func TestPrefetcher_EstimatesWhatRemains(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 		l.ask("p", "hot", 500, time.Millisecond)
 		for range 100 {
 			d := noError(l.Acquire(t.Context(), "p", "hot"))(t)
@@ -167,14 +167,14 @@ func TestLeaser_EstimatesWhatRemains(t *testing.T) {
 	})
 }
 
-// Requests with an idempotency key, of several charges, and of no cost are never answered from a lease.
-func TestLeaser_LeavesTheRestToTheServer(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+// Requests with an idempotency key, of several charges, and of no cost are never answered from a stock.
+func TestPrefetcher_LeavesTheRestToTheServer(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 		l.ask("p", "hot", 200, time.Millisecond)
 		for n := range 10 {
 			require.False(t, noError(l.Acquire(t.Context(), "p", "hot", client.IdempotencyKey(fmt.Sprint(n))))(t).Estimated)
 			require.False(t, noError(l.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "hot"}}))(t).Estimated)
-			for _, cost := range []int64{0, 1200} { // more than a lease has
+			for _, cost := range []int64{0, 1200} { // more than a stock has
 				require.False(t, noError(l.Acquire(t.Context(), "p", "hot", client.Cost(cost)))(t).Estimated)
 			}
 			require.True(t, noError(l.Acquire(t.Context(), "p", "hot", client.Cost(10_001)))(t).Never())
@@ -191,14 +191,14 @@ func TestLeaser_LeavesTheRestToTheServer(t *testing.T) {
 }
 
 // What nobody asks for is given back after the idle time, and by Close.
-func TestLeaser_GivesBackWhatIsNotSpent(t *testing.T) {
+func TestPrefetcher_GivesBackWhatIsNotSpent(t *testing.T) {
 	t.Parallel()
 	for _, closing := range []bool{false, true} {
 		t.Run(fmt.Sprint("closing=", closing), func(t *testing.T) {
-			withLease(t, client.Lease{Policy: "p", Idle: 400 * time.Millisecond}, func(t *testing.T, l *leasing) {
+			withPrefetcher(t, client.Prefetch{Policy: "p", Idle: 400 * time.Millisecond}, func(t *testing.T, l *prefetching) {
 				require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
-				granted, leased := l.ask("p", "hot", 200, time.Millisecond)
-				require.Greater(t, leased, 150)
+				granted, prefetched := l.ask("p", "hot", 200, time.Millisecond)
+				require.Greater(t, prefetched, 150)
 				require.Less(t, l.remaining("p", "hot"), int64(10_000-granted-20), "it holds some")
 				if closing {
 					l.Close()
@@ -217,9 +217,9 @@ func TestLeaser_GivesBackWhatIsNotSpent(t *testing.T) {
 	}
 }
 
-// A lease gets smaller with the rate, and ends with it.
-func TestLeaser_FollowsTheRate(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+// A stock gets smaller with the rate, and ends with it.
+func TestPrefetcher_FollowsTheRate(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
 		total, held := 0, int64(0)
 		at := func(requests int, apart time.Duration) {
@@ -236,17 +236,17 @@ func TestLeaser_FollowsTheRate(t *testing.T) {
 	})
 }
 
-// The server's denial, with its promise: it holds to the microsecond. With a cache, the lease still comes first.
-func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
+// The server's denial, with its promise: it holds to the microsecond. With a cache, the stock still comes first.
+func TestPrefetcher_DeniesWhenTheServerDoes(t *testing.T) {
 	for name, opts := range map[string][]client.Option{"by default": nil, "with a cache": {client.DenialCache()}} {
 		t.Run(name, func(t *testing.T) {
-			withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+			withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 				require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: 10, Every: time.Second}))
-				denials, total, leased, begin := 0, int64(0), 0, time.Now()
+				denials, total, prefetched, begin := 0, int64(0), 0, time.Now()
 				for time.Since(begin) < 10*time.Second {
 					d := noError(l.Acquire(t.Context(), "p", "hot"))(t)
 					if d.Estimated {
-						leased++
+						prefetched++
 					}
 					if d.Allowed {
 						total++
@@ -258,7 +258,7 @@ func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
 					require.LessOrEqual(t, d.RetryAfter, 100*time.Millisecond)
 					time.Sleep(5 * time.Millisecond)
 				}
-				require.Positive(t, leased)
+				require.Positive(t, prefetched)
 				require.Greater(t, denials, 100)
 				require.LessOrEqual(t, total, int64(100+10*10))
 				require.Greater(t, total, int64(0.97*200)-10)
@@ -267,13 +267,13 @@ func TestLeaser_DeniesWhenTheServerDoes(t *testing.T) {
 	}
 }
 
-// While the database fails, a lease is used for a second after it was last given tokens. The second is exact. What is left of a lease
-// by then is granted no more, whenever the lease is looked at next.
-func TestLeaser_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
+// While the database fails, a stock is used for a second after it was last given tokens. The second is exact. What is left of a stock
+// by then is granted no more, whenever the stock is looked at next.
+func TestPrefetcher_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
 	t.Parallel()
-	for _, fraction := range []time.Duration{0, 7, 23, 41} { // milliseconds of a tick: so leases end at different moments of it
+	for _, fraction := range []time.Duration{0, 7, 23, 41} { // milliseconds of a tick: so stocks end at different moments of it
 		synctest.Test(t, func(t *testing.T) {
-			l := newLeasing(t, client.Lease{Policy: "p", Idle: time.Hour})
+			l := newPrefetching(t, client.Prefetch{Policy: "p", Idle: time.Hour})
 			l.ask("p", "hot", 1000, time.Millisecond)
 			time.Sleep(fraction * time.Millisecond)
 			l.fake.FailAll(errors.New("gone"))
@@ -292,14 +292,14 @@ func TestLeaser_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
 			require.Greater(t, last, 990*time.Millisecond, "it had tokens until then")
 			require.LessOrEqual(t, l.made()["ratelimit_acquire_up_to"], 1, "nothing is taken until the server has answered somebody")
 			l.fake.FailAll(nil)
-			_, leased := l.ask("p", "hot", 500, time.Millisecond)
-			require.Greater(t, leased, 400)
+			_, prefetched := l.ask("p", "hot", 500, time.Millisecond)
+			require.Greater(t, prefetched, 400)
 		})
 	}
 }
 
 // A policy that others drop, an override and a block take effect within a second.
-func TestLeaser_NoticesChangesWithinASecond(t *testing.T) {
+func TestPrefetcher_NoticesChangesWithinASecond(t *testing.T) {
 	t.Parallel()
 	type changer interface {
 		DropPolicy(context.Context, string) error
@@ -313,11 +313,11 @@ func TestLeaser_NoticesChangesWithinASecond(t *testing.T) {
 	} {
 		for _, own := range []bool{false, true} {
 			t.Run(fmt.Sprint(name, "/own=", own), func(t *testing.T) {
-				withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+				withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 					l.ask("p", "hot", 1000, time.Millisecond)
 					by, within := changer(l.fake), time.Second
 					if own {
-						by, within = l.Leaser, 0
+						by, within = l.Prefetcher, 0
 					}
 					require.NoError(t, change(t.Context(), by))
 					changed := time.Now()
@@ -335,9 +335,9 @@ func TestLeaser_NoticesChangesWithinASecond(t *testing.T) {
 	}
 }
 
-// A reset through the Leaser leaves a full bucket, and nothing besides. The other buckets of the policy keep their leases.
-func TestLeaser_ResetLeavesNothingBesides(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+// A reset through the Prefetcher leaves a full bucket, and nothing besides. The other buckets of the policy keep their stocks.
+func TestPrefetcher_ResetLeavesNothingBesides(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 		for range 200 {
 			for _, key := range []string{"hot", "other"} {
 				l.ask("p", key, 1, time.Millisecond)
@@ -352,13 +352,13 @@ func TestLeaser_ResetLeavesNothingBesides(t *testing.T) {
 	})
 }
 
-// Nor does one under load: while it lasts, nothing is taken for a new lease that would be granted after it.
-func TestLeaser_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+// Nor does one under load: while it lasts, nothing is taken for a new stock that would be granted after it.
+func TestPrefetcher_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
 		ctx, stop := context.WithCancel(t.Context())
 		var callers sync.WaitGroup
-		var granted, leased atomic.Int64
+		var granted, prefetched atomic.Int64
 		for range 4 {
 			callers.Go(func() {
 				for ctx.Err() == nil {
@@ -368,30 +368,30 @@ func TestLeaser_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
 					}
 					granted.Add(1)
 					if d.Estimated {
-						leased.Add(1)
+						prefetched.Add(1)
 					}
 					time.Sleep(time.Millisecond)
 				}
 			})
 		}
 		time.Sleep(500 * time.Millisecond)
-		require.Greater(t, leased.Load(), int64(1000))
+		require.Greater(t, prefetched.Load(), int64(1000))
 		l.pool.slow.Store("ratelimit_reset")
 		require.NoError(t, l.Reset(t.Context(), "p", "hot"))
 		granted.Store(0)
-		leased.Store(0)
+		prefetched.Store(0)
 		time.Sleep(500 * time.Millisecond)
 		stop()
 		callers.Wait()
-		require.Greater(t, leased.Load(), int64(1000), "then it is leased again")
+		require.Greater(t, prefetched.Load(), int64(1000), "then it is prefetched again")
 		l.Close()
 		require.InDelta(t, granted.Load(), 10_000-l.remaining("p", "hot"), 8, "but for requests that were under way")
 	})
 }
 
-// A lower capacity bounds the lease, and what is above goes back.
-func TestLeaser_ALoweredCapacity(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+// A lower capacity bounds the stock, and what is above goes back.
+func TestPrefetcher_ALoweredCapacity(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 		l.ask("p", "hot", 1000, time.Millisecond)
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100}))
 		time.Sleep(time.Second) // the bucket is full
@@ -407,11 +407,11 @@ func TestLeaser_ALoweredCapacity(t *testing.T) {
 }
 
 // Tokens of a bucket that gains nothing would be lost with a process, and a policy that watches is to see every request.
-func TestLeaser_DoesNotLeaseBudgetsNorWhatIsShadowed(t *testing.T) {
-	withLease(t, client.Lease{Policy: "budget"}, func(t *testing.T, l *leasing) {
-		granted, leased := l.ask("budget", "hot", 1000, time.Millisecond)
+func TestPrefetcher_TakesNeitherOfBudgetsNorOfWhatIsShadowed(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "budget"}, func(t *testing.T, l *prefetching) {
+		granted, prefetched := l.ask("budget", "hot", 1000, time.Millisecond)
 		require.Equal(t, 1000, granted)
-		require.Zero(t, leased)
+		require.Zero(t, prefetched)
 		require.EqualValues(t, 9000, l.remaining("budget", "hot"))
 
 		shadowed := 0
@@ -426,15 +426,15 @@ func TestLeaser_DoesNotLeaseBudgetsNorWhatIsShadowed(t *testing.T) {
 		require.Equal(t, 990, shadowed, "all but those that the bucket had")
 		time.Sleep(2 * time.Second)
 		require.Zero(t, l.remaining("shadow", "hot"), "nothing was given back that was not taken")
-	}, client.Lease{Policy: "shadow", MaxShare: 1})
+	}, client.Prefetch{Policy: "shadow", MaxShare: 1})
 }
 
-// A shadow policy reports a charge as taken in full, also when the bucket had less. The Leaser does not refund such tokens. Once
+// A shadow policy reports a charge as taken in full, also when the bucket had less. The Prefetcher does not refund such tokens. Once
 // they are spent, it refunds what it takes next.
-func TestLeaser_GivesBackNothingThatAShadowPolicyDidNotTake(t *testing.T) {
+func TestPrefetcher_GivesBackNothingThatAShadowPolicyDidNotTake(t *testing.T) {
 	for _, spent := range []bool{false, true} {
 		t.Run(fmt.Sprint("spent=", spent), func(t *testing.T) {
-			withLease(t, client.Lease{Policy: "watch"}, func(t *testing.T, l *leasing) {
+			withPrefetcher(t, client.Prefetch{Policy: "watch"}, func(t *testing.T, l *prefetching) {
 				l.ask("watch", "hot", 300, time.Millisecond)
 				l.askUntilItTakes(3)
 				time.Sleep(5 * time.Millisecond) // until it is answered
@@ -444,13 +444,13 @@ func TestLeaser_GivesBackNothingThatAShadowPolicyDidNotTake(t *testing.T) {
 					require.Zero(t, l.remaining("watch", "hot"))
 					return
 				}
-				for leased := 1; leased > 0; { // until nothing is left
-					_, leased = l.ask("watch", "hot", 1, 100*time.Microsecond, client.Cost(2))
+				for prefetched := 1; prefetched > 0; { // until nothing is left
+					_, prefetched = l.ask("watch", "hot", 1, 100*time.Microsecond, client.Cost(2))
 				}
 				l.ask("watch", "hot", 10, time.Millisecond)
 				require.NoError(t, l.fake.SetLevel("watch", "hot", 10_000))
-				granted, leased := l.ask("watch", "hot", 300, time.Millisecond)
-				require.Greater(t, leased, 100)
+				granted, prefetched := l.ask("watch", "hot", 300, time.Millisecond)
+				require.Greater(t, prefetched, 100)
 				time.Sleep(2 * time.Second)
 				require.EqualValues(t, 10_000-granted, l.remaining("watch", "hot"))
 			})
@@ -458,44 +458,44 @@ func TestLeaser_GivesBackNothingThatAShadowPolicyDidNotTake(t *testing.T) {
 	}
 }
 
-// A policy that watches takes for a lease what it would have denied, and says so: that is not granted from the lease, so that each
+// A policy that watches takes for a stock what it would have denied, and says so: that is not granted from the stock, so that each
 // such request is seen.
-func TestLeaser_GrantsNothingThatAShadowPolicyWouldHaveDenied(t *testing.T) {
-	withLease(t, client.Lease{Policy: "watch"}, func(t *testing.T, l *leasing) {
+func TestPrefetcher_GrantsNothingThatAShadowPolicyWouldHaveDenied(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "watch"}, func(t *testing.T, l *prefetching) {
 		granted, _ := l.ask("watch", "hot", 300, time.Millisecond)
 		held := 10_000 - granted - int(l.remaining("watch", "hot"))
 		require.Greater(t, held, 50)
-		leased := l.askUntilItTakes(0)
+		prefetched := l.askUntilItTakes(0)
 		_, n := l.ask("watch", "hot", 5, 200*time.Microsecond) // until it is answered
-		leased += n
+		prefetched += n
 		_, n = l.ask("watch", "hot", 1000, 0)
-		require.LessOrEqual(t, leased+n, held, "what was taken while the bucket had it")
+		require.LessOrEqual(t, prefetched+n, held, "what was taken while the bucket had it")
 	})
 }
 
-func TestLeaser_RefusesALeaseThatIsNone(t *testing.T) {
+func TestPrefetcher_RefusesAPrefetchThatIsNone(t *testing.T) {
 	t.Parallel()
-	for _, wrong := range []client.Lease{{MaxTokens: -1}, {MaxShare: -0.1}, {MaxShare: 1.1}, {MaxShare: math.NaN()}, {Idle: -1}} {
-		require.Panics(t, func() { client.NewLeaser(&distant{}, wrong) })
+	for _, wrong := range []client.Prefetch{{MaxTokens: -1}, {MaxShare: -0.1}, {MaxShare: 1.1}, {MaxShare: math.NaN()}, {Idle: -1}} {
+		require.Panics(t, func() { client.NewPrefetcher(&distant{}, wrong) })
 	}
-	require.Panics(t, func() { client.NewLeaser(&distant{}, client.CallsInFlight(0)) })
-	require.PanicsWithValue(t, `client: NewLeaser: two Leases for policy "p"`, func() {
-		client.NewLeaser(&distant{}, client.Lease{Policy: "p"}, client.Lease{Policy: "q"}, client.Lease{Policy: "p", MaxShare: 0.2})
+	require.Panics(t, func() { client.NewPrefetcher(&distant{}, client.CallsInFlight(0)) })
+	require.PanicsWithValue(t, `client: NewPrefetcher: two Prefetches for policy "p"`, func() {
+		client.NewPrefetcher(&distant{}, client.Prefetch{Policy: "p"}, client.Prefetch{Policy: "q"}, client.Prefetch{Policy: "p", MaxShare: 0.2})
 	})
 }
 
-// Close has its five seconds for all leases together, however many wait for a database that is silent.
-func TestLeaser_ClosesInTimeBesideASilentDatabase(t *testing.T) {
+// Close has its five seconds for all stocks together, however many wait for a database that is silent.
+func TestPrefetcher_ClosesInTimeBesideASilentDatabase(t *testing.T) {
 	t.Parallel()
 	for _, expired := range []bool{false, true} {
 		t.Run(fmt.Sprint("expired=", expired), func(t *testing.T) {
-			withLease(t, client.Lease{Policy: "p", Idle: time.Hour}, func(t *testing.T, l *leasing) {
-				leased := 0
+			withPrefetcher(t, client.Prefetch{Policy: "p", Idle: time.Hour}, func(t *testing.T, l *prefetching) {
+				prefetched := 0
 				for key := range 100 {
 					_, n := l.ask("p", fmt.Sprint(key), 10, time.Millisecond)
-					leased += n
+					prefetched += n
 				}
-				require.Greater(t, leased, 200)
+				require.Greater(t, prefetched, 200)
 				l.pool.silent.Store(true)
 				if expired {
 					time.Sleep(2 * time.Second)
@@ -512,20 +512,23 @@ func TestLeaser_ClosesInTimeBesideASilentDatabase(t *testing.T) {
 	}
 }
 
-// What a caller asks of the server lasts no longer than its ctx, whatever is leased.
-func TestLeaser_GivesBackWithinTheContextOfTheCaller(t *testing.T) {
+// What a caller asks of the server lasts no longer than its ctx, whatever is prefetched.
+func TestPrefetcher_GivesBackWithinTheContextOfTheCaller(t *testing.T) {
 	t.Parallel()
-	for name, call := range map[string]func(context.Context, *leasing) error{
-		"reset": func(ctx context.Context, l *leasing) error { return l.Reset(ctx, "p", "hot") },
-		"override": func(ctx context.Context, l *leasing) error {
+	for name, call := range map[string]func(context.Context, *prefetching) error{
+		"reset": func(ctx context.Context, l *prefetching) error { return l.Reset(ctx, "p", "hot") },
+		"override": func(ctx context.Context, l *prefetching) error {
 			return l.Override(ctx, client.Override{Policy: "p", Key: "hot"})
 		},
-		"remove override": func(ctx context.Context, l *leasing) error { _, err := l.RemoveOverride(ctx, "p", "hot"); return err },
-		"define policy":   func(ctx context.Context, l *leasing) error { return l.DefinePolicy(ctx, client.Policy{Name: "p"}) },
-		"drop policy":     func(ctx context.Context, l *leasing) error { return l.DropPolicy(ctx, "p") },
+		"remove override": func(ctx context.Context, l *prefetching) error {
+			_, err := l.RemoveOverride(ctx, "p", "hot")
+			return err
+		},
+		"define policy": func(ctx context.Context, l *prefetching) error { return l.DefinePolicy(ctx, client.Policy{Name: "p"}) },
+		"drop policy":   func(ctx context.Context, l *prefetching) error { return l.DropPolicy(ctx, "p") },
 	} {
 		t.Run(name, func(t *testing.T) {
-			withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+			withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 				l.ask("p", "hot", 200, time.Millisecond)
 				l.pool.silent.Store(true)
 				ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
@@ -538,9 +541,9 @@ func TestLeaser_GivesBackWithinTheContextOfTheCaller(t *testing.T) {
 	}
 }
 
-// A call whose ctx has ended changes nothing, and so costs no lease.
-func TestLeaser_KeepsItsLeasesFromACallThatIsOver(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+// A call whose ctx has ended changes nothing, and so costs no stock.
+func TestPrefetcher_KeepsItsStocksFromACallThatIsOver(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 		l.ask("p", "hot", 200, time.Millisecond)
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
@@ -549,34 +552,34 @@ func TestLeaser_KeepsItsLeasesFromACallThatIsOver(t *testing.T) {
 	})
 }
 
-// A grant from a lease allocates nothing. What refills it meanwhile may, once.
-func TestLeaser_AllocatesNothing(t *testing.T) { // and not in parallel: others do
+// A grant from a stock allocates nothing. What refills it meanwhile may, once.
+func TestPrefetcher_AllocatesNothing(t *testing.T) { // and not in parallel: others do
 	synctest.Test(t, func(t *testing.T) {
-		l := newLeasing(t, client.Lease{Policy: "p"})
+		l := newPrefetching(t, client.Prefetch{Policy: "p"})
 		l.ask("p", "hot", 1000, time.Millisecond)
-		leased, ctx := 0, t.Context()
+		prefetched, ctx := 0, t.Context()
 		require.Zero(t, testing.AllocsPerRun(100, func() {
 			if d, err := l.Acquire(ctx, "p", "hot"); err == nil && d.Estimated {
-				leased++
+				prefetched++
 			}
 		}))
-		require.Equal(t, 101, leased, "one is to warm up")
+		require.Equal(t, 101, prefetched, "one is to warm up")
 	})
 }
 
-// Hooks see what callers get, from a lease or not, and not what the Leaser takes and gives back.
-func TestLeaser_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
+// Hooks see what callers get, from a stock or not, and not what the Prefetcher takes and gives back.
+func TestPrefetcher_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		var mu sync.Mutex
 		var answers []client.Answer
-		l := newLeasing(t, client.Lease{Policy: "p"}, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
+		l := newPrefetching(t, client.Prefetch{Policy: "p"}, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
 			mu.Lock()
 			defer mu.Unlock()
 			answers = append(answers, a)
 		}}))
-		granted, leased := l.ask("p", "hot", 1000, time.Millisecond)
+		granted, prefetched := l.ask("p", "hot", 1000, time.Millisecond)
 		require.Equal(t, 1000, granted)
-		require.Greater(t, leased, 980)
+		require.Greater(t, prefetched, 980)
 		time.Sleep(time.Second)
 		l.Close()
 		made := l.made()
@@ -589,16 +592,16 @@ func TestLeaser_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
 			require.Equal(t, "p", a.Policy)
 			require.Equal(t, client.ResultAllowed, a.Result())
 			if a.Decision.Estimated {
-				leased--
+				prefetched--
 			}
 		}
-		require.Zero(t, leased)
+		require.Zero(t, prefetched)
 	})
 }
 
-// A lease that took all that the bucket had, as many as it asked for, gives back what is not spent.
-func TestLeaser_GivesBackTheLastTokensOfABucket(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+// A stock that took all that the bucket had, as many as it asked for, gives back what is not spent.
+func TestPrefetcher_GivesBackTheLastTokensOfABucket(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
 		var asked atomic.Int64
 		l.pool.before = func(function string, args []any) {
@@ -611,16 +614,16 @@ func TestLeaser_GivesBackTheLastTokensOfABucket(t *testing.T) {
 		}
 		time.Sleep(5 * time.Millisecond) // until it is answered
 		require.Zero(t, l.remaining("p", "hot"))
-		_, leased := l.ask("p", "hot", 10, 0)
-		require.Equal(t, 10, leased)
+		_, prefetched := l.ask("p", "hot", 10, 0)
+		require.Equal(t, 10, prefetched)
 		time.Sleep(2 * time.Second)
 		require.Equal(t, asked.Load()-10, l.remaining("p", "hot"))
 	})
 }
 
-// AcquireMany is answered from leases, learns of hot buckets, and has the server answer the rest.
-func TestLeaser_AcquireManyIsGrantedFromLeases(t *testing.T) {
-	withLease(t, client.Lease{Policy: "p"}, func(t *testing.T, l *leasing) {
+// AcquireMany is answered from stocks, learns of hot buckets, and has the server answer the rest.
+func TestPrefetcher_AcquireManyIsGrantedFromStocks(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
 		list := []client.Request{{Policy: "p", Key: "hot"}, {Policy: "other", Key: "hot"}, {Policy: "p", Key: "hot"}}
 		for range 3 {
 			for _, a := range l.AcquireMany(t.Context(), list) {
@@ -628,33 +631,33 @@ func TestLeaser_AcquireManyIsGrantedFromLeases(t *testing.T) {
 				require.False(t, a.Decision.Estimated)
 			}
 		}
-		time.Sleep(2 * time.Millisecond) // until the lease has tokens
+		time.Sleep(2 * time.Millisecond) // until the stock has tokens
 		answers := l.AcquireMany(t.Context(), list)
-		for i, isLeased := range []bool{true, false, true} {
+		for i, isPrefetched := range []bool{true, false, true} {
 			require.NoError(t, answers[i].Err)
 			require.True(t, answers[i].Decision.Allowed)
-			require.Equal(t, isLeased, answers[i].Decision.Estimated)
+			require.Equal(t, isPrefetched, answers[i].Decision.Estimated)
 			require.Equal(t, list[i].Policy, answers[i].Policy)
 		}
 	})
 }
 
 // No option lets it hold more than others can spare.
-func TestLeaser_IsBounded(t *testing.T) {
+func TestPrefetcher_IsBounded(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
-		lease client.Lease
-		most  int64
+		prefetch client.Prefetch
+		most     int64
 	}{
-		"by default":       {client.Lease{}, 1000},
-		"by tokens":        {client.Lease{MaxTokens: 50}, 50},
-		"by a share":       {client.Lease{MaxShare: 0.02}, 200},
-		"by what there is": {client.Lease{MaxShare: 1}, 5000},
+		"by default":       {client.Prefetch{}, 1000},
+		"by tokens":        {client.Prefetch{MaxTokens: 50}, 50},
+		"by a share":       {client.Prefetch{MaxShare: 0.02}, 200},
+		"by what there is": {client.Prefetch{MaxShare: 1}, 5000},
 	} {
 		t.Run(name, func(t *testing.T) {
 			inBubble(t, func(t *testing.T) {
-				test.lease.Policy = "p"
-				l := newLeasing(t, test.lease)
+				test.prefetch.Policy = "p"
+				l := newPrefetching(t, test.prefetch)
 				require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
 				total, most := int64(0), int64(0)
 				for range 200 {

@@ -13,16 +13,16 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Whatever is asked for, answered and missed in whatever order, the invariants of a holding hold after each step, and in the end all
+// Whatever is asked for, answered and missed in whatever order, the invariants of a stock hold after each step, and in the end all
 // of it was granted, refunded or lost. What should hold is worked out from the calls of its methods alone.
-func TestHolding_KeepsItsInvariants(t *testing.T) {
+func TestStock_KeepsItsInvariants(t *testing.T) {
 	t.Parallel()
 	saw := map[string]int{}
 	random(t, 300, func(t *testing.T, r *rand.Rand) {
-		d := &drivenHolding{T: t, Rand: r, saw: saw, watches: r.IntN(2) == 0, state: refilling, bucket: pick[int64](r, 5, 1000, 100_000)}
+		d := &drivenStock{T: t, Rand: r, saw: saw, watches: r.IntN(2) == 0, state: refilling, bucket: pick[int64](r, 5, 1000, 100_000)}
 		d.seen = d.sight()
-		l := Lease{MaxTokens: pick[int64](r, 10, 1e9), MaxShare: pick(r, 0.1, 1), Idle: pick[time.Duration](r, 100, 500, 2000) * time.Millisecond}
-		d.holding, d.lastDemand = newHolding(l, pick[int64](r, 1, 10, 1000), d.seen), d.now
+		l := Prefetch{MaxTokens: pick[int64](r, 10, 1e9), MaxShare: pick(r, 0.1, 1), Idle: pick[time.Duration](r, 100, 500, 2000) * time.Millisecond}
+		d.stock, d.lastDemand = newStock(l, pick[int64](r, 1, 10, 1000), d.seen), d.now
 		for range 200 {
 			switch r.IntN(6) {
 			case 0:
@@ -31,13 +31,13 @@ func TestHolding_KeepsItsInvariants(t *testing.T) {
 				d.visit()
 			case 2:
 				d.seen = d.sight()
-				d.holding.learn(d.seen)
+				d.stock.learn(d.seen)
 				d.silent = false
 			case 3:
 				d.now += pick[time.Duration](r, 1, 10, 50, 400) * time.Millisecond
 				d.bucket += r.Int64N(10)
 			case 4:
-				if r.IntN(10) == 0 && d.holding.begin(ending) {
+				if r.IntN(10) == 0 && d.stock.begin(ending) {
 					d.begins(ending)
 				}
 			default:
@@ -49,12 +49,12 @@ func TestHolding_KeepsItsInvariants(t *testing.T) {
 		}
 		for n := 0; d.state != ended; n++ {
 			require.Less(t, n, 200, "nobody asks, and it ends")
-			d.now += leaseTick
+			d.now += prefetchTick
 			d.visit()
 			d.work()
 			d.check()
 		}
-		require.Zero(t, d.holding.left, "nothing is forgotten")
+		require.Zero(t, d.stock.left, "nothing is forgotten")
 	})
 	for _, what := range []string{"granted", "refused", "over", "taken", "partly", "denied", "silent", "dropped", "doubt", "not refunded", "refunded", "shrunk",
 		"taken beside a doubt"} {
@@ -62,12 +62,12 @@ func TestHolding_KeepsItsInvariants(t *testing.T) {
 	}
 }
 
-// A drivenHolding knows what its holding was told and what it has answered.
-type drivenHolding struct {
+// A drivenStock knows what its stock was told and what it has answered.
+type drivenStock struct {
 	*testing.T
 	*rand.Rand
 	saw        map[string]int
-	holding    holding
+	stock      stock
 	now, until time.Duration
 	state      state
 	calling    bool // for the state
@@ -84,30 +84,30 @@ type drivenHolding struct {
 	lastDemand time.Duration // the first look after the last request
 }
 
-func (d *drivenHolding) sight() sight {
+func (d *drivenStock) sight() sight {
 	return sight{Decision{Allowed: true, Remaining: d.bucket, Capacity: max(d.bucket, 100), ResetAfter: time.Hour}, d.now}
 }
 
-func (d *drivenHolding) check() {
-	require.Equal(d, d.left, d.holding.left)
+func (d *drivenStock) check() {
+	require.Equal(d, d.left, d.stock.left)
 	require.GreaterOrEqual(d, d.left, int64(0))
-	require.Equal(d, d.state, d.holding.state)
+	require.Equal(d, d.state, d.stock.state)
 }
 
-func (d *drivenHolding) begins(work state) {
+func (d *drivenStock) begins(work state) {
 	require.Equal(d, resting, d.state, "one call at a time")
 	d.state = work
 }
 
-func (d *drivenHolding) looks() {
+func (d *drivenStock) looks() {
 	if d.isAsked {
 		d.isAsked, d.lastDemand = false, d.now
 	}
 }
 
-func (d *drivenHolding) grant(cost int64) {
+func (d *drivenStock) grant(cost int64) {
 	d.isAsked = true
-	decision, ok, begins := d.holding.grant(cost, d.now)
+	decision, ok, begins := d.stock.grant(cost, d.now)
 	require.Equal(d, cost <= d.left && d.now < d.until, ok)
 	require.Equal(d, ok, decision.Allowed)
 	switch {
@@ -124,16 +124,16 @@ func (d *drivenHolding) grant(cost int64) {
 	}
 }
 
-func (d *drivenHolding) visit() {
+func (d *drivenStock) visit() {
 	rested := d.state == resting
 	if rested {
 		d.looks()
 	}
-	begins := d.holding.visit(d.now)
+	begins := d.stock.visit(d.now)
 	if begins {
-		d.begins(d.holding.state)
+		d.begins(d.stock.state)
 	}
-	if rested && d.now-d.lastDemand >= d.holding.Idle {
+	if rested && d.now-d.lastDemand >= d.stock.Idle {
 		require.Equal(d, ending, d.state, "nobody asks")
 	}
 	if rested && d.left > 0 && d.now >= d.until {
@@ -142,11 +142,11 @@ func (d *drivenHolding) visit() {
 }
 
 // work begins or ends a call.
-func (d *drivenHolding) work() {
+func (d *drivenStock) work() {
 	switch {
 	case d.state == resting || d.state == ended:
 	case !d.calling && d.IntN(10) == 0 && d.state != ending: // there was no time for it
-		d.holding.rest()
+		d.stock.rest()
 		d.state = resting
 	case d.state == refilling && d.calling:
 		d.answer()
@@ -155,15 +155,15 @@ func (d *drivenHolding) work() {
 	case !d.calling:
 		d.refund()
 	case d.state == shrinking:
-		d.holding.rest()
+		d.stock.rest()
 		d.state, d.calling = resting, false
 	default:
-		d.holding.end()
+		d.stock.end()
 		d.state, d.calling = ended, false
 	}
 }
 
-func (d *drivenHolding) take() {
+func (d *drivenStock) take() {
 	d.looks()
 	switch {
 	case d.left == 0:
@@ -172,7 +172,7 @@ func (d *drivenHolding) take() {
 		d.saw["taken beside a doubt"]++
 	}
 	changing := d.IntN(10) == 0
-	d.asking, d.sent = d.holding.take(d.now, changing), d.now
+	d.asking, d.sent = d.stock.take(d.now, changing), d.now
 	if d.asking == 0 {
 		d.state = resting
 		return
@@ -180,24 +180,24 @@ func (d *drivenHolding) take() {
 	d.calling = true
 	require.False(d, d.silent || changing)
 	held, level := d.left+d.asking, d.seen.level(d.now)
-	require.LessOrEqual(d, held, d.holding.MaxTokens)
-	require.LessOrEqual(d, float64(held), d.holding.MaxShare*float64(d.seen.Capacity))
+	require.LessOrEqual(d, held, d.stock.MaxTokens)
+	require.LessOrEqual(d, float64(held), d.stock.MaxShare*float64(d.seen.Capacity))
 	require.LessOrEqual(d, held, level-d.asking, "as much is for others")
 }
 
 // answer is what the server would: it may have fewer tokens than were seen.
-func (d *drivenHolding) answer() {
+func (d *drivenStock) answer() {
 	d.now += pick[time.Duration](d.Rand, 0, 1, 300, 1100) * time.Millisecond
 	d.bucket = pick(d.Rand, d.bucket, d.bucket, d.asking, d.asking-1, 0)
 	d.state, d.calling = resting, false
 	switch d.IntN(12) {
 	case 0:
-		d.holding.took(PartialDecision{}, ErrUnknownPolicy, false, d.sent, d.now)
+		d.stock.took(PartialDecision{}, ErrUnknownPolicy, false, d.sent, d.now)
 		d.left, d.silent = 0, true
 		d.saw["dropped"]++
 		return
 	case 1:
-		d.holding.took(PartialDecision{}, errors.New("no answer"), false, d.sent, d.now)
+		d.stock.took(PartialDecision{}, errors.New("no answer"), false, d.sent, d.now)
 		d.silent = true
 		d.saw["silent"]++
 		return
@@ -212,14 +212,14 @@ func (d *drivenHolding) answer() {
 		answer.Taken = d.asking
 	}
 	doubt := d.watches && answer.Taken == d.asking && d.bucket == 0
-	d.holding.took(answer, nil, doubt, d.sent, d.now)
+	d.stock.took(answer, nil, doubt, d.sent, d.now)
 	d.seen = sight{answer.Decision, d.now}
 	if !answer.Allowed || answer.Shadowed {
 		d.saw["denied"]++
 		return
 	}
 	d.left += answer.Taken
-	d.until = d.sent + leaseLife
+	d.until = d.sent + stockLife
 	d.saw["taken"]++
 	if answer.Taken < d.asking {
 		d.saw["partly"]++
@@ -230,15 +230,15 @@ func (d *drivenHolding) answer() {
 	}
 }
 
-func (d *drivenHolding) refund() {
+func (d *drivenStock) refund() {
 	keep := int64(0)
 	if d.state == shrinking {
 		d.looks()
 	}
-	n := d.holding.refund(d.now)
+	n := d.stock.refund(d.now)
 	d.calling = true
 	if d.state == shrinking {
-		keep = d.holding.left
+		keep = d.stock.left
 		require.LessOrEqual(d, keep, d.left)
 		d.saw["shrunk"]++
 	}
@@ -255,43 +255,43 @@ func (d *drivenHolding) refund() {
 	}
 }
 
-// An uncalledPool is one for a Leaser that makes no calls.
+// An uncalledPool is one for a Prefetcher that makes no calls.
 type uncalledPool struct{ Pool }
 
 func (uncalledPool) QueryRow(context.Context, string, ...any) pgx.Row { panic("a call") }
 
-// However many buckets are hot, no more than 10,000 of a policy have a lease. Another policy has its own.
-func TestLeaser_HasTenThousandLeasesOfAPolicyAtMost(t *testing.T) {
+// However many buckets are hot, no more than 10,000 of a policy have a stock. Another policy has its own.
+func TestPrefetcher_HasTenThousandStocksOfAPolicyAtMost(t *testing.T) {
 	t.Parallel()
-	l := NewLeaser(uncalledPool{}, Lease{Policy: "p"}, Lease{Policy: "q"})
-	l.Close() // so that nothing is taken for the leases, nor looked at
+	l := NewPrefetcher(uncalledPool{}, Prefetch{Policy: "p"}, Prefetch{Policy: "q"})
+	l.Close() // so that nothing is taken for the stocks, nor looked at
 	p := l.policies["p"]
 	d := Decision{Allowed: true, Remaining: 9_000, Capacity: 10_000, ResetAfter: time.Second}
 	for key := range uint64(10_100) {
 		for range hotRequests {
-			l.learn(leasable{policy: p, hash: key}, request{policy: "p", key: fmt.Sprint(key), cost: 1}, d)
+			l.learn(candidate{policy: p, hash: key}, request{policy: "p", key: fmt.Sprint(key), cost: 1}, d)
 		}
 	}
 	held := 0
-	p.each(func(*lease) { held++ })
+	p.each(func(*hotBucket) { held++ })
 	require.Equal(t, 10_000, held)
-	require.EqualValues(t, 10_000, p.held.Load())
+	require.EqualValues(t, 10_000, p.size.Load())
 	for range hotRequests {
-		l.learn(leasable{policy: l.policies["q"]}, request{policy: "q", key: "k", cost: 1}, d)
+		l.learn(candidate{policy: l.policies["q"]}, request{policy: "q", key: "k", cost: 1}, d)
 	}
-	require.EqualValues(t, 1, l.policies["q"].held.Load())
+	require.EqualValues(t, 1, l.policies["q"].size.Load())
 }
 
-// Whatever the demand and the bucket, a lease keeps within its bounds, and leaves others as much as it has.
-func TestLeaseSize_KeepsItsBounds(t *testing.T) {
+// Whatever the demand and the bucket, a stock keeps within its bounds, and leaves others as much as it has.
+func TestStockSize_KeepsItsBounds(t *testing.T) {
 	t.Parallel()
-	require.Zero(t, leaseSize{full: 10}.excess(20), "not worth a call")
-	require.EqualValues(t, 11, leaseSize{full: 10}.excess(21))
+	require.Zero(t, stockSize{full: 10}.excess(20), "not worth a call")
+	require.EqualValues(t, 11, stockSize{full: 10}.excess(21))
 	random(t, 1000, func(t *testing.T, r *rand.Rand) {
 		between := func(least, most int64) int64 { // often at an end, often small
 			return min(most, least+pick(r, 0, most-least, r.Int64N(most-least+1), int64(math.Pow(float64(most-least), r.Float64()))))
 		}
-		l := Lease{MaxTokens: between(1, 1e6), MaxShare: (1 - 0.999*r.Float64())}
+		l := Prefetch{MaxTokens: between(1, 1e6), MaxShare: (1 - 0.999*r.Float64())}
 		capacity := between(0, 9e12)
 		seen := sight{Decision: Decision{
 			Capacity: capacity, Remaining: between(-100, capacity), ResetAfter: duration(between(0, time.Hour.Microseconds())),

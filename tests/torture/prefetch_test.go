@@ -18,23 +18,23 @@ import (
 )
 
 // Four processes want more of a bucket than it gains. Then one is killed, and one is idle. By the server's books and by their own
-// counts they get nothing that is not there; the killed one has lost its lease at most, and the idle one gives back to the token
+// counts they get nothing that is not there; the killed one has lost its stock at most, and the idle one gives back to the token
 // what it held. What they get of all that there is depends on the machine, and is a figure: so in make test the bucket gains
 // nothing, or what is given back to a full bucket would be lost, and has more than they can take.
-func TestTorture_LeasesOfProcesses(t *testing.T) {
+func TestTorture_PrefetchersOfProcesses(t *testing.T) {
 	pgtest.OncePerServer(t)
 	const callers = 16
 	run := kit.Torture(t, 1000)                               // tokens in each half
-	capacity, refill, lease := int64(1e9), int64(0), int64(0) // there are no leases of what gains nothing
+	capacity, refill, stock := int64(1e9), int64(0), int64(0) // there are no stocks of what gains nothing
 	if run.Budget > 0 {
-		capacity, refill, lease = 10_000, 10_000, 1000
+		capacity, refill, stock = 10_000, 10_000, 1000
 	}
 	db := kit.NewDB(t)
 	db.DefinePolicy("api", capacity, refill, kit.Second)
 	keepBooks(db)
-	var processes []*kit.LeaserProcess
+	var processes []*kit.PrefetcherProcess
 	for n := range 4 {
-		p := &kit.LeaserProcess{Name: fmt.Sprint("leaser ", n), Policy: "api", Callers: callers, Every: time.Millisecond, Idle: 250 * kit.Ms}
+		p := &kit.PrefetcherProcess{Name: fmt.Sprint("prefetcher ", n), Policy: "api", Callers: callers, Every: time.Millisecond, Idle: 250 * kit.Ms}
 		processes = append(processes, p.Start(t, db))
 	}
 	granted := func() (sum int64) {
@@ -73,9 +73,9 @@ func TestTorture_LeasesOfProcesses(t *testing.T) {
 			require.Zero(t, lost, "charged to %s, neither granted nor given back", p.Name)
 			continue
 		}
-		run.Figure(fmt.Sprintf("tokens lost with a killed process, of %d at most", lease), lost, "")
+		run.Figure(fmt.Sprintf("tokens lost with a killed process, of %d at most", stock), lost, "")
 		require.GreaterOrEqual(t, lost, int64(0), "granted and not charged")
-		require.LessOrEqual(t, lost, lease+callers, "its lease, and what its callers had not counted yet")
+		require.LessOrEqual(t, lost, stock+callers, "its stock, and what its callers had not counted yet")
 	}
 	require.Zero(t, db.Number(`
 		select count(*)
@@ -90,20 +90,20 @@ func TestTorture_LeasesOfProcesses(t *testing.T) {
 	}
 }
 
-// Where a bucket has plenty, leases are as large as they may be. Then a killed process has lost its lease at most, and an idle one
+// Where a bucket has plenty, stocks are as large as they may be. Then a killed process has lost its stock at most, and an idle one
 // gives back all of it.
-func TestLeases_AKilledProcessLosesItsLeaseAtMost(t *testing.T) {
+func TestPrefetcher_AKilledProcessLosesItsStockAtMost(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
 	const capacity, callers = 100_000, 8
 	db := kit.NewDB(t)
 	db.DefinePolicy("api", capacity, 1, kit.ADay)
 	keepBooks(db)
-	var killed, idling *kit.LeaserProcess
-	for name, p := range map[string]**kit.LeaserProcess{"killed": &killed, "idling": &idling} {
-		*p = (&kit.LeaserProcess{Name: name, Policy: "api", Callers: callers, Every: 2 * time.Millisecond}).Start(t, db)
+	var killed, idling *kit.PrefetcherProcess
+	for name, p := range map[string]**kit.PrefetcherProcess{"killed": &killed, "idling": &idling} {
+		*p = (&kit.PrefetcherProcess{Name: name, Policy: "api", Callers: callers, Every: 2 * time.Millisecond}).Start(t, db)
 	}
-	lost := func(p *kit.LeaserProcess) int64 { return charged(db, p.Name) - p.Granted.Load() }
+	lost := func(p *kit.PrefetcherProcess) int64 { return charged(db, p.Name) - p.Granted.Load() }
 	require.Eventually(t, func() bool { return lost(idling) > 0 }, kit.Patience, 5*kit.Ms)
 	idling.StopAsking(t)
 	require.Eventually(t, func() bool { return killed.Holds(t, lost) }, kit.Patience, 5*kit.Ms)
@@ -113,38 +113,38 @@ func TestLeases_AKilledProcessLosesItsLeaseAtMost(t *testing.T) {
 	require.Zero(t, lost(idling))
 	t.Logf("%d tokens were lost with the killed one", lost(killed))
 	require.Positive(t, lost(killed))
-	require.LessOrEqual(t, lost(killed), int64(capacity/10+callers), "its lease, and what its callers had not counted yet")
+	require.LessOrEqual(t, lost(killed), int64(capacity/10+callers), "its stock, and what its callers had not counted yet")
 }
 
-// A leaseRound is some callers of several Leasers that share buckets, which gain nothing while it lasts.
-type leaseRound struct {
+// A prefetchRound is some callers of several Prefetchers that share buckets, which gain nothing while it lasts.
+type prefetchRound struct {
 	db      *kit.TestDB
-	bug     kit.LeaseBug
+	bug     kit.PrefetchBug
 	killing bool // connections
 
-	history kit.LeaseHistory
-	leased  atomic.Int64 // requests
+	history    kit.PrefetchHistory
+	prefetched atomic.Int64 // requests
 }
 
-var leaseRounds atomic.Int64
+var prefetchRounds atomic.Int64
 
-// run has the callers ask until there are enough grants from leases, and connections were killed. Its error is what does not add up.
-func (r *leaseRound) run(t *testing.T) error {
-	const leasers, callers, enough, grantsOfAConnection = 3, 5, 1000, 50
+// run has the callers ask until there are enough grants from stocks, and connections were killed. Its error is what does not add up.
+func (r *prefetchRound) run(t *testing.T) error {
+	const prefetchers, callers, enough, grantsOfAConnection = 3, 5, 1000, 50
 	r.db.Execute("truncate public.books")
-	round := leaseRounds.Add(1)
-	var granted [leasers]atomic.Int64
+	round := prefetchRounds.Add(1)
+	var granted [prefetchers]atomic.Int64
 	all := kit.NewLoad(t)
-	var closing, ends [leasers]func()
-	for n := range leasers {
+	var closing, ends [prefetchers]func()
+	for n := range prefetchers {
 		config := kit.NoError(pgxpool.ParseConfig(r.db.URL))(t)
-		config.ConnConfig.RuntimeParams["application_name"] = fmt.Sprint("leaser ", n)
+		config.ConnConfig.RuntimeParams["application_name"] = fmt.Sprint("prefetcher ", n)
 		plain := kit.NoError(pgxpool.NewWithConfig(t.Context(), config))(t)
-		pool := &kit.RecordingPool{PatientPool: kit.PatientPool{Pool: plain}, Leaser: fmt.Sprint("leaser ", n), History: &r.history, Bug: r.bug, Over: make(chan struct{})}
-		leaser := client.NewLeaser(pool, client.Lease{Policy: "api", Idle: 50 * time.Millisecond})
-		closing[n] = leaser.Close
+		pool := &kit.RecordingPool{PatientPool: kit.PatientPool{Pool: plain}, Prefetcher: fmt.Sprint("prefetcher ", n), History: &r.history, Bug: r.bug, Over: make(chan struct{})}
+		prefetcher := client.NewPrefetcher(pool, client.Prefetch{Policy: "api", Idle: 50 * time.Millisecond})
+		closing[n] = prefetcher.Close
 		ends[n] = sync.OnceFunc(func() {
-			leaser.Close()
+			prefetcher.Close()
 			close(pool.Over)
 			pool.Late.Wait()
 			plain.Close()
@@ -152,7 +152,7 @@ func (r *leaseRound) run(t *testing.T) error {
 		t.Cleanup(ends[n])
 		all.Start(callers, func(int) error {
 			key, cost := fmt.Sprint(round, "/", rand.IntN(3)), rand.Int64N(5)+1
-			d, err := leaser.Acquire(context.Background(), "api", key, client.Cost(cost))
+			d, err := prefetcher.Acquire(context.Background(), "api", key, client.Cost(cost))
 			switch {
 			case err != nil && !r.killing && !errors.Is(err, client.ErrClosed):
 				return err
@@ -160,8 +160,8 @@ func (r *leaseRound) run(t *testing.T) error {
 				return nil
 			}
 			if d.Estimated {
-				r.leased.Add(1)
-				r.history.Add(kit.LeaseEvent{Leaser: pool.Leaser, Key: key, Kind: "grant", Tokens: cost})
+				r.prefetched.Add(1)
+				r.history.Add(kit.PrefetchEvent{Prefetcher: pool.Prefetcher, Key: key, Kind: "grant", Tokens: cost})
 			}
 			granted[n].Add(cost)
 			switch {
@@ -175,17 +175,17 @@ func (r *leaseRound) run(t *testing.T) error {
 	}
 	last := int64(0)
 	require.Eventually(t, func() bool {
-		now := r.leased.Load()
+		now := r.prefetched.Load()
 		if r.killing && now >= last+grantsOfAConnection {
 			last = now
 			r.db.Execute(`
 				select pg_terminate_backend(pid) from pg_stat_activity
-				 where datname = current_database() and application_name like 'leaser %' and query like '%ratelimit_%' order by random() limit 1`)
+				 where datname = current_database() and application_name like 'prefetcher %' and query like '%ratelimit_%' order by random() limit 1`)
 		}
 		return all.Ctx.Err() != nil || now >= enough
 	}, 5*kit.Patience, kit.Ms)
-	for _, closeLeaser := range closing { // while callers ask
-		closeLeaser()
+	for _, closePrefetcher := range closing { // while callers ask
+		closePrefetcher()
 	}
 	if err := all.End(); err != nil {
 		return err
@@ -196,51 +196,51 @@ func (r *leaseRound) run(t *testing.T) error {
 	if err := r.history.Audit(); err != nil {
 		return err
 	}
-	for n := range leasers {
-		lost := charged(r.db, fmt.Sprint("leaser ", n)) - granted[n].Load()
+	for n := range prefetchers {
+		lost := charged(r.db, fmt.Sprint("prefetcher ", n)) - granted[n].Load()
 		if lost < 0 || lost > 0 && !r.killing {
-			return fmt.Errorf("leaser %d was charged %d tokens more than it granted", n, lost)
+			return fmt.Errorf("prefetcher %d was charged %d tokens more than it granted", n, lost)
 		}
 	}
 	return nil
 }
 
-func newLeaseDB(t *testing.T) *kit.TestDB {
+func newPrefetchDB(t *testing.T) *kit.TestDB {
 	db := kit.NewDB(t)
 	db.DefinePolicy("api", 3_000_000, 1, kit.ADay)
 	keepBooks(db)
 	return db
 }
 
-// Each grant from a lease belongs to a charge that the server has answered before, whatever happens to connections. And what the
+// Each grant from a stock belongs to a charge that the server has answered before, whatever happens to connections. And what the
 // server has charged is what was granted, but for what lost calls took.
-func TestTorture_LeasesGrantWhatWasCharged(t *testing.T) {
+func TestTorture_PrefetchersGrantWhatWasCharged(t *testing.T) {
 	pgtest.OncePerServer(t)
 	run := kit.Torture(t, 2)
-	db := newLeaseDB(t)
-	var leased, events int
+	db := newPrefetchDB(t)
+	var prefetched, events int
 	rounds := 0
 	for ; run.GoesOn(); rounds++ {
-		r := &leaseRound{db: db, killing: rounds%2 == 1}
+		r := &prefetchRound{db: db, killing: rounds%2 == 1}
 		require.NoError(t, r.run(t), "killing=%v", r.killing)
-		leased, events = leased+int(r.leased.Load()), events+len(r.history.Events)
-		run.Progress("%d grants from leases", leased)
+		prefetched, events = prefetched+int(r.prefetched.Load()), events+len(r.history.Events)
+		run.Progress("%d grants from stocks", prefetched)
 	}
-	run.Figures("grants from leases, each charged before", leased, "charges and give-backs of leases", events-leased)
+	run.Figures("grants from stocks, each charged before", prefetched, "charges and give-backs of stocks", events-prefetched)
 }
 
-// Leasers that do what they must not are found out.
-func TestLeases_PlantedBugsAreFound(t *testing.T) {
+// Prefetchers that do what they must not are found out.
+func TestPrefetcher_PlantedBugsAreFound(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	for bug, says := range map[kit.LeaseBug]string{
+	for bug, says := range map[kit.PrefetchBug]string{
 		kit.GrantsOneMore:  "that were not charged before",
 		kit.GrantsTooEarly: "that were not charged before",
 		kit.GivesBackTwice: "tokens more than it granted",
 	} {
 		t.Run(string(bug), func(t *testing.T) {
 			t.Parallel()
-			r := &leaseRound{db: newLeaseDB(t), bug: bug}
+			r := &prefetchRound{db: newPrefetchDB(t), bug: bug}
 			require.ErrorContains(t, r.run(t), says, bug)
 		})
 	}

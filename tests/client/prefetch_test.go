@@ -18,7 +18,7 @@ import (
 )
 
 // Close while callers ask gives back all that they did not get, and leaves nothing running.
-func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
+func TestPrefetcher_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 	pgtest.OncePerServer(t)
 	db := pgtest.New(t)
 	const capacity = 1_000_000
@@ -26,15 +26,15 @@ func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 	require.NoError(t, db.Pool.Ping(t.Context()))
 	before := goleak.IgnoreCurrent()
 	for n := range 3 {
-		leaser := client.NewLeaser(kit.PatientPool{Pool: db.Pool}, client.Lease{Policy: "api"})
+		prefetcher := client.NewPrefetcher(kit.PatientPool{Pool: db.Pool}, client.Prefetch{Policy: "api"})
 		key := fmt.Sprint(n)
-		var granted, leased atomic.Int64
+		var granted, prefetched atomic.Int64
 		isHot := make(chan struct{})
 		var callers sync.WaitGroup
 		for range 16 {
 			callers.Go(func() {
 				for {
-					d, err := leaser.Acquire(t.Context(), "api", key)
+					d, err := prefetcher.Acquire(t.Context(), "api", key)
 					if err != nil {
 						if !errors.Is(err, client.ErrClosed) {
 							t.Error(err)
@@ -42,24 +42,24 @@ func TestLeaser_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
 						return
 					}
 					granted.Add(1)
-					if d.Estimated && leased.Add(1) == 1000 {
+					if d.Estimated && prefetched.Add(1) == 1000 {
 						close(isHot)
 					}
 				}
 			})
 		}
 		<-isHot
-		leaser.Close()
+		prefetcher.Close()
 		callers.Wait()
-		leaser.Close() // again
+		prefetcher.Close() // again
 		require.Equal(t, granted.Load(), capacity-kit.NoError(client.New(db.Pool).Peek(t.Context(), "api", key))(t).Remaining)
 	}
-	db.Pool.Close() // waits for its connections, which are no goroutines of a Leaser
+	db.Pool.Close() // waits for its connections, which are no goroutines of a Prefetcher
 	requireNoLeak(t, before)
 }
 
 // It replaces the program's logger, so it is not parallel.
-func TestLeaser_SaysOnceThatItLeasesNothing(t *testing.T) {
+func TestPrefetcher_SaysOnceThatItTakesNothingInAdvance(t *testing.T) {
 	pgtest.OncePerServer(t)
 	var log strings.Builder
 	previous := slog.Default()
@@ -67,25 +67,25 @@ func TestLeaser_SaysOnceThatItLeasesNothing(t *testing.T) {
 	defer slog.SetDefault(previous)
 	db := pgtest.New(t)
 	db.Exec(t, "select ratelimit_define_policy('api', 9000, 1, '1 day'), ratelimit_define_policy('other', 9000, 1, '1 day')")
-	acquireAll := func(leaser *client.Leaser, requests int, policy string) string {
+	acquireAll := func(prefetcher *client.Prefetcher, requests int, policy string) string {
 		log.Reset()
 		for range requests {
-			kit.NoError(leaser.AcquireAll(t.Context(), []client.Charge{{Policy: "other", Key: "k"}, {Policy: policy, Key: "l"}}))(t)
+			kit.NoError(prefetcher.AcquireAll(t.Context(), []client.Charge{{Policy: "other", Key: "k"}, {Policy: policy, Key: "l"}}))(t)
 		}
 		return log.String()
 	}
-	newLeaser := func() *client.Leaser {
-		leaser := client.NewLeaser(db.Pool, client.Lease{Policy: "api"})
-		t.Cleanup(leaser.Close)
-		return leaser
+	newPrefetcher := func() *client.Prefetcher {
+		prefetcher := client.NewPrefetcher(db.Pool, client.Prefetch{Policy: "api"})
+		t.Cleanup(prefetcher.Close)
+		return prefetcher
 	}
-	leaser := newLeaser()
-	require.Empty(t, acquireAll(leaser, 1000, "other"), "of no leased policy")
-	require.Empty(t, acquireAll(leaser, 999, "api"))
-	require.Contains(t, acquireAll(leaser, 1, "api"), `level=WARN msg="a Leaser leases nothing: `)
-	require.Empty(t, acquireAll(leaser, 1, "api"))
+	prefetcher := newPrefetcher()
+	require.Empty(t, acquireAll(prefetcher, 1000, "other"), "of no prefetched policy")
+	require.Empty(t, acquireAll(prefetcher, 999, "api"))
+	require.Contains(t, acquireAll(prefetcher, 1, "api"), `level=WARN msg="a Prefetcher takes nothing in advance: `)
+	require.Empty(t, acquireAll(prefetcher, 1, "api"))
 
-	leaser = newLeaser()
-	kit.NoError(leaser.Acquire(t.Context(), "api", "k"))(t)
-	require.Empty(t, acquireAll(leaser, 1000, "api"), "a lease may answer some")
+	prefetcher = newPrefetcher()
+	kit.NoError(prefetcher.Acquire(t.Context(), "api", "k"))(t)
+	require.Empty(t, acquireAll(prefetcher, 1000, "api"), "a stock may answer some")
 }

@@ -26,38 +26,38 @@ func (db *TestDB) Instant(expression string, args ...any) time.Time {
 	return One[time.Time](db.T, db.Pool, "select "+expression+" from public.books", args...)
 }
 
-// Of leases, a leaseHistory has what is charged to them, granted from them and given back, in an order that is safe: a charge is
-// written down before its Leaser hears of it, what is given back before the server does, and a grant after its caller has it.
-type LeaseHistory struct {
+// Of stocks, a PrefetchHistory has what is charged to them, granted from them and given back, in an order that is safe: a charge is
+// written down before its Prefetcher hears of it, what is given back before the server does, and a grant after its caller has it.
+type PrefetchHistory struct {
 	Mu     sync.Mutex
-	Events []LeaseEvent
+	Events []PrefetchEvent
 }
 
-type LeaseEvent struct {
-	Leaser, Key string
-	Kind        string // "charge", "grant" or "give back"
-	Tokens      int64
+type PrefetchEvent struct {
+	Prefetcher, Key string
+	Kind            string // "charge", "grant" or "give back"
+	Tokens          int64
 }
 
-func (h *LeaseHistory) Add(e LeaseEvent) {
+func (h *PrefetchHistory) Add(e PrefetchEvent) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()
 	h.Events = append(h.Events, e)
 }
 
 // Audit finds the first token that was granted or given back without a charge before it.
-func (h *LeaseHistory) Audit() error {
-	type lease struct{ Leaser, Key string }
-	held := map[lease]int64{}
+func (h *PrefetchHistory) Audit() error {
+	type stock struct{ Prefetcher, Key string }
+	held := map[stock]int64{}
 	for n, e := range h.Events {
-		of := lease{e.Leaser, e.Key}
+		of := stock{e.Prefetcher, e.Key}
 		if e.Kind == "charge" {
 			held[of] += e.Tokens
 			continue
 		}
 		if held[of] -= e.Tokens; held[of] < 0 {
 			return fmt.Errorf("event %d of %d: %s has %d tokens of %s for a %s that were not charged before",
-				n, len(h.Events), e.Leaser, -held[of], e.Key, e.Kind)
+				n, len(h.Events), e.Prefetcher, -held[of], e.Key, e.Kind)
 		}
 	}
 	return nil
@@ -70,23 +70,23 @@ func (p PatientPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.
 	return p.Pool.QueryRow(context.WithoutCancel(ctx), sql, args...)
 }
 
-// A RecordingPool is the pool of a Leaser, and writes a history.
+// A RecordingPool is the pool of a Prefetcher, and writes a history.
 type RecordingPool struct {
 	PatientPool
-	Leaser  string
-	History *LeaseHistory
-	Bug     LeaseBug
-	Late    sync.WaitGroup // what a bug has put off
-	Over    chan struct{}  // until this is closed
+	Prefetcher string
+	History    *PrefetchHistory
+	Bug        PrefetchBug
+	Late       sync.WaitGroup // what a bug has put off
+	Over       chan struct{}  // until this is closed
 }
 
-// A LeaseBug is planted, for the audit to find. It makes the Leaser do what it must not.
-type LeaseBug string
+// A PrefetchBug is planted, for the audit to find. It makes the Prefetcher do what it must not.
+type PrefetchBug string
 
 const (
-	GrantsOneMore  LeaseBug = "a lease grants one more than was charged"
-	GrantsTooEarly LeaseBug = "a lease grants before the charge was answered"
-	GivesBackTwice LeaseBug = "a lease gives back twice"
+	GrantsOneMore  PrefetchBug = "a stock grants one more than was charged"
+	GrantsTooEarly PrefetchBug = "a stock grants before the charge was answered"
+	GivesBackTwice PrefetchBug = "a stock gives back twice"
 )
 
 func (p *RecordingPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
@@ -94,7 +94,7 @@ func (p *RecordingPool) QueryRow(ctx context.Context, sql string, args ...any) p
 	case strings.Contains(sql, "ratelimit_acquire_up_to("):
 		return &chargeRow{Ctx: ctx, Pool: p, sql: sql, args: args}
 	case strings.Contains(sql, "ratelimit_refund("):
-		p.History.Add(LeaseEvent{p.Leaser, args[1].(string), "give back", args[2].(int64)})
+		p.History.Add(PrefetchEvent{p.Prefetcher, args[1].(string), "give back", args[2].(int64)})
 		if p.Bug == GivesBackTwice {
 			_ = p.PatientPool.QueryRow(ctx, sql, args...).Scan(make([]any, 7)...)
 		}
@@ -113,7 +113,7 @@ type chargeRow struct {
 func (r *chargeRow) Scan(dest ...any) error {
 	p, taken := r.Pool, dest[len(dest)-1].(*int64)
 	call := func(by client.Querier) error { return by.QueryRow(r.Ctx, r.sql, r.args...).Scan(dest...) }
-	write := func(tokens int64) { p.History.Add(LeaseEvent{p.Leaser, r.args[1].(string), "charge", tokens}) }
+	write := func(tokens int64) { p.History.Add(PrefetchEvent{p.Prefetcher, r.args[1].(string), "charge", tokens}) }
 	if p.Bug == GrantsTooEarly { // the answer is that of a transaction which is not committed, and the charge follows
 		tx, err := p.Begin(r.Ctx)
 		if err != nil {
@@ -141,11 +141,11 @@ func (r *chargeRow) Scan(dest ...any) error {
 	return err
 }
 
-// asLeaser is set for a process of this test binary that is a Leaser.
-const asLeaser = "RATELIMIT_TEST_AS_LEASER"
+// asPrefetcher is set for a process of this test binary that is a Prefetcher.
+const asPrefetcher = "RATELIMIT_TEST_AS_PREFETCHER"
 
-// A LeaserProcess asks for tokens of the key hot.
-type LeaserProcess struct {
+// A PrefetcherProcess asks for tokens of the key hot.
+type PrefetcherProcess struct {
 	URL, Name, Policy string
 	File              string // has its count, and outlives it
 	Callers           int
@@ -157,7 +157,7 @@ type LeaserProcess struct {
 }
 
 // be is what the process does: it asks until its standard input says to idle or ends.
-func (p LeaserProcess) be() error {
+func (p PrefetcherProcess) be() error {
 	granted, err := countIn(p.File)
 	if err != nil {
 		return err
@@ -173,8 +173,8 @@ func (p LeaserProcess) be() error {
 		return err
 	}
 	defer pool.Close()
-	leaser := client.NewLeaser(PatientPool{pool}, client.Lease{Policy: p.Policy, Idle: p.Idle})
-	defer leaser.Close()
+	prefetcher := client.NewPrefetcher(PatientPool{pool}, client.Prefetch{Policy: p.Policy, Idle: p.Idle})
+	defer prefetcher.Close()
 	asking, stop := context.WithCancel(ctx)
 	var callers sync.WaitGroup
 	errs := make(chan error, p.Callers)
@@ -182,7 +182,7 @@ func (p LeaserProcess) be() error {
 		callers.Go(func() {
 			for asking.Err() == nil {
 				begin := time.Now()
-				d, err := leaser.Acquire(ctx, p.Policy, "hot")
+				d, err := prefetcher.Acquire(ctx, p.Policy, "hot")
 				if err != nil {
 					errs <- err
 					return
@@ -209,8 +209,8 @@ func (p LeaserProcess) be() error {
 	return err
 }
 
-// BeLeaser reports whether this process was one, and is done.
-func BeLeaser() bool { return BeProcess(asLeaser, LeaserProcess.be) }
+// BePrefetcher reports whether this process was one, and is done.
+func BePrefetcher() bool { return BeProcess(asPrefetcher, PrefetcherProcess.be) }
 
 // countIn is in a file that several processes have in memory.
 func countIn(file string) (*atomic.Int64, error) {
@@ -231,21 +231,21 @@ func countIn(file string) (*atomic.Int64, error) {
 }
 
 // Start starts the process.
-func (p *LeaserProcess) Start(t *testing.T, db *TestDB) *LeaserProcess {
+func (p *PrefetcherProcess) Start(t *testing.T, db *TestDB) *PrefetcherProcess {
 	p.URL, p.File = db.URL, filepath.Join(t.TempDir(), "granted")
 	p.Granted = NoError(countIn(p.File))(t)
-	p.Process = StartProcess(t, asLeaser, p)
+	p.Process = StartProcess(t, asPrefetcher, p)
 	return p
 }
 
 // StopAsking returns when the process asks for no more tokens.
-func (p *LeaserProcess) StopAsking(t *testing.T) {
+func (p *PrefetcherProcess) StopAsking(t *testing.T) {
 	require.NoError(t, ErrorOf(fmt.Fprintln(p.Orders, "idle")))
 	require.Equal(t, "idle\n", NoError(bufio.NewReader(p.Answers).ReadString('\n'))(t))
 }
 
 // Holds stops it, and reports whether it lost something now. If not, it goes on.
-func (p *LeaserProcess) Holds(t *testing.T, lost func(p *LeaserProcess) int64) bool {
+func (p *PrefetcherProcess) Holds(t *testing.T, lost func(p *PrefetcherProcess) int64) bool {
 	p.Signal(t, syscall.SIGSTOP)
 	if lost(p) > 0 {
 		return true
