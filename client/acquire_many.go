@@ -50,7 +50,7 @@ func (c *Combiner) AcquireMany(ctx context.Context, requests []Request) []Answer
 func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers []Answer, begin time.Time) {
 	waiters := make([]*waiter, len(requests))
 	var changes []uint64
-	if c.denials != nil {
+	if c.denialCache != nil {
 		changes = make([]uint64, len(requests))
 	}
 	var alone []int // requests that cannot share a call
@@ -69,7 +69,7 @@ func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers [
 		r := requests[i].request()
 		if changes != nil && !r.keyed() {
 			var known bool
-			if answers[i].Decision, known, changes[i] = c.denials.find(r, begin); known {
+			if answers[i].Decision, known, changes[i] = c.denialCache.find(r, begin); known {
 				continue
 			}
 		}
@@ -90,7 +90,7 @@ func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers [
 			d, err := c.await(ctx, w)
 			answers[i].Decision, answers[i].Err = d.Decision, err
 			if r := requests[i].request(); changes != nil && !r.keyed() {
-				c.denials.learn(r, d.Decision, err, begin, changes[i])
+				c.denialCache.learn(r, d.Decision, err, begin, changes[i])
 			}
 		}
 	}

@@ -116,7 +116,7 @@ func (c *Combiner) Close() {
 	c.closed = true
 	c.mu.Unlock()
 	c.running.Wait()
-	c.denials.forgetAll()
+	c.denialCache.forgetAll()
 }
 
 // Waiting returns how many requests wait for a call, for a gauge.

@@ -125,14 +125,14 @@ func AtLeast(tokens int64) CallOption { return atLeast(tokens) }
 func IdempotencyKey(key string) CallOption { return idempotencyKey(key) }
 
 type config struct {
-	schema     string
-	noFlush    bool
-	denials    bool
-	alone      *alone
-	hooks      Hooks
-	calls      int // of a Combiner
-	waiting    int // of a Combiner
-	prefetches []Prefetch
+	schema        string
+	noFlush       bool
+	cachesDenials bool
+	alone         *alone
+	hooks         Hooks
+	calls         int // of a Combiner
+	waiting       int // of a Combiner
+	prefetches    []Prefetch
 }
 
 // A kind of limiter takes the options of the kinds before it, too.
@@ -191,7 +191,7 @@ func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }}
 // The cache sees Refund, Pause, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter at once.
 // It sees the same calls of other programs, and the end of an override, when RetryAfter or a minute has passed. Leave the cache out where
 // tokens are given back by other programs, in transactions, or with SQL, and callers must not wait for them.
-func DenialCache() Option { return option{set: func(c *config) { c.denials = true }} }
+func DenialCache() Option { return option{set: func(c *config) { c.cachesDenials = true }} }
 
 // Observe makes the limiter call functions of the program, for metrics and logs. Limiters that WithTx makes of it call them, too.
 // Defaults to none, which costs nothing.

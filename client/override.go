@@ -51,7 +51,7 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 	if err := checkAnchor(o.Anchor); err != nil {
 		return failed(verbOverride, err)
 	}
-	defer l.denials.forget(o.Policy, o.Key)
+	defer l.denialCache.forget(o.Policy, o.Key)
 	return l.run(ctx, call{
 		verb: verbOverride,
 		function: "ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz, " +
@@ -68,7 +68,7 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
-	defer l.denials.forget(policy, key)
+	defer l.denialCache.forget(policy, key)
 	c := newCall("remove override", "ratelimit_remove_override($1::text, $2::text)", policy, key)
 	c.columns = "ratelimit_remove_override"
 	err = l.query(ctx, c, &removed)

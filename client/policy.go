@@ -158,7 +158,7 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 	if err := checkAnchor(p.Anchor); err != nil {
 		return failed(verbDefine, err)
 	}
-	defer l.denials.forgetAll()
+	defer l.denialCache.forgetAll()
 	return l.run(ctx, call{
 		verb: verbDefine,
 		function: "ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, " +
@@ -182,7 +182,7 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) DropPolicy(ctx context.Context, name string) error {
-	defer l.denials.forgetAll()
+	defer l.denialCache.forgetAll()
 	return l.run(ctx, newCall("drop policy", "ratelimit_drop_policy($1::text)", name))
 }
 

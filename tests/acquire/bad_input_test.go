@@ -311,10 +311,10 @@ func TestErrors_CountOneAndSeveral(t *testing.T) {
 	}
 	for cost, want := range map[int64]string{1: "Try again in 1 second.", 2: "Try again in 2 seconds.", 3: "Try again in 3 seconds."} {
 		_, err := db.Pool.Exec(t.Context(), "select ratelimit_enforce('p', 'k', $1)", cost)
-		denial, ok := client.Denied(err)
+		denial, ok := client.AsDenial(err)
 		require.True(t, ok, "%v", err)
 		require.Equal(t, want, kit.PgError(err).Hint)
-		fakes := kit.PgError(clienttest.Denied(denial))
+		fakes := kit.PgError(clienttest.DenialError(denial))
 		require.Equal(t, []string{kit.PgError(err).Detail, want}, []string{fakes.Detail, fakes.Hint})
 	}
 }

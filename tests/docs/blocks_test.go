@@ -587,7 +587,7 @@ func TestDocs_Grants(t *testing.T) {
 		},
 		"acquire, with an error in place of a denial": func(pool *pgxpool.Pool) error {
 			err := kit.ErrorOf(pool.Exec(ctx, "select ratelimit_enforce('p', 'k', 2000000)"))
-			if _, denied := client.Denied(err); denied {
+			if _, denied := client.AsDenial(err); denied {
 				return nil
 			}
 			return fmt.Errorf("no denial: %w", err)
