@@ -285,6 +285,7 @@ func TestPrefetcher_HasTenThousandStocksOfAPolicyAtMost(t *testing.T) {
 // Whatever the demand and the bucket, a stock keeps within its bounds, and leaves others as much as it has.
 func TestStockSize_KeepsItsBounds(t *testing.T) {
 	t.Parallel()
+	require.Equal(t, Prefetch{MaxTokens: 9e12, MaxShare: 0.1, Idle: 250 * time.Millisecond}, Prefetch{}.withDefaults())
 	require.Zero(t, stockSize{full: 10}.excess(20), "not worth a call")
 	require.EqualValues(t, 11, stockSize{full: 10}.excess(21))
 	random(t, 1000, func(t *testing.T, r *rand.Rand) {
