@@ -602,7 +602,7 @@ func TestStreaming_NothingIsWrapped(t *testing.T) {
 	}
 }
 
-// Of several buckets of a policy the one that holds the least speaks, and of those that hold as much the one that is full last.
+// The fields of a policy with several buckets are those of the bucket with the fewest tokens, and of equals of the one that is full last.
 func TestFields_TheTightestBucketSpeaksForItsPolicy(t *testing.T) {
 	t.Parallel()
 	small, large := client.Charge{Policy: "api", Key: "small"}, client.Charge{Policy: "api", Key: "large"}

@@ -68,7 +68,7 @@ func TestDenial_WritesNoWAL(t *testing.T) {
 	db.Policy("p", 10, 1, kit.ADay).Take("p", "known", 10, "another").Take("p", "half", 5)
 	s := db.Session().Execute("checkpoint")
 	for _, d := range denials {
-		// Should somebody else write after all, then hardly each time; a denial would.
+		// Another process may write once; a denial that wrote would do so in all five tries.
 		var wal int64
 		for range 5 {
 			const lsn = "select pg_current_wal_insert_lsn() - '0/0'::pg_lsn"

@@ -225,7 +225,7 @@ func endpoint[R asks[Q], Q, D, A any](ask func(*service.Service, context.Context
 				return
 			}
 			w.Header().Set("Content-Type", "application/json")
-			_, _ = w.Write(append(text, '\n')) // who has left needs no answer
+			_, _ = w.Write(append(text, '\n')) // an error here means that the client has hung up
 		}
 	}
 }
@@ -430,7 +430,7 @@ func (p Problem) Write(w http.ResponseWriter) {
 	}
 	w.WriteHeader(p.Status)
 	text, _ := json.Marshal(p)         // it has no value that could fail
-	_, _ = w.Write(append(text, '\n')) // who has left needs no answer
+	_, _ = w.Write(append(text, '\n')) // an error here means that the client has hung up
 }
 
 // A Decision is client.Decision in JSON: times are seconds, and null for never.

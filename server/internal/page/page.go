@@ -121,7 +121,7 @@ func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h.Set("Cross-Origin-Opener-Policy", "same-origin")
 	h.Set("Cross-Origin-Resource-Policy", "same-origin")
 	h.Set("Cache-Control", "no-store")
-	_, _ = w.Write(text.Bytes()) // who has left needs no answer
+	_, _ = w.Write(text.Bytes()) // an error here means that the client has hung up
 }
 
 // A view has the data of the template.
