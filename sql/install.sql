@@ -26,7 +26,7 @@
 {{ template "checks.sql" . }}
 {{ template "answer.sql" . }}
 {{ template "calendar.sql" . }}
-{{ template "overridden.sql" . }}
+{{ template "expiring_numbers.sql" . }}
 {{ template "exceeded.sql" . }}
 
 -- Policies.

@@ -36,7 +36,7 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_next from ratelimit.ver
 \ir ../../sql/checks.sql
 \ir ../../sql/answer.sql
 \ir ../../sql/calendar.sql
-\ir ../../sql/overridden.sql
+\ir ../../sql/expiring_numbers.sql
 \ir ../../sql/exceeded.sql
 \ir ../../sql/define_policy.sql
 \ir ../../sql/drop_policy.sql

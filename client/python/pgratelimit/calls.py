@@ -244,7 +244,7 @@ def whole(name: str, value: Any) -> int:
     return n
 
 
-def charged(charge: Any, tokens: str = "cost") -> Charge:
+def read_charge(charge: Any, tokens: str = "cost") -> Charge:
     """The charge that a caller has passed as any tuple, checked."""
     if not isinstance(charge, (tuple, list)) or not 2 <= len(charge) <= 3:  # a dict or a str would be taken apart, too
         raise invalid(f"a charge is not a tuple (policy, key) or (policy, key, {tokens}), but a {type(charge).__name__}")
@@ -254,7 +254,7 @@ def charged(charge: Any, tokens: str = "cost") -> Charge:
 
 def _charged_or_error(charge: Any, tokens: str) -> Charge | InvalidArgument:
     try:
-        return charged(charge, tokens)
+        return read_charge(charge, tokens)
     except InvalidArgument as error:
         return error
 

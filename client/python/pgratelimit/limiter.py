@@ -78,7 +78,7 @@ class Limiter:
     def acquire_all(self, charges: Iterable[Charge], *, idempotency_key: str | None = None) -> JointDecision:
         """Take the tokens of all charges, 1 to 1,000, if each bucket holds enough, and otherwise nothing. Idempotency keys and errors are
         as in acquire."""
-        return self._run(calls.acquire_all([calls.charged(c) for c in charges], idempotency_key))
+        return self._run(calls.acquire_all([calls.read_charge(c) for c in charges], idempotency_key))
 
     def peek(self, policy: str, key: str, cost: int = 1) -> Decision:
         """Return the decision that acquire would return now, and take nothing."""
