@@ -4,8 +4,7 @@
 import { createHash } from 'node:crypto'
 import { isIP } from 'node:net'
 import { setTimeout as sleep } from 'node:timers/promises'
-import { InvalidArgument, TimedOut } from './lib/errors.js'
-import { failureOf } from './lib/failures.js'
+import { InvalidArgument, TimedOut, failureOf } from './lib/errors.js'
 import { areCharges, known } from './lib/limiter.js'
 import { duration, timer } from './lib/waiting.js'
 
