@@ -127,37 +127,27 @@ func (l *Prefetcher) AcquireMany(ctx context.Context, requests []Request) []Answ
 //
 // Errors: as [Sharded.Acquire].
 func (s *Sharded) AcquireMany(ctx context.Context, requests []Request) []Answer {
-	bucketOf := func(r Request) bucket { return bucket{r.Policy, r.Key} }
-	return askShards(ctx, s, verbAcquire, requests, bucketOf, func(on *shard, own []Request) []Answer { return on.AcquireMany(ctx, own) })
-}
-
-// askShards asks each shard, once it is known to be this shard, for the requests of its keys. The shards are asked at the same time.
-func askShards[R, A any, P interface {
-	*A
-	common() *Answer
-}](ctx context.Context, s *Sharded, verb string, requests []R, bucketOf func(R) bucket, ask func(*shard, []R) []A) []A {
 	of := make([][]int, len(s.shards))
 	for i, r := range requests {
-		n := ShardOf(bucketOf(r).key, len(s.shards))
+		n := ShardOf(r.Key, len(s.shards))
 		of[n] = append(of[n], i)
 	}
-	answers := make([]A, len(requests))
+	answers := make([]Answer, len(requests))
 	var asking sync.WaitGroup
 	for n, shard := range s.shards {
 		if len(of[n]) > 0 {
 			asking.Go(func() {
-				answerSome(answers, requests, of[n], func(own []R) []A {
-					some := make([]A, len(own))
+				answerSome(answers, requests, of[n], func(own []Request) []Answer {
+					some := make([]Answer, len(own))
 					if err := shard.check(ctx); err == nil {
-						some = ask(shard, own)
+						some = shard.AcquireMany(ctx, own)
 					} else {
 						for i, r := range own {
-							*P(&some[i]).common() = Answer{Operation: verb, Policy: bucketOf(r).policy, Err: err}
+							some[i] = Answer{Operation: verbAcquire, Policy: r.Policy, Err: err}
 						}
 					}
 					for i := range some {
-						a := P(&some[i]).common()
-						a.Err = shard.failed(a.Err)
+						some[i].Err = shard.failed(some[i].Err)
 					}
 					return some
 				})
@@ -169,8 +159,8 @@ func askShards[R, A any, P interface {
 }
 
 // answerSome asks for the requests of some numbers, and puts their answers in their places.
-func answerSome[R, A any](answers []A, requests []R, numbers []int, ask func([]R) []A) {
-	some := make([]R, len(numbers))
+func answerSome(answers []Answer, requests []Request, numbers []int, ask func([]Request) []Answer) {
+	some := make([]Request, len(numbers))
 	for i, n := range numbers {
 		some[i] = requests[n]
 	}

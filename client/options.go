@@ -170,7 +170,7 @@ func (o option) option() option { return o }
 // lead there. It is quoted as one identifier. Defaults to the functions that search_path finds.
 func Schema(name string) Option { return option{set: func(c *config) { c.schema = name }} }
 
-// NoFlush makes Acquire, AcquireAll, AcquireUpTo, AcquireUpToMany, Charge, Settle, Reserve, Refund, Pause and Reset return before their writes are flushed
+// NoFlush makes Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Refund, Pause and Reset return before their writes are flushed
 // to disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
 // the writes of its last moments, up to three times wal_writer_delay (0.6 seconds unless set): their
 // grants and idempotency keys are forgotten as if they had rolled back. Nothing else is at risk.

@@ -71,11 +71,7 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_next from ratelimit.ver
 \ir ../../sql/acquire_batch.sql
 \ir ../../sql/acquire_all.sql
 \ir ../../sql/acquire_many.sql
-\ir ../../sql/acquire_all_many.sql
 \ir ../../sql/acquire_packed.sql
-\ir ../../sql/acquire_up_to_many.sql
-\ir ../../sql/peeked.sql
-\ir ../../sql/peek_many.sql
 \ir ../../sql/enforce.sql
 \ir ../../sql/guard.sql
 \ir ../../sql/pre_request.sql

@@ -256,13 +256,6 @@ func (db *TestDB) StartLoad() *upgradeLoad {
 		}
 		return err
 	})
-	l.Add("up to, many", 2, func(policy, key string, _ int64) error {
-		got, err := AcquireUpToMany(db.Pool, []NullableRequest{RequestOf(policy, key, 1), RequestOf(policy, "another", 1)})
-		if err == nil && got[0].Taken+got[1].Taken != 2 {
-			err = fmt.Errorf("took %+v", got)
-		}
-		return err
-	})
 	l.AddGrants("enforce", 1, func(policy, key string, n int64) (Decision, error) {
 		return Enforce(db.Pool, policy, key, 1, fmt.Sprint(n))
 	})

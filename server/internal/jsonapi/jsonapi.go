@@ -34,13 +34,11 @@ var calls = []call{
 	{service.Acquire, endpoint[request]((*service.Service).Acquire, NewDecision)},
 	{service.AcquireAll, endpoint[jointRequest]((*service.Service).AcquireAll, newJointDecision)},
 	{service.AcquireMany, endpoint[many[request]]((*service.Service).AcquireMany, newAnswers)},
-	{service.AcquireUpTo, endpoint[upToAlone]((*service.Service).AcquireUpTo, newPartialDecision)},
-	{service.AcquireUpToMany, endpoint[many[upTo]]((*service.Service).AcquireUpToMany, newAnswers)},
+	{service.AcquireUpTo, endpoint[upTo]((*service.Service).AcquireUpTo, newPartialDecision)},
 	{service.Reserve, endpoint[reserve]((*service.Service).Reserve, newReservation)},
 	{service.Charge, endpoint[request]((*service.Service).Charge, NewDecision)},
 	{service.Settle, endpoint[request]((*service.Service).Settle, NewDecision)},
 	{service.Peek, endpoint[charge]((*service.Service).Peek, NewDecision)},
-	{service.PeekMany, endpoint[many[charge]]((*service.Service).PeekMany, newAnswers)},
 	{service.Refund, endpoint[refund]((*service.Service).Refund, NewDecision)},
 	{service.Pause, endpoint[pause]((*service.Service).Pause, NewDecision)},
 	{service.Hold, endpoint[hold]((*service.Service).Hold, newHoldDecision)},
@@ -89,20 +87,12 @@ func (r request) service() service.Request {
 
 type upTo struct {
 	bucket
-	AtMost *int64 `json:"at_most"`
-}
-
-func (r upTo) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.AtMost}
-}
-
-type upToAlone struct {
-	upTo
+	AtMost         *int64  `json:"at_most"`
 	AtLeast        *int64  `json:"at_least"`
 	IdempotencyKey *string `json:"idempotency_key"`
 }
 
-func (r upToAlone) service() service.Request {
+func (r upTo) service() service.Request {
 	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.AtMost, AtLeast: r.AtLeast, IdempotencyKey: r.IdempotencyKey}
 }
 
@@ -523,7 +513,6 @@ type answers struct {
 // An answer has a decision or an error.
 type answer struct {
 	Decision *Decision `json:"decision,omitzero"`
-	Taken    *int64    `json:"taken,omitempty"`
 	Error    *Problem  `json:"error,omitzero"`
 }
 
@@ -533,7 +522,7 @@ func newAnswers(list []service.Answer) answers {
 		if a.Err != nil {
 			all.Answers[i].Error = new(NewProblem(a.Err))
 		} else {
-			all.Answers[i].Decision, all.Answers[i].Taken = new(NewDecision(a.Decision)), a.Taken
+			all.Answers[i].Decision = new(NewDecision(a.Decision))
 		}
 	}
 	return all

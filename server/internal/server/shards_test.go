@@ -175,7 +175,7 @@ func TestPrefetch_OfShards(t *testing.T) {
 
 func TestPrefetch_NeedsGrants(t *testing.T) {
 	t.Parallel()
-	db, role, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_peek_many, ratelimit_refund")
+	db, role, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund")
 	require.ErrorContains(t, startError(t, url, "PREFETCH=api"), "grant execute on function ratelimit_acquire_up_to, ratelimit_refund to <role>;")
 	db.Exec(t, "grant execute on function ratelimit_acquire_up_to to "+role)
 	start(t, url, "PREFETCH=api")

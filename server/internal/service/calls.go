@@ -244,28 +244,26 @@ type Operation string
 
 // The operations.
 const (
-	Acquire         Operation = "acquire"
-	AcquireAll      Operation = "acquire_all"
-	AcquireMany     Operation = "acquire_many" // each of its requests is a Call
-	AcquireUpTo     Operation = "acquire_up_to"
-	AcquireUpToMany Operation = "acquire_up_to_many" // each of its requests is a Call
-	Reserve         Operation = "reserve"
-	Charge          Operation = "charge"
-	Settle          Operation = "settle"
-	Peek            Operation = "peek"
-	PeekMany        Operation = "peek_many" // each of its requests is a Call
-	Refund          Operation = "refund"
-	Pause           Operation = "pause"
-	Hold            Operation = "hold"
-	Renew           Operation = "renew"
-	Release         Operation = "release"
-	Gate            Operation = "gate" // Envoy's ShouldRateLimit
+	Acquire     Operation = "acquire"
+	AcquireAll  Operation = "acquire_all"
+	AcquireMany Operation = "acquire_many" // each of its requests is a Call
+	AcquireUpTo Operation = "acquire_up_to"
+	Reserve     Operation = "reserve"
+	Charge      Operation = "charge"
+	Settle      Operation = "settle"
+	Peek        Operation = "peek"
+	Refund      Operation = "refund"
+	Pause       Operation = "pause"
+	Hold        Operation = "hold"
+	Renew       Operation = "renew"
+	Release     Operation = "release"
+	Gate        Operation = "gate" // Envoy's ShouldRateLimit
 )
 
 // Takes reports whether the call asks for tokens or slots.
 func (o Operation) Takes() bool {
 	switch o {
-	case Settle, Peek, PeekMany, Refund, Pause, Renew, Release:
+	case Settle, Peek, Refund, Pause, Renew, Release:
 		return false
 	}
 	return true

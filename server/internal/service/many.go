@@ -16,48 +16,12 @@ const MaxRequests = 1000
 // An Answer is to one of several requests.
 type Answer struct {
 	Decision client.Decision
-	Taken    *int64 // beside a decision of AcquireUpToMany
 	Err      *Error // nil for a decision
 }
 
 // AcquireMany answers each request as Acquire does, in their order. The requests of a shard are one call within its limits.
 func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	return s.many(ctx, AcquireMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
-		return s.limiter.AcquireMany(ctx, requests), nil
-	})
-}
-
-// AcquireUpToMany answers each request as AcquireUpTo with the Cost as at_most, in their order. The requests of a shard are one call.
-func (s *Service) AcquireUpToMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	return s.many(ctx, AcquireUpToMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
-		answers, taken := make([]client.Answer, len(requests)), make([]int64, len(requests))
-		for i, a := range s.limiter.AcquireUpToMany(ctx, chargesOf(requests)) {
-			answers[i], taken[i] = a.Answer, a.Taken
-		}
-		return answers, taken
-	})
-}
-
-// PeekMany answers each request as Peek does, in their order. The requests of a shard are one call.
-func (s *Service) PeekMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	return s.many(ctx, PeekMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
-		return s.limiter.PeekMany(ctx, chargesOf(requests)), nil
-	})
-}
-
-func chargesOf(requests []client.Request) []client.Charge {
-	charges := make([]client.Charge, len(requests))
-	for i, r := range requests {
-		charges[i] = client.Charge{Policy: r.Policy, Key: r.Key, Cost: r.Cost}
-	}
-	return charges
-}
-
-// askMany returns the answers, and what each request took if the answers tell that.
-type askMany = func(context.Context, []client.Request) (answers []client.Answer, taken []int64)
-
-func (s *Service) many(ctx context.Context, o Operation, requests []Request, ask askMany) ([]Answer, error) {
-	if err := s.checkCount(o, requests); err != nil {
+	if err := s.checkCount(requests); err != nil {
 		return nil, err
 	}
 	answers := make([]Answer, len(requests))
@@ -72,39 +36,32 @@ func (s *Service) many(ctx context.Context, o Operation, requests []Request, ask
 	var asking sync.WaitGroup
 	for n, numbers := range of[1:] {
 		if len(numbers) > 0 {
-			asking.Go(func() { s.some(ctx, o, &s.shards[1+n], requests, numbers, answers, ask) })
+			asking.Go(func() { s.some(ctx, &s.shards[1+n], requests, numbers, answers) })
 		}
 	}
 	if len(of[0]) > 0 {
-		s.some(ctx, o, &s.shards[0], requests, of[0], answers, ask)
+		s.some(ctx, &s.shards[0], requests, of[0], answers)
 	}
 	asking.Wait()
 	return answers, nil
 }
 
 // some answers the requests of a shard.
-func (s *Service) some(ctx context.Context, o Operation, shard *shard, requests []Request, numbers []int, answers []Answer, ask askMany) {
+func (s *Service) some(ctx context.Context, shard *shard, requests []Request, numbers []int, answers []Answer) {
 	begin := time.Now()
 	some := make([]client.Request, len(numbers))
-	shares := o == AcquireMany
+	shares := true
 	for i, n := range numbers {
 		r := requests[n]
 		some[i] = client.Request{Policy: cmp.Or(r.Policy, DefaultPolicy), Key: r.Key, IdempotencyKey: r.IdempotencyKey}
-		switch {
-		case r.Cost != nil:
+		if r.Cost != nil {
 			some[i].Cost = client.Cost(*r.Cost)
-		case o == AcquireUpToMany:
-			some[i].Cost = client.Cost(0) // an at_most that is missing is refused
 		}
 		shares = shares && r.canShare()
 	}
 	err := s.within(ctx, shard, shares, func(ctx context.Context) error {
-		list, taken := ask(ctx, some)
-		for i, a := range list {
+		for i, a := range s.limiter.AcquireMany(ctx, some) {
 			answers[numbers[i]] = Answer{Decision: a.Decision, Err: errorOf(ctx, a.Err).of(numbers[i])}
-			if taken != nil {
-				answers[numbers[i]].Taken = &taken[i]
-			}
 		}
 		return nil
 	})
@@ -112,16 +69,16 @@ func (s *Service) some(ctx context.Context, o Operation, shard *shard, requests 
 		if err != nil {
 			answers[n].Err = err
 		}
-		s.finish(Call{Operation: o, Policy: some[i].Policy, Err: answers[n].Err}, begin, answers[n].Decision)
+		s.finish(Call{Operation: AcquireMany, Policy: some[i].Policy, Err: answers[n].Err}, begin, answers[n].Decision)
 	}
 }
 
-func (s *Service) checkCount(o Operation, requests []Request) error {
+func (s *Service) checkCount(requests []Request) error {
 	n := len(requests)
 	if 0 < n && n <= MaxRequests {
 		return nil
 	}
 	err := Invalid("invalid requests", fmt.Sprintf("requests has %d elements.", n), fmt.Sprintf("Send 1 to %d requests in a call.", MaxRequests))
-	s.finish(Call{Operation: o, Err: err}, time.Now(), client.Decision{})
+	s.finish(Call{Operation: AcquireMany, Err: err}, time.Now(), client.Decision{})
 	return err
 }

@@ -174,20 +174,8 @@ func TestObserve_ARenewalOfNobodyIsNotAllowed(t *testing.T) {
 	}
 }
 
-// An at_most that is missing is refused, as in AcquireUpTo, and takes nothing.
-func TestAcquireUpToMany_NeedsAtMost(t *testing.T) {
-	t.Parallel()
-	fake := newFake(t)
-	s := service.New(fake, roomy, func(service.Call) {})
-	answers := kit.NoError(s.AcquireUpToMany(t.Context(), []service.Request{{Policy: "api", Key: "k", Cost: new(int64(1))}, {Policy: "api", Key: "k"}}))(t)
-	require.Nil(t, answers[0].Err)
-	requireKind(t, service.InvalidArgument, answers[1].Err)
-	require.Contains(t, answers[1].Err.Error(), "requests[1].at_most is ")
-	require.EqualValues(t, 9, left(t, fake, "api", "k"))
-}
-
 // An error names the request by its number in the call, and not by that among the requests of its shard.
-func TestMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
+func TestAcquireMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
 	t.Parallel()
 	limits := roomy
 	limits.Shards = 2
@@ -196,11 +184,9 @@ func TestMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
 	for i := range 20 {
 		requests = append(requests, service.Request{Policy: "api", Key: fmt.Sprint(i), Cost: new(int64(-1))})
 	}
-	for name, ask := range map[string]func(context.Context, []service.Request) ([]service.Answer, error){"acquire": s.AcquireMany, "peek": s.PeekMany, "up to": s.AcquireUpToMany} {
-		for i, a := range kit.NoError(ask(t.Context(), requests))(t) {
-			requireKind(t, service.InvalidArgument, a.Err)
-			require.Contains(t, a.Err.Detail, fmt.Sprintf("requests[%d]", i), name)
-		}
+	for i, a := range kit.NoError(s.AcquireMany(t.Context(), requests))(t) {
+		requireKind(t, service.InvalidArgument, a.Err)
+		require.Contains(t, a.Err.Detail, fmt.Sprintf("requests[%d]", i))
 	}
 }
 
