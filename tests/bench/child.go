@@ -109,19 +109,21 @@ type program struct {
 
 // startProgram takes settings as NAME=value.
 func startProgram(ctx context.Context, settings ...string) (*program, error) {
+	root, err := repository(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if text, err := exec.CommandContext(ctx, "make", "-C", root, "build").CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("make build: %w\n%s", err, text)
+	}
 	dir, err := os.MkdirTemp("", "ratelimit-serve-")
 	if err != nil {
 		return nil, err
 	}
-	path := filepath.Join(dir, "pgratelimit")
-	build := exec.CommandContext(ctx, "go", "build", "-o", path, "github.com/pgratelimit/pgratelimit/server/cmd/pgratelimit")
-	if text, err := build.CombinedOutput(); err != nil {
-		return nil, errors.Join(fmt.Errorf("go build: %w\n%s", err, text), os.RemoveAll(dir))
-	}
 	p := &program{}
 	for _, address := range []*string{&p.grpc, &p.http} {
 		if *address, err = freeAddress(ctx); err != nil {
-			return nil, errors.Join(err, os.RemoveAll(dir))
+			return nil, err
 		}
 	}
 	ready := func(ctx context.Context) error {
@@ -135,7 +137,7 @@ func startProgram(ctx context.Context, settings ...string) (*program, error) {
 		}
 		return response.Body.Close()
 	}
-	p.child, err = startChild(ctx, dir, ready, append(settings, "GRPC_ADDR="+p.grpc, "HTTP_ADDR="+p.http), path, "serve")
+	p.child, err = startChild(ctx, dir, ready, append(settings, "GRPC_ADDR="+p.grpc, "HTTP_ADDR="+p.http), filepath.Join(root, "build/pgratelimit"), "serve")
 	return p, err
 }
 

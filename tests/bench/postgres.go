@@ -5,8 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -77,6 +77,15 @@ func (pg *postgres) locate(ctx context.Context) error {
 	return err
 }
 
+// socket returns the folder of the server's socket.
+func (pg *postgres) socket(database string) (string, error) {
+	address, err := url.Parse(pg.URL(database))
+	if err != nil {
+		return "", err
+	}
+	return address.Query().Get("host"), nil
+}
+
 // program returns the path of a program of PostgreSQL: that of the server's version, or another, where a package has few of them.
 func (pg *postgres) program(ctx context.Context, name string) (string, error) {
 	own := filepath.Join(pg.bin, name)
@@ -88,16 +97,6 @@ func (pg *postgres) program(ctx context.Context, name string) (string, error) {
 		return slices.Max(others), nil
 	}
 	return pgtest.Program(ctx, name)
-}
-
-// psql runs a script in a database.
-func (pg *postgres) psql(ctx context.Context, database, script string) error {
-	psql := exec.CommandContext(ctx, filepath.Join(pg.bin, "psql"), "--no-psqlrc", "--quiet", "--set", "ON_ERROR_STOP=1", "--dbname", pg.URL(database))
-	psql.Stdin = strings.NewReader(script)
-	if out, err := psql.CombinedOutput(); err != nil {
-		return errors.Join(err, errors.New(string(out)))
-	}
-	return nil
 }
 
 // database creates a database with the package installed and runs statements in it.
@@ -114,10 +113,6 @@ func (pg *postgres) database(ctx context.Context, name string, statements ...str
 		return err
 	}
 	return pg.exec(ctx, name, statements...)
-}
-
-func (pg *postgres) drop(ctx context.Context, name string) error {
-	return pg.exec(ctx, "", "drop database if exists "+name+" with (force)")
 }
 
 // exec runs statements one by one, each a transaction of its own.

@@ -69,7 +69,7 @@ func short(value float64) float64 {
 	return roundTo(value, 5)
 }
 
-// publish writes the file and prints one line for each cell and ratio, and then the tables.
+// publish writes the file and prints one line for each cell and ratio.
 func (r *report) publish(o options) error {
 	if err := r.write(o.results, o.name); err != nil {
 		return err
@@ -80,9 +80,6 @@ func (r *report) publish(o options) error {
 	for _, name := range slices.Sorted(maps.Keys(r.Ratios)) {
 		s := r.Ratios[name]
 		fmt.Println(name, figure(s.Median), "from", figure(s.From), "to", figure(s.To))
-	}
-	for _, table := range (processor{r, o.name}).tables() {
-		fmt.Print("\n", table)
 	}
 	return nil
 }
