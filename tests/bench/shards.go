@@ -27,15 +27,16 @@ func openShards(ctx context.Context, s *stage, cells []string) (measure, error) 
 			return nil, fmt.Errorf("%s: %w", name, err)
 		}
 		var pools []*pgxpool.Pool
+		var each []acquirer
 		for _, url := range urls {
 			pool, err := s.pool(ctx, url, false, int32(connections/len(urls)))
 			if err != nil {
 				return nil, err
 			}
-			pools = append(pools, pool)
+			pools, each = append(pools, pool), append(each, pgratelimit(client.New(pool)))
 		}
 		plain := func(ctx context.Context, key string) error {
-			return pgratelimit(client.New(pools[client.ShardOf(key, len(pools))]))(ctx, key)
+			return each[client.ShardOf(key, len(each))](ctx, key)
 		}
 		combined := pgratelimit(s.combiner(pools[0]))
 		if len(pools) > 1 {

@@ -24,6 +24,7 @@ func TestServe(t *testing.T) {
 	t.Parallel()
 	root := kit.NoError(filepath.Abs("../.."))(t)
 	program := kit.Built(t, "tests/demo")
+	kit.Run(t, "../..", nil, "make", "build")
 
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute) // a fresh machine compiles the server
 	defer cancel()
