@@ -19,31 +19,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func TestPrivileges_CallerCanAcquireAndPeekAndNothingElse(t *testing.T) {
-	t.Parallel()
-	caller := kit.NewRole(t)
-	db := kit.NewDB(t)
-	db.DefinePolicy("durable", 10, 1, time.Hour)
-	db.DefinePolicy("ephemeral", 10, 1, time.Hour, kit.Ephemeral)
-	db.Execute("grant execute on function ratelimit_acquire, ratelimit_peek to " + caller)
-
-	conn := kit.ConnectAs(t, db.DB, caller)
-	for _, policy := range []string{"durable", "ephemeral"} {
-		first := kit.NoError(kit.Acquire(conn, policy, "k", 3, "first"))(t)
-		require.EqualValues(t, 7, first.Remaining)
-		again := kit.NoError(kit.Acquire(conn, policy, "k", 3, "first"))(t)
-		require.True(t, again.Replayed)
-		denied := kit.NoError(kit.Acquire(conn, policy, "k", 8))(t)
-		require.False(t, denied.Allowed)
-		seen := kit.NoError(kit.Peek(conn, policy, "k", 7))(t)
-		require.True(t, seen.Allowed)
-		kit.RequireState(t, "RL002", kit.ErrorOf(kit.Acquire(conn, policy, "k", 4, "first")))
-		kit.RequireState(t, "RL001", kit.ErrorOf(kit.Acquire(conn, "nobody", "k", 1)))
-		kit.RequireState(t, "22023", kit.ErrorOf(kit.Acquire(conn, policy, "", 1)))
-	}
-	requireRefused(t, db.DB, caller, "ratelimit_acquire", "ratelimit_peek")
-}
-
 // callsOfUse has a call of each function of use. The policies are p and q, and p has a grant of 1 token under "kept". All
 // other functions are administration, which is granted apart.
 var callsOfUse = map[string]string{
