@@ -67,21 +67,9 @@ func TestStandby(t *testing.T) {
 	require.EqualValues(t, 8, db.Acquire("ephemeral", "k", 2, "first").Remaining)
 }
 
-// A standby denies what several durable buckets do not cover, and grants nothing.
-func TestStandby_AcquireAll(t *testing.T) {
-	t.Parallel()
-	db, server := kit.NewPrivateDB(t)
-	db.At(kit.T0).Policy("a", 10, 1, kit.Second).Policy("b", 10, 1, kit.Second).Take("a", "k", 8)
-	db = becomeStandby(t, db, server)
-	const all = "select allowed::text || ' ' || coalesce(retry_after::text, 'never') from ratelimit_acquire_all('{a,b}', '{k,k}', $1)"
-	require.Equal(t, []string{"false 00:00:01"}, kit.Column(t, db.DB, all, []int64{3, 1}))
-	require.Equal(t, []string{"false never"}, kit.Column(t, db.DB, all, []int64{11, 1}))
-	require.Equal(t, []string{"true 00:00:00"}, kit.Column(t, db.DB, all, []int64{0, 0}))
-	_ = db.Refused("25006", all, []int64{1, 1})
-}
-
-// On a standby, status lists the buckets of durable policies, and says so if it is asked for others.
-func TestStandby_Status(t *testing.T) {
+// On a standby, status lists the buckets of durable policies, and says so if it is asked for others. acquire_all denies what several of
+// them do not cover, and grants nothing.
+func TestStandby_StatusAndAcquireAll(t *testing.T) {
 	t.Parallel()
 	db, server := kit.NewPrivateDB(t)
 	db.At(kit.T0).Policy("durable", 10, 1, 2*kit.Second).Policy("ephemeral", 10, 1, 2*kit.Second, kit.Ephemeral)
@@ -98,6 +86,11 @@ func TestStandby_Status(t *testing.T) {
 	require.Equal(t, []string{"ephemeral buckets cannot be read on a standby", "Policy 'ephemeral' is ephemeral. This server is a standby.", "Ask the primary."},
 		[]string{e.Message, e.Detail, e.Hint})
 	_ = db.Refused("RL001", "select * from ratelimit_status('none')")
+	const all = "select allowed::text || ' ' || coalesce(retry_after::text, 'never') from ratelimit_acquire_all('{durable,durable}', '{b,c}', $1)"
+	for want, costs := range map[string][]int64{"false 00:00:02": {7, 1}, "false never": {11, 1}, "true 00:00:00": {0, 0}} {
+		require.Equal(t, []string{want}, kit.Column(t, db.DB, all, costs))
+	}
+	_ = db.Refused("25006", all, []int64{1, 1})
 }
 
 // The doctor of a standby looks at what that can read, names the rest, and sends to the primary what only a primary can do.

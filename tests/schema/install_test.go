@@ -566,14 +566,6 @@ func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
 	require.Equal(t, before, kit.SchemaAndRows(t, db))
 }
 
-func TestInstall_LeavesNoTemplateSyntax(t *testing.T) {
-	t.Parallel()
-	require.Empty(t, kit.Column(t, pgtest.New(t), `
-		select p.oid::regprocedure::text from pg_proc as p
-		 where (pronamespace = 'ratelimit'::regnamespace or proname like 'ratelimit\_%')
-		   and prosrc ~ '\{\{|\}\}|<no value>|<nil>'`))
-}
-
 // use creates policies, buckets and idempotency keys.
 func use(t *testing.T, db *pgtest.DB, home string) {
 	for _, durable := range []string{"true", "false"} {
