@@ -11,7 +11,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strings"
 	"syscall"
 	"time"
 
@@ -85,18 +84,12 @@ func startRedis(ctx context.Context, flushed bool) (*redisServer, error) {
 	// go-redis' default of ten connections for each core does as well as 64, and better than 256.
 	r := &redisServer{Client: redis.NewClient(&redis.Options{Network: "unix", Addr: socket})}
 	ready := func(ctx context.Context) error {
-		info, err := r.Info(ctx, "server").Result()
-		r.version = field(info, "redis_version")
+		info, err := r.InfoMap(ctx, "server").Result()
+		r.version = info["Server"]["redis_version"]
 		return err
 	}
 	r.child, err = startChild(ctx, dir, ready, nil, command...)
 	return r, err
-}
-
-func field(info, name string) string {
-	_, rest, _ := strings.Cut(info, name+":")
-	value, _, _ := strings.Cut(rest, "\r\n")
-	return value
 }
 
 func (r *redisServer) close() error { return errors.Join(r.Client.Close(), r.child.close()) }

@@ -114,40 +114,34 @@ func splitMetric(metric string) (cell, name string) {
 // choose returns the cells that patterns name, and the ratios of cells that are measured. A pattern that names a ratio names its
 // cells. In a pattern * stands for anything. Without patterns all is chosen but what has to be asked for.
 func choose(only string) (cells []string, chosen []ratio, err error) {
-	named := map[string]bool{}
+	var all, named []string
 	for _, e := range experiments {
-		cells = append(cells, e.cells...)
+		all = append(all, e.cells...)
 	}
-	for pattern := range strings.SplitSeq(only, ",") {
-		matches := regexp.MustCompile("^" + strings.ReplaceAll(regexp.QuoteMeta(strings.TrimSpace(pattern)), `\*`, ".*") + "$").MatchString
-		known := false
-		choose := func(cells ...string) {
-			known = true
-			for _, cell := range cells {
-				named[cell] = true
+	if only == "" {
+		named = slices.DeleteFunc(slices.Clone(all), hasToBeAsked)
+	} else {
+		for pattern := range strings.SplitSeq(only, ",") {
+			matches := regexp.MustCompile("^" + strings.ReplaceAll(regexp.QuoteMeta(strings.TrimSpace(pattern)), `\*`, ".*") + "$").MatchString
+			before := len(named)
+			named = append(named, slices.DeleteFunc(slices.Clone(all), func(cell string) bool { return !matches(cell) })...)
+			for _, r := range ratios {
+				if matches(r.name) {
+					named = append(named, r.cells()...)
+				}
 			}
-		}
-		for _, cell := range cells {
-			if matches(cell) || only == "" && !hasToBeAsked(cell) {
-				choose(cell)
+			if len(named) == before {
+				return nil, nil, fmt.Errorf("no cell and no ratio is called %q", pattern)
 			}
-		}
-		for _, r := range ratios {
-			if matches(r.name) {
-				choose(r.cells()...)
-			}
-		}
-		if !known {
-			return nil, nil, fmt.Errorf("no cell and no ratio is called %q", pattern)
 		}
 	}
-	cells = slices.DeleteFunc(cells, func(cell string) bool { return !named[cell] })
+	isNamed := func(cell string) bool { return slices.Contains(named, cell) }
 	for _, r := range ratios {
-		if of := r.cells(); named[of[0]] && named[of[1]] {
+		if of := r.cells(); isNamed(of[0]) && isNamed(of[1]) {
 			chosen = append(chosen, r)
 		}
 	}
-	return cells, chosen, nil
+	return slices.DeleteFunc(all, func(cell string) bool { return !isNamed(cell) }), chosen, nil
 }
 
 // wants is true if cells have an opponent whose name begins so.

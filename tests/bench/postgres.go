@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -53,23 +52,17 @@ func startPostgres(ctx context.Context, more ...string) (*postgres, error) {
 	}
 	pg := &postgres{Server: server}
 	if err := pg.locate(ctx); err != nil {
-		return nil, errors.Join(err, server.Close())
+		return nil, errors.Join(fmt.Errorf("the server is not a process of this machine: %w", err), server.Close())
 	}
 	return pg, nil
 }
 
 // locate finds the server's process, and from it the programs of its version.
-func (pg *postgres) locate(ctx context.Context) error {
-	var err error
+func (pg *postgres) locate(ctx context.Context) (err error) {
 	if pg.data, err = queryRow[string](ctx, pg, "", "show data_directory"); err != nil {
 		return err
 	}
-	file, err := os.ReadFile(filepath.Join(pg.data, "postmaster.pid"))
-	if err != nil {
-		return fmt.Errorf("the server is not a process of this machine: %w", err)
-	}
-	pid, _, _ := strings.Cut(string(file), "\n")
-	if pg.pid, err = strconv.Atoi(pid); err != nil {
+	if pg.pid, err = queryRow[int](ctx, pg, "", "select split_part(pg_read_file('postmaster.pid'), e'\\n', 1)::integer"); err != nil {
 		return err
 	}
 	program, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pg.pid))

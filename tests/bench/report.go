@@ -11,6 +11,9 @@ import (
 	"slices"
 	"strconv"
 	"time"
+
+	"golang.org/x/text/language"
+	"golang.org/x/text/message"
 )
 
 // A report is what a run found out, and where. Figures are medians of the rounds, rounded to five digits.
@@ -127,9 +130,5 @@ func roundTo(value float64, digits int) float64 {
 }
 
 func thousands(value float64) string {
-	text := fmt.Sprintf("%.0f", value)
-	for i := len(text) - 3; i > 0; i -= 3 {
-		text = text[:i] + "," + text[i:]
-	}
-	return text
+	return message.NewPrinter(language.English).Sprintf("%.0f", value)
 }
