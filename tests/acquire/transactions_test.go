@@ -145,7 +145,7 @@ func TestTransaction_HowOftenAQueryCallsTheFunction(t *testing.T) {
 }
 
 // What would write is refused, and says what helps. Denials, replays and cost 0 write nothing, so they are answered: alone and in a batch.
-func TestReadOnlyTransaction(t *testing.T) {
+func TestTransaction_ReadOnlyAnswersWhatWritesNothing(t *testing.T) {
 	db := kit.ParallelDB(t)
 	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
 		db.ForReadOnly(name, durability)

@@ -1,4 +1,4 @@
-// Demo starts a PostgreSQL, installs pgratelimit and shows it at work:
+// Command demo starts a PostgreSQL, installs pgratelimit and shows it at work:
 //
 //	go run ./tests/demo        # from the repository's root
 //	go run ./tests/demo stop   # removes the server, which otherwise stays up

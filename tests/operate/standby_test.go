@@ -31,7 +31,7 @@ func becomeStandby(t *testing.T, db *kit.TestDB, server *pgtest.Server) *kit.Tes
 }
 
 // On a standby, peek answers for durable policies. A call that would write, or would read an unlogged table, is an error that says so.
-func TestStandby(t *testing.T) {
+func TestStandby_PeeksAndRefusesWhatWrites(t *testing.T) {
 	t.Parallel()
 	db, server := kit.NewPrivateDB(t)
 	db.ForReadOnly("durable", kit.Durable)
@@ -133,7 +133,7 @@ func TestStandby_Doctor(t *testing.T) {
 	require.Len(t, db.Findings(), 1, "but for what it cannot see")
 }
 
-func TestDurability_AfterACrash(t *testing.T) {
+func TestDurability_ACommittedGrantSurvivesACrash(t *testing.T) {
 	t.Parallel()
 	db, server := kit.NewPrivateDB(t, "synchronous_commit=on")
 	db.Policy("d", 10, 1, kit.ADay).Policy("e", 10, 1, kit.ADay, kit.Ephemeral)
