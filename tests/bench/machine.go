@@ -13,12 +13,9 @@ import (
 // describe tells what was measured on: the machine and the versions.
 func (l *lab) describe() map[string]string {
 	kernel, _ := os.ReadFile("/proc/sys/kernel/osrelease")
-	processor := "unknown"
-	if proc, err := procfs.NewDefaultFS(); err == nil {
-		if cores, err := proc.CPUInfo(); err == nil && len(cores) > 0 {
-			processor = cores[0].ModelName
-		}
-	}
+	cores, _ := os.ReadFile("/proc/cpuinfo")
+	_, processor, _ := strings.Cut(string(cores), "model name\t: ")
+	processor, _, _ = strings.Cut(processor, "\n")
 	machine := map[string]string{
 		"machine": fmt.Sprintf("%d cores of %s, %.0f GB", runtime.NumCPU(), processor, float64(memory())/1024),
 		"kernel":  "Linux " + strings.TrimSpace(string(kernel)),
