@@ -41,7 +41,7 @@ var hotCalls = []string{
 func TestCatalog_FunctionsThatOnlyReadAreStable(t *testing.T) {
 	t.Parallel()
 	require.Equal(t, []string{"doctor s", "holders s", "overrides s", "peek s", "policies s", "shard s", "status s", "version i"}, kit.Column(t, pgtest.New(t),
-		"select substr(proname, 11) || ' ' || provolatile from "+kit.PackageFunctions+" as p where not private and provolatile <> 'v' order by 1"))
+		"select substr(proname, 11) || ' ' || provolatile::text from "+kit.PackageFunctions+" as p where not private and provolatile <> 'v' order by 1"))
 }
 
 func TestCatalog_SecurityDefinerWithPinnedPath(t *testing.T) {
