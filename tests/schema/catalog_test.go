@@ -233,17 +233,19 @@ func TestCatalog_StatementsHaveTwins(t *testing.T) {
 }
 
 var (
-	sqlBreak = regexp.MustCompile(`;|\b(?:then|else|loop|begin|declare)\s*\n|\bleft join lateral\b`) // a join may be with the one and with the other
-	sqlTwins = strings.NewReplacer("ephemeral_", "", "not u.durable", "u.durable", "not p.durable", "p.durable", " as d ", " as b ", " as e ", " as b ", " e.", " b.")
+	sqlComment = regexp.MustCompile(`--[^\n]*|'[^']*'`)
+	sqlTable   = regexp.MustCompile(`\b(?:from|update|into|join) (?:ratelimit\.)?(?:ephemeral_)?(?:buckets|idempotency_keys|slots|leases)\b`)
+	sqlBreak   = regexp.MustCompile(`;|\b(?:then|else|loop|begin|declare)\s*\n|\bleft join lateral\b`) // a join may be with the one and with the other
+	sqlTwins   = strings.NewReplacer("ephemeral_", "", "not u.durable", "u.durable", "not p.durable", "p.durable", " as d ", " as b ", " as e ", " as b ", " e.", " b.")
 )
 
 // twins counts the statements with a twin, and lists those without.
 func twins(bodies []string) (pairs int, alone []string) {
 	balance := map[string]int{}
 	for _, body := range bodies {
-		for _, statement := range sqlBreak.Split(kit.SQLComment.ReplaceAllString(body, ""), -1) {
-			of := len(kit.SQLTable.FindAllString(statement, -1))
-			ephemeral := strings.Count(strings.Join(kit.SQLTable.FindAllString(statement, -1), " "), "ephemeral_")
+		for _, statement := range sqlBreak.Split(sqlComment.ReplaceAllString(body, ""), -1) {
+			of := len(sqlTable.FindAllString(statement, -1))
+			ephemeral := strings.Count(strings.Join(sqlTable.FindAllString(statement, -1), " "), "ephemeral_")
 			twin := sqlTwins.Replace(strings.Join(strings.Fields(statement), " "))
 			balance[twin] += of - 2*ephemeral
 			pairs += ephemeral
