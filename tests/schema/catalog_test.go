@@ -215,50 +215,6 @@ func TestCatalog_TwinsDifferInPersistenceOnly(t *testing.T) {
 	}
 }
 
-// Each statement about durable buckets or idempotency keys has a twin about the ephemeral ones. On a standby
-// emptiest_buckets, fullest_slots, leases_of and ratelimit_doctor read the durable ones alone. ratelimit.acquire has the statements of ratelimit_acquire.
-func TestCatalog_StatementsHaveTwins(t *testing.T) {
-	t.Parallel()
-	pairs, alone := twins(kit.Column(t, pgtest.New(t), "select prosrc from "+kit.PackageFunctions+" as p where proname not in ('emptiest_buckets', 'fullest_slots', 'leases_of', 'ratelimit_doctor', 'acquire')"))
-	require.Greater(t, pairs, 50)
-	require.Empty(t, alone)
-
-	statement := "if policy.durable then\n update buckets as b set level = 1 where b.key = v_key;\nelse\n update ephemeral_buckets as b set level = 1 where b.key = v_key;\nend if;"
-	_, alone = twins([]string{statement})
-	require.Empty(t, alone)
-	for _, changed := range []string{"update ephemeral_buckets as b set level = 2 where b.key = v_key", "update buckets as b set level = 1 where b.key = v_key", ""} {
-		_, alone = twins([]string{strings.Replace(statement, "update ephemeral_buckets as b set level = 1 where b.key = v_key", changed, 1)})
-		require.NotEmpty(t, alone, changed)
-	}
-}
-
-var (
-	sqlComment = regexp.MustCompile(`--[^\n]*|'[^']*'`)
-	sqlTable   = regexp.MustCompile(`\b(?:from|update|into|join) (?:ratelimit\.)?(?:ephemeral_)?(?:buckets|idempotency_keys|slots|leases)\b`)
-	sqlBreak   = regexp.MustCompile(`;|\b(?:then|else|loop|begin|declare)\s*\n|\bleft join lateral\b`) // a join may be with the one and with the other
-	sqlTwins   = strings.NewReplacer("ephemeral_", "", "not u.durable", "u.durable", "not p.durable", "p.durable", " as d ", " as b ", " as e ", " as b ", " e.", " b.")
-)
-
-// twins counts the statements with a twin, and lists those without.
-func twins(bodies []string) (pairs int, alone []string) {
-	balance := map[string]int{}
-	for _, body := range bodies {
-		for _, statement := range sqlBreak.Split(sqlComment.ReplaceAllString(body, ""), -1) {
-			of := len(sqlTable.FindAllString(statement, -1))
-			ephemeral := strings.Count(strings.Join(sqlTable.FindAllString(statement, -1), " "), "ephemeral_")
-			twin := sqlTwins.Replace(strings.Join(strings.Fields(statement), " "))
-			balance[twin] += of - 2*ephemeral
-			pairs += ephemeral
-		}
-	}
-	for statement, n := range balance {
-		if n != 0 {
-			alone = append(alone, fmt.Sprintf("%+d %s", n, statement))
-		}
-	}
-	return pairs, alone
-}
-
 // sql/twins.sql takes the functions of the owner, fails rather than make half a twin, and drops what it would not make.
 func TestCatalog_TwinsAreMadeOrRefused(t *testing.T) {
 	t.Parallel()
