@@ -304,13 +304,6 @@ func (q InMode) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	return q.Conn.QueryRow(ctx, sql, append([]any{q.Mode}, args...)...)
 }
 
-// ClockPerSession lets a test set the clock of one session, test.now in microseconds of the Unix epoch.
-func (db *TestDB) ClockPerSession() {
-	db.Execute(`
-		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
-		as $$ select timestamptz 'epoch' + current_setting('test.now')::bigint * interval '1 microsecond' $$`)
-}
-
 // RawDecision makes a call without any function or operator of the session's own.
 func RawDecision(conn *pgx.Conn, call string, args ...any) string {
 	var d struct {

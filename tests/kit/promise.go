@@ -98,10 +98,17 @@ func RandomPeriod(random *rand.Rand) string {
 	return periods[random.IntN(len(periods))]
 }
 
-// ClockInASetting lets SQL move the clock: a table would collect a row version for each move of it.
-func (db *TestDB) ClockInASetting() {
+// ClockPerSession lets a test set the clock of one session, test.now, which leaves no row versions.
+func (db *TestDB) ClockPerSession() {
 	db.Execute(`
-		create or replace function ratelimit.clock() returns timestamptz language sql volatile as $$ select current_setting('test.now')::timestamptz $$;
+		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
+		as $$ select pg_catalog.current_setting('test.now')::timestamptz $$`)
+}
+
+// ClockInASetting is ClockPerSession for SQL that moves the clock.
+func (db *TestDB) ClockInASetting() {
+	db.ClockPerSession()
+	db.Execute(`
 		create function set_clock(now timestamptz) returns void language plpgsql as $$ begin perform set_config('test.now', now::text, true); end $$`)
 }
 

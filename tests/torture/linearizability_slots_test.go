@@ -85,18 +85,6 @@ func TestLinearizability_FindsPlantedBugsOfSlots(t *testing.T) {
 	})
 }
 
-// bugsOfHolders are found by the order of calls, and by a comparison with the model, too.
-var bugsOfHolders = map[string]plantedBug{
-	"a holder holds at the end of its lease": {"ratelimit_hold", `\(v_own_end > v_now\)`, "(v_own_end >= v_now)"},
-	"a renewal at the end of a lease":        {"ratelimit_renew", `and l\.ends_at > v_now; end if;`, "and l.ends_at >= v_now; end if;"},
-	"a release at the end of a lease":        {"ratelimit_release", `and l\.ends_at > v_now returning`, "and l.ends_at >= v_now returning"},
-	"a release of somebody else's lease":     {"ratelimit_release", `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, "$1"},
-	"a renewal that acquires": {"ratelimit_renew", `if found then if`, `
-		insert into slots values (v_policy.id, 0, 0, '-infinity', v_now, v_key) on conflict on constraint slots_pkey do nothing;
-		insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing;
-		if true then if`},
-}
-
 // newSlotsChronicler has clocks that tick, so that calls meet the very end of a lease.
 func newSlotsChronicler(db *kit.TestDB, policies ...string) *chronicler {
 	c := newChronicler(db, policies...)

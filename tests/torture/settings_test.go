@@ -267,7 +267,7 @@ func (db *settingsDB) decisions(conn *pgx.Conn) (answers []string) {
 	key := fmt.Sprintf("k%d", db.count)
 	for _, policy := range []string{"odd", "stepped"} {
 		for _, now := range []time.Time{kit.T0, kit.T0.Add(25*time.Hour + 7*time.Microsecond)} {
-			if _, err := conn.Exec(ctx, "select pg_catalog.set_config('test.now', $1, false)", fmt.Sprint(now.UnixMicro())); err != nil {
+			if _, err := conn.Exec(ctx, "select pg_catalog.set_config('test.now', $1, false)", now.UTC().Format(time.RFC3339Nano)); err != nil {
 				return []string{err.Error()}
 			}
 			if _, err := conn.Exec(ctx, "select public.ratelimit_override($1, $2, 3, 1, '1 day 00:00:01')", policy, key+" own"); err != nil {

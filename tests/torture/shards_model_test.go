@@ -3,9 +3,10 @@ package torture
 import (
 	"cmp"
 	"context"
-	"maps"
+	"fmt"
 	"math"
-	"slices"
+	"math/rand/v2"
+	"strings"
 	"testing"
 	"time"
 
@@ -14,73 +15,110 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
 )
 
 // Random calls of a client.Sharded, one after the other, get what the model of a single database answers.
 func TestTorture_ShardsModel(t *testing.T) {
 	pgtest.OncePerServer(t)
-	run := kit.Torture(t, 10)
+	run := kit.Torture(t, 600)
 	s := kit.NewShards(t)
-	s.Each(func(db *kit.TestDB) {
-		db.SetTimeZone("Europe/Berlin")
-		db.SetClock(kit.T0)
-	})
-	limiter := s.Limiter(nil)
-	met := sightings{}
-	run.Check(func(t *rapid.T) {
-		m := newShardsModelRun(t, s, limiter, met)
-		if met.lacks(toMeet) != "" {
-			m.meetAll(t, m, s.Key(0, "x"), s.Key(0, "y"))
-			m.sendApart(t, kit.WholeRequest{Charges: []model.Charge{
-				{BucketID: model.BucketID{Policy: "d", Key: s.Key(0, "x")}}, {BucketID: model.BucketID{Policy: "d", Key: s.Key(1, "x")}},
-			}})
-			m.listPolicies(t)
-			m.listOverrides(t)
-			m = newShardsModelRun(t, s, limiter, met)
+	s.Each(func(db *kit.TestDB) { db.SetTimeZone("Europe/Berlin") })
+	c := &shardsCaller{s, s.Limiter(nil), newDrawn(rand.New(rand.NewPCG(kit.TestSeed(t), 0)))}
+	c.kinds, c.keys = []string{"bucket"}, nil
+	for shard := range s.Of() {
+		c.keys = append(c.keys, s.Key(shard, "x"), s.Key(shard, "y"))
+	}
+	c.setTime(kit.T0)
+	met := map[string]int{}
+	for _, name := range c.policies {
+		for known := false; !known; _, known = c.Policy(name) {
+			c.send(t, met, "define_policy", c.definition(name))
 		}
-		t.Repeat(m.actions())
-		run.Progress("%d answers", met["answers that agree in every field"])
-	})
-	run.Figure("answers that agree in every field", met["answers that agree in every field"], "")
-}
-
-// A shardsModelRun makes every call twice, to a client.Sharded and to the model. It draws calls as a modelRun does.
-type shardsModelRun struct {
-	*modelRun
-	s       *kit.Shards
-	limiter *client.Sharded
-	ctx     context.Context
-}
-
-func newShardsModelRun(t *rapid.T, s *kit.Shards, limiter *client.Sharded, met sightings) *shardsModelRun {
-	s.Each(func(db *kit.TestDB) { db.Execute(emptyTables) })
-	ctx := context.Background()
-	m := &shardsModelRun{s: s, limiter: limiter, ctx: ctx, modelRun: &modelRun{
-		model: model.New(), met: met, told: asDurations,
-		clock: func(now time.Time) { s.Each(func(db *kit.TestDB) { db.SetClock(now) }) },
-		ask:   func(of kit.Spending) (kit.Spent, error) { return of.With(ctx, limiter) },
-		buckets: rapid.Custom(func(t *rapid.T) model.BucketID {
-			id := bucketIDs.Draw(t, "bucket")
-			id.Key = s.Key(rapid.IntRange(0, s.Of()-1).Draw(t, "shard"), id.Key)
-			return id
-		}),
-	}}
-	m.Begin(t, m)
-	return m
-}
-
-func (m *shardsModelRun) actions() map[string]func(*rapid.T) {
-	return map[string]func(*rapid.T){
-		"acquire": func(t *rapid.T) { m.acquire(t, m.request(t)) },
-		"again":   func(t *rapid.T) { m.acquire(t, m.earlier(t)) },
-		"apart":   m.apart, "peek": m.peekOrRefund, "spend": m.spend, "spend now": m.spend, "settle": m.settle,
-		"override": m.override, "clean up": m.cleanUp, "policies": m.changeOrList, "wait": m.wait, "step": m.step,
-		"": func(t *rapid.T) {
-			if m.now.Year() < 1000 || m.now.Year() > 8000 { // what RFC 3339 can say, with the longest override
-				m.setClock(t, kit.T0)
+	}
+	for run.GoesOn() {
+		if c.oneIn(6) {
+			at := c.span().After(c.now)
+			if len(c.instants) > 0 && c.oneIn(2) {
+				at = model.Micros(c.IntN(3) - 1).After(oneOf(c.fuzzed, c.instants))
 			}
-		},
+			c.setTime(at)
+			continue
+		}
+		function := oneOf(c.fuzzed, shardedFunctions)
+		if strings.Contains("drop_policy define_policy", function) && !c.oneIn(4) {
+			continue
+		}
+		args := c.good(function)
+		if function == "acquire_all" && c.oneIn(2) { // of one shard
+			for _, key := range args[1].([]*string) {
+				*key = s.Key(client.ShardOf(*args[1].([]*string)[0], s.Of()), (*key)[:1])
+			}
+		}
+		c.send(t, met, function, args)
+		run.Progress("%v", met)
+	}
+	for _, function := range shardedFunctions {
+		require.NotZero(t, met[function], function)
+	}
+	require.NotZero(t, met["of several shards"])
+	run.Counts(met)
+}
+
+// A shardsCaller makes every call twice, to a client.Sharded and to the model.
+type shardsCaller struct {
+	*kit.Shards
+	limiter *client.Sharded
+	*drawn
+}
+
+// setTime stays within what RFC 3339 can say, with the longest override.
+func (c *shardsCaller) setTime(now time.Time) {
+	if now.Year() < 1000 || now.Year() > 8000 {
+		now = kit.T0
+	}
+	c.now = now
+	c.Each(func(db *kit.TestDB) { db.SetClock(now) })
+}
+
+var shardedFunctions = []string{
+	"acquire", "acquire", "acquire_all", "acquire_all", "peek", "refund", "reserve", "charge", "settle", "acquire_up_to",
+	"reset", "define_policy", "drop_policy", "policies", "override", "remove_override", "overrides", "cleanup",
+}
+
+func (c *shardsCaller) send(t *testing.T, met map[string]int, function string, args []any) {
+	const longest = math.MaxInt64 / 1000
+	for i := range args { // what a time.Duration can hold
+		if s, ok := args[i].(kit.Span); ok && function != "reserve" {
+			args[i] = kit.SpanOf(min(s.Micros(), longest))
+		}
+	}
+	name := fmt.Sprintf("%s %v", function, args)
+	var told []kit.Decision
+	var err error
+	if function == "acquire_all" {
+		var apart bool
+		if told, apart, err = c.acquireAll(args); apart {
+			require.ErrorIs(t, err, client.ErrSeveralShards)
+			met["of several shards"]++
+			return
+		}
+	} else {
+		told, err = c.call(function, args)
+	}
+	model := &kit.Call{Function: function, Args: args, Model: c.Model, Now: c.now}
+	_, want := model.Answer()
+	code, _ := kit.Refusal(want)
+	require.Equal(t, code, kit.SQLState(err), "%s: %v", name, err)
+	require.Equal(t, code == "", err == nil, "%s: %v", name, err)
+	if met[function]++; err != nil {
+		return
+	}
+	for i := range told {
+		require.Equal(t, asDurations(model.Told[i]), told[i], name)
+	}
+	c.saw(function, model.Told)
+	if function == "cleanup" {
+		c.compareLeft(t)
 	}
 }
 
@@ -94,185 +132,120 @@ func asDurations(d kit.Decision) kit.Decision {
 	return d
 }
 
-// acquire asks for what charges the first one's shard.
-func (m *shardsModelRun) acquire(t *rapid.T, r kit.WholeRequest) {
-	home := client.ShardOf(r.Charges[0].Key, m.s.Of())
-	for i, c := range r.Charges {
-		r.Charges[i].Key = m.s.Key(home, c.Key[:1])
+func (c *shardsCaller) acquireAll(args []any) (told []kit.Decision, apart bool, err error) {
+	call := kit.Call{Function: "acquire_all", Args: args}
+	r := call.Whole()
+	for _, of := range r.Charges {
+		apart = apart || client.ShardOf(of.Key, c.Of()) != client.ShardOf(r.Charges[0].Key, c.Of())
 	}
-	m.sendOne(t, m.remembered(r))
+	w, err := r.By(context.Background(), c.limiter)
+	return append([]kit.Decision{w.Decision}, w.Decisions...), apart, err
 }
 
-func (m *shardsModelRun) sendOne(t *rapid.T, r kit.WholeRequest) {
-	want, wantErr := m.model.AcquireAll(m.now, r.Charges, r.IdempotencyKey)
-	var got kit.Whole
-	var err error
-	if len(r.Charges) == 1 && rapid.Bool().Draw(t, "alone") {
-		var d client.Decision
-		d, err = r.Single().By(m.ctx, m.limiter)
-		got = kit.WholeOf(kit.DecisionOf(d))
-	} else {
-		got, err = r.By(m.ctx, m.limiter)
-	}
-	if m.sameError(t, wantErr, err); err == nil {
-		m.sawWhole(r, want)
-		want.Decision = asDurations(want.Decision)
-		for i, d := range want.Decisions {
-			want.Decisions[i] = asDurations(d)
-		}
-		require.Equal(t, want, got, "%+v", r)
-	}
-}
-
-// apart asks for charges of several shards, which changes nothing.
-func (m *shardsModelRun) apart(t *rapid.T) {
-	r := m.request(t)
-	homes := map[int]bool{}
-	for _, c := range r.Charges {
-		homes[client.ShardOf(c.Key, m.s.Of())] = true
-	}
-	if len(homes) < 2 {
-		t.Skip("of one shard")
-	}
-	m.sendApart(t, r)
-}
-
-func (m *shardsModelRun) sendApart(t *rapid.T, r kit.WholeRequest) {
-	require.ErrorIs(t, kit.ErrorOf(r.By(m.ctx, m.limiter)), client.ErrSeveralShards)
-}
-
-func (m *shardsModelRun) peekOrRefund(t *rapid.T) {
-	id := m.buckets.Draw(t, "bucket")
-	amount := m.amount(t, id.Policy)
-	var want kit.Decision
-	var got client.Decision
-	var wantErr, err error
-	if rapid.Bool().Draw(t, "peek") {
-		want, wantErr = m.model.Peek(m.now, id, amount)
-		got, err = m.limiter.Peek(m.ctx, id.Policy, id.Key, client.Cost(amount))
-	} else {
-		want, wantErr = m.model.Refund(m.now, id, amount)
-		got, err = m.limiter.Refund(m.ctx, id.Policy, id.Key, amount)
-	}
-	m.same(t, asDurations(want), kit.DecisionOf(got), wantErr, err)
-}
-
-func (m *shardsModelRun) define(t *rapid.T, name string) {
-	m.defineAs(t, name, definitions.Draw(t, "policy "+name))
-}
-
-func (m *shardsModelRun) defineAs(t *rapid.T, name string, def model.Definition) {
-	atMost := func(length *model.Micros) time.Duration {
-		if length == nil {
+func (c *shardsCaller) call(function string, args []any) (told []kit.Decision, err error) {
+	ctx := context.Background()
+	text := func(i int) string { s, _ := args[i].(string); return s }
+	number := func(i int) int64 { n, _ := args[i].(int64); return n }
+	// field is a number of a client.Policy or client.Override.
+	field := func(i int) int64 {
+		if args[i] == nil {
 			return 0
 		}
-		*length = min(*length, math.MaxInt64/1000)
-		return time.Duration(*length) * kit.Us
+		return cmp.Or(number(i), client.Zero)
 	}
-	p := client.Policy{
-		Name: name, Capacity: field(def.Capacity), Refill: field(def.Refill), Every: atMost(def.Every), Remember: atMost(def.Remember),
-		Stepped: kit.ChoiceOf(def.Stepped), Durable: kit.ChoiceOf(def.Durable), Shadow: kit.ChoiceOf(def.Shadow),
-	}
-	err := m.limiter.DefinePolicy(m.ctx, p)
-	m.sameError(t, m.model.Define(name, def), err)
-}
-
-// field is a number of a client.Policy or client.Override.
-func field(n *int64) int64 {
-	if n == nil {
+	length := func(i int) time.Duration {
+		if s, ok := args[i].(kit.Span); ok {
+			return time.Duration(s.Micros()) * kit.Us
+		}
 		return 0
 	}
-	return cmp.Or(*n, client.Zero)
-}
-
-func (m *shardsModelRun) changeOrList(t *rapid.T) {
-	id := m.buckets.Draw(t, "bucket")
-	switch rapid.SampledFrom([]string{"define", "reset", "drop", "list"}).Draw(t, "what") {
-	case "define":
-		m.define(t, id.Policy)
+	choice := func(i int) client.Choice {
+		if b, ok := args[i].(bool); ok {
+			return kit.ChoiceOf(&b)
+		}
+		return client.Keep
+	}
+	var d client.Decision
+	spending := func(cost, atLeast int64, maxWait time.Duration, idempotencyKey int) ([]kit.Decision, error) {
+		s, err := kit.Spending{
+			Function: function, BucketID: model.BucketID{Policy: text(0), Key: text(1)}, Cost: cost, AtLeast: atLeast,
+			MaxWait: kit.Micros(maxWait), IdempotencyKey: text(idempotencyKey),
+		}.With(ctx, c.limiter)
+		return []kit.Decision{s.Decision}, err
+	}
+	switch function {
+	case "acquire":
+		d, err = kit.Request{BucketID: model.BucketID{Policy: text(0), Key: text(1)}, Cost: number(2), IdempotencyKey: text(3)}.By(ctx, c.limiter)
+	case "peek":
+		d, err = c.limiter.Peek(ctx, text(0), text(1), client.Cost(number(2)))
+	case "refund":
+		d, err = c.limiter.Refund(ctx, text(0), text(1), number(2))
+	case "charge":
+		return spending(number(2), 0, 0, 3)
+	case "settle":
+		return spending(number(3), 0, 0, 2)
+	case "reserve":
+		return spending(number(3), 0, length(2), 4)
+	case "acquire_up_to":
+		return spending(number(2), number(3), 0, 4)
 	case "reset":
-		m.sameError(t, m.model.Reset(id), m.limiter.Reset(m.ctx, id.Policy, id.Key))
-	case "drop":
-		m.sameError(t, m.model.Drop(id.Policy), m.limiter.DropPolicy(m.ctx, id.Policy))
-		if !seldom.Draw(t, "leave it") {
-			m.define(t, id.Policy)
+		return nil, c.limiter.Reset(ctx, text(0), text(1))
+	case "define_policy":
+		return nil, c.limiter.DefinePolicy(ctx, client.Policy{
+			Name: text(0), Capacity: field(1), Refill: field(2), Every: length(3), Stepped: choice(4), Durable: choice(5), Remember: length(6), Shadow: choice(7),
+		})
+	case "drop_policy":
+		return nil, c.limiter.DropPolicy(ctx, text(0))
+	case "override":
+		o := client.Override{Policy: text(0), Key: text(1), Capacity: field(2), Refill: field(3), Every: length(4)}
+		if at, ok := args[5].(kit.Instant); ok {
+			o.ExpiresAt = time.UnixMicro(int64(at))
 		}
-	case "list":
-		m.listPolicies(t)
+		return nil, c.limiter.Override(ctx, o)
+	case "remove_override":
+		had, err := c.limiter.RemoveOverride(ctx, text(0), text(1))
+		return []kit.Decision{{Allowed: had}}, err
+	case "policies":
+		all, err := c.limiter.Policies(ctx)
+		return nil, cmp.Or(err, sameNumber(len(c.Policies()), len(all)))
+	case "overrides":
+		args[0], args[1], args[2] = nil, nil, int64(math.MaxInt32)
+		live := 0
+		for _, o := range c.Overrides() {
+			if o.Live(c.now) {
+				live++
+			}
+		}
+		all, err := c.limiter.Overrides(ctx)
+		return nil, cmp.Or(err, sameNumber(live, len(all)))
+	case "cleanup":
+		return nil, kit.ErrorOf(c.limiter.Cleanup(ctx))
 	}
+	return []kit.Decision{kit.DecisionOf(d)}, err
 }
 
-func (m *shardsModelRun) listPolicies(t *rapid.T) {
-	policies := kit.NoError(m.limiter.Policies(m.ctx))(t)
-	want := m.model.Policies()
-	require.Len(t, policies, len(want))
-	for _, p := range policies {
-		require.Equal(t, want[p.Name].Capacity, max(0, p.Capacity)) // client.Zero is below 0
-		require.Equal(t, time.Duration(want[p.Name].Every)*kit.Us, p.Every)
+func sameNumber(want, got int) error {
+	if want != got {
+		return fmt.Errorf("%d instead of %d", got, want)
 	}
+	return nil
 }
 
-func (m *shardsModelRun) override(t *rapid.T) {
-	id := m.buckets.Draw(t, "bucket")
-	switch rapid.SampledFrom([]string{"set", "set", "set", "remove", "list"}).Draw(t, "what") {
-	case "set":
-		n := overridden.Draw(t, "numbers")
-		var expires time.Time
-		if rapid.Bool().Draw(t, "expires") {
-			expires = model.Micros(rapid.Int64Range(-1, 1e9).Draw(t, "after")).After(m.now)
-			m.instants = lastFew(append(m.instants, expires, expires.Add(model.CleanUpMargin)))
+// compareLeft takes the buckets without a row from the model.
+func (c *shardsCaller) compareLeft(t *testing.T) {
+	c.CleanUp(c.now)
+	left := map[string]bool{}
+	c.Each(func(db *kit.TestDB) {
+		for _, id := range kit.Column(t, db.DB, "select l.coalesce || ' ' || l.key from ("+leftQuery+") as l") {
+			left[id] = true
 		}
-		m.setOverride(t, id, n, expires)
-	case "remove":
-		had, err := m.limiter.RemoveOverride(m.ctx, id.Policy, id.Key)
-		want, wantErr := m.model.RemoveOverride(m.now, id)
-		if m.sameError(t, wantErr, err); err == nil {
-			require.Equal(t, want, had)
-		}
-	case "list":
-		if rapid.Bool().Draw(t, "of one key") {
-			m.listOverrides(t, id.Key)
+	})
+	for _, id := range c.Buckets() {
+		if name := id.Policy + " " + id.Key; !left[name] {
+			require.True(t, c.Remove(c.now, id), "clean-up removed %v, which was not full", id)
 		} else {
-			m.listOverrides(t)
+			delete(left, name)
 		}
 	}
-}
-
-// listOverrides compares those of keys, or all.
-func (m *shardsModelRun) listOverrides(t *rapid.T, keys ...string) {
-	var opts []client.CallOption
-	for _, key := range keys {
-		opts = append(opts, client.OfKey(key))
-	}
-	got := kit.NoError(m.limiter.Overrides(m.ctx, opts...))(t)
-	want := map[model.BucketID]int64{}
-	for at, o := range m.model.Overrides() {
-		if o.Live(m.now) && (len(keys) == 0 || slices.Contains(keys, at.Key)) {
-			want[at] = o.Capacity
-		}
-	}
-	listed := map[model.BucketID]int64{}
-	for _, o := range got {
-		listed[model.BucketID{Policy: o.Policy, Key: o.Key}] = max(0, o.Capacity) // Zero is none
-	}
-	require.Equal(t, want, listed)
-	m.saw("lists of overrides")
-}
-
-func (m *shardsModelRun) setOverride(t *rapid.T, id model.BucketID, n model.Numbers, expires time.Time) {
-	o := client.Override{Policy: id.Policy, Key: id.Key, Capacity: field(n.Capacity), Refill: field(n.Refill), ExpiresAt: expires}
-	if n.Every != nil {
-		*n.Every = min(*n.Every, math.MaxInt64/1000)
-		o.Every = time.Duration(*n.Every) * kit.Us
-	}
-	m.sameError(t, m.model.Override(m.now, id, n, expires), m.limiter.Override(m.ctx, o))
-}
-
-// cleanUp also compares which buckets have rows.
-func (m *shardsModelRun) cleanUp(t *rapid.T) {
-	require.NoError(t, kit.ErrorOf(m.limiter.Cleanup(m.ctx)))
-	m.model.CleanUp(m.now)
-	left := map[model.BucketID]bool{}
-	m.s.Each(func(db *kit.TestDB) { maps.Copy(left, bucketsLeft(t, db.Pool)) })
-	m.compareLeft(t, left)
+	require.Empty(t, left, "buckets that should have no row")
 }

@@ -353,8 +353,8 @@ func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Tim
 	if !(Override{Expires: expires}).Live(now) {
 		return InvalidArgument
 	}
-	if n.Capacity != nil && n.Refill != nil && n.Every != nil && n.Lease == nil { // wrong for any policy
-		if _, err := n.over(Policy{}); err != nil {
+	if n.Capacity != nil && n.Refill != nil && n.Every != nil { // wrong for any policy
+		if _, err := (Numbers{Capacity: n.Capacity, Refill: n.Refill, Every: n.Every}).over(Policy{}); err != nil {
 			return err
 		}
 	}
