@@ -65,6 +65,13 @@ func (db *TestDB) SetClock(now time.Time) {
 	db.Execute("update public.test_clock set now = $1", now)
 }
 
+// ClockPerSession lets a test set the clock of one session, test.now, which leaves no row versions.
+func (db *TestDB) ClockPerSession() {
+	db.Execute(`
+		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
+		as $$ select pg_catalog.current_setting('test.now')::timestamptz $$`)
+}
+
 // SetTimeZone changes the time zone of the database, for tests of what must not depend on it.
 func (db *TestDB) SetTimeZone(name string) {
 	db.Execute("alter database " + pgx.Identifier{db.Name}.Sanitize() + " set timezone = '" + name + "'")

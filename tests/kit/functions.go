@@ -281,6 +281,11 @@ var Kinds = map[string]Kind{
 	}}}, "'1 second'"},
 }
 
+const (
+	MaxTokens = 9_000_000_000_000
+	MaxSpan   = 365_250 * Day // 1000 years
+)
+
 // A Span is an interval as PostgreSQL stores it.
 type Span struct {
 	Months, Days int32

@@ -2,6 +2,7 @@ package torture
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"maps"
 	"math"
@@ -163,6 +164,7 @@ type round struct {
 	manner
 	binary bool // the extended protocol
 	saved  []*model.Model
+	late   model.Micros // a promise is tried so much later, to see that it is not kept then
 
 	calls    []sentCall
 	messages []kit.Message
@@ -175,9 +177,10 @@ func (c *caller) newRound(seed uint64, m manner) *round {
 	return r
 }
 
-func (c *caller) round(seed uint64, m manner) error {
-	r := c.newRound(seed, m)
-	if m.bad {
+func (c *caller) round(seed uint64, m manner) error { return c.newRound(seed, m).run() }
+
+func (r *round) run() error {
+	if r.bad {
 		for i := range r.policies {
 			r.policies[i] = r.name()
 		}
@@ -192,15 +195,12 @@ func (c *caller) round(seed uint64, m manner) error {
 			r.send("define_policy", encodedArgs("define_policy", r.definition(name)))
 		}
 	}
-	for range m.calls {
+	for range r.manner.calls {
 		if err := r.step(); err != nil {
 			return err
 		}
 	}
-	if err := r.finish(); err != nil {
-		return err
-	}
-	return nil
+	return r.finish()
 }
 
 // step makes a random call, or has time pass.
@@ -227,7 +227,11 @@ func (r *round) step() error {
 		if !refused && strings.HasPrefix(function, "cleanup") { // see cleanUp
 			return nil
 		}
-		r.send(function, args)
+		if c := r.send(function, args); c != nil && isPromise(c) && r.oneIn(2) && !r.citus {
+			if err := r.keepsPromise(c, args); err != nil {
+				return err
+			}
+		}
 		if function == "drop_policy" && !r.oneIn(3) {
 			if name, ok := args[0].value.(string); ok && slices.Contains(r.policies, name) && len(args[0].unreadable) == 0 {
 				r.send("define_policy", encodedArgs("define_policy", r.definition(name)))
@@ -505,14 +509,45 @@ func (r *round) meetTheEnd() bool {
 	return true
 }
 
-// send foretells the answer to a call, and adds it.
-func (r *round) send(function string, args []argument) {
+// keepsPromise has the same call made when it was told to come again, and a microsecond before, or after ages if it was told never.
+func (r *round) keepsPromise(c *kit.Call, args []argument) error {
+	now, wait := r.now, c.Told[0].RetryAfter
+	r.save()
+	defer func() {
+		r.rollBackOrNot(len(r.saved)-1, false)
+		r.setTime(now)
+	}()
+	for _, at := range map[bool][]model.Micros{false: {wait + r.late - 1, wait + r.late}, true: {4000 * 365 * kit.Day}}[wait == model.Never] {
+		then := at.After(now)
+		if wait == model.Longest || then.Year() > 200_000 { // where times saturate
+			return nil
+		}
+		r.setTime(then)
+		if again := r.send(c.Function, args); again.Told[0].Allowed != (wait != model.Never && at == wait+r.late) {
+			return fmt.Errorf("%w: %s, at %v: %+v, at %v: %+v", errPromise, &sentCall{function: c.Function, args: args}, now, c.Told[0], then, again.Told[0])
+		}
+		r.inputs.count("promises of " + c.Function)
+	}
+	return nil
+}
+
+var errPromise = errors.New("a promise is broken")
+
+// isPromise reports whether a call was denied that can be made again: a grant that is remembered ends by itself.
+func isPromise(c *kit.Call) bool {
+	return slices.Contains([]string{"acquire", "acquire_all", "peek", "hold"}, c.Function) && len(c.Told) > 0 && !c.Told[0].Allowed &&
+		(c.Function == "hold" || c.Args[len(c.Args)-1] == nil || c.Function == "peek")
+}
+
+// send foretells the answer to a call, and adds it. The call is one that arrives.
+func (r *round) send(function string, args []argument) (arrived *kit.Call) {
 	s := sentCall{function: function, args: args}
 	for _, a := range args {
 		s.codes = append(s.codes, a.unreadable...)
 	}
 	if len(s.codes) == 0 {
 		c := r.call(function, args)
+		arrived = c
 		p, _ := r.Policy(fmt.Sprint(append(c.Args, nil)[0]))
 		rows, err := c.Answer()
 		s.rows, s.batch = rows, c.Codes
@@ -533,6 +568,7 @@ func (r *round) send(function string, args []argument) {
 		r.calls[len(r.calls)-1].inside = true
 		r.rollBackOrNot(len(r.saved)-1, false)
 	}
+	return arrived
 }
 
 // outcome is what a decision shows.
@@ -736,6 +772,12 @@ func (n *tally) add(r *round, responses []kit.Response) {
 	}
 }
 
+func (n *tally) count(what string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.counts[what]++
+}
+
 func (n *tally) total() int {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -750,12 +792,32 @@ func (n *tally) always() (what []string) {
 	for _, code := range []string{"rows", "22023", "RL001", "RL002", "RL003", "RL004", "RL429", "22021", "22P02", "22P03", "08P01"} {
 		what = append(what, "answered with "+code)
 	}
+	for _, function := range []string{"acquire", "acquire_all", "peek", "hold"} {
+		what = append(what, "promises of "+function)
+	}
 	return what
 }
 
 // lacks names what no input has met yet.
 func (n *tally) lacks(what []string) []string {
 	return slices.DeleteFunc(slices.Clone(what), func(what string) bool { return n.counts[what] > 0 })
+}
+
+// A microsecond too early or too late is a promise that is not kept.
+func TestCalls_APromiseIsExact(t *testing.T) {
+	t.Parallel()
+	for _, late := range []model.Micros{-1, 1} {
+		for _, m := range []manner{tokens, slots} {
+			c := newCaller(t, newTally())
+			err := error(nil)
+			for seed := uint64(0); err == nil && seed < 20; seed++ {
+				r := c.newRound(seed, m)
+				r.late = late
+				err = r.run()
+			}
+			require.ErrorIs(t, err, errPromise)
+		}
+	}
 }
 
 // find has a planted bug found, by a script or in some rounds.

@@ -47,6 +47,7 @@ var bugsOfInput = map[string]plantedBug{
 
 // bugsOfTokens are about buckets and quotas.
 var bugsOfTokens = map[string]plantedBug{
+	"the first longest wait":                        {"ratelimit.waits_of_all", "exit when not v_over", "exit"},
 	"a refill that goes back with the clock":        {"ratelimit.refilled_until", `greatest\(refilled_at, now\)`, "now"},
 	"a retry_after a microsecond short":             {"ratelimit.time_below", ` \+ round_up`, ""},
 	"a bucket that is named twice is charged twice": {"ratelimit.decide", `if same\[v_i\] = v_i then`, "if true then"},
@@ -110,6 +111,11 @@ var bugsOfTokens = map[string]plantedBug{
 
 // bugsOfSlots are about the leases of one key.
 var bugsOfSlots = map[string]plantedBug{
+	"a microsecond short":                           {"ratelimit.look_at_slots", `microseconds\(v_first - v_now\)`, "greatest(microseconds(v_first - v_now) - 1, 1)"},
+	"a microsecond long":                            {"ratelimit.look_at_slots", `microseconds\(v_first - v_now\)`, "microseconds(v_first - v_now) + 1"},
+	"when the last lease ends":                      {"ratelimit.look_at_slots", `select min\(u\.at\)`, "select max(u.at)"},
+	"the capacity of the override only":             {"ratelimit.look_at_slots", `u\.at >= v_ends_at`, "false"},
+	"an end to for ever":                            {"ratelimit.look_at_slots", `if v_first is not null then`, "v_first := coalesce(v_first, v_now + interval '1 day'); if true then"},
 	"a cost of 0 slots":                             {"ratelimit_hold", `cost >= 1`, `cost >= 0`},
 	"a renewal of a lease that has ended":           {"ratelimit_renew", `and l\.ends_at > v_now; end if;`, `; end if;`},
 	"a release of all holders":                      {"ratelimit_release", `and l\.holder = v_holder and l\.ends_at`, `and l.ends_at`},

@@ -117,6 +117,19 @@ var scripts = map[string]string{
 		acquire_many d,d x,y 8,8
 		acquire_packed d x 8`,
 
+	// The last bucket fits after 100 s. The override of the first ends before, and its policy fits after 200 s. The override of the
+	// second ends between, and its policy fits after 400 s.
+	"ends before the longest wait": `
+		define_policy a 10 1 200s
+		define_policy b 10 1 400s
+		define_policy c 10 1 100s
+		override a x every=10s expires_at=+50s
+		override b x every=10s expires_at=+150s
+		charge a x 10
+		charge b x 10
+		charge c x 10
+		acquire_all a,b,c x,x,x 1,1,1`,
+
 	// A charge that took a part of its cost, as the bucket was at its floor then.
 	"the floor": `
 		define_policy floor 10 1 1s
