@@ -591,17 +591,8 @@ func outcome(d kit.Decision) string {
 }
 
 func (r *round) message(function string, args []argument) kit.Message {
-	statement := kit.Functions[function].Statement(function)
 	if !r.binary {
-		var sql strings.Builder
-		rest := statement
-		for i, a := range args {
-			before, after, _ := strings.Cut(rest, fmt.Sprintf("$%d", i+1))
-			sql.WriteString(before)
-			sql.WriteString(r.literal(a))
-			rest = after
-		}
-		return simple(sql.String() + rest)
+		return simple(r.sql(function, args))
 	}
 	formats, parameters := make([]int16, len(args)), make([][]byte, len(args))
 	for i, a := range args {
@@ -611,13 +602,26 @@ func (r *round) message(function string, args []argument) kit.Message {
 	}
 	m := extended(function, formats, parameters)
 	if r.oneIn(16) {
-		m = append(kit.Message{&pgproto3.Parse{Query: statement}}, extended("", formats, parameters)...)
+		m = append(kit.Message{&pgproto3.Parse{Query: kit.Functions[function].Statement(function)}}, extended("", formats, parameters)...)
 	}
 	return m
 }
 
+// sql is a call with its arguments.
+func (r fuzzed) sql(function string, args []argument) string {
+	var sql strings.Builder
+	rest := kit.Functions[function].Statement(function)
+	for i, a := range args {
+		before, after, _ := strings.Cut(rest, fmt.Sprintf("$%d", i+1))
+		sql.WriteString(before)
+		sql.WriteString(r.literal(a))
+		rest = after
+	}
+	return sql.String() + rest
+}
+
 // literal writes an argument in one of the ways that SQL has.
-func (r *round) literal(a argument) string {
+func (r fuzzed) literal(a argument) string {
 	s := string(a.text)
 	switch n, isNumber := a.value.(int64); {
 	case a.text == nil:

@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"strings"
+	"slices"
 	"testing"
 	"time"
 
@@ -17,13 +17,15 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Random calls of a client.Sharded, one after the other, get what the model of a single database answers.
+// Random calls of a client.Sharded, one after the other, get what the model of a single database answers. What it has no method for is
+// called in SQL, on the shard of the key.
 func TestTorture_ShardsModel(t *testing.T) {
 	pgtest.OncePerServer(t)
 	run := kit.Torture(t, 600)
 	s := kit.NewShards(t)
 	s.Each(func(db *kit.TestDB) { db.SetTimeZone("Europe/Berlin") })
-	c := &shardsCaller{s, s.Limiter(nil), newDrawn(rand.New(rand.NewPCG(kit.TestSeed(t), 0)))}
+	c := &shardsCaller{s, s.Limiter(nil), newDrawn(rand.New(rand.NewPCG(kit.TestSeed(t), 0))), nil}
+	s.Each(func(db *kit.TestDB) { c.wires = append(c.wires, db.Wire(t)) })
 	c.kinds, c.keys = []string{"bucket"}, nil
 	for shard := range s.Of() {
 		c.keys = append(c.keys, s.Key(shard, "x"), s.Key(shard, "y"))
@@ -44,8 +46,13 @@ func TestTorture_ShardsModel(t *testing.T) {
 			c.setTime(at)
 			continue
 		}
-		function := oneOf(c.fuzzed, shardedFunctions)
-		if strings.Contains("drop_policy define_policy", function) && !c.oneIn(4) {
+		function := oneOf(c.fuzzed, often)
+		switch arguments := kit.Functions[function].List(); {
+		case slices.Contains([]string{"acquire", "acquire_all", "define_policy", "drop_policy"}, function):
+		case len(arguments) < 2 || arguments[1].Name != "key" || kit.Functions[function].Quiet && function != "override": // not of one key
+			function = oneOf(c.fuzzed, []string{"acquire", "acquire_all"})
+		}
+		if function == "drop_policy" && !c.oneIn(4) {
 			continue
 		}
 		args := c.good(function)
@@ -57,10 +64,9 @@ func TestTorture_ShardsModel(t *testing.T) {
 		c.send(t, met, function, args)
 		run.Progress("%v", met)
 	}
-	for _, function := range shardedFunctions {
-		require.NotZero(t, met[function], function)
+	for _, what := range []string{"acquire", "acquire_all", "of several shards", "define_policy", "drop_policy"} {
+		require.NotZero(t, met[what], what)
 	}
-	require.NotZero(t, met["of several shards"])
 	run.Counts(met)
 }
 
@@ -69,6 +75,7 @@ type shardsCaller struct {
 	*kit.Shards
 	limiter *client.Sharded
 	*drawn
+	wires []*kit.Wire
 }
 
 // setTime stays within what RFC 3339 can say, with the longest override.
@@ -80,45 +87,81 @@ func (c *shardsCaller) setTime(now time.Time) {
 	c.Each(func(db *kit.TestDB) { db.SetClock(now) })
 }
 
-var shardedFunctions = []string{
-	"acquire", "acquire", "acquire_all", "acquire_all", "peek", "refund", "reserve", "charge", "settle", "acquire_up_to",
-	"reset", "define_policy", "drop_policy", "policies", "override", "remove_override", "overrides", "cleanup",
-}
-
 func (c *shardsCaller) send(t *testing.T, met map[string]int, function string, args []any) {
-	const longest = math.MaxInt64 / 1000
 	for i := range args { // what a time.Duration can hold
-		if s, ok := args[i].(kit.Span); ok && function != "reserve" {
-			args[i] = kit.SpanOf(min(s.Micros(), longest))
+		if s, ok := args[i].(kit.Span); ok {
+			args[i] = kit.SpanOf(min(s.Micros(), math.MaxInt64/1000))
 		}
 	}
+	met[function]++
 	name := fmt.Sprintf("%s %v", function, args)
+	call := &kit.Call{Function: function, Args: args, Model: c.Model, Now: c.now}
+	ctx := context.Background()
 	var told []kit.Decision
 	var err error
-	if function == "acquire_all" {
-		var apart bool
-		if told, apart, err = c.acquireAll(args); apart {
+	switch function {
+	case "acquire":
+		var d client.Decision
+		id, _ := args[3].(string)
+		d, err = kit.Request{BucketID: model.BucketID{Policy: args[0].(string), Key: args[1].(string)}, Cost: args[2].(int64), IdempotencyKey: id}.By(ctx, c.limiter)
+		told = []kit.Decision{kit.DecisionOf(d)}
+	case "acquire_all":
+		var w kit.Whole
+		w, err = call.Whole().By(ctx, c.limiter)
+		if slices.ContainsFunc(call.Whole().Charges, func(of model.Charge) bool {
+			return client.ShardOf(of.Key, c.Of()) != client.ShardOf(call.Whole().Charges[0].Key, c.Of())
+		}) {
 			require.ErrorIs(t, err, client.ErrSeveralShards)
 			met["of several shards"]++
 			return
 		}
-	} else {
-		told, err = c.call(function, args)
+		told = append([]kit.Decision{w.Decision}, w.Decisions...)
+	case "define_policy":
+		err = c.limiter.DefinePolicy(ctx, policyOf(args))
+	case "drop_policy":
+		err = c.limiter.DropPolicy(ctx, args[0].(string))
+	default:
+		want, wantErr := call.Answer()
+		code, _ := kit.Refusal(wantErr)
+		got := kit.NoError(c.wires[client.ShardOf(args[1].(string), c.Of())].Ask([]kit.Message{simple(c.sql(function, encodedArgs(function, args)))}))(t)[0]
+		require.Equal(t, code, got.Code, name)
+		if code == "" {
+			require.Equal(t, want, got.Rows, name)
+			c.saw(function, call.Told)
+		}
+		return
 	}
-	model := &kit.Call{Function: function, Args: args, Model: c.Model, Now: c.now}
-	_, want := model.Answer()
+	_, want := call.Answer()
 	code, _ := kit.Refusal(want)
 	require.Equal(t, code, kit.SQLState(err), "%s: %v", name, err)
 	require.Equal(t, code == "", err == nil, "%s: %v", name, err)
-	if met[function]++; err != nil {
-		return
-	}
 	for i := range told {
-		require.Equal(t, asDurations(model.Told[i]), told[i], name)
+		if err == nil {
+			require.Equal(t, asDurations(call.Told[i]), told[i], name)
+		}
 	}
-	c.saw(function, model.Told)
-	if function == "cleanup" {
-		c.compareLeft(t)
+	c.saw(function, call.Told)
+}
+
+func policyOf(args []any) client.Policy {
+	field := func(i int) int64 {
+		if n, ok := args[i].(int64); ok {
+			return cmp.Or(n, client.Zero)
+		}
+		return 0
+	}
+	length := func(i int) time.Duration {
+		s, _ := args[i].(kit.Span)
+		return time.Duration(s.Micros()) * kit.Us
+	}
+	choice := func(i int) client.Choice {
+		if b, ok := args[i].(bool); ok {
+			return kit.ChoiceOf(&b)
+		}
+		return client.Keep
+	}
+	return client.Policy{
+		Name: args[0].(string), Capacity: field(1), Refill: field(2), Every: length(3), Stepped: choice(4), Durable: choice(5), Remember: length(6), Shadow: choice(7),
 	}
 }
 
@@ -130,122 +173,4 @@ func asDurations(d kit.Decision) kit.Decision {
 		}
 	}
 	return d
-}
-
-func (c *shardsCaller) acquireAll(args []any) (told []kit.Decision, apart bool, err error) {
-	call := kit.Call{Function: "acquire_all", Args: args}
-	r := call.Whole()
-	for _, of := range r.Charges {
-		apart = apart || client.ShardOf(of.Key, c.Of()) != client.ShardOf(r.Charges[0].Key, c.Of())
-	}
-	w, err := r.By(context.Background(), c.limiter)
-	return append([]kit.Decision{w.Decision}, w.Decisions...), apart, err
-}
-
-func (c *shardsCaller) call(function string, args []any) (told []kit.Decision, err error) {
-	ctx := context.Background()
-	text := func(i int) string { s, _ := args[i].(string); return s }
-	number := func(i int) int64 { n, _ := args[i].(int64); return n }
-	// field is a number of a client.Policy or client.Override.
-	field := func(i int) int64 {
-		if args[i] == nil {
-			return 0
-		}
-		return cmp.Or(number(i), client.Zero)
-	}
-	length := func(i int) time.Duration {
-		if s, ok := args[i].(kit.Span); ok {
-			return time.Duration(s.Micros()) * kit.Us
-		}
-		return 0
-	}
-	choice := func(i int) client.Choice {
-		if b, ok := args[i].(bool); ok {
-			return kit.ChoiceOf(&b)
-		}
-		return client.Keep
-	}
-	var d client.Decision
-	spending := func(cost, atLeast int64, maxWait time.Duration, idempotencyKey int) ([]kit.Decision, error) {
-		s, err := kit.Spending{
-			Function: function, BucketID: model.BucketID{Policy: text(0), Key: text(1)}, Cost: cost, AtLeast: atLeast,
-			MaxWait: kit.Micros(maxWait), IdempotencyKey: text(idempotencyKey),
-		}.With(ctx, c.limiter)
-		return []kit.Decision{s.Decision}, err
-	}
-	switch function {
-	case "acquire":
-		d, err = kit.Request{BucketID: model.BucketID{Policy: text(0), Key: text(1)}, Cost: number(2), IdempotencyKey: text(3)}.By(ctx, c.limiter)
-	case "peek":
-		d, err = c.limiter.Peek(ctx, text(0), text(1), client.Cost(number(2)))
-	case "refund":
-		d, err = c.limiter.Refund(ctx, text(0), text(1), number(2))
-	case "charge":
-		return spending(number(2), 0, 0, 3)
-	case "settle":
-		return spending(number(3), 0, 0, 2)
-	case "reserve":
-		return spending(number(3), 0, length(2), 4)
-	case "acquire_up_to":
-		return spending(number(2), number(3), 0, 4)
-	case "reset":
-		return nil, c.limiter.Reset(ctx, text(0), text(1))
-	case "define_policy":
-		return nil, c.limiter.DefinePolicy(ctx, client.Policy{
-			Name: text(0), Capacity: field(1), Refill: field(2), Every: length(3), Stepped: choice(4), Durable: choice(5), Remember: length(6), Shadow: choice(7),
-		})
-	case "drop_policy":
-		return nil, c.limiter.DropPolicy(ctx, text(0))
-	case "override":
-		o := client.Override{Policy: text(0), Key: text(1), Capacity: field(2), Refill: field(3), Every: length(4)}
-		if at, ok := args[5].(kit.Instant); ok {
-			o.ExpiresAt = time.UnixMicro(int64(at))
-		}
-		return nil, c.limiter.Override(ctx, o)
-	case "remove_override":
-		had, err := c.limiter.RemoveOverride(ctx, text(0), text(1))
-		return []kit.Decision{{Allowed: had}}, err
-	case "policies":
-		all, err := c.limiter.Policies(ctx)
-		return nil, cmp.Or(err, sameNumber(len(c.Policies()), len(all)))
-	case "overrides":
-		args[0], args[1], args[2] = nil, nil, int64(math.MaxInt32)
-		live := 0
-		for _, o := range c.Overrides() {
-			if o.Live(c.now) {
-				live++
-			}
-		}
-		all, err := c.limiter.Overrides(ctx)
-		return nil, cmp.Or(err, sameNumber(live, len(all)))
-	case "cleanup":
-		return nil, kit.ErrorOf(c.limiter.Cleanup(ctx))
-	}
-	return []kit.Decision{kit.DecisionOf(d)}, err
-}
-
-func sameNumber(want, got int) error {
-	if want != got {
-		return fmt.Errorf("%d instead of %d", got, want)
-	}
-	return nil
-}
-
-// compareLeft takes the buckets without a row from the model.
-func (c *shardsCaller) compareLeft(t *testing.T) {
-	c.CleanUp(c.now)
-	left := map[string]bool{}
-	c.Each(func(db *kit.TestDB) {
-		for _, id := range kit.Column(t, db.DB, "select l.coalesce || ' ' || l.key from ("+leftQuery+") as l") {
-			left[id] = true
-		}
-	})
-	for _, id := range c.Buckets() {
-		if name := id.Policy + " " + id.Key; !left[name] {
-			require.True(t, c.Remove(c.now, id), "clean-up removed %v, which was not full", id)
-		} else {
-			delete(left, name)
-		}
-	}
-	require.Empty(t, left, "buckets that should have no row")
 }
