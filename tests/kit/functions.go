@@ -204,8 +204,8 @@ func init() {
 		"version":     {1, "", "ratelimit_version ~ '^[0-9]+[.][0-9]+'", "", false, says("t")},
 		"shard":       {1, "", "shard, of", "", false, says()},
 
-		"define_shard": {0, "shard:number of:number", "", "anything", false, nil}, // once in a database
-		"guard":        {0, "", "", "", false, nil},                               // a trigger
+		"define_shard": {0, "shard of:number", "", "anything", false, nil}, // once in a database
+		"guard":        {0, "", "", "", false, nil},                        // a trigger
 	}
 }
 
@@ -215,11 +215,50 @@ func says(rows ...string) func(*Call) ([]string, error) {
 	return func(*Call) ([]string, error) { return rows, nil }
 }
 
-// A Kind of arguments has a type, what refuses a value, and a literal to call with.
+// A Kind of arguments has a type, what refuses a value, and literals to call with, parted by bars.
 type Kind struct {
-	Type   string
-	Checks []check
-	Sample string
+	Type    string
+	Checks  []check
+	Samples string
+}
+
+// arraySamples are those of an array of a kind.
+var arraySamples = map[string]string{
+	"policy": "'{p,p}'", "key": "'{KEY,KEY.}'|'{KEY,KEY}'", "cost": "null|'{1,2}'|'{1,4000}'", "at_most": "'{1,1}'|'{1,4000}'", "size": "null|'{1,1}'|'{2}'",
+	"idempotency_key": "null|'{i1,i2}'|'{j1,j2}'",
+}
+
+// Samples are calls about policy p and the key KEY. The first has the first sample of each argument; then each has another in turn.
+func (f Function) Samples(name string) (calls []string) {
+	var first, options [][]string
+	for _, a := range f.List() {
+		samples := strings.Split(Kinds[a.Kind].Samples, "|")
+		switch {
+		case a.Array:
+			samples = slices.DeleteFunc(strings.Split(arraySamples[a.Kind], "|"), func(s string) bool { return !a.Nullable && s == "null" })
+		case a.Nullable && name != "override" && name != "define_policy":
+			samples = append([]string{"null"}, samples...)
+		case a.Nullable && !slices.Contains([]string{"capacity", "expires_at"}, a.Kind):
+			samples = []string{"null"}
+		}
+		first, options = append(first, samples[:1]), append(options, samples)
+	}
+	verb := "select from "
+	if strings.HasPrefix(f.Reads, "call") {
+		verb = "call "
+	}
+	call := func(args [][]string) {
+		calls = append(calls, verb+"ratelimit_"+name+"("+strings.Join(slices.Concat(args...), ", ")+")")
+	}
+	call(first)
+	for i, samples := range options {
+		for n := range samples[1:] {
+			args := slices.Clone(first)
+			args[i] = samples[n+1 : n+2]
+			call(args)
+		}
+	}
+	return calls
 }
 
 // A check is made in the order of its rank among those of all arguments of a call.
@@ -251,12 +290,12 @@ var Kinds = map[string]Kind{
 	"policy":          {"text", []check{{1, isName}}, "'p'"},
 	"key":             {"text", []check{{2, isName}}, "'KEY'"},
 	"holder":          {"text", []check{{3, isName}}, "'h'"},
-	"cost":            {"bigint", []check{{4, between(0, math.MaxInt64)}}, "2"},
+	"cost":            {"bigint", []check{{4, between(0, math.MaxInt64)}}, "2|5000"},
 	"charge":          {"bigint", []check{{4, between(0, math.MaxInt64)}, {6, between(0, MaxTokens)}}, "2"},
 	"slots":           {"bigint", []check{{4, between(1, math.MaxInt64)}}, "1"},
-	"idempotency_key": {"text", []check{{5, isName}}, "'i'"},
+	"idempotency_key": {"text", []check{{5, isName}}, "'i1'|'j1'"},
 	"granted":         {"text", []check{{5, func(value any) bool { return value == nil || isName(value) }}, {7, isName}}, "'i1'"},
-	"at_most":         {"bigint", []check{{6, between(1, math.MaxInt64)}}, "2"},
+	"at_most":         {"bigint", []check{{6, between(1, math.MaxInt64)}}, "2|20"},
 	"at_least":        {"bigint", []check{{7, between(1, math.MaxInt64)}}, "1"},
 	"max_wait":        {"interval", []check{{6, lasts(0, int64(MaxWaitOfReserve))}}, "'1 day'"},
 	"pause_for":       {"interval", []check{{6, lasts(1000, int64(MaxWaitOfReserve))}}, "'1 ms'"},
@@ -273,6 +312,7 @@ var Kinds = map[string]Kind{
 	"durable":         {"boolean", nil, "true"},
 	"shadow":          {"boolean", nil, "true"},
 	"max_rows":        {"integer", []check{{3, between(1, math.MaxInt32)}}, "10"},
+	"shard":           {"integer", nil, "0"},
 	"number":          {"integer", nil, "1"},
 	"size":            {"integer", nil, "1"},
 	"budget": {"interval", []check{{1, func(value any) bool {
