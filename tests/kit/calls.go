@@ -17,8 +17,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func IsReplayed(d Decision) bool { return d.Replayed }
-
 // A Querier is a pool, a connection or a transaction.
 type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
@@ -43,7 +41,7 @@ func (db *TestDB) Refused(code, sql string, args ...any) *pgconn.PgError {
 	return PgError(err)
 }
 
-// Take is acquire in a chain.
+// Take is Acquire in a chain.
 func (s *Session) Take(policy, key string, cost int64, idempotencyKey ...string) *Session {
 	s.Acquire(policy, key, cost, idempotencyKey...)
 	return s
@@ -57,19 +55,19 @@ func (s *Session) StartExec(sql string) *Pending {
 	})
 }
 
-// Policy is definePolicy in a chain.
+// Policy is DefinePolicy in a chain.
 func (db *TestDB) Policy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) *TestDB {
 	db.DefinePolicy(name, capacity, refill, every, opts...)
 	return db
 }
 
-// Take is acquire in a chain.
+// Take is Acquire in a chain.
 func (db *TestDB) Take(policy, key string, cost int64, idempotencyKey ...string) *TestDB {
 	db.Acquire(policy, key, cost, idempotencyKey...)
 	return db
 }
 
-// At is setClock in a chain.
+// At is SetClock in a chain.
 func (db *TestDB) At(now time.Time) *TestDB { db.SetClock(now); return db }
 
 // SendBatch sends requests in one call, and fails the test if the call fails.
@@ -218,7 +216,7 @@ func (r NullableRequest) Acquire(q Querier) (Decision, error) {
 }
 
 // Enforce sends the request to ratelimit_enforce, through a function that makes a denial of its error: see
-// catchDenials. The error does not tell reset_after, so a denial has none.
+// CatchDenials. The error does not tell reset_after, so a denial has none.
 func (r Request) Enforce(q Querier) (Decision, error) {
 	n := r.Nullable()
 	return Decide(q, "enforced($1, $2, $3, $4)", n.Policy, n.Key, n.Cost, n.IdempotencyKey)

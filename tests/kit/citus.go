@@ -100,7 +100,7 @@ type CitusDB []*TestDB
 
 func (db CitusDB) Coordinator() *TestDB { return db[0] }
 
-// StopClock lets setClock stop the clock of all nodes.
+// StopClock lets SetClock stop the clock of all nodes.
 func (db CitusDB) StopClock() {
 	db[0].Execute("create table public.test_clock (now timestamptz not null, row integer primary key)")
 	db[0].Execute("select create_reference_table('public.test_clock')")

@@ -13,7 +13,7 @@ import (
 )
 
 // Each turn is where PostgreSQL has it, to the microsecond, and is the next one until then.
-func TestCalendar(t *testing.T) {
+func TestCalendar_TurnsAreThoseOfPostgreSQL(t *testing.T) {
 	t.Parallel()
 	for _, c := range vectors.Turns {
 		calendar := model.Calendar{Period: model.Period(c.Period), Zone: c.Zone, Anchor: c.Anchor}

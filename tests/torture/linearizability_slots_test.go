@@ -17,8 +17,8 @@ import (
 )
 
 // Holders hold, renew and release slots of few keys at once, by clocks that disagree and jump, and leases end meanwhile. Their calls
-// have an order as those of TestTorture_Linearizability have, each by the last reading of the clock that it took.
-func TestTorture_LinearizabilityOfSlots(t *testing.T) {
+// have an order as those of TestTorture_LinearizabilityOfCallsOnBuckets have, each by the last reading of the clock that it took.
+func TestTorture_LinearizabilityOfCallsOnSlots(t *testing.T) {
 	run := kit.Torture(t, 40)
 	c := newSlotsChronicler(kit.NewDB(t), "slots durable", "slots ephemeral")
 	n := operationCounts{}

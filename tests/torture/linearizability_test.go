@@ -29,7 +29,7 @@ import (
 
 // Clients call everything there is on few buckets at once, by clocks that disagree and jump. Their calls can be put in an order, within the
 // time that each took, in which the model gives each of them the answer it got, in every field, by a clock reading it took.
-func TestTorture_Linearizability(t *testing.T) {
+func TestTorture_LinearizabilityOfCallsOnBuckets(t *testing.T) {
 	run := kit.Torture(t, 40)
 	c := newChronicler(kit.NewDB(t), "continuous durable", "stepped durable", "quota durable", "continuous ephemeral", "stepped ephemeral", "quota ephemeral")
 	n := operationCounts{}

@@ -20,7 +20,7 @@ import (
 // Every parameter that a plain role may set is tried at each of its values, or at both ends of its range. The decisions must be
 // those of a default session, and the parameter must keep its value. First all parameters are set at once, as often as it takes
 // to try each value. Then, while there is time, follow one value at a time and random values of all.
-func TestTorture_Settings(t *testing.T) {
+func TestTorture_SettingsChangeNoDecision(t *testing.T) {
 	run := kit.Torture(t, 10)
 	caller := kit.NewRole(t)
 	first := newSettingsDB(t, caller)

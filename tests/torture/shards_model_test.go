@@ -19,7 +19,7 @@ import (
 
 // Random calls of a client.Sharded, one after the other, get what the model of a single database answers. What it has no method for is
 // called in SQL, on the shard of the key.
-func TestTorture_ShardsModel(t *testing.T) {
+func TestTorture_ShardsAgreeWithTheModel(t *testing.T) {
 	pgtest.OncePerServer(t)
 	run := kit.Torture(t, 600)
 	s := kit.NewShards(t)
