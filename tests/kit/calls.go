@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -241,8 +242,57 @@ func (db *TestDB) CatchDenials() {
 // An Answer is a decision, or the error in its place.
 type Answer struct {
 	Decision *Decision
-	Taken    int64  // by acquire_up_to
-	Error    string // SQLSTATE, message, detail and hint
+	Taken    int64    // by acquire_up_to
+	Error    string   // SQLSTATE, message, detail and hint
+	Rows     []string // of Ask
+}
+
+// Ask makes a call of the call table. Its answer is the rows, as Call.Answer has them, and the decision if they begin with one. By
+// another name than the function's it calls what stands for it.
+func Ask(q RowsQuerier, function, name string, args []any) (a Answer, err error) {
+	sent := []any{pgx.QueryResultFormats{pgx.TextFormatCode}}
+	for _, arg := range args {
+		if s, ok := arg.(Span); ok {
+			arg = pgtype.Interval{Months: s.Months, Days: s.Days, Microseconds: s.Us, Valid: true}
+		}
+		sent = append(sent, arg)
+	}
+	rows, err := q.Query(context.Background(), strings.Replace(Functions[function].Statement(function), "ratelimit_"+function+"(", name+"(", 1), sent...)
+	if err != nil {
+		return a, err
+	}
+	defer rows.Close()
+	var texts []string
+	for rows.Next() {
+		var columns []string
+		for _, value := range rows.RawValues() {
+			columns = append(columns, string(value))
+		}
+		texts = append(texts, strings.Join(columns, "|"))
+	}
+	return AnswerOf(texts), rows.Err()
+}
+
+// AnswerOf reads the decision that rows begin with, if they do. Of a hold ResetAfter is HeldFor, as in Call.Told.
+func AnswerOf(rows []string) Answer {
+	a := Answer{Rows: rows}
+	if len(rows) == 0 || strings.Count(rows[0], "|") < 6 {
+		return a
+	}
+	columns := append(strings.Split(rows[0], "|"), "0")
+	number := func(i int) int64 {
+		if columns[i] == "" {
+			return int64(model.Never)
+		}
+		n, _ := strconv.ParseInt(columns[i], 10, 64) // of what SQL has cast to bigint
+		return n
+	}
+	a.Taken = number(7)
+	a.Decision = &Decision{
+		Allowed: columns[0] == "t", Remaining: number(1), RetryAfter: model.Micros(number(2)), ResetAfter: model.Micros(number(3)), Capacity: number(4),
+		Replayed: columns[5] == "t", Shadowed: columns[6] == "t",
+	}
+	return a
 }
 
 type RowsQuerier interface {
