@@ -72,7 +72,6 @@ func init() {
 		                          d.capacity, d.replayed, d.shadowed), '; ' order by d.n)
 		   from unnest(decisions) with ordinality as d (allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, n))`
 	wholes := "request, error_code, case when error_code <> '22023' then error_message end, " + whole
-	each := "request, error_code, error_message, " + decision
 	calendar := us("lease") + ", time_zone, " + us("anchor")
 
 	// What the arrays hold, each number of an element or a request once.
@@ -157,18 +156,11 @@ func init() {
 			w, err := c.whole(request{c.charges(), c.Args[3]})
 			return []string{wholeInColumns(w)}, err
 		}},
-		"acquire_many": {2, "policies:policy[] keys:key[] costs:cost[]? idempotency_keys:idempotency_key[]?", each, "tokens", false, func(c *Call) ([]string, error) {
-			return c.each("acquire", 7)
-		}},
-		"acquire_all_many": {1, "policies:policy[] keys:key[] costs:cost[]? sizes:size[] idempotency_keys:idempotency_key[]?", wholes, "tokens", true, func(c *Call) ([]string, error) {
+		"acquire_many": {3, "policies:policy[] keys:key[] costs:cost[]? idempotency_keys:idempotency_key[]? sizes:size[]?", wholes, "tokens", true, func(c *Call) ([]string, error) {
 			return c.wholes()
 		}},
 		"acquire_packed": {2, "policies:policy[] keys:key[] costs:cost[]? sizes:size[]? idempotency_keys:idempotency_key[]?", packed, "tokens", true, func(c *Call) ([]string, error) {
 			return c.packed()
-		}},
-		"peek_many": {2, "policies:policy[] keys:key[] costs:cost[]?", each, "", false, func(c *Call) ([]string, error) { return c.each("peek", 7) }},
-		"acquire_up_to_many": {2, "policies:policy[] keys:key[] at_most:at_most[]", each + ", taken", "tokens", false, func(c *Call) ([]string, error) {
-			return c.each("acquire_up_to", 8)
 		}},
 
 		"hold": {3, "policy key holder cost:slots", "allowed, remaining, " + us("retry_after") + ", " + us("held_for") + ", capacity, renewed, shadowed", "slots", false, func(c *Call) ([]string, error) {
@@ -634,45 +626,28 @@ func (c *Call) Whole() (r WholeRequest) {
 	return r
 }
 
-// requests are the charges cut by the sizes, or one each, and the idempotency keys, which are the last argument.
+// requests are the charges cut by the sizes, or one each, and the idempotency keys.
 func (c *Call) requests() (all []request) {
 	charges, single := c.charges(), int64(1)
 	sizes, haveSizes := c.sizes()
 	if !haveSizes {
 		sizes = slices.Repeat([]*int64{&single}, len(charges))
 	}
-	idempotencyKeys, haveKeys := c.Args[len(c.Args)-1].([]*string)
+	var idempotencyKeys []*string
+	for i, a := range Functions[c.Function].List() {
+		if a.Kind == "idempotency_key" {
+			idempotencyKeys, _ = c.Args[i].([]*string)
+		}
+	}
 	for i, size := range sizes {
 		q := request{charges: charges[:*size]}
 		charges = charges[*size:]
-		if haveKeys && len(c.Args) > 3 {
+		if idempotencyKeys != nil {
 			q.idempotencyKey = valueOf(idempotencyKeys[i])
 		}
 		all = append(all, q)
 	}
 	return all
-}
-
-// each answers every request by the function of one. An error has so many columns that are null.
-func (c *Call) each(of string, columns int) (rows []string, err error) {
-	for i, q := range c.requests() {
-		one := Call{Function: of, Model: c.Model, Now: c.Now}
-		for _, a := range Functions[of].List() {
-			one.Args = append(one.Args, map[string]any{
-				"policy": q.charges[0].policy, "key": q.charges[0].key, "cost": q.charges[0].cost, "at_most": q.charges[0].cost, "at_least": int64(1),
-				"idempotency_key": q.idempotencyKey,
-			}[a.Name])
-		}
-		answer, err := one.Answer()
-		c.Told = append(c.Told, one.Told...)
-		code, message := Refusal(err)
-		c.Codes = append(c.Codes, code)
-		if err != nil {
-			answer = []string{strings.Repeat("|", columns-1)}
-		}
-		rows = append(rows, fmt.Sprintf("%d|%s|%s|%s", i+1, code, message, answer[0]))
-	}
-	return rows, nil
 }
 
 // whole makes a request of several charges.
@@ -710,13 +685,17 @@ func (c *Call) whole(q request) (Whole, error) {
 }
 
 func (c *Call) wholes() (rows []string, err error) {
+	_, haveSizes := c.sizes()
 	for i, q := range c.requests() {
 		w, err := c.whole(q)
 		code, message := Refusal(err)
 		c.Codes = append(c.Codes, code)
 		columns := "||||||||" // none
-		if err == nil {
+		switch {
+		case err == nil && haveSizes:
 			columns = wholeInColumns(w)
+		case err == nil:
+			columns = inColumns(w.Decision) + "||"
 		}
 		rows = append(rows, fmt.Sprintf("%d|%s|%s|%s", i+1, code, message, columns))
 	}

@@ -391,9 +391,6 @@ func (d *drawn) arrays(arguments []kit.Argument) []any {
 	if sized && d.oneIn(3) {
 		requests = slices.Insert(requests, d.IntN(len(requests)+1), kit.WholeRequest{})
 	}
-	if len(arguments) == 3 { // of which none is taken by a key, so that it may be empty
-		requests = requests[d.IntN(len(requests)):]
-	}
 	return arraysOf(arguments, requests, sized)
 }
 
@@ -420,11 +417,6 @@ func arraysOf(arguments []kit.Argument, requests []kit.WholeRequest, sized bool)
 			value = policies
 		case "key":
 			value = keys
-		case "at_most":
-			for _, cost := range costs {
-				*cost = max(1, *cost)
-			}
-			value = costs
 		case "cost":
 			if !plain {
 				value = costs
