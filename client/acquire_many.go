@@ -2,7 +2,6 @@ package client
 
 import (
 	"context"
-	"sync"
 	"time"
 )
 
@@ -120,51 +119,6 @@ func (l *Leaser) AcquireMany(ctx context.Context, requests []Request) []Answer {
 			l.learn(found[i], requests[i].request(), answers[i].Decision)
 		}
 	}
-	return answers
-}
-
-// AcquireMany is [Combiner.AcquireMany] on the shards of the keys, at the same time.
-//
-// Errors: as [Sharded.Acquire].
-func (s *Sharded) AcquireMany(ctx context.Context, requests []Request) []Answer {
-	bucketOf := func(r Request) bucket { return bucket{r.Policy, r.Key} }
-	return askShards(ctx, s, verbAcquire, requests, bucketOf, func(on *shard, own []Request) []Answer { return on.AcquireMany(ctx, own) })
-}
-
-// askShards asks each shard, once it is known to be this shard, for the requests of its keys. The shards are asked at the same time.
-func askShards[R, A any, P interface {
-	*A
-	common() *Answer
-}](ctx context.Context, s *Sharded, verb string, requests []R, bucketOf func(R) bucket, ask func(*shard, []R) []A) []A {
-	of := make([][]int, len(s.shards))
-	for i, r := range requests {
-		n := ShardOf(bucketOf(r).key, len(s.shards))
-		of[n] = append(of[n], i)
-	}
-	answers := make([]A, len(requests))
-	var asking sync.WaitGroup
-	for n, shard := range s.shards {
-		if len(of[n]) > 0 {
-			asking.Go(func() {
-				answerSome(answers, requests, of[n], func(own []R) []A {
-					some := make([]A, len(own))
-					if err := shard.check(ctx); err == nil {
-						some = ask(shard, own)
-					} else {
-						for i, r := range own {
-							*P(&some[i]).common() = Answer{Operation: verb, Policy: bucketOf(r).policy, Err: err}
-						}
-					}
-					for i := range some {
-						a := P(&some[i]).common()
-						a.Err = shard.failed(a.Err)
-					}
-					return some
-				})
-			})
-		}
-	}
-	asking.Wait()
 	return answers
 }
 

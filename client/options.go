@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync/atomic"
 )
 
 // An Option changes a limiter when it is made. [New], [CheckShard] and [CheckAlone] take [Schema], [NoFlush], [DenialCache],
@@ -128,7 +127,7 @@ type config struct {
 	schema  string
 	noFlush bool
 	denials bool
-	alone   *alone
+	place   *place
 	hooks   Hooks
 	calls   int // of a Combiner
 	waiting int // of a Combiner
@@ -200,9 +199,7 @@ func Observe(hooks Hooks) Option { return option{set: func(c *config) { c.hooks 
 // Alone makes the first call ask whether the database is one of several shards, and calls fail with [ErrWrongShard] if it is: a
 // program that was given the URL of a shard by mistake would find full buckets there. The role needs EXECUTE on ratelimit_shard.
 // [CheckAlone] asks for each connection. Alone is not for a [Sharded]. Defaults to asking nothing.
-func Alone() Option { return option{set: func(c *config) { c.alone = new(alone) }} }
-
-type alone struct{ isChecked atomic.Bool }
+func Alone() Option { return at(0, alone) }
 
 // CallsInFlight bounds how many calls a [Combiner] has under way at a time, 1 or more, and with it the
 // connections it uses. A call keeps one core of the server busy. Two calls keep the server busy while the

@@ -120,24 +120,3 @@ func (r manyRow) answer(verb string) (Decision, error) {
 	}
 	return decisionOf(numbers), nil
 }
-
-// PeekMany is [Limiter.PeekMany] on the shards of the keys, at the same time.
-//
-// Errors: as [Sharded.Acquire].
-func (s *Sharded) PeekMany(ctx context.Context, charges []Charge) []Answer {
-	return askShards(ctx, s, verbPeek, charges, bucketOfCharge, func(on *shard, own []Charge) []Answer { return on.PeekMany(ctx, own) })
-}
-
-// AcquireUpToMany is [Limiter.AcquireUpToMany] on the shards of the keys, at the same time.
-//
-// Errors: as [Sharded.Acquire].
-func (s *Sharded) AcquireUpToMany(ctx context.Context, charges []Charge) []PartialAnswer {
-	return askShards(ctx, s, verbAcquireUpTo, charges, bucketOfCharge, func(on *shard, own []Charge) []PartialAnswer {
-		return on.AcquireUpToMany(ctx, own)
-	})
-}
-
-func bucketOfCharge(c Charge) bucket { return bucket{c.Policy, c.Key} }
-
-// common is the part that answers of all kinds have.
-func (a *Answer) common() *Answer { return a }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -63,17 +64,45 @@ func CheckAlone(opts ...Option) func(context.Context, *pgx.Conn) error {
 	config := newConfig("CheckAlone", aLimiter, opts)
 	return func(ctx context.Context, conn *pgx.Conn) error {
 		l := newLimiter(conn, config)
-		return l.checkAlone(ctx)
+		return l.checkShard(ctx, 0, alone)
 	}
 }
 
-// checkShard returns an error unless the database is the shard of this number.
+// alone is the number of shards of a database that is not one of several.
+const alone = 0
+
+// A place is the shard that a limiter's database must be. It is checked before the first call.
+type place struct {
+	shard, of int
+	isChecked atomic.Bool
+}
+
+// at is the option of a limiter that must be in a place. Limiters with the same options are each checked.
+func at(shard, of int) Option { return option{set: func(c *config) { c.place = &place{shard: shard, of: of} }} }
+
+// checkPlace returns an error if the database is in another place than the limiter's.
+func (l *limiter) checkPlace(ctx context.Context) error {
+	if l.place == nil || l.place.isChecked.Load() {
+		return nil
+	}
+	err := l.checkShard(ctx, l.place.shard, l.place.of)
+	if err == nil {
+		l.place.isChecked.Store(true)
+	}
+	return err
+}
+
+// checkShard returns an error unless the database is the shard of this number, or alone.
 func (l *limiter) checkShard(ctx context.Context, shard, of int) error {
 	where, isShard, isOf, err := l.whichShard(ctx)
 	if err != nil {
 		return err
 	}
 	switch {
+	case of == alone && isOf > 1:
+		err = fmt.Errorf("%w: %s is shard %d of %d: buckets of most keys are elsewhere, and would be full here. List all %d databases, in "+
+			"SHARD_URLS for pgratelimit and for NewSharded in Go", ErrWrongShard, where, isShard, isOf, isOf)
+	case of == alone:
 	case isOf == 0:
 		err = fmt.Errorf("%w: %s is no shard. If it is new and meant to be this one, run there: select ratelimit_define_shard(%d, %d);",
 			ErrWrongShard, where, shard, of)
@@ -87,26 +116,13 @@ func (l *limiter) checkShard(ctx context.Context, shard, of int) error {
 	return failed(verbCheck, err)
 }
 
-// checkAlone returns an error if the database has a part of the keys only.
-func (l *limiter) checkAlone(ctx context.Context) error {
-	where, shard, of, err := l.whichShard(ctx)
-	if err != nil {
-		return err
-	}
-	if of > 1 {
-		err = fmt.Errorf("%w: %s is shard %d of %d: buckets of most keys are elsewhere, and would be full here. List all %d databases, in "+
-			"SHARD_URLS for pgratelimit and for NewSharded in Go", ErrWrongShard, where, shard, of, of)
-	}
-	return failed(verbCheck, err)
-}
-
 // whichShard returns a name of the database, its shard number, and the number of shards: 0 if it is no shard.
 func (l *limiter) whichShard(ctx context.Context) (where string, shard, of int, err error) {
 	var database string
 	var host pgtype.Text
 	var port, isShard, isOf pgtype.Int8
 	asks := *l
-	asks.alone = nil
+	asks.place = nil
 	err = asks.query(ctx, call{
 		verb: verbCheck,
 		columns: "pg_catalog.current_database()::text, pg_catalog.host(pg_catalog.inet_server_addr()), pg_catalog.inet_server_port()::bigint, " +

@@ -38,25 +38,6 @@ func TestPeekMany_IsAPeekOfEach(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 }
 
-func TestPeekMany_AsksTheShardsOfItsKeys(t *testing.T) {
-	t.Parallel()
-	s := newShards(t, 2)
-	limiter := s.open(t)
-	require.NoError(t, limiter.DefinePolicy(t.Context(), client.Policy{Name: "never", Capacity: 10, Refill: client.Zero, Every: time.Second}))
-	var charges []client.Charge
-	for shard := range s.dbs {
-		key := keyOn(shard, len(s.dbs))
-		require.NoError(t, kit.ErrorOf(limiter.Acquire(t.Context(), "never", key, client.Cost(int64(3+shard)))))
-		charges = append(charges, client.Charge{Policy: "never", Key: key}, client.Charge{Policy: "never", Key: key, Cost: client.Cost(7)})
-	}
-	requirePeeksOfEach(t, "shards", limiter, append(charges, client.Charge{Policy: "none", Key: charges[0].Key}))
-	answers := limiter.AcquireUpToMany(t.Context(), append(charges, client.Charge{Policy: "none", Key: charges[0].Key}))
-	for shard := range s.dbs {
-		require.EqualValues(t, []int64{1, int64(6 - shard)}, []int64{answers[2*shard].Taken, answers[2*shard+1].Taken}, "shard %d", shard)
-	}
-	require.ErrorIs(t, answers[len(charges)].Err, client.ErrUnknownPolicy)
-}
-
 // fillForMany defines policies of every kind, with buckets in use.
 func fillForMany(t *testing.T, name string, limiter *client.Limiter) {
 	for _, p := range []client.Policy{
@@ -124,7 +105,7 @@ func TestAcquireUpToMany_IsAnAcquireUpToOfEach(t *testing.T) {
 	require.ErrorIs(t, answers[1].Err, client.ErrInvalidArgument, "text that the server cannot read")
 }
 
-// A peeker is a Limiter or a Sharded.
+// A peeker is a Limiter or a Combiner.
 type peeker interface {
 	Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error)
 	PeekMany(ctx context.Context, charges []client.Charge) []client.Answer

@@ -24,7 +24,7 @@ import (
 // Random calls, one after the other, get from SQL what the model answers, in every field. Each request of a batch has an answer of its own.
 func TestTorture_ModelAgreesWithSQL(t *testing.T) {
 	agreeWithSQL(t, allKinds, []meeting{
-		{toMeet, func(m *modelRun, t *rapid.T) { m.meetAll(t, m, "x", "y") }},
+		{toMeet, func(m *modelRun, t *rapid.T) { m.meetAll(t, "x", "y") }},
 		{toMeetOfQuotas, (*modelRun).meetQuotas},
 		{[]string{"pauses"}, (*modelRun).meetPauses},
 		{toMeetOfSlots, (*modelRun).meetSlots},
@@ -254,10 +254,6 @@ func (f *failing) FailNow()              { f.failed = true; runtime.Goexit() }
 // A modelRun makes every call twice, to SQL and to the model.
 type modelRun struct {
 	session *kit.Session
-	buckets *rapid.Generator[model.BucketID]
-	clock   func(now time.Time)
-	ask     func(kit.Spending) (kit.Spent, error)
-	told    func(kit.Decision) kit.Decision // what of the model's decision ask can tell
 	only    kindOfRun
 	model   *model.Model
 	saved   []*model.Model // what a transaction can go back to: its begin, and its savepoints
@@ -292,20 +288,18 @@ const emptyTables = `
 func newModelRun(t *rapid.T, s *kit.Session, met sightings, only kindOfRun) *modelRun {
 	s.Execute(emptyTables)
 	m := &modelRun{
-		only:    only,
-		session: s, buckets: bucketIDs, clock: s.Db.SetClock, model: model.New(), met: met,
-		ask: func(of kit.Spending) (kit.Spent, error) { return of.By(s) }, told: func(d kit.Decision) kit.Decision { return d },
+		only: only, session: s, model: model.New(), met: met,
 	}
-	m.Begin(t, m)
+	m.begin(t)
 	return m
 }
 
 // begin defines the policies at t0.
-func (m *modelRun) Begin(t *rapid.T, calls modelCalls) {
+func (m *modelRun) begin(t *rapid.T) {
 	m.setClock(t, kit.T0)
 	for _, name := range policyNames {
 		for known := false; !known; _, known = m.model.Policy(name) { // not every definition can be
-			calls.define(t, name)
+			m.define(t, name)
 		}
 	}
 }
@@ -478,32 +472,23 @@ func orNil[T any](values *rapid.Generator[T]) *rapid.Generator[*T] {
 
 func atMost9e12(n int64) int64 { return min(n, kit.MaxTokens) }
 
-// modelCalls are those that a database and a client.Sharded make each in its way.
-type modelCalls interface {
-	define(t *rapid.T, name string)
-	defineAs(t *rapid.T, name string, def model.Definition)
-	setOverride(t *rapid.T, id model.BucketID, n model.Numbers, expires time.Time)
-	sendOne(t *rapid.T, r kit.WholeRequest)
-	cleanUp(t *rapid.T)
-}
-
 // meetAll gets each kind of answer at least once, so that no run depends on its luck. Policies d and g are alike, e is their
 // shadow, and f is unknown.
-func (m *modelRun) meetAll(t *rapid.T, calls modelCalls, x, y string) {
+func (m *modelRun) meetAll(t *rapid.T, x, y string) {
 	limit := model.Numbers{Capacity: new(int64(10)), Refill: new(int64(1)), Every: new(model.Micros(1_000_000))}
 	of := func(policy, key string, cost int64) model.Charge {
 		return model.Charge{BucketID: model.BucketID{Policy: policy, Key: key}, Cost: cost}
 	}
 	ask := func(idempotencyKey string, charges ...model.Charge) {
-		calls.sendOne(t, kit.WholeRequest{Charges: charges, IdempotencyKey: idempotencyKey})
+		m.sendOne(t, kit.WholeRequest{Charges: charges, IdempotencyKey: idempotencyKey})
 	}
 	spend := func(function, idempotencyKey string, c model.Charge, atLeast int64, maxWait model.Micros) {
 		m.sendSpending(t, kit.Spending{Function: function, BucketID: c.BucketID, Cost: c.Cost, AtLeast: atLeast, MaxWait: maxWait, IdempotencyKey: idempotencyKey})
 	}
-	calls.defineAs(t, "f", model.Definition{}) // 22023
-	calls.defineAs(t, "d", model.Definition{Numbers: limit})
-	calls.defineAs(t, "e", model.Definition{Numbers: limit, Shadow: new(true)})
-	calls.defineAs(t, "g", model.Definition{Numbers: limit})
+	m.defineAs(t, "f", model.Definition{}) // 22023
+	m.defineAs(t, "d", model.Definition{Numbers: limit})
+	m.defineAs(t, "e", model.Definition{Numbers: limit, Shadow: new(true)})
+	m.defineAs(t, "g", model.Definition{Numbers: limit})
 
 	ask("", of("f", x, 1)) // RL001
 	ask("i", of("d", x, 2))
@@ -545,12 +530,12 @@ func (m *modelRun) meetAll(t *rapid.T, calls modelCalls, x, y string) {
 	spend("acquire_up_to", "", of("e", x, 6), 5, 0)      // shadowed
 
 	expires := m.now.Add(time.Minute)
-	calls.setOverride(t, model.BucketID{Policy: "g", Key: x}, model.Numbers{Capacity: new(int64(20))}, expires)
+	m.setOverride(t, model.BucketID{Policy: "g", Key: x}, model.Numbers{Capacity: new(int64(20))}, expires)
 	ask("", of("g", x, 1))
 	m.setClock(t, expires)
 	ask("", of("g", x, 1))
 	m.setClock(t, expires.Add(time.Hour))
-	calls.cleanUp(t)
+	m.cleanUp(t)
 	require.Empty(t, m.met.lacks(toMeet))
 }
 
@@ -749,7 +734,7 @@ func (m *modelRun) seeFills(by string, change func()) {
 
 // changeOrRemove makes calls that would leave little to compare if they were frequent.
 func (m *modelRun) changeOrRemove(t *rapid.T) {
-	id := m.buckets.Draw(t, "bucket")
+	id := bucketIDs.Draw(t, "bucket")
 	switch rapid.SampledFrom([]string{"define", "define again", "reset", "reset all", "drop"}).Draw(t, "what") {
 	case "define", "define again":
 		m.define(t, id.Policy)
@@ -782,7 +767,7 @@ var idempotencyKeys = rapid.SampledFrom([]string{"", "", "1", "2"})
 
 // charge draws one of n in a request. A request of many should have some hope.
 func (m *modelRun) charge(t *rapid.T, n int) model.Charge {
-	id := m.buckets.Draw(t, "bucket")
+	id := bucketIDs.Draw(t, "bucket")
 	if n > 1 && !seldom.Draw(t, "much") {
 		p, _ := m.model.Policy(id.Policy)
 		return model.Charge{BucketID: id, Cost: rapid.OneOf(rapid.Int64Range(0, 3), rapid.Int64Range(0, p.Capacity/int64(n))).Draw(t, "amount")}
@@ -966,7 +951,7 @@ func (m *modelRun) remembered(r kit.WholeRequest) kit.WholeRequest {
 
 // override sets, removes or lists overrides.
 func (m *modelRun) override(t *rapid.T) {
-	id := m.buckets.Draw(t, "bucket")
+	id := bucketIDs.Draw(t, "bucket")
 	switch rapid.SampledFrom([]string{"set", "set", "set", "remove", "list"}).Draw(t, "what") {
 	case "set":
 		p, _ := m.model.Policy(id.Policy)
@@ -1049,7 +1034,7 @@ func (m *modelRun) listOverrides(t *rapid.T, id model.BucketID) {
 }
 
 func (m *modelRun) peek(t *rapid.T) {
-	id := m.buckets.Draw(t, "bucket")
+	id := bucketIDs.Draw(t, "bucket")
 	m.sendPeek(t, id, m.amount(t, id.Policy))
 }
 
@@ -1082,7 +1067,7 @@ func (m *modelRun) sendUpToMany(t *rapid.T, requests []kit.NullableRequest) {
 // few draws a request of each of several buckets, or of one twice.
 func (m *modelRun) few(t *rapid.T) (requests []kit.NullableRequest) {
 	for range rapid.IntRange(0, 5).Draw(t, "requests") {
-		id := m.buckets.Draw(t, "bucket")
+		id := bucketIDs.Draw(t, "bucket")
 		requests = append(requests, kit.RequestOf(id.Policy, id.Key, m.amount(t, id.Policy)))
 	}
 	return requests
@@ -1107,7 +1092,7 @@ func (m *modelRun) askMany(
 }
 
 func (m *modelRun) refund(t *rapid.T) {
-	id := m.buckets.Draw(t, "bucket")
+	id := bucketIDs.Draw(t, "bucket")
 	m.sendRefund(t, id, m.amount(t, id.Policy))
 }
 
@@ -1120,7 +1105,7 @@ func (m *modelRun) sendRefund(t *rapid.T, id model.BucketID, amount int64) {
 // pause stops a bucket, mostly for a time after which there is something to see.
 func (m *modelRun) pause(t *rapid.T) {
 	pauses := rapid.OneOf(rapid.SampledFrom([]model.Micros{1_000, 1_001, 50_000, 1_000_000, 10_000_000, kit.Day}), spans)
-	m.sendPause(t, m.buckets.Draw(t, "bucket"), pauses.Draw(t, "for"))
+	m.sendPause(t, bucketIDs.Draw(t, "bucket"), pauses.Draw(t, "for"))
 }
 
 func (m *modelRun) sendPause(t *rapid.T, id model.BucketID, pauseFor model.Micros) {
@@ -1137,7 +1122,7 @@ func (m *modelRun) sendPause(t *rapid.T, id model.BucketID, pauseFor model.Micro
 func (m *modelRun) spend(t *rapid.T) {
 	s := kit.Spending{
 		Function: rapid.SampledFrom([]string{"charge", "reserve", "reserve", "acquire_up_to"}).Draw(t, "function"),
-		BucketID: m.buckets.Draw(t, "bucket"), IdempotencyKey: idempotencyKeys.Draw(t, "idempotency key"),
+		BucketID: bucketIDs.Draw(t, "bucket"), IdempotencyKey: idempotencyKeys.Draw(t, "idempotency key"),
 	}
 	s.Cost = m.amount(t, s.Policy)
 	switch s.Function {
@@ -1171,7 +1156,7 @@ func (m *modelRun) spend(t *rapid.T) {
 // settle settles a grant, if there is one; now and then as it did before.
 func (m *modelRun) settle(t *rapid.T) {
 	s := kit.Spending{
-		Function: "settle", BucketID: m.buckets.Draw(t, "bucket"),
+		Function: "settle", BucketID: bucketIDs.Draw(t, "bucket"),
 		IdempotencyKey: rapid.SampledFrom([]string{"1", "2"}).Draw(t, "idempotency key"),
 	}
 	if len(m.settled) > 0 && rapid.Bool().Draw(t, "again") {
@@ -1194,11 +1179,11 @@ func (m *modelRun) sendSpending(t *rapid.T, s kit.Spending) {
 	default:
 		want, wantErr = s.Of(m.model, m.now)
 	}
-	got, err := m.ask(s)
+	got, err := s.By(m.session)
 	if m.sameError(t, wantErr, err); err != nil {
 		return
 	}
-	require.Equal(t, kit.Spent{Decision: m.told(want.Decision), Taken: want.Taken}, got, "%v", s)
+	require.Equal(t, kit.Spent{Decision: want.Decision, Taken: want.Taken}, got, "%v", s)
 	m.met["answers that agree in every field"]++
 	m.met[s.Function+": "+s.KindOf(want, before)]++
 	if p, _ := m.model.Policy(s.Policy); p.IsQuota() {
@@ -1277,7 +1262,7 @@ func (m *modelRun) setClock(t *rapid.T, now time.Time) {
 		t.Skip("PostgreSQL's calendar would soon end")
 	}
 	m.seeFills(" by a turn", func() { m.now = now })
-	m.clock(now)
+	m.session.Db.SetClock(now)
 }
 
 func (m *modelRun) amount(t *rapid.T, policy string) int64 {

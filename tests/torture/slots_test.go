@@ -136,7 +136,7 @@ func (m *modelRun) meetSlots(t *rapid.T) {
 var holders = rapid.SampledFrom([]string{"a", "b", "c", "d", "e"})
 
 func (m *modelRun) hold(t *rapid.T) {
-	id := m.buckets.Draw(t, "bucket")
+	id := bucketIDs.Draw(t, "bucket")
 	cost := rapid.OneOf(rapid.Int64Range(1, 3), rapid.Just[int64](1), rapid.Int64Range(-1, 10_001)).Draw(t, "cost")
 	m.sendHold(t, id, holders.Draw(t, "holder"), cost)
 }
@@ -174,7 +174,7 @@ func (m *modelRun) sendHold(t *rapid.T, id model.BucketID, holder string, cost i
 }
 
 func (m *modelRun) renew(t *rapid.T) {
-	m.sendRenew(t, m.buckets.Draw(t, "bucket"), holders.Draw(t, "holder"))
+	m.sendRenew(t, bucketIDs.Draw(t, "bucket"), holders.Draw(t, "holder"))
 }
 
 func (m *modelRun) sendRenew(t *rapid.T, id model.BucketID, holder string) {
@@ -194,7 +194,7 @@ func (m *modelRun) sendRenew(t *rapid.T, id model.BucketID, holder string) {
 }
 
 func (m *modelRun) release(t *rapid.T) {
-	m.sendRelease(t, m.buckets.Draw(t, "bucket"), holders.Draw(t, "holder"))
+	m.sendRelease(t, bucketIDs.Draw(t, "bucket"), holders.Draw(t, "holder"))
 }
 
 func (m *modelRun) sendRelease(t *rapid.T, id model.BucketID, holder string) {
@@ -211,7 +211,7 @@ func (m *modelRun) sendRelease(t *rapid.T, id model.BucketID, holder string) {
 
 // meetTheEnd has a holder come at the end of its lease, or a microsecond beside it. Among several keys and holders calls seldom do.
 func (m *modelRun) meetTheEnd(t *rapid.T) {
-	id := m.buckets.Draw(t, "bucket")
+	id := bucketIDs.Draw(t, "bucket")
 	all := m.model.Leases(id)
 	if len(all) == 0 {
 		t.Skip("nobody holds")
@@ -230,7 +230,7 @@ func (m *modelRun) meetTheEnd(t *rapid.T) {
 
 // listHolders compares those of one key, one policy, or all.
 func (m *modelRun) listHolders(t *rapid.T) {
-	id := m.buckets.Draw(t, "bucket")
+	id := bucketIDs.Draw(t, "bucket")
 	var policy, key *string
 	if _, known := m.model.Policy(id.Policy); known && rapid.Bool().Draw(t, "of one policy") {
 		policy = &id.Policy

@@ -62,7 +62,7 @@ func (s *Service) one(ctx context.Context, o Operation, r Request, shares bool, 
 // Acquire takes Cost tokens, or 1, from one bucket if it holds enough.
 func (s *Service) Acquire(ctx context.Context, r Request) (client.Decision, error) {
 	return s.one(ctx, Acquire, r, r.canShare(), func(ctx context.Context, policy string) (client.Decision, error) {
-		return s.limiter.Acquire(ctx, policy, r.Key, r.options()...)
+		return s.databases.On(r.Key).Acquire(ctx, policy, r.Key, r.options()...)
 	})
 }
 
@@ -96,7 +96,7 @@ func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.Join
 		if len(charges) == 0 {
 			return "", client.Decision{}, missing("charges")
 		}
-		if d, err = s.limiter.AcquireAll(ctx, charges, opts...); err != nil {
+		if d, err = s.databases.AcquireAll(ctx, charges, opts...); err != nil {
 			return "", client.Decision{}, err
 		}
 		return charges[d.Binding].Policy, d.Decision, nil
@@ -110,7 +110,7 @@ func (s *Service) Charge(ctx context.Context, r Request) (client.Decision, error
 		if r.Cost == nil {
 			return client.Decision{}, missing("cost")
 		}
-		return s.limiter.Charge(ctx, policy, r.Key, *r.Cost, Request{IdempotencyKey: r.IdempotencyKey}.options()...)
+		return s.databases.On(r.Key).Charge(ctx, policy, r.Key, *r.Cost, Request{IdempotencyKey: r.IdempotencyKey}.options()...)
 	})
 }
 
@@ -124,7 +124,7 @@ func (s *Service) AcquireUpTo(ctx context.Context, r Request) (d client.PartialD
 		if r.AtLeast != nil {
 			opts = append(opts, client.AtLeast(*r.AtLeast))
 		}
-		d, err = s.limiter.AcquireUpTo(ctx, policy, r.Key, *r.Cost, opts...)
+		d, err = s.databases.On(r.Key).AcquireUpTo(ctx, policy, r.Key, *r.Cost, opts...)
 		return d.Decision, err
 	})
 	return d, err
@@ -139,7 +139,7 @@ func (s *Service) Reserve(ctx context.Context, r Request) (d client.Reservation,
 		if r.Time.Duration%time.Microsecond != 0 {
 			return client.Decision{}, Invalid("invalid max_wait", fmt.Sprintf("max_wait is %v.", r.Time.Duration), "Wait for whole microseconds, up to 365 days.")
 		}
-		d, err = s.limiter.Reserve(ctx, policy, r.Key, r.Time.Duration, r.options()...)
+		d, err = s.databases.On(r.Key).Reserve(ctx, policy, r.Key, r.Time.Duration, r.options()...)
 		return client.Decision{Allowed: d.Allowed, Replayed: d.Replayed, Shadowed: d.Shadowed}, err
 	})
 	return d, err
@@ -154,14 +154,14 @@ func (s *Service) Settle(ctx context.Context, r Request) (client.Decision, error
 		case r.Cost == nil:
 			return client.Decision{}, missing("cost")
 		}
-		return s.limiter.Settle(ctx, policy, r.Key, *r.IdempotencyKey, *r.Cost)
+		return s.databases.On(r.Key).Settle(ctx, policy, r.Key, *r.IdempotencyKey, *r.Cost)
 	})
 }
 
 // Peek returns the decision that Acquire would, and takes nothing.
 func (s *Service) Peek(ctx context.Context, r Request) (client.Decision, error) {
 	return s.one(ctx, Peek, r, false, func(ctx context.Context, policy string) (client.Decision, error) {
-		return s.limiter.Peek(ctx, policy, r.Key, Request{Cost: r.Cost}.options()...)
+		return s.databases.On(r.Key).Peek(ctx, policy, r.Key, Request{Cost: r.Cost}.options()...)
 	})
 }
 
@@ -171,7 +171,7 @@ func (s *Service) Refund(ctx context.Context, r Request) (client.Decision, error
 		if r.Cost == nil {
 			return client.Decision{}, missing("amount")
 		}
-		return s.limiter.Refund(ctx, policy, r.Key, *r.Cost)
+		return s.databases.On(r.Key).Refund(ctx, policy, r.Key, *r.Cost)
 	})
 }
 
@@ -181,7 +181,7 @@ func (s *Service) Pause(ctx context.Context, r Request) (client.Decision, error)
 		if err := r.checkTime("pause_for"); err != nil {
 			return client.Decision{}, err
 		}
-		return s.limiter.Pause(ctx, policy, r.Key, r.Time.Duration)
+		return s.databases.On(r.Key).Pause(ctx, policy, r.Key, r.Time.Duration)
 	})
 }
 
@@ -189,7 +189,7 @@ func (s *Service) Pause(ctx context.Context, r Request) (client.Decision, error)
 // still works.
 func (s *Service) Hold(ctx context.Context, r Request) (d client.HoldDecision, err error) {
 	_, err = s.one(ctx, Hold, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
-		d, err = s.limiter.HoldAs(ctx, policy, r.Key, r.Holder, Request{Cost: r.Cost}.options()...)
+		d, err = s.databases.On(r.Key).HoldAs(ctx, policy, r.Key, r.Holder, Request{Cost: r.Cost}.options()...)
 		return client.Decision{Allowed: d.Allowed, Replayed: d.Renewed, Shadowed: d.Shadowed}, err
 	})
 	return d, err
@@ -198,7 +198,7 @@ func (s *Service) Hold(ctx context.Context, r Request) (d client.HoldDecision, e
 // Renew begins the lease of Holder anew, and returns how long it lasts: 0 if it does not hold.
 func (s *Service) Renew(ctx context.Context, r Request) (heldFor time.Duration, err error) {
 	_, err = s.one(ctx, Renew, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
-		heldFor, err = s.limiter.Renew(ctx, policy, r.Key, r.Holder)
+		heldFor, err = s.databases.On(r.Key).Renew(ctx, policy, r.Key, r.Holder)
 		return client.Decision{Allowed: heldFor > 0}, err
 	})
 	return heldFor, err
@@ -207,7 +207,7 @@ func (s *Service) Renew(ctx context.Context, r Request) (heldFor time.Duration, 
 // Release frees the slots of Holder, and reports whether it held until now.
 func (s *Service) Release(ctx context.Context, r Request) (held bool, err error) {
 	_, err = s.one(ctx, Release, r, false, func(ctx context.Context, policy string) (_ client.Decision, err error) {
-		held, err = s.limiter.Release(ctx, policy, r.Key, r.Holder)
+		held, err = s.databases.On(r.Key).Release(ctx, policy, r.Key, r.Holder)
 		return client.Decision{Allowed: held}, err
 	})
 	return held, err

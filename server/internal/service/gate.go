@@ -66,7 +66,7 @@ func (s *Service) admit(ctx context.Context, charges []GateCharge, blocked bool)
 		overdraws = overdraws || c.Cost > 0 && c.Overdraw
 	}
 	if reads || blocked && len(charges) > 0 {
-		seen, err := s.limiter.AcquireAll(ctx, withCost(charges, func(GateCharge) int64 { return 0 }))
+		seen, err := s.databases.AcquireAll(ctx, withCost(charges, func(GateCharge) int64 { return 0 }))
 		if err != nil {
 			return d, err
 		}
@@ -125,7 +125,7 @@ func (s *Service) giveBack(ctx context.Context, charges []GateCharge, decisions 
 	defer release()
 	for i, c := range charges {
 		if c.Cost > 0 && !c.Overdraw && !c.Quota && !decisions[i].Shadowed {
-			if decisions[i], err = s.limiter.Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
+			if decisions[i], err = s.databases.On(c.Key).Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
 				return err
 			}
 		}
@@ -136,10 +136,10 @@ func (s *Service) giveBack(ctx context.Context, charges []GateCharge, decisions 
 // take takes the cost of all charges that can be denied, and reads the buckets of the rest.
 func (s *Service) take(ctx context.Context, charges []GateCharge) (client.JointDecision, error) {
 	if len(charges) == 1 {
-		d, err := s.limiter.Acquire(ctx, charges[0].Policy, charges[0].Key, client.Cost(charges[0].Cost))
+		d, err := s.databases.On(charges[0].Key).Acquire(ctx, charges[0].Policy, charges[0].Key, client.Cost(charges[0].Cost))
 		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, err
 	}
-	return s.limiter.AcquireAll(ctx, withCost(charges, func(c GateCharge) int64 {
+	return s.databases.AcquireAll(ctx, withCost(charges, func(c GateCharge) int64 {
 		if c.Overdraw {
 			return 0
 		}
@@ -159,7 +159,7 @@ func (s *Service) overdraw(ctx context.Context, charges []GateCharge, decisions 
 	}
 	for i, c := range charges {
 		if c.Overdraw && c.Cost > 0 {
-			if decisions[i], err = s.limiter.Charge(ctx, c.Policy, c.Key, min(c.Cost, mostOverdrawn)); err != nil {
+			if decisions[i], err = s.databases.On(c.Key).Charge(ctx, c.Policy, c.Key, min(c.Cost, mostOverdrawn)); err != nil {
 				return nil, err
 			}
 		}
@@ -189,7 +189,7 @@ func (s *Service) explain(ctx context.Context, charges []GateCharge, seen []clie
 		if c.Shadow && !c.Quota || c.Overdraw && c.Cost > 0 || seen[i].Remaining >= cost {
 			continue
 		}
-		d, err := s.limiter.Peek(ctx, c.Policy, c.Key, client.Cost(cost))
+		d, err := s.databases.On(c.Key).Peek(ctx, c.Policy, c.Key, client.Cost(cost))
 		if err != nil {
 			return err
 		}
@@ -204,7 +204,7 @@ func (s *Service) RefundAll(ctx context.Context, charges []GateCharge) (decision
 	err = s.do(ctx, Refund, keyOf(charges), false, func(ctx context.Context) (policy string, d client.Decision, err error) {
 		decisions = make([]client.Decision, len(charges))
 		for i, c := range charges {
-			if decisions[i], err = s.limiter.Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
+			if decisions[i], err = s.databases.On(c.Key).Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
 				return c.Policy, d, err
 			}
 			policy, d = c.Policy, decisions[i]

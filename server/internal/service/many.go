@@ -23,7 +23,7 @@ type Answer struct {
 // AcquireMany answers each request as Acquire does, in their order. The requests of a shard are one call within its limits.
 func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer, error) {
 	return s.many(ctx, AcquireMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
-		return s.limiter.AcquireMany(ctx, requests), nil
+		return s.databases.On(requests[0].Key).AcquireMany(ctx, requests), nil
 	})
 }
 
@@ -31,7 +31,7 @@ func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer
 func (s *Service) AcquireUpToMany(ctx context.Context, requests []Request) ([]Answer, error) {
 	return s.many(ctx, AcquireUpToMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
 		answers, taken := make([]client.Answer, len(requests)), make([]int64, len(requests))
-		for i, a := range s.limiter.AcquireUpToMany(ctx, chargesOf(requests)) {
+		for i, a := range s.databases.On(requests[0].Key).AcquireUpToMany(ctx, chargesOf(requests)) {
 			answers[i], taken[i] = a.Answer, a.Taken
 		}
 		return answers, taken
@@ -41,7 +41,7 @@ func (s *Service) AcquireUpToMany(ctx context.Context, requests []Request) ([]An
 // PeekMany answers each request as Peek does, in their order. The requests of a shard are one call.
 func (s *Service) PeekMany(ctx context.Context, requests []Request) ([]Answer, error) {
 	return s.many(ctx, PeekMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
-		return s.limiter.PeekMany(ctx, chargesOf(requests)), nil
+		return s.databases.On(requests[0].Key).PeekMany(ctx, chargesOf(requests)), nil
 	})
 }
 
@@ -101,7 +101,7 @@ func (s *Service) some(ctx context.Context, o Operation, shard *shard, requests 
 	err := s.within(ctx, shard, shares, func(ctx context.Context) error {
 		list, taken := ask(ctx, some)
 		for i, a := range list {
-			answers[numbers[i]] = Answer{Decision: a.Decision, Err: errorOf(ctx, a.Err).of(numbers[i])}
+			answers[numbers[i]] = Answer{Decision: a.Decision, Err: errorOf(ctx, s.in(shard, a.Err)).of(numbers[i])}
 			if taken != nil {
 				answers[numbers[i]].Taken = &taken[i]
 			}

@@ -3,13 +3,33 @@ package service
 
 import (
 	"context"
+	"errors"
 	"sync/atomic"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// A Limiter is a *[client.Leaser] or a *[client.Sharded].
+// Databases have the limiters of all keys: [Shards], or the [Single] database.
+type Databases interface {
+	// AcquireAll refuses charges of several databases.
+	AcquireAll(ctx context.Context, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error)
+	On(key string) Limiter
+}
+
+// A Single is the limiter of one database.
+type Single struct{ Limiter }
+
+// On returns the limiter, whatever the key.
+func (s Single) On(string) Limiter { return s.Limiter }
+
+// Shards are several databases.
+type Shards struct{ *client.Sharded }
+
+// On returns the limiter of the shard that has a key.
+func (s Shards) On(key string) Limiter { return s.Sharded.On(key) }
+
+// A Limiter is a *[client.Leaser].
 type Limiter interface {
 	client.Acquirer
 	AcquireMany(ctx context.Context, requests []client.Request) []client.Answer
@@ -47,23 +67,25 @@ type Limits struct {
 
 // A Service answers calls. Its methods return a decision, or an *[Error].
 type Service struct {
-	limiter Limiter
-	limits  Limits
-	observe func(Call)
-	shards  []shard
-	room    room
+	databases Databases
+	limits    Limits
+	observe   func(Call)
+	shards    []shard
+	room      room
 }
 
 // A shard counts its calls under way.
 type shard struct {
+	number         int
 	calls          atomic.Int64
 	ownConnections chan struct{} // has an element for each that is in use
 }
 
 // New returns a Service. It passes each call to observe after the answer.
-func New(limiter Limiter, limits Limits, observe func(Call)) *Service {
-	s := &Service{limiter: limiter, limits: limits, observe: observe, shards: make([]shard, max(1, limits.Shards))}
+func New(databases Databases, limits Limits, observe func(Call)) *Service {
+	s := &Service{databases: databases, limits: limits, observe: observe, shards: make([]shard, max(1, limits.Shards))}
 	for i := range s.shards {
+		s.shards[i].number = i
 		s.shards[i].ownConnections = make(chan struct{}, limits.OwnConnections)
 	}
 	return s
@@ -125,7 +147,16 @@ func (s *Service) within(ctx context.Context, shard *shard, shares bool, call fu
 	if ctx.Err() != nil {
 		return classify(ctx, ctx.Err())
 	}
-	return errorOf(ctx, call(ctx))
+	return errorOf(ctx, s.in(shard, call(ctx)))
+}
+
+// in adds the number of the shard to an error of its limiter.
+func (s *Service) in(shard *shard, err error) error {
+	var known *client.ShardError
+	if err == nil || len(s.shards) == 1 || errors.As(err, &known) {
+		return err
+	}
+	return &client.ShardError{Shard: shard.number, Of: len(s.shards), Err: err}
 }
 
 // own waits for a connection that is not shared, until release.

@@ -59,7 +59,7 @@ func newFake(t *testing.T) *clienttest.Fake {
 func TestErrors_HaveAKind(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
-	s := service.New(fake, roomy, func(service.Call) {})
+	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
 	pg := func(code string) error { return &pgconn.PgError{Code: code, Message: "made up", Detail: "a fact"} }
 	for name, test := range map[string]struct {
 		err    error
@@ -128,7 +128,7 @@ func TestErrors_OfTheTableOfMiddlewares(t *testing.T) {
 		}
 		fake, seen := newFake(t), &recorder{}
 		fake.FailAll(cause)
-		s := service.New(fake, roomy, seen.observe)
+		s := service.New(service.Single{Limiter: fake}, roomy, seen.observe)
 		for name, ask := range map[string]func() error{
 			"acquire": func() error { return kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})) },
 			"gate": func() error {
@@ -161,7 +161,7 @@ func TestErrors_OfTheTableOfMiddlewares(t *testing.T) {
 func TestObserve_ARenewalOfNobodyIsNotAllowed(t *testing.T) {
 	t.Parallel()
 	var seen recorder
-	s := service.New(newFake(t), roomy, seen.observe)
+	s := service.New(service.Single{Limiter: newFake(t)}, roomy, seen.observe)
 	for name, ask := range map[string]func(service.Request) error{
 		"renew": func(r service.Request) error { return kit.ErrorOf(s.Renew(t.Context(), r)) }, "release": func(r service.Request) error { return kit.ErrorOf(s.Release(t.Context(), r)) },
 	} {
@@ -178,7 +178,7 @@ func TestObserve_ARenewalOfNobodyIsNotAllowed(t *testing.T) {
 func TestAcquireUpToMany_NeedsAtMost(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
-	s := service.New(fake, roomy, func(service.Call) {})
+	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
 	answers := kit.NoError(s.AcquireUpToMany(t.Context(), []service.Request{{Policy: "api", Key: "k", Cost: new(int64(1))}, {Policy: "api", Key: "k"}}))(t)
 	require.Nil(t, answers[0].Err)
 	requireKind(t, service.InvalidArgument, answers[1].Err)
@@ -191,7 +191,7 @@ func TestMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
 	t.Parallel()
 	limits := roomy
 	limits.Shards = 2
-	s := service.New(newFake(t), limits, func(service.Call) {})
+	s := service.New(service.Single{Limiter: newFake(t)}, limits, func(service.Call) {})
 	var requests []service.Request
 	for i := range 20 {
 		requests = append(requests, service.Request{Policy: "api", Key: fmt.Sprint(i), Cost: new(int64(-1))})
@@ -207,7 +207,7 @@ func TestMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
 func TestErrors_TheEndOfAContext(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
-	s := service.New(fake, roomy, func(service.Call) {})
+	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
 	late, cancel := context.WithTimeout(t.Context(), -time.Second)
 	defer cancel()
 	gone, leave := context.WithCancel(t.Context())
@@ -229,7 +229,7 @@ func (l leased) Acquire(ctx context.Context, policy, key string, opts ...client.
 func TestObserve_TellsGrantsFromLeases(t *testing.T) {
 	t.Parallel()
 	var seen recorder
-	s := service.New(leased{newFake(t)}, roomy, seen.observe)
+	s := service.New(service.Single{Limiter: leased{newFake(t)}}, roomy, seen.observe)
 	d := kit.NoError(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"}))(t)
 	require.True(t, d.Estimated && seen.last().Leased)
 	require.NoError(t, kit.ErrorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false)))
@@ -293,7 +293,7 @@ func TestLimits_OfOneShardRefuseItsOwnRequests(t *testing.T) {
 	t.Parallel()
 	limiter := newStuck(t)
 	seen := &recorder{}
-	s := service.New(limiter, service.Limits{Shards: 2, Calls: 1, OwnConnections: 1, Time: time.Minute}, seen.observe)
+	s := service.New(service.Single{Limiter: limiter}, service.Limits{Shards: 2, Calls: 1, OwnConnections: 1, Time: time.Minute}, seen.observe)
 	keys := map[int]string{}
 	for i := 0; len(keys) < 2; i++ {
 		key := strings.Repeat("k", i)
@@ -321,7 +321,7 @@ func TestLimits_OfOneShardRefuseItsOwnRequests(t *testing.T) {
 func TestLimits_CallsOfTheirOwnWaitForEachOther(t *testing.T) {
 	t.Parallel()
 	limiter := newStuck(t)
-	s := service.New(limiter, service.Limits{Calls: 100, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
+	s := service.New(service.Single{Limiter: limiter}, service.Limits{Calls: 100, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
 	var callers sync.WaitGroup
 	callers.Go(func() { assert.NoError(t, kit.ErrorOf(s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"}))) })
 	<-limiter.asked
@@ -351,7 +351,7 @@ func TestAdmit_IsOneCall(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
 	r := &recorder{}
-	s := service.New(fake, roomy, r.observe)
+	s := service.New(service.Single{Limiter: fake}, roomy, r.observe)
 	for _, test := range []struct {
 		charges []service.GateCharge
 		blocked bool
@@ -383,7 +383,7 @@ func TestAdmit_IsOneCall(t *testing.T) {
 func TestAdmit_ALookNeedsAToken(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
-	s := service.New(fake, roomy, func(service.Call) {})
+	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
 	for level, isAllowed := range map[float64]bool{1: true, 0.999999: false, 0: false, -1: false} {
 		require.NoError(t, fake.SetLevel("api", "k", level))
 		for range 2 {
@@ -398,7 +398,7 @@ func TestAdmit_ALookNeedsAToken(t *testing.T) {
 func TestAdmit_BlockedRequestsNeedTheSumOfTheirCharges(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
-	s := service.New(fake, roomy, func(service.Call) {})
+	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
 	require.NoError(t, fake.SetLevel("api", "k", 8))
 	twice := []service.GateCharge{{Policy: "api", Key: "k", Cost: 6}, {Policy: "api", Key: "k", Cost: 4}, {Policy: "api", Key: "o", Cost: 4}}
 	p := kit.NoError(s.Admit(t.Context(), twice, true))(t)
@@ -419,7 +419,7 @@ func TestAdmit_ARefusalStaysOne(t *testing.T) {
 	fake := clienttest.New(func() time.Time { return now })
 	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Second}))
 	require.NoError(t, fake.SetLevel("api", "k", 0))
-	s := service.New(latePeek{fake, func() { now = now.Add(time.Hour) }}, roomy, func(service.Call) {})
+	s := service.New(service.Single{Limiter: latePeek{fake, func() { now = now.Add(time.Hour) }}}, roomy, func(service.Call) {})
 	p := kit.NoError(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k"}}, false))(t)
 	require.False(t, p.Allowed)
 	require.False(t, p.Decisions[0].Allowed)
@@ -439,7 +439,7 @@ func (l latePeek) Peek(ctx context.Context, policy, key string, opts ...client.C
 func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
-	s := service.New(fake, roomy, func(service.Call) {})
+	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
 	charges := []service.GateCharge{{Policy: "api", Key: "k"}, {Policy: "api", Key: "k", Cost: 2}, {Policy: "default", Key: "o", Cost: 20, Overdraw: true}}
 	for steps := range 3 {
 		fake.FailNext(append(make([]error, steps), io.ErrUnexpectedEOF)...)
@@ -455,7 +455,7 @@ func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 func TestAdmit_WaitsForAConnection(t *testing.T) {
 	t.Parallel()
 	limiter := newStuck(t)
-	s := service.New(limiter, service.Limits{Calls: 10, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
+	s := service.New(service.Single{Limiter: limiter}, service.Limits{Calls: 10, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
 	var callers sync.WaitGroup
 	callers.Go(func() {
 		assert.NoError(t, kit.ErrorOf(s.RefundAll(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}})))
