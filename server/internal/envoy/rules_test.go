@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -146,32 +147,47 @@ descriptors:
 	require.EqualValues(t, math.MaxUint32, answer.Statuses[0].LimitRemaining)
 }
 
-// Its sender would expect the limit to count.
-func TestAnswer_NoDescriptorHasALimitOfItsOwn(t *testing.T) {
+func TestAnswer_AnInvalidRequestIsNotAsked(t *testing.T) {
 	t.Parallel()
 	rules := read(t, matching)
-	for i := range 3 {
-		q := &pb.RateLimitRequest{Domain: "d"}
-		for range 3 {
-			q.Descriptors = append(q.Descriptors, of("any", "x"))
-		}
-		q.Descriptors[i].Limit = &common.RateLimitDescriptor_RateLimitOverride{RequestsPerUnit: 1}
+	back, limited := of("any", "x"), of("any", "x")
+	back.IsNegativeHits, limited.Limit = true, &common.RateLimitDescriptor_RateLimitOverride{RequestsPerUnit: 1} // its sender would expect it to count
+	for _, test := range []struct {
+		domain      string
+		descriptors []*common.RateLimitDescriptor
+		want        string
+	}{
+		{"", []*common.RateLimitDescriptor{of("any", "x")}, "invalid domain"},
+		{"d", nil, "descriptors has 0 elements"},
+		{"d", slices.Repeat([]*common.RateLimitDescriptor{of("any", "x")}, 1001), "descriptors has 1001 elements"},
+		{"d", []*common.RateLimitDescriptor{of("any", "x"), of("any", "x"), limited}, "descriptor 2 has a limit of its own"},
+		{"d", []*common.RateLimitDescriptor{of("any", "x"), back}, "descriptors 0 and 1 have hits of different signs"},
+		{"d", []*common.RateLimitDescriptor{back, of("nobody", "x")}, "descriptors 0 and 1 have hits of different signs"},
+	} {
 		b := &book{}
-		_, err := envoy.New(b, rules).ShouldRateLimit(t.Context(), q)
-		require.ErrorContains(t, err, "invalid limit", i)
+		_, err := envoy.New(b, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: test.domain, Descriptors: test.descriptors})
+		var e *service.Error
+		require.ErrorAs(t, err, &e)
+		require.Equal(t, service.InvalidArgument, e.Kind)
+		require.ErrorContains(t, err, test.want)
 		require.Empty(t, b.charges)
 	}
 }
 
+// A key is the JSON of the entries. A key that is too long is no error, because Envoy may be told to ignore errors.
 func TestAnswer_AKeyHas512Bytes(t *testing.T) {
 	t.Parallel()
-	for length, isHash := range map[int]bool{511: false, 512: false, 513: true} {
-		_, b := ask(t, read(t, matching), of("any", strings.Repeat("x", length-len(`[["any",""]]`))))
-		require.Equal(t, isHash, strings.HasPrefix(b.charges[0].Key, "sha256:"), length)
-		if !isHash {
-			require.Len(t, b.charges[0].Key, length)
-		}
+	rules := read(t, matching)
+	keyOf := func(value string) string {
+		_, b := ask(t, rules, of("any", value))
+		return b.charges[0].Key
 	}
+	for length, isHash := range map[int]bool{511: false, 512: false, 513: true, 10_000: true} {
+		key := keyOf(strings.Repeat("x", length-len(`[["any",""]]`)))
+		require.Equal(t, isHash, strings.HasPrefix(key, "sha256:"), length)
+		require.Equal(t, !isHash, len(key) == length)
+	}
+	require.Equal(t, `[["any","a\"],[\\ \u0000\n é <&>"]]`, keyOf("a\"],[\\ \x00\n é <&>"))
 }
 
 func TestRead_Mistakes(t *testing.T) {

@@ -7,7 +7,6 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/attribute"
@@ -79,28 +78,6 @@ func TestMetrics_EachResultOfAPolicyIsCounted(t *testing.T) {
 		}
 	}
 	require.Len(t, series(m, "ratelimit_requests_total"), 5000)
-}
-
-func TestMetrics_Gauges(t *testing.T) {
-	t.Parallel()
-	m := newMetrics(t)
-	is := func(n int64) func() int64 { return func() int64 { return n } }
-	require.NoError(t, m.Watch(metrics.State{CallsUnderWay: is(3), ConnectionsInUse: is(5), ConnectionsTotal: is(7)}))
-	for _, line := range []string{"ratelimit_server_calls_under_way 3\n", "ratelimit_server_connections_in_use 5\n", "ratelimit_server_connections 7\n"} {
-		require.Contains(t, scrape(m), "\n"+line)
-	}
-}
-
-func TestMetrics_CountRequestsForTokensOnly(t *testing.T) {
-	t.Parallel()
-	m := newMetrics(t)
-	for _, operation := range []service.Operation{service.Peek, service.PeekMany, service.Settle, service.Refund} {
-		m.Observe(service.Call{Operation: operation, Policy: "api", Result: client.ResultAllowed, Duration: time.Millisecond})
-	}
-	require.Empty(t, series(m, "ratelimit_requests_total"))
-	require.Len(t, series(m, "ratelimit_server_calls_total"), 4)
-	m.Observe(service.Call{Operation: service.Charge, Policy: "a \"b\"\n\\ é", Result: client.ResultDenied}) // any name that PostgreSQL can hold
-	require.Equal(t, []string{`ratelimit_requests_total{policy="a \"b\"\n\\ é",result="denied"} 1`}, series(m, "ratelimit_requests_total"))
 }
 
 // These tests set the environment, and so run before the others.

@@ -131,96 +131,58 @@ func (p *peer) call(message []byte) error {
 	return nil
 }
 
-// swallow reads what the server says until it has ended the connection.
-func (p *peer) swallow() (ended <-chan struct{}) {
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		_, _ = io.Copy(io.Discard, p.Conn)
-	}()
-	return done
-}
-
 func acquireMessage(t *testing.T, key string) []byte {
 	return kit.NoError(proto.Marshal(&pb.Request{Policy: "budget", LogicalKey: key}))(t)
-}
-
-// many writes frames until the server ends the connection.
-func many(n int, write func(p *peer, i int) error) func(*peer) error {
-	return func(p *peer) (err error) {
-		for i := 0; i < n && err == nil; i++ {
-			err = write(p, i)
-		}
-		return err
-	}
-}
-
-// after writes the header of a call first.
-func after(ends bool, flood func(*peer) error, more ...string) func(*peer) error {
-	return func(p *peer) error {
-		if err := p.begin(ends, more...); err != nil {
-			return err
-		}
-		return flood(p)
-	}
 }
 
 // A peer writes frames for as long as the server reads them. The server ends some of these connections.
 func TestAttack_HTTP2Floods(t *testing.T) {
 	message := acquireMessage(t, "reset")
-	bomb := []string{"bomb", strings.Repeat("a", 4000)}
-	var bombs []string
-	for range 1000 {
-		bombs = append(bombs, bomb...)
+	bomb := strings.Split(strings.Repeat("bomb,"+strings.Repeat("a", 4000)+",", 1000), ",")
+	type flood struct {
+		times        int
+		begin, write func(*peer) error
 	}
-	random := rand.New(rand.NewPCG(7, 8))
-	kit.InParallel(t, map[string]func(*peer) error{
-		"rapid reset": many(20_000, func(p *peer, _ int) error {
+	kit.InParallel(t, map[string]flood{
+		"rapid reset": {20_000, nil, func(p *peer) error {
 			if err := p.call(message); err != nil {
 				return err
 			}
 			return p.WriteRSTStream(p.stream-2, http2.ErrCodeCancel)
-		}),
-		"settings": many(20_000, func(p *peer, i int) error {
-			return p.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: uint32(i)})
-		}),
-		"pings":      many(20_000, func(p *peer, _ int) error { return p.WritePing(false, [8]byte{}) }),
-		"empty data": after(true, many(20_000, func(p *peer, _ int) error { return p.WriteData(p.stream, false, nil) })),
-		"headers that never end": after(false, many(20_000, func(p *peer, _ int) error {
+		}},
+		"pings": {20_000, nil, func(p *peer) error { return p.WritePing(false, [8]byte{}) }},
+		"headers that never end": {20_000, func(p *peer) error { return p.begin(false) }, func(p *peer) error {
 			return p.WriteContinuation(p.stream, false, bytes.Repeat([]byte{0, 1, 'a', 1, 'a'}, 200))
-		})),
-		"headers that are a bomb": after(true, many(200, func(p *peer, _ int) error {
+		}},
+		"headers that are a bomb": {200, func(p *peer) error { return p.begin(true, bomb[:2]...) }, func(p *peer) error {
 			p.stream += 2
-			return p.begin(true, bombs...)
-		}), bomb...),
-		"priorities": many(20_000, func(p *peer, i int) error {
-			return p.WritePriority(uint32(2*i+1), http2.PriorityParam{StreamDep: uint32(2 * i)})
-		}),
-		"window updates": many(20_000, func(p *peer, _ int) error { return p.WriteWindowUpdate(0, 1<<31-1) }),
-		"a message that says it is long": many(1000, func(p *peer, _ int) error {
+			return p.begin(true, bomb[:2000]...)
+		}},
+		"a message that says it is long": {1000, nil, func(p *peer) error {
 			p.stream += 2
 			if err := p.begin(true); err != nil {
 				return err
 			}
 			return p.WriteData(p.stream, false, []byte{0, 0xff, 0xff, 0xff, 0xff})
-		}),
-		"unknown frames": many(20_000, func(p *peer, i int) error {
-			return p.WriteRawFrame(http2.FrameType(0x20+i%100), 0xff, uint32(i), []byte("?"))
-		}),
-		"noise": many(20_000, func(p *peer, _ int) error {
-			noise := make([]byte, random.IntN(30))
-			for j := range noise {
-				noise[j] = byte(random.Uint32())
-			}
-			return p.WriteRawFrame(http2.FrameType(random.IntN(11)), http2.Flags(random.IntN(256)), random.Uint32N(64), noise)
-		}),
-	}, func(t *testing.T, flood func(*peer) error) {
+		}},
+	}, func(t *testing.T, f flood) {
 		db := newDB(t)
 		s := start(t, db.URL)
 		underAttack(t, s, db, func() {
 			p := newPeer(t, s)
-			ended := p.swallow()
-			if err := flood(p); err == nil {
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				_, _ = io.Copy(io.Discard, p.Conn) // until the server has ended the connection
+			}()
+			var err error
+			if f.begin != nil {
+				err = f.begin(p)
+			}
+			for n := 0; n < f.times && err == nil; n++ {
+				err = f.write(p)
+			}
+			if err == nil {
 				p.Close() // it was let do all of that
 			} else if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
 				t.Error("the server neither reads nor ends the connection")
@@ -283,21 +245,15 @@ func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 	long := strings.Repeat("k", 1_000_000)
 	bad := []*pb.Request{
 		{Policy: "budget", LogicalKey: ""},
-		{Policy: "budget", LogicalKey: "\x00"},
 		{Policy: "budget", LogicalKey: "a\x00b"},
 		{Policy: "budget", LogicalKey: long},
 		{Policy: "budget", LogicalKey: strings.Repeat("k", 513)},
 		{Policy: "budget", LogicalKey: "k", RequestId: new("")},
-		{Policy: "budget", LogicalKey: "k", RequestId: new("\x00")},
 		{Policy: "budget", LogicalKey: "k", RequestId: new(long)},
-		{Policy: "budget", LogicalKey: "k", Cost: new(int64(-1))},
 		{Policy: "budget", LogicalKey: "k", Cost: new(int64(-1 << 63))},
 		{Policy: long, LogicalKey: "k"},
-		{Policy: "\x00", LogicalKey: "k"},
 		{Policy: "BUDGET", LogicalKey: "k"},
-		{Policy: "budget ", LogicalKey: "k"},
 		{Policy: "budget'; select ratelimit_reset('budget', 'ordinary 0'); --", LogicalKey: "k"},
-		{Policy: `{"policy":"budget"}`, LogicalKey: "k"},
 		{Policy: "{budget}", LogicalKey: "{k,l}"},
 	}
 	underAttack(t, s, db, func() {
@@ -317,17 +273,10 @@ func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 	})
 	of := kit.One[int64](t, db.Pool, "select count(*) from ratelimit_status('budget', 10000) where key !~ '^ordinary [0-7]$'")
 	require.Zero(t, of, "a bad request has a bucket")
-	for sample := range scrape(s) {
-		require.Less(t, len(sample), 200, "what callers send is in no label")
-	}
 }
 
-// nearTokens are what one who does not know the token "first" may try.
-var nearTokens = []string{
-	"", "Bearer", "Bearer ", "Bearer  first", "Bearer firs", "Bearer first1", "Bearer irst", "Bearer First", "Bearer first,second", "Bearer first second",
-	"BearerBearer first", "Bearer Bearer first", "first", "Basic first", "Basic OmZpcnN0", "Token first", "Bearer *", "Bearer null",
-	"Bearer fffff", "Bearer " + strings.Repeat("first", 1000), `Bearer "first"`, "Bearer watch",
-}
+// nearTokens are not the token "first". Package auth tests their forms.
+var nearTokens = []string{"", "Bearer firs", "Bearer first,second", "Basic OmZpcnN0", "Bearer watch"}
 
 // Reflection lists the methods, and needs a token itself.
 func TestAttack_TokensOfEveryMethod(t *testing.T) {
@@ -349,10 +298,6 @@ func TestAttack_TokensOfEveryMethod(t *testing.T) {
 			err := invoke(metadata.AppendToOutgoingContext(t.Context(), "authorization", token), s, method, message)
 			require.Equal(t, codes.Unauthenticated, status.Code(err), "%s with %q: %v", method, token, err)
 		}
-		for header, value := range map[string]string{"authorization-bin": "Bearer first", "x-authorization": "Bearer first", "cookie": "Bearer first"} {
-			err := invoke(metadata.AppendToOutgoingContext(t.Context(), header, value), s, method, message)
-			require.Equal(t, codes.Unauthenticated, status.Code(err), "%s with %s: %v", method, header, err)
-		}
 	}
 	require.Zero(t, taken(t, db))
 }
@@ -370,11 +315,7 @@ func TestAttack_TokensOfEveryPath(t *testing.T) {
 	conn := &wire{t: t, address: s.HTTPAddr()}
 	for _, target := range targets {
 		for _, method := range []string{"POST", "GET", "HEAD", "OPTIONS", "PUT", "CONNECT", "TRACE"} {
-			tokens := []string{"", "Bearer wrong"}
-			if method == "POST" || method == "GET" {
-				tokens = nearTokens
-			}
-			for _, token := range tokens {
+			for _, token := range nearTokens {
 				code := conn.send(method, target, body, "Authorization: "+token)
 				isMonitor := method != "POST" && token == "Bearer watch" && (strings.HasPrefix(target, "/livez") || target == "/healthz" || target == "/metrics")
 				if code == http.StatusOK && !isMonitor && (method != "OPTIONS" || target != "*") {
@@ -407,13 +348,8 @@ func TestAttack_SmuggledRequests(t *testing.T) {
 	for name, request := range map[string]string{
 		"a length and chunks":    "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: 29\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + inner,
 		"two lengths":            "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: 29\r\nContent-Length: 5\r\n\r\n12345" + inner,
-		"a length with a plus":   "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: +5\r\n\r\n12345" + inner,
 		"chunks that are hidden": "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + inner,
 		"chunks of two kinds":    "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + inner,
-		"a chunk that is long":   "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n" + inner,
-		"a bare line feed":       "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nX: y\n\nTransfer-Encoding: chunked\r\n\r\n" + inner,
-		"no host":                "POST /v1/peek HTTP/1.1\r\nContent-Length: 0\r\n\r\n",
-		"two hosts":              "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n",
 	} {
 		conn := dial(t, s.HTTPAddr())
 		require.NoError(t, conn.SetDeadline(time.Now().Add(30*time.Second)))

@@ -14,13 +14,11 @@ import (
 	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
-	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
@@ -196,68 +194,19 @@ func (raw) Marshal(v any) ([]byte, error)      { return *v.(*[]byte), nil }
 func (raw) Unmarshal(data []byte, v any) error { *v.(*[]byte) = data; return nil }
 func (raw) Name() string                       { return "proto" }
 
-func TestGRPC_MalformedMessages(t *testing.T) {
-	_, s := parallel(t)
-	send := func(message []byte) error {
-		var reply []byte
-		return s.conn.Invoke(t.Context(), pb.RateLimiter_Acquire_FullMethodName, &message, &reply, grpc.ForceCodec(raw{}))
-	}
-	field := func(number byte, text string) string { return string([]byte{number<<3 | 2, byte(len(text))}) + text }
-	require.NoError(t, send([]byte(field(4, "api")+field(2, "k"))), "what the others are made from")
-	for name, message := range map[string]string{
-		"a text that is not UTF-8": field(4, "api") + field(2, "\xff"),
-		"half a text":              field(4, "api") + "\x12\x7fk",
-		"no field":                 "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
-	} {
-		require.Equal(t, codes.Internal, status.Code(send([]byte(message))), name) // which gRPC says where it cannot read a request
-	}
-	random := rand.New(rand.NewPCG(1, 2))
-	for range 1000 {
-		message := make([]byte, random.IntN(40))
-		for i := range message {
-			message[i] = byte(random.Uint32())
-		}
-		require.Contains(t, []codes.Code{codes.Internal, codes.NotFound, codes.InvalidArgument}, status.Code(send(message)), "%q", message)
-	}
-	var reply []byte
-	err := s.conn.Invoke(t.Context(), "/pgratelimit.v1.RateLimiter/Nothing", &reply, &reply, grpc.ForceCodec(raw{}))
-	require.Equal(t, codes.Unimplemented, status.Code(err))
-	require.EqualValues(t, 9, s.remaining("api", "k"))
-}
-
-// A connection without HTTP is closed.
-func TestListeners_StrangeConnections(t *testing.T) {
-	_, s := parallel(t)
-	for _, address := range []net.Addr{s.GRPCAddr(), s.HTTPAddr()} {
-		for _, bytes := range []string{"\x00\x01\x02", "GET / HTTP/9.9\r\n\r\n", "\x16\x03\x01\x00\xff", strings.Repeat("A", 100_000), "POST /v1/acquire HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"} {
-			conn := dial(t, address)
-			_, _ = io.WriteString(conn, bytes) // the server may have ended it
-			_ = conn.CloseWrite()
-			_, _ = io.Copy(io.Discard, conn)
-		}
-	}
-	s.acquire("api", "k")
-	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
-}
-
 // A key names the same bucket by gRPC, by JSON and by SQL.
 func TestKeys_OfEveryKind(t *testing.T) {
 	db, s := parallel(t)
-	keys := []string{" ", "\ufffd", "é", "e\u0301", "\u202e", "😀", `"\`, "'; drop table ratelimit.buckets; --", "$1", "null", "{}", "%00", "a/b?c#d", strings.Repeat("é", 256)}
-	for b := 1; b < 0x80; b++ {
-		keys = append(keys, "byte "+string(rune(b)))
-	}
+	keys := []string{" ", "\x01\x7f", "\ufffd", "é", "e\u0301", "\u202e", "😀", `"\`, "'; drop table ratelimit.buckets; --", "$1", "null", "{}", "%00", "a/b?c#d", strings.Repeat("é", 256)}
 	random := rand.New(rand.NewPCG(3, 4))
-	for range 200 {
+	for range 50 {
 		var key strings.Builder
-		for range 1 + random.IntN(8) {
-			r := rune(1 + random.IntN(utf8.MaxRune))
-			if utf8.ValidRune(r) {
+		for range 8 {
+			if r := rune(1 + random.IntN(utf8.MaxRune)); utf8.ValidRune(r) {
 				key.WriteRune(r)
 			}
 		}
-		key.WriteString("!")
-		keys = append(keys, key.String())
+		keys = append(keys, key.String()+"!")
 	}
 	for _, key := range keys {
 		require.EqualValues(t, 999_999, s.acquire("budget", key).GetRemaining(), "%q: a bucket of its own", key)

@@ -379,21 +379,6 @@ func TestAdmit_IsOneCall(t *testing.T) {
 	require.EqualValues(t, 6, left(t, fake, "api", "k"))
 }
 
-// A cost of 0 needs one whole token, and takes none.
-func TestAdmit_ALookNeedsAToken(t *testing.T) {
-	t.Parallel()
-	fake := newFake(t)
-	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
-	for level, isAllowed := range map[float64]bool{1: true, 0.999999: false, 0: false, -1: false} {
-		require.NoError(t, fake.SetLevel("api", "k", level))
-		for range 2 {
-			p := kit.NoError(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k"}}, false))(t)
-			require.Equal(t, isAllowed, p.Allowed, level)
-			require.Equal(t, isAllowed, p.Decisions[0].Allowed, level)
-		}
-	}
-}
-
 // A bucket that two charges name denies both if it holds less than their sum, with the retry_after of the sum.
 func TestAdmit_BlockedRequestsNeedTheSumOfTheirCharges(t *testing.T) {
 	t.Parallel()
