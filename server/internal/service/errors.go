@@ -125,17 +125,22 @@ func missing(argument string) *Error {
 	return Invalid("invalid "+argument, argument+" is missing.", "")
 }
 
-// errorOf returns the Error of a call under ctx, or nil.
-func errorOf(ctx context.Context, err error) *Error {
-	var known *Error
-	if err != nil && !errors.As(err, &known) {
-		known = classify(ctx, err)
+// errorOf returns the Error of a call to the shard under ctx, or nil.
+func (s *shard) errorOf(ctx context.Context, err error) *Error {
+	if err == nil {
+		return nil
 	}
-	return known
+	if known, ok := errors.AsType[*Error](err); ok {
+		return known
+	}
+	if _, isNumbered := errors.AsType[*client.ShardError](err); s.of > 1 && !isNumbered {
+		err = &client.ShardError{Shard: s.number, Of: s.of, Err: err}
+	}
+	return classify(ctx, err)
 }
 
-// of adds to an error about an argument the number of its request.
-func (e *Error) of(request int) *Error {
+// inRequest adds to an error about an argument the number of its request in the list.
+func (e *Error) inRequest(request int) *Error {
 	if e == nil || e.Kind != InvalidArgument {
 		return e
 	}

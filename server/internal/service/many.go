@@ -1,7 +1,6 @@
 package service
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"sync"
@@ -22,14 +21,14 @@ type Answer struct {
 
 // AcquireMany answers each request as Acquire does, in their order. The requests of a shard are one call within its limits.
 func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	return s.many(ctx, AcquireMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
+	return s.callShards(ctx, AcquireMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
 		return s.databases.On(requests[0].Key).AcquireMany(ctx, requests), nil
 	})
 }
 
 // AcquireUpToMany answers each request as AcquireUpTo with the Cost as at_most, in their order. The requests of a shard are one call.
 func (s *Service) AcquireUpToMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	return s.many(ctx, AcquireUpToMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
+	return s.callShards(ctx, AcquireUpToMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
 		answers, taken := make([]client.Answer, len(requests)), make([]int64, len(requests))
 		for i, a := range s.databases.On(requests[0].Key).AcquireUpToMany(ctx, chargesOf(requests)) {
 			answers[i], taken[i] = a.Answer, a.Taken
@@ -40,7 +39,7 @@ func (s *Service) AcquireUpToMany(ctx context.Context, requests []Request) ([]An
 
 // PeekMany answers each request as Peek does, in their order. The requests of a shard are one call.
 func (s *Service) PeekMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	return s.many(ctx, PeekMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
+	return s.callShards(ctx, PeekMany, requests, func(ctx context.Context, requests []client.Request) ([]client.Answer, []int64) {
 		return s.databases.On(requests[0].Key).PeekMany(ctx, chargesOf(requests)), nil
 	})
 }
@@ -56,52 +55,42 @@ func chargesOf(requests []client.Request) []client.Charge {
 // askMany returns the answers, and what each request took if the answers tell that.
 type askMany = func(context.Context, []client.Request) (answers []client.Answer, taken []int64)
 
-func (s *Service) many(ctx context.Context, o Operation, requests []Request, ask askMany) ([]Answer, error) {
+// callShards makes one call to each shard, about its requests.
+func (s *Service) callShards(ctx context.Context, o Operation, requests []Request, ask askMany) ([]Answer, error) {
 	if err := s.checkCount(o, requests); err != nil {
 		return nil, err
 	}
 	answers := make([]Answer, len(requests))
-	of := make([][]int, len(s.shards))
+	of := make(map[*shard][]int) // the numbers of the requests
 	for i, r := range requests {
-		n := 0
-		if len(of) > 1 {
-			n = client.ShardOf(r.Key, len(of))
-		}
-		of[n] = append(of[n], i)
+		shard := s.shardOf(r.Key)
+		of[shard] = append(of[shard], i)
 	}
-	var asking sync.WaitGroup
-	for n, numbers := range of[1:] {
-		if len(numbers) > 0 {
-			asking.Go(func() { s.some(ctx, o, &s.shards[1+n], requests, numbers, answers, ask) })
-		}
+	var calls sync.WaitGroup
+	for shard, numbers := range of {
+		calls.Go(func() { s.callShard(ctx, o, shard, requests, numbers, answers, ask) })
 	}
-	if len(of[0]) > 0 {
-		s.some(ctx, o, &s.shards[0], requests, of[0], answers, ask)
-	}
-	asking.Wait()
+	calls.Wait()
 	return answers, nil
 }
 
-// some answers the requests of a shard.
-func (s *Service) some(ctx context.Context, o Operation, shard *shard, requests []Request, numbers []int, answers []Answer, ask askMany) {
+// callShard answers the requests of a shard.
+func (s *Service) callShard(ctx context.Context, o Operation, shard *shard, requests []Request, numbers []int, answers []Answer, ask askMany) {
 	begin := time.Now()
-	some := make([]client.Request, len(numbers))
+	asked := make([]client.Request, len(numbers))
 	shares := o == AcquireMany
 	for i, n := range numbers {
-		r := requests[n]
-		some[i] = client.Request{Policy: cmp.Or(r.Policy, DefaultPolicy), Key: r.Key, IdempotencyKey: r.IdempotencyKey}
-		switch {
-		case r.Cost != nil:
-			some[i].Cost = client.Cost(*r.Cost)
-		case o == AcquireUpToMany:
-			some[i].Cost = client.Cost(0) // an at_most that is missing is refused
+		charge := requests[n].charge()
+		asked[i] = client.Request{Policy: charge.Policy, Key: charge.Key, Cost: charge.Cost, IdempotencyKey: requests[n].IdempotencyKey}
+		if o == AcquireUpToMany && requests[n].Cost == nil {
+			asked[i].Cost = client.Cost(0) // an at_most that is missing is refused
 		}
-		shares = shares && r.canShare()
+		shares = shares && requests[n].canShare()
 	}
-	err := s.within(ctx, shard, shares, func(ctx context.Context) error {
-		list, taken := ask(ctx, some)
+	err := s.limitCall(ctx, shard, shares, func(ctx context.Context) error {
+		list, taken := ask(ctx, asked)
 		for i, a := range list {
-			answers[numbers[i]] = Answer{Decision: a.Decision, Err: errorOf(ctx, s.in(shard, a.Err)).of(numbers[i])}
+			answers[numbers[i]] = Answer{Decision: a.Decision, Err: shard.errorOf(ctx, a.Err).inRequest(numbers[i])}
 			if taken != nil {
 				answers[numbers[i]].Taken = &taken[i]
 			}
@@ -112,7 +101,7 @@ func (s *Service) some(ctx context.Context, o Operation, shard *shard, requests 
 		if err != nil {
 			answers[n].Err = err
 		}
-		s.finish(Call{Operation: o, Policy: some[i].Policy, Err: answers[n].Err}, begin, answers[n].Decision)
+		_ = s.observeCall(Call{Operation: o, Policy: asked[i].Policy, Err: answers[n].Err}, begin, answers[n].Decision)
 	}
 }
 
@@ -122,6 +111,5 @@ func (s *Service) checkCount(o Operation, requests []Request) error {
 		return nil
 	}
 	err := Invalid("invalid requests", fmt.Sprintf("requests has %d elements.", n), fmt.Sprintf("Send 1 to %d requests in a call.", MaxRequests))
-	s.finish(Call{Operation: o, Err: err}, time.Now(), client.Decision{})
-	return err
+	return s.observeCall(Call{Operation: o, Err: err}, time.Now(), client.Decision{})
 }
