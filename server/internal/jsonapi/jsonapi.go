@@ -24,44 +24,35 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// A call is one of the service, below /v1/.
-type call struct {
-	operation service.Operation
-	endpoint  func(*service.Service, service.Operation, int64) http.HandlerFunc
+// An api has the calls of a service, below /v1/.
+type api struct {
+	mux      *http.ServeMux
+	service  *service.Service
+	maxBytes int64
+	names    []string // of the calls
 }
 
-var calls = []call{
-	{service.Acquire, endpoint[request]((*service.Service).Acquire, NewDecision)},
-	{service.AcquireAll, endpoint[jointRequest]((*service.Service).AcquireAll, newJointDecision)},
-	{service.AcquireMany, endpoint[many[request]]((*service.Service).AcquireMany, newAnswers)},
-	{service.AcquireUpTo, endpoint[upToAlone]((*service.Service).AcquireUpTo, newPartialDecision)},
-	{service.AcquireUpToMany, endpoint[many[upTo]]((*service.Service).AcquireUpToMany, newAnswers)},
-	{service.Reserve, endpoint[reserve]((*service.Service).Reserve, newReservation)},
-	{service.Charge, endpoint[request]((*service.Service).Charge, NewDecision)},
-	{service.Settle, endpoint[request]((*service.Service).Settle, NewDecision)},
-	{service.Peek, endpoint[charge]((*service.Service).Peek, NewDecision)},
-	{service.PeekMany, endpoint[many[charge]]((*service.Service).PeekMany, newAnswers)},
-	{service.Refund, endpoint[refund]((*service.Service).Refund, NewDecision)},
-	{service.Pause, endpoint[pause]((*service.Service).Pause, NewDecision)},
-	{service.Hold, endpoint[hold]((*service.Service).Hold, newHoldDecision)},
-	{service.Renew, endpoint[holder]((*service.Service).Renew, newRenewal)},
-	{service.Release, endpoint[holder]((*service.Service).Release, newRelease)},
-}
-
-// Register adds s to mux, below /v1/. maxBytes bounds a request.
+// Register adds s to mux. maxBytes bounds a request.
 func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
-	for _, c := range calls {
-		mux.Handle("/v1/"+string(c.operation), c.endpoint(s, c.operation, maxBytes))
-	}
-}
-
-// NoCall responds where there is none.
-func NoCall(w http.ResponseWriter, _ *http.Request) {
-	names := make([]string, len(calls))
-	for i, c := range calls {
-		names[i] = string(c.operation)
-	}
-	Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/" + strings.Join(names, ", ") + "."}.Write(w)
+	a := &api{mux: mux, service: s, maxBytes: maxBytes}
+	handle[request](a, service.Acquire, s.Acquire, NewDecision)
+	handle[jointRequest](a, service.AcquireAll, s.AcquireAll, newJointDecision)
+	handle[many[request]](a, service.AcquireMany, s.AcquireMany, newAnswers)
+	handle[upToAlone](a, service.AcquireUpTo, s.AcquireUpTo, newPartialDecision)
+	handle[many[upTo]](a, service.AcquireUpToMany, s.AcquireUpToMany, newAnswers)
+	handle[reserve](a, service.Reserve, s.Reserve, newReservation)
+	handle[request](a, service.Charge, s.Charge, NewDecision)
+	handle[request](a, service.Settle, s.Settle, NewDecision)
+	handle[charge](a, service.Peek, s.Peek, NewDecision)
+	handle[many[charge]](a, service.PeekMany, s.PeekMany, newAnswers)
+	handle[refund](a, service.Refund, s.Refund, NewDecision)
+	handle[pause](a, service.Pause, s.Pause, NewDecision)
+	handle[hold](a, service.Hold, s.Hold, newHoldDecision)
+	handle[holder](a, service.Renew, s.Renew, newRenewal)
+	handle[holder](a, service.Release, s.Release, newRelease)
+	mux.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
+		Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/" + strings.Join(a.names, ", ") + "."}.Write(w)
+	})
 }
 
 type bucket struct {
@@ -189,45 +180,44 @@ func timeOf(seconds *float64) *service.Time {
 // asks is a request in JSON, which becomes one of the service.
 type asks[Q any] interface{ service() Q }
 
-// endpoint reads a request, and writes the answer or a [Problem].
-func endpoint[R asks[Q], Q, D, A any](ask func(*service.Service, context.Context, Q) (D, error), convert func(D) A) func(*service.Service, service.Operation, int64) http.HandlerFunc {
-	return func(s *service.Service, operation service.Operation, maxBytes int64) http.HandlerFunc {
-		return func(w http.ResponseWriter, r *http.Request) {
-			if !isPost(w, r) {
-				return
-			}
-			var q R
-			size := service.Size{Operation: operation}
-			// This reader rejects invalid UTF-8, lone surrogates, duplicate names, and text after the object. encoding/json would
-			// change such text, and so charge another bucket.
-			err := json.UnmarshalRead(counting{http.MaxBytesReader(w, r.Body, maxBytes), &size.Bytes}, &q, json.RejectUnknownMembers(true), json.WithUnmarshalers(wholeNumbers))
-			if err != nil {
-				Unreadable(err).Write(w)
-				return
-			}
-			if list, ok := any(q).(interface{ elements() int }); ok {
-				size.Elements = list.elements()
-			}
-			place, err := s.Place(nil, size)
-			if err != nil {
-				NewProblem(err).Write(w)
-				return
-			}
-			defer place.Leave()
-			d, err := ask(s, r.Context(), q.service())
-			if err != nil {
-				NewProblem(err).Write(w)
-				return
-			}
-			text, err := json.Marshal(convert(d))
-			if err != nil {
-				NewProblem(err).Write(w)
-				return
-			}
-			w.Header().Set("Content-Type", "application/json")
-			_, _ = w.Write(append(text, '\n')) // who has left needs no answer
+// handle adds a call: it reads a request, and writes the answer or a [Problem].
+func handle[R asks[Q], Q, D, A any](a *api, operation service.Operation, call func(context.Context, Q) (D, error), convert func(D) A) {
+	a.names = append(a.names, string(operation))
+	a.mux.HandleFunc("/v1/"+string(operation), func(w http.ResponseWriter, r *http.Request) {
+		if !isPost(w, r) {
+			return
 		}
-	}
+		var q R
+		size := service.Size{Operation: operation}
+		// This reader rejects invalid UTF-8, lone surrogates, duplicate names, and text after the object. encoding/json would
+		// change such text, and so charge another bucket.
+		body := counting{http.MaxBytesReader(w, r.Body, a.maxBytes), &size.Bytes}
+		if err := json.UnmarshalRead(body, &q, json.RejectUnknownMembers(true), json.WithUnmarshalers(wholeNumbers)); err != nil {
+			Unreadable(err).Write(w)
+			return
+		}
+		if list, ok := any(q).(interface{ elements() int }); ok {
+			size.Elements = list.elements()
+		}
+		place, err := a.service.Place(nil, size)
+		if err != nil {
+			NewProblem(err).Write(w)
+			return
+		}
+		defer place.Leave()
+		d, err := call(r.Context(), q.service())
+		if err != nil {
+			NewProblem(err).Write(w)
+			return
+		}
+		text, err := json.Marshal(convert(d))
+		if err != nil {
+			NewProblem(err).Write(w)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = w.Write(append(text, '\n')) // who has left needs no answer
+	})
 }
 
 // A counting reader counts its bytes.

@@ -239,7 +239,6 @@ func (s *Server) newHTTP() *http.Server {
 	if s.envoy != nil {
 		calls.Handle("/json", envoy.Handler(s.envoy, int64(c.MaxMessageBytes)))
 	}
-	calls.HandleFunc("/", jsonapi.NoCall)
 	local := func(next http.Handler) http.Handler { return next } // health tells strangers nothing, and the page sees to itself
 	if len(c.Tokens) == 0 && s.httpListener.Addr().(*net.TCPAddr).IP.IsLoopback() {
 		local = jsonapi.UnderNoName
