@@ -23,7 +23,6 @@ import (
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
@@ -277,30 +276,6 @@ func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 
 // nearTokens are not the token "first". Package auth tests their forms.
 var nearTokens = []string{"", "Bearer firs", "Bearer first,second", "Basic OmZpcnN0", "Bearer watch"}
-
-// Reflection lists the methods, and needs a token itself.
-func TestAttack_TokensOfEveryMethod(t *testing.T) {
-	db, s := parallel(t, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
-	methods := kit.NoError(s.methods(metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer first")))(t)
-	require.Subset(t, methods, []string{
-		"/pgratelimit.v1.RateLimiter/Acquire", "/pgratelimit.v1.RateLimiter/Refund", "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit",
-		"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-		"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
-	})
-	message := acquireMessage(t, "k")
-	for _, method := range methods {
-		isHealth := strings.HasPrefix(method, "/grpc.health.v1.Health/")
-		for _, token := range append(nearTokens, "Bearer first") {
-			if isHealth == (token == "Bearer watch") && (isHealth || token == "Bearer first") {
-				require.NotEqual(t, codes.Unauthenticated, status.Code(invoke(metadata.AppendToOutgoingContext(t.Context(), "authorization", token), s, method, nil)))
-				continue
-			}
-			err := invoke(metadata.AppendToOutgoingContext(t.Context(), "authorization", token), s, method, message)
-			require.Equal(t, codes.Unauthenticated, status.Code(err), "%s with %q: %v", method, token, err)
-		}
-	}
-	require.Zero(t, taken(t, db))
-}
 
 // The requests go over the wire as they are written: no client cleans the paths.
 func TestAttack_TokensOfEveryPath(t *testing.T) {

@@ -1,6 +1,7 @@
 package server_test
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -15,50 +16,57 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
-	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
-// Calls need one of TOKENS, health and metrics one of MONITORING_TOKENS if there are any. TestAttack_TokensOfEvery… and package
-// auth have the forms of a wrong token.
+// Calls need one of TOKENS, health and metrics one of MONITORING_TOKENS if there are any. Reflection lists the methods, and needs a
+// token itself. Package auth has the forms of a wrong token.
 func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	for _, monitoring := range []string{"", "\nMONITORING_TOKENS=watch"} {
-		s := start(t, db.URL, strings.Split("TOKENS=first,second"+monitoring, "\n")...)
+		s := start(t, db.URL, strings.Split("TOKENS=first,second\nENVOY_RULES="+rulesFile(t, edgeRules)+monitoring, "\n")...)
+		with := func(token string) context.Context {
+			return metadata.AppendToOutgoingContext(t.Context(), "authorization", token)
+		}
+		methods := kit.NoError(s.methods(with("Bearer first")))(t)
+		require.Subset(t, methods, []string{
+			"/pgratelimit.v1.RateLimiter/Acquire", "/pgratelimit.v1.RateLimiter/Refund", "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit",
+			"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+			"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
+		})
 		for token, is := range map[string]struct{ caller, monitor bool }{
 			"":              {false, monitoring == ""},
 			"Bearer wrong":  {false, monitoring == ""},
 			"bearer second": {true, monitoring == ""},
 			"Bearer watch":  {false, true},
 		} {
-			ctx := t.Context()
-			var headers []string
-			if token != "" {
-				ctx = metadata.AppendToOutgoingContext(ctx, "authorization", token)
-				headers = []string{"Authorization: " + token}
+			for _, method := range methods {
+				admitted := is.caller
+				if strings.HasPrefix(method, "/grpc.health.v1.Health/") {
+					admitted = is.monitor
+				}
+				err := invoke(with(token), s, method, nil)
+				require.Equal(t, admitted, status.Code(err) != codes.Unauthenticated, "%s with %q: %v", method, token, err)
+				if !admitted {
+					requireInfo(t, err, "UNAUTHENTICATED", "")
+				}
 			}
-			_, err := s.call(ctx, "acquire", `{"policy":"budget","key":"`+token+`k"}`)
-			requireCode(t, is.caller, err, "acquire with "+token)
-			_, err = s.methods(ctx)
-			requireCode(t, is.caller, err, "reflection with "+token)
-			_, err = healthpb.NewHealthClient(s.conn).Check(ctx, &healthpb.HealthCheckRequest{})
-			requireCode(t, is.monitor, err, "health with "+token)
-
-			a := s.mustPost("/v1/acquire", `{"policy":"budget","key":"`+token+`k"}`, headers...)
-			requireStatus(t, is.caller, a)
-			requireStatus(t, is.caller, s.mustPost("/v1/nothing", ``, headers...))
+			authorization := "Authorization: " + token
+			requireStatus(t, is.caller, s.mustPost("/v1/acquire", `{"policy":"budget","key":"k"}`, authorization))
+			requireStatus(t, is.caller, s.mustPost("/v1/nothing", ``, authorization))
 			for _, path := range []string{"/livez", "/healthz", "/metrics"} {
-				requireStatus(t, is.monitor, s.get(path, headers...))
+				requireStatus(t, is.monitor, s.get(path, authorization))
 			}
 		}
-		twice := metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer first", "authorization", "Bearer first")
+		twice := metadata.AppendToOutgoingContext(with("Bearer first"), "authorization", "Bearer first")
 		_, err := s.call(twice, "acquire", `{"policy":"budget","key":"k"}`)
-		requireCode(t, false, err, "two headers")
+		require.Equal(t, codes.Unauthenticated, status.Code(err))
 	}
+	require.EqualValues(t, 2, taken(t, db), "of the second token")
 }
 
 // Another site can point its name to this machine: a browser then treats the calls of its pages as same-origin. Callers with a
@@ -91,15 +99,6 @@ func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
 	require.EqualValues(t, len(hosts), taken(t, db))
 	require.Equal(t, http.StatusOK, status(start(t, db.URL, "TOKENS=watch"), "POST", "/v1/acquire", "limits.example"))
 	require.Equal(t, http.StatusOK, status(start(t, db.URL, "HTTP_ADDR=0.0.0.0:0"), "POST", "/v1/acquire", "limits.example"))
-}
-
-func requireCode(t *testing.T, admitted bool, err error, what string) {
-	require.Equal(t, admitted, status.Code(err) != codes.Unauthenticated, "%s: %v", what, err)
-	if admitted {
-		require.NoError(t, err, what)
-		return
-	}
-	requireInfo(t, err, "UNAUTHENTICATED", "")
 }
 
 func requireStatus(t *testing.T, admitted bool, a answer) {
