@@ -49,7 +49,7 @@ func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 				if strings.HasPrefix(method, "/grpc.health.v1.Health/") {
 					admitted = is.monitor
 				}
-				err := invoke(with(token), s, method, nil)
+				err := invoke(with(token), s, method)
 				require.Equal(t, admitted, status.Code(err) != codes.Unauthenticated, "%s with %q: %v", method, token, err)
 				if !admitted {
 					requireInfo(t, err, "UNAUTHENTICATED", "")
@@ -185,13 +185,6 @@ func TestMessages_TooLarge(t *testing.T) {
 
 	s.acquire("api", "k") // the connection goes on
 }
-
-// raw sends bytes as they are.
-type raw struct{}
-
-func (raw) Marshal(v any) ([]byte, error)      { return *v.(*[]byte), nil }
-func (raw) Unmarshal(data []byte, v any) error { *v.(*[]byte) = data; return nil }
-func (raw) Name() string                       { return "proto" }
 
 // A key names the same bucket by gRPC, by JSON and by SQL.
 func TestKeys_OfEveryKind(t *testing.T) {
