@@ -23,6 +23,7 @@ import (
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
@@ -30,6 +31,207 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
+
+// Calls need one of TOKENS, health and metrics one of MONITORING_TOKENS if there are any. Reflection lists the methods, and needs a
+// token itself. Package auth has the forms of a wrong token.
+func TestTokens_WhichWayNeedsWhich(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	for _, monitoring := range []string{"", "\nMONITORING_TOKENS=watch"} {
+		s := start(t, db.URL, strings.Split("TOKENS=first,second\nENVOY_RULES="+rulesFile(t, edgeRules)+monitoring, "\n")...)
+		with := func(token string) context.Context {
+			return metadata.AppendToOutgoingContext(t.Context(), "authorization", token)
+		}
+		methods := kit.NoError(s.methods(with("Bearer first")))(t)
+		require.Subset(t, methods, []string{
+			"/pgratelimit.v1.RateLimiter/Acquire", "/pgratelimit.v1.RateLimiter/Refund", "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit",
+			"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+			"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
+		})
+		for token, is := range map[string]struct{ caller, monitor bool }{
+			"":              {false, monitoring == ""},
+			"Bearer wrong":  {false, monitoring == ""},
+			"bearer second": {true, monitoring == ""},
+			"Bearer watch":  {false, true},
+		} {
+			for _, method := range methods {
+				admitted := is.caller
+				if strings.HasPrefix(method, "/grpc.health.v1.Health/") {
+					admitted = is.monitor
+				}
+				err := invoke(with(token), s, method)
+				require.Equal(t, admitted, status.Code(err) != codes.Unauthenticated, "%s with %q: %v", method, token, err)
+				if !admitted {
+					requireInfo(t, err, "UNAUTHENTICATED", "")
+				}
+			}
+			authorization := "Authorization: " + token
+			requireStatus(t, is.caller, s.mustPost("/v1/acquire", `{"policy":"budget","key":"k"}`, authorization))
+			requireStatus(t, is.caller, s.mustPost("/v1/nothing", ``, authorization))
+			for _, path := range []string{"/livez", "/healthz", "/metrics"} {
+				requireStatus(t, is.monitor, s.get(path, authorization))
+			}
+		}
+		twice := metadata.AppendToOutgoingContext(with("Bearer first"), "authorization", "Bearer first")
+		_, err := s.call(twice, "acquire", `{"policy":"budget","key":"k"}`)
+		require.Equal(t, codes.Unauthenticated, status.Code(err))
+	}
+	require.EqualValues(t, 2, taken(t, db), "of the second token")
+}
+
+// Another site can point its name to this machine: a browser then treats the calls of its pages as same-origin. Callers with a
+// token, and of other addresses, may use any name.
+func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	const call = `{"policy":"budget","key":"k"}`
+	s := start(t, db.URL, "STATUS_PAGE=true", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
+	status := func(s *testServer, method, path, host string) int {
+		a := s.mustDo(method, path, call, "Host: "+host, "Authorization: Bearer watch")
+		require.Equal(t, a.status == http.StatusForbidden, strings.Contains(a.text, "Without TOKENS"), "%s", a.text)
+		return a.status
+	}
+	for _, host := range []string{"evil.example", "evil.example:8080", "evil.example.", "127.0.0.1.evil.example", "localhost.evil.example:80", "localhost..", "[::1].evil.example"} {
+		for path, method := range map[string]string{"/v1/acquire": "POST", "/v1/charge": "POST", "/json": "POST", "/metrics": "GET", "/": "GET", "/v1/nothing": "POST"} {
+			require.Equal(t, http.StatusForbidden, status(s, method, path, host), "%s at %s", path, host)
+		}
+	}
+	for _, path := range []string{"/livez", "/healthz"} {
+		isWell := func() bool { return status(s, "GET", path, "evil.example") == http.StatusOK }
+		require.Eventually(t, isWell, time.Minute, 10*time.Millisecond, "health has nothing to hide, and may be asked by the name in HTTP_ADDR")
+	}
+	require.Zero(t, taken(t, db))
+	hosts := []string{"localhost", "LocalHost:8080", "localhost.", "localhost.:80", "127.0.0.1", "127.0.0.1:1", "[::1]", "[::1]:8080", "192.0.2.1"}
+	for _, host := range hosts {
+		require.Equal(t, http.StatusOK, status(s, "POST", "/v1/acquire", host), host)
+		require.Equal(t, http.StatusOK, status(s, "GET", "/metrics", host), host)
+	}
+	require.EqualValues(t, len(hosts), taken(t, db))
+	require.Equal(t, http.StatusOK, status(start(t, db.URL, "TOKENS=watch"), "POST", "/v1/acquire", "limits.example"))
+	require.Equal(t, http.StatusOK, status(start(t, db.URL, "HTTP_ADDR=0.0.0.0:0"), "POST", "/v1/acquire", "limits.example"))
+}
+
+func requireStatus(t *testing.T, admitted bool, a answer) {
+	require.Equal(t, admitted, a.status != http.StatusUnauthorized)
+	if !admitted {
+		requireProblem(t, a, http.StatusUnauthorized, "")
+		require.Equal(t, "Bearer", a.header.Get("WWW-Authenticate"))
+	}
+}
+
+func TestJSON_MalformedRequests(t *testing.T) {
+	_, s := parallel(t)
+	for name, body := range map[string]string{
+		"nothing":                 ``,
+		"no JSON":                 `policy=api&key=k`,
+		"half of it":              `{"policy":"api","key":`,
+		"more than it":            `{"policy":"api","key":"k"} {}`,
+		"no object":               `["api","k"]`,
+		"an unknown name":         `{"policy":"api","key":"k","costs":5}`,
+		"a name in capitals":      `{"policy":"api","Key":"k"}`,
+		"a name that comes twice": `{"policy":"api","key":"k","key":"l"}`,
+		"a cost in quotes":        `{"policy":"api","key":"k","cost":"5"}`,
+		"a key that is a number":  `{"policy":"api","key":5}`,
+		"text that is not UTF-8":  "{\"policy\":\"api\",\"key\":\"\xff\"}",
+		"half a surrogate":        `{"policy":"api","key":"\ud800"}`,
+		"a deep one":              strings.Repeat(`{"key":`, 100_000),
+	} {
+		a := s.mustPost("/v1/acquire", body)
+		requireProblem(t, a, http.StatusBadRequest, "")
+		require.NotContains(t, a.body["detail"], "Go ", name)
+	}
+	for path, body := range map[string]string{
+		"hold":    `{"policy":"jobs","key":"k","holder":"h","lease":60}`,
+		"renew":   `{"policy":"jobs","key":"k","holder":"h","cost":1}`,
+		"release": `{"policy":"jobs","key":"k","holder":5}`,
+	} {
+		requireProblem(t, s.mustPost("/v1/"+path, body), http.StatusBadRequest, "")
+	}
+	for _, key := range []string{"k", "l", "\ufffd"} {
+		require.EqualValues(t, 10, s.remaining("api", key), "none of them took anything")
+	}
+}
+
+func TestHTTP_OtherPathsAndMethods(t *testing.T) {
+	_, s := parallel(t)
+	for path := range everyCall {
+		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodDelete, http.MethodOptions, "ODD"} {
+			a := s.mustDo(method, "/v1/"+path, `{"policy":"api","key":"k"}`)
+			requireProblem(t, a, http.StatusMethodNotAllowed, "")
+			require.Equal(t, http.MethodPost, a.header.Get("Allow"))
+		}
+	}
+	for _, path := range []string{"/", "/v1", "/v1/", "/v1/acquire/", "/v2/acquire", "/favicon.ico"} {
+		a := s.mustPost(path, `{"policy":"api","key":"k"}`)
+		requireProblem(t, a, http.StatusNotFound, "")
+		for call := range everyCall {
+			require.Regexp(t, "(/v1/|, )"+call+`[,.]`, a.body["detail"], "the answer lists all calls")
+		}
+	}
+}
+
+// A page of another site can reach the server through a browser, and must not spend tokens.
+func TestHTTP_NotForPagesOfOtherSites(t *testing.T) {
+	_, s := parallel(t)
+	for _, header := range []string{"Sec-Fetch-Site: cross-site", "Origin: https://example.com"} {
+		requireProblem(t, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, header), http.StatusForbidden, "")
+	}
+}
+
+func TestMessages_TooLarge(t *testing.T) {
+	_, s := parallel(t, "MAX_MESSAGE_BYTES=2000")
+	charges := func(n int) string {
+		charge := `{"policy":"api","key":"` + strings.Repeat("k", 500) + `"}`
+		return `{"charges":[` + charge + strings.Repeat(","+charge, n-1) + `]}`
+	}
+	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire_all", charges(3))))
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire_all", charges(3)).status)
+
+	_, err := s.call(t.Context(), "acquire_all", charges(4))
+	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
+	requireProblem(t, s.mustPost("/v1/acquire_all", charges(4)), http.StatusRequestEntityTooLarge, "")
+	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 2001)), http.StatusRequestEntityTooLarge, "")
+	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 1_000_000)), http.StatusRequestEntityTooLarge, "")
+
+	s.acquire("api", "k") // the connection goes on
+}
+
+// Connections without a complete request delay no caller, and are closed.
+func TestListeners_SlowConnections(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s, brief := start(t, db.URL), start(t, db.URL, "CALL_TIMEOUT=1s") // which ends a call whose body does not come
+	var slow []net.Conn
+	open := func(address net.Addr, begin string) {
+		conn := dial(t, address)
+		require.NoError(t, conn.SetDeadline(time.Now().Add(time.Minute)))
+		require.NoError(t, kit.ErrorOf(io.WriteString(conn, begin)))
+		slow = append(slow, conn)
+	}
+	for range 300 {
+		open(s.GRPCAddr(), "")
+		open(s.GRPCAddr(), "PRI * HTTP/2.0\r\n")
+		open(s.HTTPAddr(), "POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\n")
+	}
+	const half = "POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: 30\r\n\r\n{\"policy\":\"api\""
+	for range 300 {
+		open(brief.HTTPAddr(), half)
+	}
+	s.acquire("api", "k")
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
+
+	var ended sync.WaitGroup
+	for _, conn := range slow {
+		ended.Go(func() {
+			_, err := io.Copy(io.Discard, conn)
+			if timeout, ok := err.(net.Error); ok && timeout.Timeout() { //nolint:errorlint // it is not wrapped
+				t.Error("the server did not end the connection")
+			}
+		})
+	}
+	ended.Wait()
+	require.NotContains(t, s.log.String()+brief.log.String(), "level=ERROR", "strangers do not fill the log")
+}
 
 // underAttack lets ordinary callers of both protocols go on while attack does what it does. Each of them is answered, memory
 // stays bounded, nothing panics, and nobody got tokens that the database did not lose: what callers were told they got,

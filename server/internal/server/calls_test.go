@@ -5,9 +5,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"math/rand/v2"
 	"net/http"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/status"
@@ -335,4 +337,28 @@ func TestErrors_TooManyCalls(t *testing.T) {
 	unlock()
 	require.NoError(t, <-answered)
 	require.EqualValues(t, 1, taken(t, db))
+}
+
+// A key names the same bucket by gRPC, by JSON and by SQL.
+func TestKeys_OfEveryKind(t *testing.T) {
+	db, s := parallel(t)
+	keys := []string{" ", "\x01\x7f", "\ufffd", "é", "e\u0301", "\u202e", "😀", `"\`, "'; drop table ratelimit.buckets; --", "$1", "null", "{}", "%00", "a/b?c#d", strings.Repeat("é", 256)}
+	random := rand.New(rand.NewPCG(3, 4))
+	for range 50 {
+		var key strings.Builder
+		for range 8 {
+			if r := rune(1 + random.IntN(utf8.MaxRune)); utf8.ValidRune(r) {
+				key.WriteRune(r)
+			}
+		}
+		keys = append(keys, key.String()+"!")
+	}
+	for _, key := range keys {
+		require.EqualValues(t, 999_999, s.acquire("budget", key).GetRemaining(), "%q: a bucket of its own", key)
+		text := kit.NoError(json.Marshal(key))(t)
+		a := s.mustPost("/v1/acquire", fmt.Sprintf(`{"policy":"budget","key":%s}`, text))
+		require.EqualValues(t, 999_998, a.body["remaining"], "%q", key)
+		remaining := kit.One[int64](t, db.Pool, "select remaining from ratelimit_peek('budget', $1)", key)
+		require.EqualValues(t, 999_998, remaining, "%q", key)
+	}
 }
