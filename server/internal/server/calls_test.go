@@ -191,6 +191,9 @@ func TestDeadline_EndsTheWorkOfTheDatabase(t *testing.T) {
 // Request-Timeout is a deadline. TestTimeout_TakesADecimalNumberOfSeconds has its forms.
 func TestDeadline_InAHeader(t *testing.T) {
 	db, s := parallel(t, "CALL_TIMEOUT=1m")
+	a := s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, "Request-Timeout: 1s")
+	require.Equal(t, http.StatusBadRequest, a.status)
+	require.Contains(t, a.body["detail"], "Request-Timeout is in seconds")
 	defer lock(t, db)()
 	for _, path := range []string{"/v1/acquire", "/v1/peek"} {
 		a := s.mustPost(path, `{"policy":"api","key":"k"}`, "Request-Timeout: 0.05")

@@ -57,9 +57,6 @@ func (o Operation) Takes() bool {
 
 // observeCall observes a call that has an answer, and returns its error.
 func (s *Service) observeCall(call Call, begin time.Time, d client.Decision) error {
-	if call.Err != nil {
-		d = client.Decision{}
-	}
 	call.Duration = time.Since(begin)
 	call.Leased = d.Estimated
 	answer := client.Answer{Decision: d}
