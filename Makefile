@@ -221,4 +221,4 @@ bench-slots: ## Measure holds and releases, beside Redis and beside a snapshot t
 	@go run ./tests/bench -only 'held_*'
 
 bench-quick: ## Measure the core of it in two minutes
-	@go run ./tests/bench -only 'acquire_to_bare_update,denied_to_bare_select,keyed_to_unkeyed,combined_*,joint-*,leases/leaser/hot/64'
+	@go run ./tests/bench -only 'acquire_to_bare_update,denied_to_bare_select,keyed_to_unkeyed,combined_*,joint-*,prefetch/prefetcher/hot/64'

@@ -49,7 +49,7 @@ func (c *Combiner) AcquireMany(ctx context.Context, requests []Request) []Answer
 func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers []Answer, begin time.Time) {
 	waiters := make([]*waiter, len(requests))
 	var changes []uint64
-	if c.denials != nil {
+	if c.denialCache != nil {
 		changes = make([]uint64, len(requests))
 	}
 	var alone []int // requests that cannot share a call
@@ -68,7 +68,7 @@ func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers [
 		r := requests[i].request()
 		if changes != nil && !r.keyed() {
 			var known bool
-			if answers[i].Decision, known, changes[i] = c.denials.find(r, begin); known {
+			if answers[i].Decision, known, changes[i] = c.denialCache.find(r, begin); known {
 				continue
 			}
 		}
@@ -89,20 +89,20 @@ func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers [
 			d, err := c.await(ctx, w)
 			answers[i].Decision, answers[i].Err = d.Decision, err
 			if r := requests[i].request(); changes != nil && !r.keyed() {
-				c.denials.learn(r, d.Decision, err, begin, changes[i])
+				c.denialCache.learn(r, d.Decision, err, begin, changes[i])
 			}
 		}
 	}
 }
 
-// AcquireMany is [Combiner.AcquireMany]. Leases grant as for [Leaser.Acquire].
-func (l *Leaser) AcquireMany(ctx context.Context, requests []Request) []Answer {
+// AcquireMany is [Combiner.AcquireMany]. Stocks grant as for [Prefetcher.Acquire].
+func (l *Prefetcher) AcquireMany(ctx context.Context, requests []Request) []Answer {
 	if len(l.policies) == 0 {
 		return l.combiner.AcquireMany(ctx, requests)
 	}
 	begin := time.Now()
 	answers := make([]Answer, len(requests))
-	found := make([]leasable, len(requests))
+	found := make([]candidate, len(requests))
 	var rest []int
 	for i := range requests {
 		r := requests[i].request()
@@ -123,8 +123,8 @@ func (l *Leaser) AcquireMany(ctx context.Context, requests []Request) []Answer {
 }
 
 // answerSome asks for the requests of some numbers, and puts their answers in their places.
-func answerSome[R, A any](answers []A, requests []R, numbers []int, ask func([]R) []A) {
-	some := make([]R, len(numbers))
+func answerSome(answers []Answer, requests []Request, numbers []int, ask func([]Request) []Answer) {
+	some := make([]Request, len(numbers))
 	for i, n := range numbers {
 		some[i] = requests[n]
 	}

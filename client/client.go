@@ -19,7 +19,7 @@ type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// An Acquirer has the methods that *[Limiter], *[Combiner], *[Leaser], *[Sharded] and the fake of package clienttest share. They
+// An Acquirer has the methods that *[Limiter], *[Combiner], *[Prefetcher], *[Sharded] and the fake of package clienttest share. They
 // are enough for a program that asks for tokens and defines no policies.
 type Acquirer interface {
 	// Acquire takes tokens from the bucket of key if it holds enough: see [Limiter.Acquire].
@@ -35,18 +35,18 @@ type Limiter struct{ limiter }
 
 // limiter makes calls, one by one. A Limiter and a Combiner embed it.
 type limiter struct {
-	db      Querier
-	schema  string // quoted, with the dot, or empty
-	noFlush bool
-	inTx    bool     // by WithTx
-	denials *denials // nil without DenialCache
-	place   *place   // nil for any database
-	hooks   Hooks    // of Observe
+	db          Querier
+	schema      string // quoted, with the dot, or empty
+	noFlush     bool
+	inTx        bool         // by WithTx
+	denialCache *denialCache // nil without DenialCache
+	place       *place       // nil for any database
+	hooks       Hooks        // of Observe
 }
 
 // New returns a Limiter that calls the functions installed in db. Whether db is a transaction is guessed
 // from its type; [Limiter.WithTx] knows.
-// Panics at [CallsInFlight], [MaxWaiting] and a [Lease].
+// Panics at [CallsInFlight], [MaxWaiting] and a [Prefetch].
 func New(db Querier, opts ...Option) *Limiter {
 	return &Limiter{newLimiter(db, newConfig("New", aLimiter, opts))}
 }
@@ -56,8 +56,8 @@ func newLimiter(db Querier, c config) limiter {
 	if c.schema != "" {
 		l.schema = pgx.Identifier{c.schema}.Sanitize() + "."
 	}
-	if c.denials {
-		l.denials = newDenials()
+	if c.cachesDenials {
+		l.denialCache = newDenialCache()
 	}
 	return l
 }
@@ -98,10 +98,10 @@ func (l *limiter) acquire(ctx context.Context, r request, ask func(context.Conte
 
 // recall answers from memory, or asks and remembers.
 func (l *limiter) recall(ctx context.Context, r request, ask func(context.Context, request) (Decision, error)) (Decision, error) {
-	if l.denials == nil || r.keyed() || r.err != nil || !isAutocommit(l.db) {
+	if l.denialCache == nil || r.keyed() || r.err != nil || !isAutocommit(l.db) {
 		return ask(ctx, r)
 	}
-	return l.denials.acquire(r, func() (Decision, error) { return ask(ctx, r) })
+	return l.denialCache.acquire(r, func() (Decision, error) { return ask(ctx, r) })
 }
 
 // ask sends one request.
@@ -140,7 +140,7 @@ func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...CallOpti
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
-	defer l.denials.forget(policy, key)
+	defer l.denialCache.forget(policy, key)
 	return l.answer(ctx, policy, tokenCall(verbRefund, "ratelimit_refund($1::text, $2::text, $3::bigint)", policy, key, amount))
 }
 
@@ -156,7 +156,7 @@ func (l *limiter) Refund(ctx context.Context, policy, key string, amount int64) 
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (Decision, error) {
-	defer l.denials.forget(policy, key)
+	defer l.denialCache.forget(policy, key)
 	if rest := pauseFor % time.Microsecond; rest > 0 {
 		pauseFor += time.Microsecond - rest
 	}
@@ -169,7 +169,7 @@ func (l *limiter) Pause(ctx context.Context, policy, key string, pauseFor time.D
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Reset(ctx context.Context, policy, key string) error {
-	defer l.denials.forget(policy, key)
+	defer l.denialCache.forget(policy, key)
 	return l.run(ctx, tokenCall("reset", "ratelimit_reset($1::text, $2::text)", policy, key))
 }
 
@@ -186,7 +186,7 @@ func (l *limiter) Reset(ctx context.Context, policy, key string) error {
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) ResetAll(ctx context.Context, policy string) error {
-	defer l.denials.forgetAll()
+	defer l.denialCache.forgetAll()
 	err := l.query(ctx, newCall("reset all", "ratelimit_reset_all($1::text)", policy))
 	if errors.Is(err, pgx.ErrNoRows) { // a procedure returns no row
 		return nil

@@ -53,7 +53,7 @@ type Combiner struct {
 
 // NewCombiner returns a Combiner that calls the functions installed in the database of pool. The role needs EXECUTE on
 // ratelimit_acquire_packed and ratelimit_acquire, and for AcquireAll on ratelimit_acquire_all. Options are [CallsInFlight],
-// [MaxWaiting] and those of [New]. It panics if one of the two numbers is not positive, or if opts has a [Lease].
+// [MaxWaiting] and those of [New]. It panics if one of the two numbers is not positive, or if opts has a [Prefetch].
 func NewCombiner(pool Pool, opts ...Option) *Combiner {
 	return newCombiner(pool, newConfig("NewCombiner", aCombiner, opts))
 }
@@ -116,7 +116,7 @@ func (c *Combiner) Close() {
 	c.closed = true
 	c.mu.Unlock()
 	c.running.Wait()
-	c.denials.forgetAll()
+	c.denialCache.forgetAll()
 }
 
 // Waiting returns how many requests wait for a call, for a gauge.

@@ -38,8 +38,8 @@ type Decision struct {
 	// have denied: the request is allowed, and nothing was taken.
 	Shadowed bool
 
-	// Estimated means that a [Leaser] has granted tokens that it had taken before. Remaining and ResetAfter are then computed
-	// from the server's last answer and the tokens that the lease has left.
+	// Estimated means that a [Prefetcher] has granted tokens that it had taken before. Remaining and ResetAfter are then computed
+	// from the server's last answer and the tokens that its stock has left.
 	Estimated bool
 }
 

@@ -35,7 +35,7 @@
 //     row, becomes the fastest case. One caller alone loses nothing; with a handful, answers take a
 //     little longer than with New, and cost the server less. It is for pools only: a call for many
 //     cannot be part of one caller's transaction, for which there is [Limiter.WithTx].
-//   - [NewLeaser] answers for hot buckets from tokens that it has taken before: in less than a
+//   - [NewPrefetcher] answers for hot buckets from tokens that it has taken before: in less than a
 //     microsecond. Tokens that one process holds are denied to other processes. For all other buckets
 //     it is a Combiner.
 //   - [NewSharded] spreads the keys over several databases, each with a Combiner, when one server is not enough.

@@ -4,11 +4,11 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"maps"
 	"math"
 	"regexp"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -98,116 +98,57 @@ func TestHold_ADenialHoldsNothing(t *testing.T) {
 	})
 }
 
-// Whatever the cause, the context ends, with its reason.
-func TestHold_EndsWithItsLease(t *testing.T) {
+// What another session does ends a Hold at its next renewal.
+func TestHold_EndsWithWhatHappensToItsSlots(t *testing.T) {
 	t.Parallel()
-	for name, test := range map[string]struct {
-		lose  func(context.Context, *clienttest.Fake) error
-		after time.Duration
-		frees bool // for the next
-	}{
-		"no answer":     {func(_ context.Context, f *clienttest.Fake) error { f.FailAll(errors.New("no connection")); return nil }, 30 * time.Second, true},
-		"a reset":       {func(ctx context.Context, f *clienttest.Fake) error { return f.Reset(ctx, "jobs", "k") }, 10 * time.Second, true},
-		"a policy gone": {func(ctx context.Context, f *clienttest.Fake) error { return f.DropPolicy(ctx, "jobs") }, 10 * time.Second, false},
-		"tokens in place of slots": {func(ctx context.Context, f *clienttest.Fake) error {
+	for name, lose := range map[string]func(context.Context, *clienttest.Fake) error{
+		"a reset":       func(ctx context.Context, f *clienttest.Fake) error { return f.Reset(ctx, "jobs", "k") },
+		"a policy gone": func(ctx context.Context, f *clienttest.Fake) error { return f.DropPolicy(ctx, "jobs") },
+		"tokens in place of slots": func(ctx context.Context, f *clienttest.Fake) error {
 			return errors.Join(f.DropPolicy(ctx, "jobs"), f.DefinePolicy(ctx, client.Policy{Name: "jobs", Capacity: 1, Refill: 1, Every: time.Second}))
-		}, 10 * time.Second, false},
-		"no answer once": {func(_ context.Context, f *clienttest.Fake) error { f.FailNext(errors.New("no connection")); return nil }, 0, false},
+		},
 	} {
-		t.Run(name, func(t *testing.T) {
-			inBubble(t, func(t *testing.T) {
-				fake := newJobs(t)
-				h := held(t, fake)
-				begin := time.Now()
-				require.NoError(t, test.lose(t.Context(), fake))
-				if test.after == 0 { // it does not end
-					time.Sleep(time.Minute)
-					require.NoError(t, h.Context().Err())
-					require.NoError(t, h.Release(t.Context()))
-					return
-				}
-				<-h.Context().Done()
-				require.Equal(t, test.after, time.Since(begin))
-				require.Equal(t, client.ErrLeaseLost, context.Cause(h.Context()))
-				require.Equal(t, context.Canceled, h.Context().Err())
-				fake.FailAll(nil)
-				if test.frees {
-					require.NoError(t, held(t, fake, client.Cost(2)).Release(t.Context()))
-				}
-				if name != "tokens in place of slots" { // of which a release is invalid
-					require.NoError(t, h.Release(t.Context()), "there is nothing to release")
-				}
-			})
+		synctest.Test(t, func(t *testing.T) {
+			fake := newJobs(t)
+			h, begin := held(t, fake), time.Now()
+			require.NoError(t, lose(t.Context(), fake))
+			<-h.Context().Done()
+			require.Equal(t, 10*time.Second, time.Since(begin), name)
+			require.Equal(t, client.ErrLeaseLost, context.Cause(h.Context()))
+			require.Equal(t, context.Canceled, h.Context().Err())
+			if name == "a reset" {
+				require.NoError(t, held(t, fake, client.Cost(2)).Release(t.Context()))
+			}
+			require.Equal(t, name == "tokens in place of slots", h.Release(t.Context()) != nil, "of tokens a release is invalid")
 		})
 	}
 }
 
-// A lease may be longer than a Duration, and shorter than any pause.
-func TestHold_LeasesOfAnyLength(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := newSlotDB()
-		db.hold = func(context.Context) any {
-			return row{true, int64(1), int64(0), int64(math.MaxInt64), int64(2), false, false}
-		}
-		db.renew = func(context.Context) any { return row{int64(math.MaxInt64)} }
-		h := db.held(t)
-		time.Sleep(150 * 365 * 24 * time.Hour)
-		require.NoError(t, h.Context().Err())
-		require.NoError(t, h.Release(t.Context()))
-		require.Equal(t, []string{"hold", "renew", "renew", "renew", "renew", "release"}, db.calls())
+// replies are the answers to "hold", "renew" and "release". Without one, 1 of 2 slots is held for 10 seconds.
+type replies map[string][]any
 
-		db = newSlotDB()
-		db.hold = func(context.Context) any { return row{true, int64(1), int64(0), int64(1), int64(2), false, false} }
-		db.renew = silent
-		begin := time.Now()
-		h = db.held(t)
-		<-h.Context().Done()
-		require.Equal(t, time.Microsecond, time.Since(begin))
-		require.NoError(t, h.Release(t.Context()))
-	})
-}
-
-// Done is closed at the end of the lease that was renewed last, whenever a renewal that fails would have looked next.
-func TestHold_DoneEndsWithTheRenewedLeaseToTheInstant(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		for range 20 { // pauses between renewals are random
-			db := newSlotDB()
-			var renewals atomic.Int64
-			db.renew = func(context.Context) any {
-				if renewals.Add(1) == 1 {
-					return row{tenSeconds}
-				}
-				return pgError("53300")
-			}
-			begin := time.Now()
-			h := db.held(t)
-			<-h.Context().Done()
-			require.Equal(t, tenSeconds/3+tenSeconds, time.Since(begin).Microseconds())
-			require.NoError(t, h.Release(t.Context()))
-		}
-	})
-}
-
-// A slotDB answers the three calls with functions of the test.
+// A slotDB gives them in turn; the last one of a function stays.
 type slotDB struct {
 	fakePool
-	hold, renew, release func(context.Context) any
+	by map[string]*fakeDB
 }
+
+func newSlotDB(r replies) *slotDB {
+	db := &slotDB{by: map[string]*fakeDB{"hold": {answers: []any{heldFor(tenSeconds)}}, "renew": {answers: []any{row{tenSeconds}}}, "release": {answers: []any{row{true}}}}}
+	for function, answers := range r {
+		db.by[function].answers = answers
+	}
+	return db
+}
+
+var called = regexp.MustCompile(`ratelimit_(\w+)\(`)
 
 func (db *slotDB) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	db.mu.Lock()
 	db.queries = append(db.queries, query{sql, args})
 	db.mu.Unlock()
-	switch {
-	case strings.Contains(sql, "ratelimit_hold("):
-		return scanner{db.hold(ctx)}
-	case strings.Contains(sql, "ratelimit_renew("):
-		return scanner{db.renew(ctx)}
-	}
-	return scanner{db.release(ctx)}
+	return db.by[called.FindStringSubmatch(sql)[1]].QueryRow(ctx, sql, args...)
 }
-
-var called = regexp.MustCompile(`ratelimit_(\w+)\(`)
 
 // calls are the functions that were called.
 func (db *slotDB) calls() (names []string) {
@@ -219,12 +160,9 @@ func (db *slotDB) calls() (names []string) {
 
 const tenSeconds = int64(10_000_000)
 
-func newSlotDB() *slotDB {
-	return &slotDB{
-		hold:    func(context.Context) any { return row{true, int64(1), int64(0), tenSeconds, int64(2), false, false} },
-		renew:   func(context.Context) any { return row{tenSeconds} },
-		release: func(context.Context) any { return row{true} },
-	}
+// heldFor is a grant with a lease of so many microseconds.
+func heldFor(micros int64) row {
+	return row{true, int64(1), int64(0), micros, int64(2), false, false}
 }
 
 func (db *slotDB) held(t *testing.T) *client.Hold {
@@ -234,63 +172,46 @@ func (db *slotDB) held(t *testing.T) *client.Hold {
 	return h
 }
 
-func silent(ctx context.Context) any { <-ctx.Done(); return ctx.Err() }
-
-// The server began the lease somewhere between the call and its answer, so it counts from the call.
-func TestHold_CountsFromBeforeTheCall(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := newSlotDB()
-		grant, renewal := db.hold, db.renew
-		db.hold = func(ctx context.Context) any { time.Sleep(4 * time.Second); return grant(ctx) }
-		var renewals atomic.Int64
-		db.renew = func(ctx context.Context) any {
-			if renewals.Add(1) > 1 {
-				return silent(ctx)
-			}
-			time.Sleep(2 * time.Second)
-			return renewal(ctx)
-		}
-		begin := time.Now()
-		h := db.held(t)
-		<-h.Context().Done()
-		require.Equal(t, 4*time.Second+10*time.Second, time.Since(begin), "the renewal was sent at once, because a third was over")
-		require.Equal(t, client.ErrLeaseLost, context.Cause(h.Context()))
-		require.NoError(t, h.Release(t.Context()))
-
-		db.hold = func(ctx context.Context) any { time.Sleep(10 * time.Second); return grant(ctx) }
-		h = db.held(t)
-		require.Error(t, h.Context().Err(), "it came too late")
-		require.NoError(t, h.Release(t.Context()))
-	})
-}
-
-// A renewal that hangs leaves time for another.
-func TestHold_RenewsAgainUntilTheEnd(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := newSlotDB()
-		var tries atomic.Int64
-		db.renew = func(ctx context.Context) any {
-			switch tries.Add(1) {
-			case 1:
-				return silent(ctx)
-			case 2, 3:
-				return pgError("53300")
-			}
-			return row{tenSeconds}
-		}
-		h := db.held(t)
-		time.Sleep(time.Hour)
-		require.NoError(t, h.Context().Err())
-		require.NoError(t, h.Release(t.Context()))
-
-		tries.Store(-1_000_000)
-		db.renew = func(context.Context) any { tries.Add(1); return pgError("53300") }
-		h = db.held(t)
-		<-h.Context().Done()
-		require.Greater(t, tries.Load(), int64(-1_000_000+6))
-		require.Less(t, tries.Load(), int64(-1_000_000+20))
-		require.NoError(t, h.Release(t.Context()))
-	})
+// A lease is renewed when a third is over, and if that fails again until its end. It counts from before the call that began it, because
+// the server began it somewhere between the call and its answer. It may be longer than a Duration, and shorter than any pause.
+func TestHold_LastsUntilTheEndOfTheLeaseThatWasRenewedLast(t *testing.T) {
+	t.Parallel()
+	full := pgError("53300")
+	for name, test := range map[string]struct {
+		replies     replies
+		lasts       time.Duration // at least, for a Hold that is not lost
+		lost        time.Duration
+		least, most int // renewals
+	}{
+		"no answer":                      {replies{"renew": {silent}}, 0, 10 * time.Second, 2, 3},
+		"errors":                         {replies{"renew": {full}}, 0, 10 * time.Second, 7, 20},
+		"no answer, and errors":          {replies{"renew": {silent, full, full, row{tenSeconds}}}, time.Hour, 0, 1000, 1100},
+		"renewed once":                   {replies{"renew": {row{tenSeconds}, full}}, 0, 13_333_333 * time.Microsecond, 7, 20},
+		"an answer that is late":         {replies{"hold": {after(4*time.Second, heldFor(tenSeconds))}, "renew": {after(2*time.Second, row{tenSeconds}), silent}}, 0, 14 * time.Second, 3, 10},
+		"an answer that is too late":     {replies{"hold": {after(10*time.Second, heldFor(tenSeconds))}}, 0, 10 * time.Second, 0, 0},
+		"a lease longer than a Duration": {replies{"hold": {heldFor(math.MaxInt64)}, "renew": {row{int64(math.MaxInt64)}}}, 150 * 365 * 24 * time.Hour, 0, 4, 4},
+		"a lease shorter than any pause": {replies{"hold": {heldFor(1)}, "renew": {silent}}, 0, time.Microsecond, 0, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
+				for range cmp.Or(min(test.lasts, 1), 20) { // pauses between renewals are random
+					db, begin := newSlotDB(test.replies), time.Now()
+					h := db.held(t)
+					if test.lasts > 0 {
+						time.Sleep(test.lasts)
+						require.NoError(t, h.Context().Err())
+					} else {
+						<-h.Context().Done()
+						require.Equal(t, test.lost, time.Since(begin).Truncate(time.Microsecond), "to the instant")
+						require.Equal(t, client.ErrLeaseLost, context.Cause(h.Context()))
+					}
+					require.NoError(t, h.Release(t.Context()))
+					require.GreaterOrEqual(t, len(db.by["renew"].sent()), test.least)
+					require.LessOrEqual(t, len(db.by["renew"].sent()), test.most)
+				}
+			})
+		})
+	}
 }
 
 // A process that did not run while its lease ended finds that out by looking at the context, before any timer has fired.
@@ -312,9 +233,8 @@ func TestHold_ALookAtTheContextLooksAtTheClock(t *testing.T) {
 				return child.Err() != nil
 			},
 		} {
-			db := newSlotDB()
 			proceed := make(chan struct{})
-			db.renew = func(context.Context) any { <-proceed; return row{nil} }
+			db := newSlotDB(replies{"renew": {func(context.Context) any { <-proceed; return row{nil} }}})
 			h := db.held(t)
 			child, cancel := context.WithCancelCause(h.Context())
 			client.StopTimer(h)
@@ -332,9 +252,8 @@ func TestHold_ALookAtTheContextLooksAtTheClock(t *testing.T) {
 
 func TestHold_ReleaseWaitsForARenewal(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		db := newSlotDB()
 		proceed := make(chan struct{})
-		db.renew = func(context.Context) any { <-proceed; return row{tenSeconds} }
+		db := newSlotDB(replies{"renew": {func(context.Context) any { <-proceed; return row{tenSeconds} }}})
 		h := db.held(t)
 		time.Sleep(4 * time.Second)
 		released := make(chan error, 2)
@@ -361,25 +280,17 @@ func TestHold_ReleaseWaitsForARenewal(t *testing.T) {
 
 func TestHold_ReleaseOutlivesItsContext(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		db := newSlotDB()
-		db.release = silent
+		db := newSlotDB(replies{"release": {silent, after(2*time.Second, row{true})}})
 		h := db.held(t)
-		ended, cancel := context.WithCancel(t.Context())
-		cancel()
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second+time.Second)
+		defer cancel()
+		ended, end := context.WithCancel(ctx)
+		end()
 		begin := time.Now()
 		require.ErrorIs(t, h.Release(ended), context.Canceled)
 		require.Equal(t, 5*time.Second, time.Since(begin))
-
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-		defer cancel()
-		begin = time.Now()
-		db.release = func(ctx context.Context) any {
-			time.Sleep(2 * time.Second)
-			require.NoError(t, ctx.Err())
-			return row{true}
-		}
 		require.NoError(t, h.Release(ctx), "one that has failed is repeated")
-		require.Equal(t, 2*time.Second, time.Since(begin))
+		require.Equal(t, 7*time.Second, time.Since(begin))
 		require.NoError(t, h.Release(ctx))
 		require.Equal(t, []string{"hold", "release", "release"}, db.calls())
 	})
@@ -406,21 +317,19 @@ func TestHold_EndsWithTheContextOfTheCall(t *testing.T) {
 	})
 }
 
-func TestHold_ReleasesWhatACallWithoutAnAnswerMayHold(t *testing.T) {
+func TestHold_ReleasesInTheBackgroundWhatACallWithoutAnAnswerMayHold(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		db := newSlotDB()
-		db.hold = silent
+		db := newSlotDB(replies{"hold": {silent}})
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		begin := time.Now()
 		h, d, err := client.New(db).Hold(ctx, "jobs", "k")
 		require.ErrorIs(t, err, context.DeadlineExceeded)
-		require.Equal(t, time.Second, time.Since(begin), "in the background")
+		require.Equal(t, time.Second, time.Since(begin))
 		require.Nil(t, h)
 		require.Zero(t, d)
 		synctest.Wait()
 		require.Equal(t, []string{"hold", "release"}, db.calls())
-		require.Equal(t, db.sent()[0].args[:3], db.sent()[1].args, "by the same holder")
 
 		_, _, err = client.New(db).Hold(ctx, "jobs", "k")
 		require.EqualError(t, err, "pgratelimit: hold: context deadline exceeded")
@@ -431,52 +340,56 @@ func TestHold_ReleasesWhatACallWithoutAnAnswerMayHold(t *testing.T) {
 	})
 }
 
-// A call that was committed, and whose answer was lost with the connection, holds for a holder that only the call knew.
-func TestHold_ReleasesWhatALostCallMayHold(t *testing.T) {
+// A call that was committed, and whose answer was lost with the connection, holds for a holder that only the call knew. So does a
+// release that fails, until the lease ends.
+func TestHold_ReleasesWhatMayBeHeld(t *testing.T) {
 	t.Parallel()
 	refused, lost := refused(t), errors.New("connection reset")
+	times := func(n int, answers ...any) []any { return append(slices.Repeat(answers[:1], n), answers[1:]...) }
 	for name, test := range map[string]struct {
-		holds    []any // answers to the three tries
-		releases []any // answers to the releases
-		none     bool  // nothing is released
-		least    int   // releases
-		most     int
-		longest  time.Duration
+		replies     replies
+		least, most int           // calls of release
+		longest     time.Duration // until the last one
 	}{
-		"lost":                        {holds: []any{lost}, releases: []any{row{true}}, least: 1, most: 1},
-		"lost, and then refused":      {holds: []any{lost, refused}, releases: []any{row{true}}, least: 1, most: 1},
-		"refused":                     {holds: []any{refused}, none: true},
-		"an error of the server":      {holds: []any{pgError("53300")}, none: true},
-		"a failover of seven minutes": {holds: []any{lost}, releases: slices.Concat(slices.Repeat([]any{refused}, 60), []any{row{true}}), least: 61, most: 61, longest: 10 * time.Minute},
-		"not carried out":             {holds: []any{lost}, releases: []any{row{false}}, least: 2, most: 2, longest: time.Second},
-		"carried out late":            {holds: []any{lost}, releases: []any{refused, refused, refused, row{false}, row{true}}, least: 5, most: 5},
-		"a policy without slots":      {holds: []any{lost}, releases: []any{refused, refused, refused, pgError("22023")}, least: 4, most: 4},
-		"a closed pool":               {holds: []any{lost}, releases: []any{errors.New("closed pool")}, least: 3, most: 6},
-		"away for good":               {holds: []any{lost}, releases: []any{refused}, least: 300, most: 1000, longest: time.Hour},
+		"lost":                              {replies{"hold": {lost}}, 1, 1, time.Second},
+		"lost, and then refused":            {replies{"hold": {lost, refused}}, 1, 1, time.Second},
+		"refused":                           {replies{"hold": {refused}}, 0, 0, 0},
+		"an error of the server":            {replies{"hold": {pgError("53300")}}, 0, 0, 0},
+		"a failover of seven minutes":       {replies{"hold": {lost}, "release": times(60, refused, row{true})}, 61, 61, 10 * time.Minute},
+		"not carried out":                   {replies{"hold": {lost}, "release": {row{false}}}, 2, 2, time.Second},
+		"carried out late":                  {replies{"hold": {lost}, "release": times(3, refused, row{false}, row{true})}, 5, 5, 10 * time.Second},
+		"a policy without slots":            {replies{"hold": {lost}, "release": times(3, refused, pgError("22023"))}, 4, 4, 10 * time.Second},
+		"a closed pool":                     {replies{"hold": {lost}, "release": {errors.New("closed pool")}}, 3, 6, 10 * time.Second},
+		"away for good":                     {replies{"hold": {lost}, "release": {refused}}, 300, 1000, time.Hour},
+		"asked for again":                   {replies{"hold": {lost, row{true, int64(1), int64(0), tenSeconds, int64(2), true, false}}}, 1, 1, time.Second},
+		"a release fails":                   {replies{"release": times(3, lost, row{true})}, 4, 4, 10 * time.Second},
+		"a release fails until the end":     {replies{"release": {lost}}, 10, 40, 10 * time.Second},
+		"a release that the caller repeats": {replies{"release": times(3, lost, row{true})}, 4, 4, 10 * time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			inBubble(t, func(t *testing.T) {
-				db := newSlotDB()
-				holds, releases := fakeDB{answers: test.holds}, fakeDB{answers: test.releases}
-				next := func(db *fakeDB) any { return db.QueryRow(t.Context(), "").(scanner).answer }
-				db.hold = func(context.Context) any { return next(&holds) }
-				var last time.Time
-				db.release = func(context.Context) any { last = time.Now(); return next(&releases) }
-				_, _, err := client.New(db).Hold(t.Context(), "jobs", "k")
-				require.Error(t, err)
-				failed := time.Now()
+				db := newSlotDB(test.replies)
+				h, d, err := client.New(db).Hold(t.Context(), "jobs", "k")
+				if h != nil {
+					require.True(t, d.Allowed && d.Renewed == (name == "asked for again"))
+					isReleased := h.Release(t.Context()) == nil
+					require.Equal(t, name == "asked for again", isReleased)
+					if name == "a release that the caller repeats" {
+						require.NoError(t, h.Release(t.Context()))
+					}
+				} else {
+					require.Error(t, err)
+				}
+				begin, last := time.Now(), time.Time{}
+				db.by["release"].before = func() { last = time.Now() }
 				time.Sleep(24 * time.Hour)
 				synctest.Wait()
-				n := len(releases.sent())
-				if test.none {
-					require.Zero(t, n)
-					return
-				}
+				n := len(db.by["release"].sent())
 				require.GreaterOrEqual(t, n, test.least)
 				require.LessOrEqual(t, n, test.most)
-				require.LessOrEqual(t, last.Sub(failed), cmp.Or(test.longest, 10*time.Second))
+				require.LessOrEqual(t, last.Sub(begin), test.longest)
 				for _, q := range db.sent() {
-					require.Equal(t, db.sent()[0].args[2], q.args[2], "by the same holder")
+					require.Equal(t, db.sent()[0].args[:3], q.args[:3], "by the same holder")
 				}
 			})
 		})
@@ -486,101 +399,26 @@ func TestHold_ReleasesWhatALostCallMayHold(t *testing.T) {
 // A thousand calls wait to be undone at most, and what is over makes room. No other test may use the places: it is not parallel.
 func TestHold_UndoesAThousandCallsAtATime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		db, lost := newSlotDB(), errors.New("connection reset")
-		var isAway atomic.Bool
-		db.hold = func(context.Context) any { return lost }
-		db.release = func(context.Context) any {
-			if isAway.Load() {
-				return lost
-			}
-			return row{true}
-		}
-		releases := func(holds int, pause time.Duration) map[any]int { // by holder
-			db.mu.Lock()
-			db.queries = nil
-			db.mu.Unlock()
-			for range holds {
+		lost := errors.New("connection reset")
+		for _, test := range []struct {
+			holds, want int
+			pause       time.Duration
+		}{{1100, 1000, 10 * time.Minute}, {10, 10, time.Minute}} {
+			db := newSlotDB(replies{"hold": {lost}, "release": {lost}})
+			for range test.holds {
 				_, _, err := client.New(db).Hold(t.Context(), "jobs", "k")
 				require.Error(t, err)
 			}
-			time.Sleep(pause)
+			time.Sleep(test.pause)
 			synctest.Wait()
-			calls := make(map[any]int)
-			for _, q := range db.sent() {
-				if strings.Contains(q.sql, "ratelimit_release(") {
-					calls[q.args[2]]++
-				}
+			releases := make(map[any]int) // by holder
+			for _, q := range db.by["release"].sent() {
+				releases[q.args[2]]++
 			}
-			return calls
+			maps.DeleteFunc(releases, func(_ any, n int) bool { return n <= 3 }) // the tries of the first release
+			require.Len(t, releases, test.want)
+			time.Sleep(2 * time.Hour) // until nothing is tried any more
 		}
-		isAway.Store(true)
-		repeated := 0
-		for _, n := range releases(1100, 10*time.Minute) {
-			if n > 3 { // the tries of the first release
-				repeated++
-			}
-		}
-		require.Equal(t, 1000, repeated)
-		time.Sleep(2 * time.Hour)
-		repeated = 0
-		for _, n := range releases(10, time.Minute) {
-			if n > 3 {
-				repeated++
-			}
-		}
-		require.Equal(t, 10, repeated)
-		time.Sleep(2 * time.Hour) // until nothing is tried any more
-	})
-}
-
-// A release that fails is repeated until the lease ends, and not after a later Release.
-func TestHold_RepeatsAReleaseThatFails(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		for name, releases := range map[string]struct{ fail, again, most int }{
-			"once": {fail: 3, most: 4}, "always": {fail: 1000, most: 40}, "and so does the caller": {fail: 3, again: 1, most: 4},
-			"and so does the caller, in vain": {fail: 1000, again: 5, most: 50},
-		} {
-			db := newSlotDB()
-			var calls atomic.Int64
-			db.release = func(context.Context) any {
-				if calls.Add(1) <= int64(releases.fail) {
-					return errors.New("connection reset")
-				}
-				return row{true}
-			}
-			h := db.held(t)
-			begin := time.Now()
-			require.Error(t, h.Release(t.Context()), name)
-			for range releases.again {
-				require.Equal(t, releases.fail < 10, h.Release(t.Context()) == nil, name)
-			}
-			for int(calls.Load()) <= min(releases.fail, 10) && time.Since(begin) < time.Minute {
-				time.Sleep(time.Millisecond)
-			}
-			require.Less(t, time.Since(begin), 10*time.Second, name)
-			time.Sleep(time.Hour)
-			require.GreaterOrEqual(t, int(calls.Load()), min(releases.fail+1, 10), name)
-			require.LessOrEqual(t, int(calls.Load()), releases.most, name)
-		}
-	})
-}
-
-// An answer that was lost is asked for again, by the same holder.
-func TestHold_IsRepeatedAfterALostConnection(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := newSlotDB()
-		var tries atomic.Int64
-		db.hold = func(context.Context) any {
-			if tries.Add(1) == 1 {
-				return errors.New("connection reset")
-			}
-			return row{true, int64(1), int64(0), tenSeconds, int64(2), true, false}
-		}
-		h, d, err := client.New(db).Hold(t.Context(), "jobs", "k")
-		require.NoError(t, err)
-		require.True(t, d.Allowed && d.Renewed)
-		require.Equal(t, db.sent()[0], db.sent()[1])
-		require.NoError(t, h.Release(t.Context()))
 	})
 }
 

@@ -20,7 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// fakeDB answers each query with the next of its answers, an error or a row; the last one stays.
+// fakeDB answers each query with the next of its answers: an error, a row, or a function that returns one of them. The last one stays.
 type fakeDB struct {
 	mu            sync.Mutex
 	answers       []any
@@ -35,7 +35,7 @@ type query struct {
 
 type row []any
 
-func (db *fakeDB) QueryRow(_ context.Context, sql string, args ...any) pgx.Row {
+func (db *fakeDB) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	if db.before != nil {
 		db.before()
 	}
@@ -43,13 +43,24 @@ func (db *fakeDB) QueryRow(_ context.Context, sql string, args ...any) pgx.Row {
 		defer db.after()
 	}
 	db.mu.Lock()
-	defer db.mu.Unlock()
 	answer := db.answers[0]
 	if len(db.answers) > 1 {
 		db.answers = db.answers[1:]
 	}
 	db.queries = append(db.queries, query{sql, args})
+	db.mu.Unlock()
+	if wait, ok := answer.(func(context.Context) any); ok {
+		answer = wait(ctx)
+	}
 	return scanner{answer}
+}
+
+// silent is an answer that never comes.
+func silent(ctx context.Context) any { <-ctx.Done(); return ctx.Err() }
+
+// after is an answer that comes late.
+func after(d time.Duration, answer any) func(context.Context) any {
+	return func(context.Context) any { time.Sleep(d); return answer }
 }
 
 func (db *fakeDB) sent() []query {

@@ -1,14 +1,16 @@
 package client
 
 import (
+	"context"
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 )
 
 // An Option changes a limiter when it is made. [New], [CheckShard] and [CheckAlone] take [Schema], [NoFlush], [DenialCache],
-// [Alone] and [Observe]. [NewCombiner] takes [CallsInFlight] and [MaxWaiting], too. [NewLeaser] and [NewSharded] take all of these,
-// and each [Lease]. Any other Option makes the constructor panic.
+// [Alone] and [Observe]. [NewCombiner] takes [CallsInFlight] and [MaxWaiting], too. [NewPrefetcher] and [NewSharded] take all of these,
+// and each [Prefetch]. Any other Option makes the constructor panic.
 type Option interface{ option() option }
 
 // A CallOption changes one call. The comment of a method names the options that it takes. Any other option is [ErrInvalidArgument],
@@ -124,14 +126,14 @@ func AtLeast(tokens int64) CallOption { return atLeast(tokens) }
 func IdempotencyKey(key string) CallOption { return idempotencyKey(key) }
 
 type config struct {
-	schema  string
-	noFlush bool
-	denials bool
-	place   *place
-	hooks   Hooks
-	calls   int // of a Combiner
-	waiting int // of a Combiner
-	leases  []Lease
+	schema        string
+	noFlush       bool
+	cachesDenials bool
+	place         *place
+	hooks         Hooks
+	calls         int // of a Combiner
+	waiting       int // of a Combiner
+	prefetches    []Prefetch
 }
 
 // A kind of limiter takes the options of the kinds before it, too.
@@ -140,7 +142,7 @@ type kind int
 const (
 	aLimiter kind = iota
 	aCombiner
-	aLeaser
+	aPrefetcher
 )
 
 func newConfig(constructor string, kind kind, opts []Option) config {
@@ -167,7 +169,7 @@ func (o option) option() option { return o }
 // lead there. It is quoted as one identifier. Defaults to the functions that search_path finds.
 func Schema(name string) Option { return option{set: func(c *config) { c.schema = name }} }
 
-// NoFlush makes Acquire, AcquireAll, AcquireUpTo, AcquireUpToMany, Charge, Settle, Reserve, Refund, Pause and Reset return before their writes are flushed
+// NoFlush makes Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Refund, Pause and Reset return before their writes are flushed
 // to disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
 // the writes of its last moments, up to three times wal_writer_delay (0.6 seconds unless set): their
 // grants and idempotency keys are forgotten as if they had rolled back. Nothing else is at risk.
@@ -190,7 +192,7 @@ func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }}
 // The cache sees Refund, Pause, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter at once.
 // It sees the same calls of other programs, and the end of an override, when RetryAfter or a minute has passed. Leave the cache out where
 // tokens are given back by other programs, in transactions, or with SQL, and callers must not wait for them.
-func DenialCache() Option { return option{set: func(c *config) { c.denials = true }} }
+func DenialCache() Option { return option{set: func(c *config) { c.cachesDenials = true }} }
 
 // Observe makes the limiter call functions of the program, for metrics and logs. Limiters that WithTx makes of it call them, too.
 // Defaults to none, which costs nothing.
@@ -206,7 +208,7 @@ func Alone() Option { return at(0, alone) }
 // client reads and writes. More calls share the same requests, so each carries fewer, at a higher cost for
 // each. Defaults to 2: on a server with 2 cores, 2 calls were faster than 1, 4 and 8 near the server, and
 // within a tenth of the fastest 1 ms away, with 64 and with 256 callers. Allow one for each core that the
-// server has to spare, if there are at least 32 callers for each. A [Leaser] uses more connections: see there.
+// server has to spare, if there are at least 32 callers for each. A [Prefetcher] uses more connections: see there.
 func CallsInFlight(n int) Option {
 	return option{func(c *config) { c.calls = n }, aCombiner, "CallsInFlight"}
 }
@@ -232,3 +234,137 @@ func OfKey(key string) CallOption { return ofKey(key) }
 // OnError is the function that [Limiter.RunCleanup] calls with an error before it goes on. Defaults to a warning
 // through log/slog's default logger.
 func OnError(handle func(error)) CallOption { return onError(handle) }
+
+// Hooks are functions by which a program watches its limiter: see [Observe]. A nil hook is not called.
+//
+// The goroutine that did the work calls them, and goes on when they return; many goroutines call them at a time. No hook
+// gets a key. Package otellimit, a module of its own, has hooks for OpenTelemetry.
+type Hooks struct {
+	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek, Refund, Pause and Hold, and each of
+	// many, before the caller has it, and each renewal and release of a [Hold]. In a transaction it is unknown by then whether the
+	// transaction will be committed. A Wait appears as its Reserves, a HoldWait as its Holds. A grant from the stock of a [Prefetcher] is an
+	// answer of Acquire. The Prefetcher's own refills and refunds are not reported.
+	Answered func(context.Context, Answer)
+
+	// Waited gets the time that a Wait or HoldWait has slept, 0 if the tokens or slots were there, and the error of ctx if ctx
+	// ended first. A Wait that was refused is not reported.
+	Waited func(ctx context.Context, policy string, slept time.Duration, err error)
+
+	// Combined gets the number of requests in a call that a [Combiner] is about to make for Acquire or AcquireAll.
+	Combined func(requests int)
+}
+
+// An Answer is the result of one call of a limiter.
+type Answer struct {
+	// Operation is the operation's name, as in the text of errors: "acquire", "acquire all", "acquire up to", "charge", "settle",
+	// "reserve", "peek", "refund", "pause", "hold", "renew" or "release".
+	Operation string
+
+	// Policy is the policy of the request, which may not exist. Of several charges it is the policy of the binding charge, and
+	// empty if there was an error.
+	Policy string
+
+	// Decision is zero if Err is not nil. Of a [Reservation], RetryAfter is the wait. Of a [HoldDecision] it has no ResetAfter,
+	// and Replayed is Renewed. Of a renewal and a release it has only Allowed: whether the slots were held until then.
+	Decision Decision
+	Err      error
+
+	// Duration is how long the caller waited for the answer.
+	Duration time.Duration
+}
+
+// Takes reports whether tokens or slots were asked for.
+func (a Answer) Takes() bool {
+	switch a.Operation {
+	case verbAcquire, verbAcquireAll, verbAcquireUpTo, verbCharge, verbReserve, verbHold:
+		return true
+	}
+	return false
+}
+
+// Result is the answer in one word.
+func (a Answer) Result() Result {
+	switch {
+	case a.Err != nil:
+		return ResultError
+	case !a.Decision.Allowed:
+		return ResultDenied
+	case a.Decision.Shadowed:
+		return ResultShadowed
+	case a.Decision.Replayed:
+		return ResultReplayed
+	}
+	return ResultAllowed
+}
+
+// A Result is the outcome of a request, in one word. Metrics are kept by it.
+type Result string
+
+// The results.
+const (
+	ResultAllowed  Result = "allowed"
+	ResultDenied   Result = "denied"
+	ResultReplayed Result = "replayed"  // a grant, given again
+	ResultShadowed Result = "shadowed"  // allowed, because the policy only watches
+	ResultError    Result = "error"     // no decision
+	ResultFailOpen Result = "fail_open" // no decision, and middleware let the request pass: no Answer has it
+)
+
+// The operations of an Answer.
+const (
+	verbAcquire     = "acquire"
+	verbAcquireAll  = "acquire all"
+	verbAcquireUpTo = "acquire up to"
+	verbCharge      = "charge"
+	verbSettle      = "settle"
+	verbReserve     = "reserve"
+	verbPeek        = "peek"
+	verbRefund      = "refund"
+	verbPause       = "pause"
+	verbHold        = "hold"
+	verbRenew       = "renew"
+	verbRelease     = "release"
+	verbDefine      = "define policy"
+	verbOverride    = "override"
+)
+
+// begin is the time, if a hook is to get the duration of a request.
+func (h *Hooks) begin() (now time.Time) {
+	if h.Answered != nil {
+		now = time.Now()
+	}
+	return now
+}
+
+// answered passes the answer to a request to its hook.
+func (h *Hooks) answered(ctx context.Context, operation, policy string, begin time.Time, d Decision, err error) {
+	if h.Answered != nil {
+		h.Answered(ctx, Answer{Operation: operation, Policy: policy, Decision: d, Err: err, Duration: time.Since(begin)})
+	}
+}
+
+// answeredAll passes the answer to a joint request to its hook.
+func (h *Hooks) answeredAll(ctx context.Context, charges []Charge, begin time.Time, d JointDecision, err error) {
+	if h.Answered == nil {
+		return
+	}
+	var policy string
+	if err == nil {
+		policy = charges[d.Binding].Policy
+	}
+	h.answered(ctx, verbAcquireAll, policy, begin, d.Decision, err)
+}
+
+// slept passes the time that a caller has slept to its hook.
+func (h *Hooks) slept(ctx context.Context, policy string, d time.Duration, err error) {
+	if h.Waited != nil {
+		h.Waited(ctx, policy, d, err)
+	}
+}
+
+// combined passes the size of a call to its hook.
+func (h *Hooks) combined(requests int) {
+	if h.Combined != nil {
+		h.Combined(requests)
+	}
+}

@@ -49,10 +49,10 @@ func TestCallOptions_AreForTheirMethods(t *testing.T) {
 		for name, opt := range callOptions {
 			refusal := fmt.Sprintf("pgratelimit: %s: invalid argument: %s is no option of %s, which takes %s", test.method, name, test.method, test.takes)
 			pool := &fakePool{fakeDB{answers: []any{sent}}}
-			combiner, leaser := client.NewCombiner(pool), client.NewLeaser(pool, client.Lease{Policy: "p"})
+			combiner, prefetcher := client.NewCombiner(pool), client.NewPrefetcher(pool, client.Prefetch{Policy: "p"})
 			defer combiner.Close()
-			defer leaser.Close()
-			for _, limiter := range []any{client.New(pool, client.DenialCache()), combiner, leaser} {
+			defer prefetcher.Close()
+			for _, limiter := range []any{client.New(pool, client.DenialCache()), combiner, prefetcher} {
 				in := []reflect.Value{}
 				for _, arg := range append(test.args, opt) {
 					in = append(in, reflect.ValueOf(arg))
@@ -102,7 +102,7 @@ func TestOptions_AreForTheirConstructors(t *testing.T) {
 	t.Parallel()
 	options := map[string]client.Option{
 		"Schema": client.Schema("s"), "NoFlush": client.NoFlush(), "DenialCache": client.DenialCache(), "Observe": client.Observe(client.Hooks{}),
-		"Alone": client.Alone(), "CallsInFlight": client.CallsInFlight(1), "MaxWaiting": client.MaxWaiting(1), "a Lease": client.Lease{Policy: "p"},
+		"Alone": client.Alone(), "CallsInFlight": client.CallsInFlight(1), "MaxWaiting": client.MaxWaiting(1), "a Prefetch": client.Prefetch{Policy: "p"},
 	}
 	ofLimiter := []string{"Schema", "NoFlush", "DenialCache", "Observe", "Alone"}
 	ofCombiner := append(slices.Clone(ofLimiter), "CallsInFlight", "MaxWaiting")
@@ -110,11 +110,11 @@ func TestOptions_AreForTheirConstructors(t *testing.T) {
 		takes []string
 		make  func(client.Option)
 	}{
-		"New":         {ofLimiter, func(o client.Option) { client.New(nil, o) }},
-		"CheckShard":  {ofLimiter, func(o client.Option) { client.CheckShard(0, 1, o) }},
-		"CheckAlone":  {ofLimiter, func(o client.Option) { client.CheckAlone(o) }},
-		"NewCombiner": {ofCombiner, func(o client.Option) { client.NewCombiner(&fakePool{}, o).Close() }},
-		"NewLeaser":   {slices.Collect(maps.Keys(options)), func(o client.Option) { client.NewLeaser(&fakePool{}, o).Close() }},
+		"New":           {ofLimiter, func(o client.Option) { client.New(nil, o) }},
+		"CheckShard":    {ofLimiter, func(o client.Option) { client.CheckShard(0, 1, o) }},
+		"CheckAlone":    {ofLimiter, func(o client.Option) { client.CheckAlone(o) }},
+		"NewCombiner":   {ofCombiner, func(o client.Option) { client.NewCombiner(&fakePool{}, o).Close() }},
+		"NewPrefetcher": {slices.Collect(maps.Keys(options)), func(o client.Option) { client.NewPrefetcher(&fakePool{}, o).Close() }},
 	} {
 		for name, option := range options {
 			if slices.Contains(test.takes, name) {
@@ -129,7 +129,7 @@ func TestOptions_AreForTheirConstructors(t *testing.T) {
 // A request of a Combiner shares calls, and one of its WithTx is part of the transaction: no other limiter is within reach.
 func TestCombiner_HasNoWayPastIt(t *testing.T) {
 	t.Parallel()
-	for _, limiter := range []reflect.Type{reflect.TypeFor[client.Combiner](), reflect.TypeFor[client.Leaser](), reflect.TypeFor[client.Sharded]()} {
+	for _, limiter := range []reflect.Type{reflect.TypeFor[client.Combiner](), reflect.TypeFor[client.Prefetcher](), reflect.TypeFor[client.Sharded]()} {
 		for i := range limiter.NumField() {
 			require.False(t, limiter.Field(i).IsExported(), limiter.Field(i).Name)
 		}

@@ -485,11 +485,11 @@ func TestPace_SlowCallsNowAndThenDoNotCount(t *testing.T) {
 // A later denial of a bucket replaces the earlier one. When the cache is full, a new bucket replaces one whose denial ends soon.
 func TestDenialCache_IsBoundedAndKeepsDenialsThatLast(t *testing.T) {
 	t.Parallel()
-	const most = maxDenials / denialShards
+	const most = maxDenials / denialCacheParts
 	now := time.Unix(0, 0)
-	s := &denialShard{byKey: make(map[bucket]denial)}
+	s := &denialCachePart{byKey: make(map[bucket]cachedDenial)}
 	store := func(key int, lasts time.Duration) {
-		s.store(bucket{"p", fmt.Sprint(key)}, denial{Decision{RetryAfter: lasts, Capacity: 10}, 1, now, now}, 0)
+		s.store(bucket{"p", fmt.Sprint(key)}, cachedDenial{Decision{RetryAfter: lasts, Capacity: 10}, 1, now, now}, 0)
 	}
 	for key := range most {
 		store(key, time.Minute+time.Duration(key)*time.Second)

@@ -78,7 +78,9 @@ type place struct {
 }
 
 // at is the option of a limiter that must be in a place. Limiters with the same options are each checked.
-func at(shard, of int) Option { return option{set: func(c *config) { c.place = &place{shard: shard, of: of} }} }
+func at(shard, of int) Option {
+	return option{set: func(c *config) { c.place = &place{shard: shard, of: of} }}
+}
 
 // checkPlace returns an error if the database is in another place than the limiter's.
 func (l *limiter) checkPlace(ctx context.Context) error {

@@ -13,18 +13,18 @@ import (
 const checkTimeout = 5 * time.Second
 
 // A Sharded spreads keys over several databases, its shards: [ShardOf] returns the shard of a key. Each shard has a Combiner, or
-// with a [Lease] a [Leaser], and a pool of its own. So a shard that fails, or falls silent, holds up only the callers of its keys.
+// with a [Prefetch] a [Prefetcher], and a pool of its own. So a shard that fails, or falls silent, holds up only the callers of its keys.
 // No other shard steps in: a bucket that is elsewhere would be full.
 //
 // [Sharded.On] has all calls about a key, and [Sharded.Each] those about all shards.
 //
 // Close it when it is no longer used.
-type Sharded struct{ shards []*Leaser }
+type Sharded struct{ shards []*Prefetcher }
 
 // NewSharded returns a Sharded on the databases of pools: shard 0, shard 1 and so on, a power of two of them. Each database
 // must have got its shard number, by ratelimit_define_shard. The role needs EXECUTE on ratelimit_shard, and the rights that
-// [NewCombiner] names, or with a [Lease] [NewLeaser]. Options are the options of NewLeaser, for each of the shards. Panics where
-// NewLeaser does.
+// [NewCombiner] names, or with a [Prefetch] [NewPrefetcher]. Options are the options of NewPrefetcher, for each of the shards. Panics where
+// NewPrefetcher does.
 //
 // It asks every database which shard it is, and fails if a database is another shard, or no shard, or returns an error. A database
 // that cannot be reached within 5 seconds is asked before its first call. So a program can start beside a shard that is down. It
@@ -36,9 +36,9 @@ func NewSharded[P Pool](ctx context.Context, pools []P, opts ...Option) (*Sharde
 	if of < 1 || of > maxShards || of&(of-1) != 0 {
 		return nil, failed("open shards", fmt.Errorf("%w: %d databases are listed, and the number of shards is a power of two", ErrWrongShard, of))
 	}
-	s := &Sharded{make([]*Leaser, of)}
+	s := &Sharded{make([]*Prefetcher, of)}
 	for i, pool := range pools {
-		s.shards[i] = NewLeaser(pool, slices.Concat(opts, []Option{at(i, of)})...)
+		s.shards[i] = NewPrefetcher(pool, slices.Concat(opts, []Option{at(i, of)})...)
 	}
 	if err := s.check(ctx); err != nil {
 		s.Close()
@@ -51,7 +51,7 @@ func NewSharded[P Pool](ctx context.Context, pools []P, opts ...Option) (*Sharde
 func (s *Sharded) check(ctx context.Context) error {
 	checking, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
-	errs := s.each(func(_ int, on *Leaser) error { return on.checkPlace(checking) })
+	errs := s.each(func(_ int, on *Prefetcher) error { return on.checkPlace(checking) })
 	refusals := slices.DeleteFunc(slices.Clone(errs), func(err error) bool { return err == nil || isSilence(err) })
 	switch {
 	case len(refusals) > 0:
@@ -66,16 +66,16 @@ func (s *Sharded) check(ctx context.Context) error {
 
 // On returns the limiter of the shard that has a key. Its calls are about keys of this shard only: buckets of other keys would be
 // full there. A transaction for its WithTx is one of the shard's pool.
-func (s *Sharded) On(key string) *Leaser { return s.shards[ShardOf(key, len(s.shards))] }
+func (s *Sharded) On(key string) *Prefetcher { return s.shards[ShardOf(key, len(s.shards))] }
 
 // Each calls a function with the number and the limiter of each shard, all at the same time. It returns when all have returned,
 // and joins their errors, each in a [*ShardError].
-func (s *Sharded) Each(call func(shard int, on *Leaser) error) error {
+func (s *Sharded) Each(call func(shard int, on *Prefetcher) error) error {
 	return errors.Join(s.each(call)...)
 }
 
 // each returns the errors of all shards, nil for a shard without error.
-func (s *Sharded) each(call func(shard int, on *Leaser) error) []error {
+func (s *Sharded) each(call func(shard int, on *Prefetcher) error) []error {
 	errs := make([]error, len(s.shards))
 	var calls sync.WaitGroup
 	for n, on := range s.shards {
@@ -92,14 +92,14 @@ func (s *Sharded) failed(shard int, err error) error {
 	return &ShardError{shard, len(s.shards), err}
 }
 
-// Close closes the limiters of all shards at the same time: see [Leaser.Close].
+// Close closes the limiters of all shards at the same time: see [Prefetcher.Close].
 func (s *Sharded) Close() {
-	s.each(func(_ int, on *Leaser) error { on.Close(); return nil })
+	s.each(func(_ int, on *Prefetcher) error { on.Close(); return nil })
 }
 
-// Acquire is [Leaser.Acquire] on the shard of key.
+// Acquire is [Prefetcher.Acquire] on the shard of key.
 //
-// Errors: as Leaser.Acquire, in a [*ShardError].
+// Errors: as Prefetcher.Acquire, in a [*ShardError].
 func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	n := ShardOf(key, len(s.shards))
 	d, err := s.shards[n].Acquire(ctx, policy, key, opts...)
@@ -130,13 +130,13 @@ func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...Call
 // DefinePolicy is [Limiter.DefinePolicy] on all shards, at the same time. It is not one transaction: after an error the policy may
 // be defined on some shards only. Repeat it until it succeeds.
 func (s *Sharded) DefinePolicy(ctx context.Context, p Policy) error {
-	return s.Each(func(_ int, on *Leaser) error { return on.DefinePolicy(ctx, p) })
+	return s.Each(func(_ int, on *Prefetcher) error { return on.DefinePolicy(ctx, p) })
 }
 
 // DropPolicy is [Limiter.DropPolicy] on all shards, at the same time. It is not one transaction: after an error some shards may
 // have the policy still. Repeat it until it succeeds, or returns [ErrUnknownPolicy], which it returns only if no shard had the policy.
 func (s *Sharded) DropPolicy(ctx context.Context, name string) error {
-	errs := s.each(func(_ int, on *Leaser) error { return on.DropPolicy(ctx, name) })
+	errs := s.each(func(_ int, on *Prefetcher) error { return on.DropPolicy(ctx, name) })
 	known := slices.DeleteFunc(slices.Clone(errs), func(err error) bool { return errors.Is(err, ErrUnknownPolicy) })
 	if len(known) == 0 {
 		return errors.Join(errs...)

@@ -21,7 +21,7 @@ import (
 func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, opts ...CallOption) (Decision, error) {
 	var s settings
 	s.read("Charge", opts, "IdempotencyKey")
-	defer l.denials.forget(policy, key)
+	defer l.denialCache.forget(policy, key)
 	c := tokenCall(verbCharge, "ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)", policy, key, cost, s.idempotencyKey)
 	c.once, c.err = s.idempotencyKey != nil, s.err
 	return l.answer(ctx, policy, c)
@@ -44,7 +44,7 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 //
 // Errors: [ErrNoGrant], [ErrUnknownPolicy], [ErrIdempotencyMismatch], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (Decision, error) {
-	defer l.denials.forget(policy, key)
+	defer l.denialCache.forget(policy, key)
 	c := tokenCall(verbSettle, "ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)", policy, key, idempotencyKey, cost)
 	c.once = true
 	return l.answer(ctx, policy, c)

@@ -11,8 +11,8 @@ sql --file update.sql
 as_owner --file migrations/psql/install.sql
 as_owner --command '
   grant execute on function
-    ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
-    ratelimit_acquire_up_to, ratelimit_acquire_up_to_many, ratelimit_reserve, ratelimit_charge, ratelimit_settle, ratelimit_enforce, ratelimit_peek, ratelimit_peek_many, ratelimit_refund, ratelimit_pause,
+    ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_acquire_up_to,
+    ratelimit_reserve, ratelimit_charge, ratelimit_settle, ratelimit_enforce, ratelimit_peek, ratelimit_refund, ratelimit_pause,
     ratelimit_hold, ratelimit_renew, ratelimit_release, ratelimit_shard
   to ratelimit_app;'
 as_owner --file schedule.sql

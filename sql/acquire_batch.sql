@@ -164,7 +164,7 @@ begin
         raise exception sqlstate 'RL00T';  -- gives back what was waited for and not charged, or what an invalid key took
       elsif cardinality(v_places) < v_count then
         v_left    := array(select generate_series(1, v_count) except select unnest(v_places) order by 1);
-        v_answers := decide_left(policies, keys, costs, null, idempotency_keys, v_left, false, true, false);
+        v_answers := decide_left(policies, keys, costs, null, idempotency_keys, v_left, false, true);
       end if;
       exit;
     exception
@@ -201,7 +201,7 @@ begin
                     null, null, null, null, null, null, null, null, null, null)::packed, v_answers);
   elsif v_count > 0 then
     v_left    := array(select generate_series(1, v_count));
-    v_answers := decide_left(policies, keys, costs, v_requests, idempotency_keys, v_left, sizes is not null, false, false);
+    v_answers := decide_left(policies, keys, costs, v_requests, idempotency_keys, v_left, sizes is not null, false);
   end if;
   if v_misfits is not null then
     v_answers := with_misfits(v_answers, sizes, v_misfits);

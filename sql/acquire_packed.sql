@@ -1,5 +1,5 @@
--- The answers of acquire_batch as they are: the compact form, for clients that combine requests. ratelimit_acquire_many and
--- ratelimit_acquire_all_many give rows to people. The columns are explained at the type ratelimit.packed.
+-- The answers of acquire_batch as they are: the compact form, for clients that combine requests. ratelimit_acquire_many gives rows to
+-- people. The columns are explained at the type ratelimit.packed.
 create or replace function ratelimit_acquire_packed(
     policies         text[],
     keys             text[],
@@ -18,8 +18,7 @@ end;
 $$;
 comment on function ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[]) is
 'Decides many requests in one call and returns one row of arrays, for clients that combine requests.
-Without sizes each element is a request, as in ratelimit_acquire_many. With sizes a request has several elements, as
-  in ratelimit_acquire_all_many.
+The arguments are those of ratelimit_acquire_many.
 costs: whole tokens, 0 or more. null: 1 for each element.
 sizes: the number of elements of each request, 1 to 1000. null: each element is a request.
 idempotency_keys: one for each request, or null. An element can be null.

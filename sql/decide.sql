@@ -11,16 +11,13 @@
 -- it; fits, whether its bucket allows it; kept, whether its grant is to be remembered. refused are the elements that have an error,
 -- one for each request; known has the grant that a repeat differs from.
 --
--- up_to: the charges are the most that may be charged. The answer has what each was decided by: the whole tokens of the bucket, and 1
--- if there is none.
---
 -- The steps for each request:
 --   1. Each element is refused, replayed, or it fits or not. Of several errors the first counts, in this order: an argument out of range or slots,
 --      an unknown policy, another cost under the idempotency key, a grant that was settled.
 --   2. If all but those of shadow policies fit, the buckets are charged. The next request sees them so.
 -- Then the answers are worked out, from the buckets as they were after each request.
 create or replace function ratelimit.decide(
-    in    requests bigint[], in idempotency_keys text[], inout charges bigint[], in up_to boolean, in buckets integer[], in same integer[], in twins integer[], in bad boolean[],
+    in    requests bigint[], in idempotency_keys text[], in charges bigint[], in buckets integer[], in same integer[], in twins integer[], in bad boolean[],
     inout known ratelimit.idempotency_keys[], in numbers ratelimit.policies[], in own ratelimit.policies[], inout levels bigint[], inout refilled_at timestamptz[],
     in    levels_now bigint[], in now timestamptz,
     out wanted boolean[], out remaining bigint[], out retry_us bigint[], out reset_us bigint[], out capacities bigint[],
@@ -67,9 +64,6 @@ begin
       elsif numbers[v_b].id is null then
         v_errors[2] := coalesce(v_errors[2], v_i);
         continue;
-      end if;
-      if up_to then
-        charges[v_i] := least(charges[v_i], greatest(whole_tokens(levels_now[v_b]), 1));
       end if;
       if charges[v_i] > 0 and twins[v_i] is not null and known[v_i] is null then
         -- Granted and remembered by an earlier request of this call? Its twin may have been denied, and a twin of that granted.
@@ -168,7 +162,7 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.decide(bigint[], text[], bigint[], boolean, integer[], integer[], integer[], boolean[], ratelimit.idempotency_keys[], ratelimit.policies[], ratelimit.policies[], bigint[], timestamptz[], bigint[], timestamptz) is
+comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], integer[], integer[], boolean[], ratelimit.idempotency_keys[], ratelimit.policies[], ratelimit.policies[], bigint[], timestamptz[], bigint[], timestamptz) is
   'Decides the requests of a batch one after another, from buckets and idempotency keys as they were read.';
 
 -- retry_us, where overrides end: the longest wait of a denied request is to be the first instant at which all its elements fit. An

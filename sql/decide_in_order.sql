@@ -16,8 +16,7 @@
 --      next round locks all. Each round after the second is due to another session, or to refill meanwhile.
 --   6. After the last round: the answer.
 --
--- taken tells that the caller has charged buckets for other requests of the batch. up_to tells that each request is one element, and takes
--- as many tokens as there are, up to its cost, and 1 at least: requests of the answer has what they took.
+-- taken: the caller has charged buckets for other requests of the batch.
 --
 -- The private errors, none of which leaves the package:
 --   RL00A  here: rolls back a round, for the next one or for the end.
@@ -35,7 +34,7 @@
 --         round was needed. Of each policy the buckets, and then the rows of its idempotency keys.
 -- Writes: buckets and idempotency keys of granted requests.
 create or replace function ratelimit.decide_in_order(
-    policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], elements bigint[], joint boolean, taken boolean, up_to boolean)
+    policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], elements bigint[], joint boolean, taken boolean)
   returns ratelimit.packed language plpgsql volatile
 as $$
 declare
@@ -111,7 +110,7 @@ begin
       end if;
 
       -- 3. Decide.
-      v_verdict := decide(requests, idempotency_keys, v_batch.charges, up_to, v_batch.bucket_numbers, v_batch.same, v_batch.twins, v_batch.bad, v_look.known,
+      v_verdict := decide(requests, idempotency_keys, v_batch.charges, v_batch.bucket_numbers, v_batch.same, v_batch.twins, v_batch.bad, v_look.known,
                           v_numbers, v_look.own, v_look.levels, v_look.refilled_at, v_look.levels_now, v_now);
 
       -- 4. To be done so?
@@ -193,13 +192,7 @@ begin
     from unnest(v_verdict.remaining, v_verdict.retry_us, v_verdict.reset_us, v_verdict.capacities, v_verdict.replayed, v_verdict.shadowed, v_verdict.granted)
          with ordinality as a (remaining, retry_us, reset_us, capacity, replayed, shadowed, granted, place)
    where a.granted is not null;
-  if up_to then
-    v_packed.requests := array(select case when not a.granted then 0 when v_numbers[a.bucket].shadow then a.cost else a.charge end
-                                 from unnest(costs, v_verdict.charges, v_batch.bucket_numbers, v_verdict.granted)
-                                      with ordinality as a (cost, charge, bucket, granted, place)
-                                where a.granted is not null
-                                order by a.place);
-  elsif joint then
+  if joint then
     select array_agg(r.request), array_agg(r.granted),
            array_agg(case when r.granted then r.replayed and not r.charged else r.waits end),
            array_agg(r.granted and r.shadowed), array_agg(r.binding::integer)
@@ -234,5 +227,5 @@ begin
   return v_packed;
 end;
 $$;
-comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[], text[], bigint[], boolean, boolean, boolean) is
+comment on function ratelimit.decide_in_order(text[], text[], bigint[], bigint[], text[], bigint[], boolean, boolean) is
   'Decides requests one after another at one instant, whatever they ask for.';

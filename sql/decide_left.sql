@@ -1,10 +1,10 @@
 -- Decides the elements of a batch that the fast path has not granted: places are their numbers. First the plain denials, which lock
--- nothing, and then what is left of them, by decide_in_order. requests is parallel to all elements, null: each is one; joint,
--- taken and up_to are for decide_in_order.
+-- nothing, and then what is left of them, by decide_in_order. requests is parallel to all elements, null: each is one; joint
+-- and taken are for decide_in_order.
 --
 -- Locks and writes: as decide_in_order, for the elements that are left to it.
 create or replace function ratelimit.decide_left(
-    policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], places bigint[], joint boolean, taken boolean, up_to boolean)
+    policies text[], keys text[], costs bigint[], requests bigint[], idempotency_keys text[], places bigint[], joint boolean, taken boolean)
   returns ratelimit.packed language plpgsql volatile
 as $$
 declare
@@ -12,12 +12,7 @@ declare
   v_rest   bigint[] := places;
 begin
   if not joint and idempotency_keys is null then
-    if up_to then
-      v_denied          := denied(policies, keys, array(select case when u.cost > 0 then 1::bigint end from unnest(costs) as u (cost)), places, clock());
-      v_denied.requests := array_fill(0::bigint, array[coalesce(cardinality(v_denied.elements), 0)]);
-    else
-      v_denied := denied(policies, keys, costs, places, clock());
-    end if;
+    v_denied := denied(policies, keys, costs, places, clock());
     if cardinality(v_denied.elements) = cardinality(places) then
       return v_denied;
     elsif v_denied.elements is not null then
@@ -34,10 +29,10 @@ begin
       idempotency_keys := array(select decide_left.idempotency_keys[u.n] from unnest(v_rest) as u (n));
     end if;
   end if;
-  return both_of(v_denied, decide_in_order(policies, keys, costs, requests, idempotency_keys, v_rest, joint, taken, up_to));
+  return both_of(v_denied, decide_in_order(policies, keys, costs, requests, idempotency_keys, v_rest, joint, taken));
 end;
 $$;
-comment on function ratelimit.decide_left(text[], text[], bigint[], bigint[], text[], bigint[], boolean, boolean, boolean) is
+comment on function ratelimit.decide_left(text[], text[], bigint[], bigint[], text[], bigint[], boolean, boolean) is
   'Decides the elements of a batch that were not granted at first sight.';
 
 -- The denials of all policies, as of one snapshot, because the function is STABLE: a policy could be redefined between two reads. A
@@ -91,7 +86,6 @@ begin
   b.retry_after_us := a.retry_after_us || b.retry_after_us;
   b.reset_after_us := a.reset_after_us || b.reset_after_us;
   b.capacity       := a.capacity || b.capacity;
-  b.requests       := a.requests || b.requests;
   return b;
 end;
 $$;

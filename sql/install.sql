@@ -26,7 +26,7 @@
 {{ template "checks.sql" . }}
 {{ template "answer.sql" . }}
 {{ template "calendar.sql" . }}
-{{ template "overridden.sql" . }}
+{{ template "expiring_numbers.sql" . }}
 {{ template "exceeded.sql" . }}
 
 -- Policies.
@@ -71,11 +71,7 @@
 {{ template "acquire_batch.sql" . }}
 {{ template "acquire_all.sql" . }}
 {{ template "acquire_many.sql" . }}
-{{ template "acquire_all_many.sql" . }}
 {{ template "acquire_packed.sql" . }}
-{{ template "acquire_up_to_many.sql" . }}
-{{ template "peeked.sql" . }}
-{{ template "peek_many.sql" . }}
 
 -- Guards, which raise where the functions above answer with a denial.
 {{ template "enforce.sql" . }}

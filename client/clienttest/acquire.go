@@ -2,7 +2,6 @@ package clienttest
 
 import (
 	"cmp"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -24,31 +23,6 @@ func charges(args []any) []model.Charge {
 		charges[i] = model.Charge{BucketID: model.BucketID{Policy: policies[i], Key: keys[i]}, Cost: costs[i]}
 	}
 	return charges
-}
-
-// askMany answers as the rows of Limiter.PeekMany, or of AcquireUpToMany, in JSON.
-func (db *database) askMany(now time.Time, charges []model.Charge, upTo bool) string {
-	rows := make([]map[string]any, len(charges))
-	for i, c := range charges {
-		err := cmp.Or(checkBucket(c.BucketID), checkTokens("cost", c.Cost), db.checkPolicy(c.Policy))
-		if upTo {
-			err = cmp.Or(checkBucket(c.BucketID), checkPositive("at_most", c.Cost), db.checkHasBuckets(c.Policy))
-		}
-		if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
-			rows[i] = map[string]any{"code": pgErr.Code, "message": pgErr.Message, "detail": pgErr.Detail}
-			continue
-		}
-		var d model.Decision
-		var taken int64
-		if upTo {
-			d, taken, _ = db.model.AcquireUpTo(now, c.BucketID, c.Cost, 1, "")
-		} else {
-			d, _ = db.model.Peek(now, c.BucketID, c.Cost)
-		}
-		rows[i] = map[string]any{"decision": numbersOf(d), "taken": taken}
-	}
-	text, _ := json.Marshal(rows)
-	return string(text)
 }
 
 // acquire answers one request. An idempotency key that is nil is none.

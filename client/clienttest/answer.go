@@ -81,10 +81,6 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 			d, err = db.model.Peek(now, bucket(), number(2))
 		}
 		return columns(d), err
-	case "ratelimit_peek_many":
-		return []any{db.askMany(now, charges(args), false)}, nil
-	case "ratelimit_acquire_up_to_many":
-		return []any{db.askMany(now, charges(args), true)}, nil
 	case "ratelimit_refund":
 		err = cmp.Or(checkBucket(bucket()), checkTokens("amount", number(2)), db.checkHasBuckets(text(0)))
 		if err == nil {

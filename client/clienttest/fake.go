@@ -23,15 +23,17 @@ package clienttest
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"math"
 	"math/big"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
@@ -145,4 +147,29 @@ func (db *database) scripted() error {
 // instant is now as the server has it.
 func (db *database) instant() time.Time {
 	return time.UnixMicro(db.now().UnixMicro()).UTC()
+}
+
+// DenialError returns the error of a guard inside the database that refused, for tests of how a program handles it:
+// [client.AsDenial] finds d in it, but for ResetAfter, which the error does not have. RetryAfter is cut to the microsecond.
+func DenialError(d client.Denial) error {
+	policy, err := json.Marshal(d.Policy)
+	if err != nil {
+		return err
+	}
+	retryAfter, hint := "null", fmt.Sprintf("A cost of %d never fits a bucket of %d.", d.Cost, d.Capacity)
+	if !d.Never() {
+		retryAfter = strings.TrimRight(strings.TrimRight(big.NewRat(d.RetryAfter.Microseconds(), 1_000_000).FloatString(6), "0"), ".")
+		hint = fmt.Sprintf("Try again in %s seconds.", retryAfter)
+		if retryAfter == "1" {
+			hint = "Try again in 1 second."
+		}
+	}
+	return &pgconn.PgError{
+		Severity: "ERROR",
+		Code:     "RL429",
+		Message:  "rate limit exceeded",
+		Detail: fmt.Sprintf(`{"policy": %s, "cost": %d, "remaining": %d, "retry_after": %s, "capacity": %d}`,
+			policy, d.Cost, d.Remaining, retryAfter, d.Capacity),
+		Hint: hint,
+	}
 }

@@ -149,34 +149,6 @@ func TestFake_Slots(t *testing.T) {
 	require.ErrorIs(t, fake.SetLevel("jobs", "k", 1), client.ErrInvalidArgument)
 }
 
-func TestFake_Quotas(t *testing.T) {
-	t.Parallel()
-	now := time.Date(2024, 1, 30, 23, 0, 0, 0, time.UTC) // midnight in Berlin
-	fake := newFake(t, func() time.Time { return now })
-	ctx := t.Context()
-	plan := client.Policy{
-		Name: "plan", Capacity: 100, Period: client.Period{Months: 1}, TimeZone: "Europe/Berlin", Anchor: time.Date(2024, 1, 31, 0, 0, 0, 0, time.UTC),
-		Durable: client.Yes, Remember: 24 * time.Hour, Shadow: client.No,
-	}
-	require.NoError(t, fake.DefinePolicy(ctx, plan))
-	require.NoError(t, fake.DefinePolicy(ctx, plan), "again")
-	require.Equal(t, []client.Policy{api, plan}, noError(fake.Policies(ctx))(t))
-	require.True(t, noError(fake.Acquire(ctx, "plan", "k", client.Cost(80)))(t).Allowed)
-	d := noError(fake.Acquire(ctx, "plan", "k", client.Cost(80)))(t)
-	require.Equal(t, client.Decision{Remaining: 20, Capacity: 100, RetryAfter: 29 * 24 * time.Hour, ResetAfter: 29 * 24 * time.Hour}, d, "until 29 February")
-
-	upgrade := client.Override{Policy: "plan", Key: "k", Capacity: 500, TimeZone: "UTC"}
-	require.NoError(t, fake.Override(ctx, upgrade))
-	upgrade.Anchor = plan.Anchor
-	require.Equal(t, []client.Override{upgrade}, noError(fake.Overrides(ctx))(t))
-	require.NoError(t, fake.Override(ctx, client.Override{Policy: "plan", Key: "k", Capacity: 200}))
-	upgrade.Capacity = 200
-	require.Equal(t, []client.Override{upgrade}, noError(fake.Overrides(ctx))(t), "the zone stays that of the override")
-	require.EqualValues(t, 120, noError(fake.Peek(ctx, "plan", "k"))(t).Remaining, "what was used stays used")
-	require.NoError(t, fake.SetLevel("plan", "k", 7))
-	require.EqualValues(t, 7, noError(fake.Peek(ctx, "plan", "k"))(t).Remaining)
-}
-
 func TestFake_CleanUpFindsNothing(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t, nil)

@@ -1,7 +1,51 @@
+// Package httplimit is middleware for net/http: requests are charged to buckets of pgratelimit, and refused
+// with 429 when a bucket does not cover its charge.
+//
+//	limit := httplimit.New(limiter, httplimit.Per("api", httplimit.ByIP(0)), httplimit.Open(100*time.Millisecond))
+//	err := http.ListenAndServe(":8080", limit(mux))
+//
+// Behind a proxy it is ByIP(1): see [ByIP].
+//
+// The program must choose three things, which have no default: the buckets that a request is charged to, the
+// limiter ([client.Limiter], [client.Combiner], or any other [client.Acquirer]), and the fate of requests
+// while the database does not answer: [Closed], [Open] or [Local].
+//
+// # The answer to a client
+//
+// An answer has the fields of draft-ietf-httpapi-ratelimit-headers-11, for each policy that was charged:
+//
+//	RateLimit-Policy: "api";q=100;w=10
+//	RateLimit: "api";r=37;t=1
+//
+// The bucket holds 100 tokens (q), an empty one is full in 10 seconds (w, only with [Policies]), 37 are
+// left (r), and there will be more in about a second (t). A client that takes no more than r within t is not
+// refused, if no other client takes from the same bucket.
+//
+// A request that a bucket does not cover is answered with 429 and problem+json, which names the policies that
+// refused. Retry-After is the time until the same request is allowed, in seconds, rounded up. It is left out when
+// no wait would help.
+//
+// The answer never has the key of a bucket.
+//
+// # At most so many at a time
+//
+// [Slots] is middleware of its own, which holds slots while a request is served:
+//
+//	slots := httplimit.Slots(limiter, httplimit.Per("reports", httplimit.ByIP(0)), httplimit.Closed(time.Second))
+//	mux.Handle("GET /reports", slots(reports))
+//
+// # Streaming and other headers
+//
+// The handler gets the ResponseWriter that the server made: streaming, hijacking and everything else that an
+// [http.ResponseController] does works as without the middleware.
+//
+// A header such as Idempotency-Key or X-Request-ID means nothing to this package. A client that chooses the
+// idempotency key of its own charge repeats one, and passes every time: see [IdempotencyKey].
 package httplimit
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -241,4 +285,117 @@ func newFailure(f Failure) Failure {
 		panic("httplimit: the timeout must be positive")
 	}
 	return f
+}
+
+// An Outcome is the fate of a request.
+type Outcome int
+
+const (
+	// Allowed means that the tokens were taken, and the handler runs.
+	Allowed Outcome = 1 + iota
+
+	// Denied means that a bucket does not cover its charge. The client is answered with 429.
+	Denied
+
+	// FailedOpen means that there was no answer, and the handler runs all the same: [Open].
+	FailedOpen
+
+	// FailedClosed means that there was no answer, and the client is answered with 503: [Closed].
+	FailedClosed
+
+	// Invalid means that no answer is to be had, and the client is answered with an error whatever was chosen: with 409 if the
+	// request's idempotency key was used with another cost, or its grant is settled; with 400 if an idempotency key is no text of 1
+	// to 512 bytes; and else with 500. The request or the program is to blame, or the limiter has never decided because the
+	// package or a privilege is missing: see [Failure].
+	Invalid
+
+	// Abandoned means that the client had gone, or the time of its request was over, before there was an answer.
+	// The handler does not run.
+	Abandoned
+)
+
+var outcomes = [...]string{"none", "allowed", "denied", "failed open", "failed closed", "invalid", "abandoned"}
+
+// String is the name in lower case, such as "failed open".
+func (o Outcome) String() string {
+	if o < 0 || int(o) >= len(outcomes) {
+		return fmt.Sprintf("Outcome(%d)", int(o))
+	}
+	return outcomes[o]
+}
+
+// An Event reports how the middleware handled a request.
+type Event struct {
+	Outcome Outcome
+
+	// Status is the status of the answer to the client, or 0 if the handler runs.
+	Status int
+
+	// Charges are the charges of the request. They have the keys, which are not for clients.
+	Charges []client.Charge
+
+	// Decision is the answer, of which Decisions has one for each charge. It is zero unless the outcome is Allowed
+	// or Denied.
+	Decision client.JointDecision
+
+	// Local means that the limiter of [Local] was asked, since there was no other answer.
+	Local bool
+
+	// Err is why the limiter gave no answer. Its text may have the key.
+	Err error
+
+	// Duration is how long all this took.
+	Duration time.Duration
+}
+
+func (e Event) ended(outcome Outcome, status int) Event {
+	e.Outcome, e.Status = outcome, status
+	return e
+}
+
+func (e Event) decided() Event {
+	if e.Decision.Allowed {
+		return e.ended(Allowed, 0)
+	}
+	return e.ended(Denied, http.StatusTooManyRequests)
+}
+
+// Violated names the policies that refused, each once and as RateLimit names them.
+func (e Event) Violated() (policies []string) {
+	if e.Outcome != Denied {
+		return nil
+	}
+	said := make(map[string]bool, 1)
+	for i, c := range e.Charges {
+		if !e.Decision.Decisions[i].Allowed && !said[c.Policy] {
+			said[c.Policy] = true
+			policies = append(policies, public(c.Policy))
+		}
+	}
+	return policies
+}
+
+// A problem is the body of a refusal: RFC 9457.
+type problem struct {
+	Type     string   `json:"type"`
+	Title    string   `json:"title"`
+	Status   int      `json:"status"`
+	Violated []string `json:"violated-policies,omitempty"`
+}
+
+const quotaExceeded = "https://iana.org/assignments/http-problem-types#quota-exceeded"
+
+// Refuse answers a request with e.Status and problem+json, which names the policies that refused, and nothing else of
+// e. The middleware calls it unless [RefuseWith] is given.
+func Refuse(w http.ResponseWriter, _ *http.Request, e Event) {
+	p := problem{Type: "about:blank", Title: http.StatusText(e.Status), Status: e.Status}
+	if e.Outcome == Denied {
+		p = problem{quotaExceeded, "Request cannot be satisfied as assigned quota has been exceeded", e.Status, e.Violated()}
+	}
+	body, _ := json.Marshal(p) // strings and a number
+	h := w.Header()
+	h.Set("Content-Type", "application/problem+json")
+	h.Set("X-Content-Type-Options", "nosniff")
+	w.WriteHeader(e.Status)
+	_, _ = w.Write(append(body, '\n')) // a client that has gone is no news
 }

@@ -554,8 +554,7 @@ func TestMiddleware_BehindATimeoutHandler(t *testing.T) {
 		server := httptest.NewServer(http.TimeoutHandler(limit(next), time.Millisecond, "too late"))
 		t.Cleanup(server.Close)
 		for range 20 {
-			response, err := server.Client().Get(server.URL)
-			require.NoError(t, err)
+			response := noError(server.Client().Get(server.URL))(t)
 			require.Equal(t, http.StatusServiceUnavailable, response.StatusCode, name)
 			require.Equal(t, "too late", string(noError(io.ReadAll(response.Body))(t)), name)
 			require.NoError(t, response.Body.Close())
@@ -571,10 +570,8 @@ func TestMiddleware_ARefusalOfHEADHasNoBody(t *testing.T) {
 	require.NoError(t, l.SetLevel("api", "k", 0))
 	server := httptest.NewServer(l.handler)
 	t.Cleanup(server.Close)
-	get, err := server.Client().Get(server.URL)
-	require.NoError(t, err)
-	head, err := server.Client().Head(server.URL)
-	require.NoError(t, err)
+	get := noError(server.Client().Get(server.URL))(t)
+	head := noError(server.Client().Head(server.URL))(t)
 	body := noError(io.ReadAll(get.Body))(t)
 	require.NoError(t, get.Body.Close())
 	require.Equal(t, http.StatusTooManyRequests, head.StatusCode)
@@ -602,7 +599,7 @@ func TestStreaming_NothingIsWrapped(t *testing.T) {
 	}
 }
 
-// Of several buckets of a policy the one that holds the least speaks, and of those that hold as much the one that is full last.
+// The fields of a policy with several buckets are those of the bucket with the fewest tokens, and of equals of the one that is full last.
 func TestFields_TheTightestBucketSpeaksForItsPolicy(t *testing.T) {
 	t.Parallel()
 	small, large := client.Charge{Policy: "api", Key: "small"}, client.Charge{Policy: "api", Key: "large"}

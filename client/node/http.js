@@ -4,8 +4,7 @@
 import { createHash } from 'node:crypto'
 import { isIP } from 'node:net'
 import { setTimeout as sleep } from 'node:timers/promises'
-import { InvalidArgument, TimedOut } from './lib/errors.js'
-import { failureOf } from './lib/failures.js'
+import { InvalidArgument, TimedOut, failureOf } from './lib/errors.js'
 import { areCharges, known } from './lib/limiter.js'
 import { duration, timer } from './lib/waiting.js'
 
@@ -22,11 +21,11 @@ export function per(policy, key, cost) {
 
 export function decide(limiter, options) {
   known(options, ...DECIDE_OPTIONS)
-  return decider(limiter, options).decide
+  return createDecision(limiter, options).decide
 }
 
 export function limit(limiter, { refuseWith = refuse, ...options } = {}) {
-  const { decide, report } = decider(limiter, { ...options, refuseWith })
+  const { decide, report } = createDecision(limiter, { ...options, refuseWith })
   const middleware = async (request, response, next) => { // which never rejects: Express 4 does not look at the promise
     const event = await decide(request, response)
     try {
@@ -56,7 +55,7 @@ function refuse({ problem }, _request, response) {
 
 export function limitFetch(limiter, { refuseWith = refuseFetch, ...options } = {}, handler) {
   if (typeof handler !== 'function') throw new TypeError('pgratelimit/http: the handler must be a function')
-  const { decide, report } = decider(limiter, { ...options, refuseWith }, (request) => request?.signal?.aborted)
+  const { decide, report } = createDecision(limiter, { ...options, refuseWith }, (request) => request?.signal?.aborted)
   const limited = async (...request) => {
     const event = await decide(...request)
     if (event.status === 0) return withFields(await handler(...request), event.headers)
@@ -141,7 +140,7 @@ const fits = (key) => typeof key === 'string' && key.length <= 512 && Buffer.byt
 const DECIDE_OPTIONS = ['charges', 'failure', 'quotas', 'timeoutMs', 'idempotencyKey', 'observe', 'onError']
 
 /** decide, which never rejects, and report, which tells the program of an event with an error. isOver is a function of the request. */
-function decider(limiter, options, isRequestOver = isOver) {
+function createDecision(limiter, options, isRequestOver = isOver) {
   const {
     charges: chargesOf, failure, quotas = [], timeoutMs = 1000, idempotencyKey: idempotencyKeyOf, observe, onError, refuseWith,
   } = known(options, ...DECIDE_OPTIONS, 'refuseWith')

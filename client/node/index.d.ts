@@ -82,13 +82,6 @@ export interface Charge {
   cost?: number | bigint | undefined
 }
 
-/** A request of acquireUpToMany. */
-export interface UpTo {
-  policy: string
-  key: string
-  atMost: number | bigint
-}
-
 /** The decision about a request of several charges: remaining, resetAfter and capacity are of the binding charge. */
 export interface JointDecision extends Decision {
   /** The index of the charge that decides: the longest wait of a denial, the scarcest bucket of a grant. */
@@ -158,12 +151,6 @@ export class Limiter {
   /** The decision that acquire would return. Takes nothing. */
   peek(policy: string, key: string, options?: CostOptions): Promise<Decision>
 
-  /**
-   * For each request, in one call, what peek would return, or the error with which it would reject. Each is asked alone: two about one
-   * bucket get the same answer.
-   */
-  peekMany(requests: Charge[], options?: CallOptions): Promise<(Decision | Error)[]>
-
   /** Takes tokens even if the bucket holds fewer, as debt. It is for usage that is known only when it is over. */
   charge(policy: string, key: string, cost: number | bigint, options?: KeyedOptions): Promise<Decision>
 
@@ -178,9 +165,6 @@ export class Limiter {
 
   /** Takes as many tokens as there are, up to atMost; with fewer than atLeast (1), none. */
   acquireUpTo(policy: string, key: string, atMost: number | bigint, options?: KeyedOptions & { atLeast?: number | bigint | undefined }): Promise<PartialDecision>
-
-  /** For each request, in one call, what acquireUpTo would return, one after another, or the error with which it would reject. */
-  acquireUpToMany(requests: UpTo[], options?: CallOptions): Promise<(PartialDecision | Error)[]>
 
   /** Gives tokens back, up to full. Sent twice, it gives back twice. */
   refund(policy: string, key: string, amount: number | bigint, options?: CallOptions): Promise<Decision>

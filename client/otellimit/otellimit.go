@@ -1,3 +1,31 @@
+// Package otellimit counts with OpenTelemetry what limiters of pgratelimit do.
+//
+//	metrics, err := otellimit.New(otel.GetMeterProvider())
+//	limiter := client.NewCombiner(pool, client.Observe(metrics.Hooks()))
+//
+// The instruments:
+//
+//   - ratelimit.requests counts requests for tokens, by policy and result: allowed, denied, replayed, shadowed, error or
+//     fail_open
+//   - ratelimit.prefetched counts those that were granted from the stock of a [client.Prefetcher], by policy
+//   - ratelimit.acquire.duration is how long their callers waited for the answer, in seconds, by result
+//   - ratelimit.wait.duration is how long [client.Limiter.Wait] has slept, in seconds, by result: allowed, or error if its ctx
+//     ended first
+//   - ratelimit.combiner.batch_size is how many requests shared a call of a [client.Combiner]
+//
+// A key is never an attribute. A policy that does not exist is _other, and so are those beyond the first 1,000: so there are
+// never more than 6,006 series of requests. The SDK has a limit of its own, 2,000 of each instrument unless a program
+// chooses another.
+//
+// # Middleware
+//
+// fail_open is a request that had no answer and was let pass, which only the middleware knows. So where there is middleware,
+// it counts the requests, and the limiter does not count them again:
+//
+//	hooks := metrics.Hooks()
+//	hooks.Answered = nil
+//	limiter := client.NewCombiner(pool, client.Observe(hooks))
+//	limit := httplimit.New(limiter, charges, httplimit.Open(timeout), httplimit.Observe(metrics.HTTP))
 package otellimit
 
 import (
@@ -8,11 +36,10 @@ import (
 	"sync"
 	"time"
 
-	"go.opentelemetry.io/otel/attribute"
-	"go.opentelemetry.io/otel/metric"
-
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/httplimit"
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/metric"
 )
 
 const (
@@ -25,11 +52,11 @@ const (
 
 // Metrics are instruments. Their methods are safe for concurrent use.
 type Metrics struct {
-	requests  metric.Int64Counter
-	leased    metric.Int64Counter
-	duration  metric.Float64Histogram
-	waits     metric.Float64Histogram
-	batchSize metric.Int64Histogram
+	requests   metric.Int64Counter
+	prefetched metric.Int64Counter
+	duration   metric.Float64Histogram
+	waits      metric.Float64Histogram
+	batchSize  metric.Int64Histogram
 
 	mu       sync.RWMutex
 	policies map[string]struct{}    // that exist, and otherPolicies
@@ -55,7 +82,7 @@ func New(provider metric.MeterProvider) (*Metrics, error) {
 	var errs [5]error
 	m.requests, errs[0] = meter.Int64Counter("ratelimit.requests", metric.WithUnit("{request}"),
 		metric.WithDescription("Requests for tokens, by policy and result."))
-	m.leased, errs[1] = meter.Int64Counter("ratelimit.leased", metric.WithUnit("{request}"),
+	m.prefetched, errs[1] = meter.Int64Counter("ratelimit.prefetched", metric.WithUnit("{request}"),
 		metric.WithDescription("Requests that were granted from a lease, by policy."))
 	m.duration, errs[2] = meter.Float64Histogram("ratelimit.acquire.duration", metric.WithUnit("s"),
 		metric.WithDescription("Time until a request for tokens was answered, by result."),
@@ -80,7 +107,7 @@ func (m *Metrics) Hooks() client.Hooks {
 				m.Count(ctx, a.Policy, a.Err == nil, a.Result(), a.Duration)
 			}
 			if a.Decision.Estimated {
-				m.CountLeased(ctx, a.Policy)
+				m.CountPrefetched(ctx, a.Policy)
 			}
 		},
 		Waited: func(ctx context.Context, _ string, slept time.Duration, err error) {
@@ -110,7 +137,7 @@ func (m *Metrics) HTTP(r *http.Request, e httplimit.Event) {
 	}
 	m.Count(r.Context(), policy, e.Outcome == httplimit.Allowed || e.Outcome == httplimit.Denied, result, e.Duration)
 	if e.Decision.Estimated {
-		m.CountLeased(r.Context(), policy)
+		m.CountPrefetched(r.Context(), policy)
 	}
 }
 
@@ -122,9 +149,9 @@ func (m *Metrics) Count(ctx context.Context, policy string, exists bool, result 
 	m.duration.Record(ctx, duration.Seconds(), s.record...)
 }
 
-// CountLeased records that a request which was counted was granted from a lease of a [client.Leaser].
-func (m *Metrics) CountLeased(ctx context.Context, policy string) {
-	m.leased.Add(ctx, 1, m.of(policy, true, client.ResultAllowed).policy...)
+// CountPrefetched records that a request which was counted was granted from the stock of a [client.Prefetcher].
+func (m *Metrics) CountPrefetched(ctx context.Context, policy string) {
+	m.prefetched.Add(ctx, 1, m.of(policy, true, client.ResultAllowed).policy...)
 }
 
 // of returns the series of a policy and a result.

@@ -130,8 +130,8 @@ func TestHooks_CountEveryResult(t *testing.T) {
 	}
 }
 
-// Grants from leases are counted among the others, and by themselves.
-func TestLeased_IsCountedByPolicy(t *testing.T) {
+// Grants in advance are counted among the others, and by themselves.
+func TestPrefetched_IsCountedByPolicy(t *testing.T) {
 	t.Parallel()
 	m, reader := newMetrics(t)
 	d := client.Decision{Allowed: true, Estimated: true}
@@ -141,7 +141,7 @@ func TestLeased_IsCountedByPolicy(t *testing.T) {
 		Outcome: httplimit.Allowed, Charges: []client.Charge{{Policy: "api"}}, Decision: client.JointDecision{Decision: d, Decisions: []client.Decision{d}},
 	})
 	require.Equal(t, map[string]int64{"api allowed": 3}, requests(t, reader))
-	points := collect(t, reader)["ratelimit.leased"].Data.(metricdata.Sum[int64]).DataPoints
+	points := collect(t, reader)["ratelimit.prefetched"].Data.(metricdata.Sum[int64]).DataPoints
 	require.Len(t, points, 1)
 	require.EqualValues(t, 2, points[0].Value)
 	require.Equal(t, attribute.NewSet(attribute.String("policy", "api")), points[0].Attributes)

@@ -26,10 +26,9 @@ var onlyCitus = map[string]struct {
 	passage *regexp.Regexp
 	instead string
 }{
-	"acquire_up_to_many.sql": {regexp.MustCompile(`(?s)  v_parts part\[\];\n  v_part  part;\n(.*?)  begin\n    if v_count > 0 .*?\n  return query`), "$1  v_fast := acquire_batch(policies, keys, v_costs, null, null, true);\n  return query"},
-	"acquire_all.sql":        {regexp.MustCompile(`(?s)  if current_setting\('transaction_read_only'\) = 'off' then.*?(\n\n  if not v_simple)`), "  -- Citus: acquire_batch decides.$1"},
-	"decide_in_order.sql":    {regexp.MustCompile(`lock table policies in access share mode;`), "-- Citus: a reference table is not locked here."},
-	"drop_policy.sql":        {regexp.MustCompile(`(?s)  execute format\('delete.*?using policy_id;`), "  null;  -- Citus: the rows are left to clean-up"},
+	"acquire_all.sql":     {regexp.MustCompile(`(?s)  if current_setting\('transaction_read_only'\) = 'off' then.*?(\n\n  if not v_simple)`), "  -- Citus: acquire_batch decides.$1"},
+	"decide_in_order.sql": {regexp.MustCompile(`lock table policies in access share mode;`), "-- Citus: a reference table is not locked here."},
+	"drop_policy.sql":     {regexp.MustCompile(`(?s)  execute format\('delete.*?using policy_id;`), "  null;  -- Citus: the rows are left to clean-up"},
 }
 
 // citus makes files for psql that distribute an installed pgratelimit over the nodes of a Citus cluster, and that remove it.

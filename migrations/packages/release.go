@@ -11,7 +11,7 @@ import (
 	"slices"
 )
 
-// Release makes what a release has for download: an archive of each package that is several files, the others as they are,
+// Release writes the files of a release: an archive of each package that is several files, the others as they are,
 // and the checksums of all. The same files give the same bytes.
 func Release(repository fs.FS) (Files, error) {
 	s, err := open(repository)

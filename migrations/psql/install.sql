@@ -36,7 +36,7 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_next from ratelimit.ver
 \ir ../../sql/checks.sql
 \ir ../../sql/answer.sql
 \ir ../../sql/calendar.sql
-\ir ../../sql/overridden.sql
+\ir ../../sql/expiring_numbers.sql
 \ir ../../sql/exceeded.sql
 \ir ../../sql/define_policy.sql
 \ir ../../sql/drop_policy.sql
@@ -71,11 +71,7 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_next from ratelimit.ver
 \ir ../../sql/acquire_batch.sql
 \ir ../../sql/acquire_all.sql
 \ir ../../sql/acquire_many.sql
-\ir ../../sql/acquire_all_many.sql
 \ir ../../sql/acquire_packed.sql
-\ir ../../sql/acquire_up_to_many.sql
-\ir ../../sql/peeked.sql
-\ir ../../sql/peek_many.sql
 \ir ../../sql/enforce.sql
 \ir ../../sql/guard.sql
 \ir ../../sql/pre_request.sql

@@ -4,7 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -49,8 +49,7 @@ func try(ctx context.Context, db Database, file *File, options Options, end func
 
 // alone waits until no other session applies a file: for 30 s, unless the role has a lock_timeout.
 func alone(ctx context.Context, tx pgx.Tx) error {
-	const patience = "set_config('lock_timeout', '30s', true)"
-	_, err := tx.Exec(ctx, "select "+patience+" where current_setting('lock_timeout') = '0'")
+	_, err := tx.Exec(ctx, "select set_config('lock_timeout', '30s', true) where current_setting('lock_timeout') = '0'")
 	if err != nil {
 		return err
 	}
@@ -58,54 +57,54 @@ func alone(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// failed adds the place in the file to an error, if the database has refused its value.
+// failed adds the place in the file to an error, if the database has refused its value: that of the field, if the file has it.
 func (c *Change) failed(err error) error {
 	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && c.Action != Drop && refusal.Code == "22023" {
-		return Problems{{c.at, fmt.Sprintf("the database refuses this: %s: %s %s", refusal.Message, refusal.Detail, refusal.Hint)}}
+		at := c.at
+		if field := c.node.find(strings.TrimPrefix(refusal.Message, "invalid ")); field != nil {
+			at = field.value
+		}
+		return Problems{{at, fmt.Sprintf("the database refuses this: %s: %s %s", refusal.Message, refusal.Detail, refusal.Hint)}}
 	}
 	return failed(c.String(), err)
 }
 
-func (p Policy) define(ctx context.Context, tx pgx.Tx) error {
-	refills := !p.isSlots() && !p.isQuota()
-	_, err := tx.Exec(ctx, `
-		select ratelimit_define_policy($1::text, capacity => $2::bigint, refill => $3::bigint, every => $4::text::interval,
-		                               stepped => $5::boolean, durable => $6::boolean, remember => $7::text::interval, shadow => $8::boolean,
-		                               period => $9::text::interval, time_zone => $10::text, anchor => $11::text::timestamp,
-		                               lease => $12::text::interval)`,
-		p.Name, p.Capacity, onlyIf(refills, p.Refill), onlyIf(refills, p.Every.interval()), onlyIf(refills, p.Stepped),
-		p.Durable, onlyIf(!p.isSlots(), p.Remember.interval()), p.Shadow,
-		onlyIf(p.isQuota(), p.Period), onlyIf(p.isQuota(), p.TimeZone), onlyIf(p.isQuota(), p.Anchor), onlyIf(p.isSlots(), p.Lease.interval()))
-	return err
-}
-
-// onlyIf returns the value of a field, or null for a kind of policy that does not have it.
-func onlyIf(has bool, value any) any {
-	if !has {
-		return nil
+// apply makes the change. An override gets all its numbers, so that later changes of the policy do not change it.
+func (c *Change) apply(ctx context.Context, tx pgx.Tx) error {
+	function, args := "ratelimit_define_policy", []any{c.Policy}
+	switch {
+	case c.Action == Drop && c.Key == "":
+		function = "ratelimit_drop_policy"
+	case c.Action == Drop:
+		function, args = "ratelimit_remove_override", []any{c.Policy, c.Key}
+	case c.Key != "":
+		function, args = "ratelimit_override", []any{c.Policy, c.Key}
 	}
-	return value
-}
-
-func (p Policy) drop(ctx context.Context, tx pgx.Tx) error {
-	_, err := tx.Exec(ctx, "select ratelimit_drop_policy($1::text)", p.Name)
+	var passed []string
+	for i := range args {
+		passed = append(passed, fmt.Sprintf("$%d::text", i+1))
+	}
+	for _, v := range c.sets {
+		if v.is == nil {
+			continue
+		}
+		args = append(args, v.sql())
+		passed = append(passed, fmt.Sprintf("%s => $%d::text::%s", v.field, len(args), types[v.field]))
+	}
+	_, err := tx.Exec(ctx, "select "+function+"("+strings.Join(passed, ", ")+")", args...)
 	return err
 }
 
-func (o Override) remove(ctx context.Context, tx pgx.Tx) error {
-	_, err := tx.Exec(ctx, "select ratelimit_remove_override($1::text, $2::text)", o.Policy, o.Key)
-	return err
+// types are those of the arguments of ratelimit_define_policy and ratelimit_override.
+var types = map[string]string{
+	"capacity": "bigint", "refill": "bigint", "every": "interval", "stepped": "boolean", "durable": "boolean", "remember": "interval",
+	"shadow": "boolean", "period": "interval", "time_zone": "text", "anchor": "timestamp", "lease": "interval", "expires_at": "timestamptz",
 }
 
-// set passes all numbers, so that later changes of the policy do not change the override.
-func (o Override) set(ctx context.Context, tx pgx.Tx) error {
-	refills := !o.isOfSlots() && !o.isOfQuota()
-	_, err := tx.Exec(ctx, `
-		select ratelimit_override($1::text, $2::text, capacity => $3::bigint, refill => $4::bigint, every => $5::text::interval,
-		                          expires_at => $6::text::timestamptz, time_zone => $7::text, anchor => $8::text::timestamp,
-		                          lease => $9::text::interval)`,
-		o.Policy, o.Key, o.Capacity, onlyIf(refills, o.Refill), onlyIf(refills, o.Every.interval()),
-		onlyIf(!o.ExpiresAt.IsZero(), o.ExpiresAt.Format(time.RFC3339Nano)),
-		onlyIf(o.isOfQuota(), o.TimeZone), onlyIf(o.isOfQuota(), o.Anchor), onlyIf(o.isOfSlots(), o.Lease.interval()))
-	return err
+// sql writes a value for PostgreSQL, a span exactly.
+func (v value) sql() string {
+	if span, isSpan := v.is.(Span); isSpan {
+		return fmt.Sprintf("%d microseconds", int64(span))
+	}
+	return fmt.Sprint(v.is)
 }

@@ -2,8 +2,6 @@ package policyfile
 
 import (
 	"cmp"
-	"fmt"
-	"slices"
 	"strings"
 )
 
@@ -69,41 +67,48 @@ func (l *EnvoyLimit) PolicyAt(path string) string {
 	return cmp.Or(l.Policy, l.Name, path)
 }
 
-// EnvoyPolicies returns the policies that rules describe by their unit, each once. The problems are rules that must not share a
-// policy, and would.
+// EnvoyPolicies returns the policies that rules describe by their unit, each once. The problems are domains that are there twice, and
+// rules that must not share a policy, and would.
 func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems) {
 	type rule struct {
 		Policy
 		domain string
 	}
 	first := make(map[string]rule)
+	add := func(domain string, p Policy) {
+		other, isSecond := first[p.Name]
+		switch {
+		case len(p.Name) > maxName:
+			problems.Add(p.At, "the policy of this rule would be called by its domain and path, which have %d bytes: give the rule a name of up to %d",
+				len(p.Name), maxName)
+		case !isSecond:
+			first[p.Name] = rule{p, domain}
+			policies = append(policies, p)
+		case other.domain != domain:
+			problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: "+
+				"give this rule another name", p.Name, other.At)
+		case other.Numbers != p.Numbers || other.Period != p.Period || other.Shadow != p.Shadow:
+			problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: "+
+				"give this rule another name", p.Name, other.At)
+		}
+	}
 	var walk func(domain, path string, descriptors []EnvoyDescriptor)
 	walk = func(domain, path string, descriptors []EnvoyDescriptor) {
 		for _, d := range descriptors {
 			at := path + "." + d.Composite()
-			if d.Limit != nil && d.Limit.Policy == "" && d.Limit.Unit != "" && d.Limit.PolicyAt(at) != "" {
-				p := d.policy(at)
-				other, isSecond := first[p.Name]
-				problem := ""
-				switch {
-				case len(p.Name) > maxName:
-					problem = fmt.Sprintf("the policy of this rule would be called by its domain and path, which have %d bytes: give the rule a name of up to %d", len(p.Name), maxName)
-				case !isSecond:
-					first[p.Name] = rule{p, domain}
-					policies = append(policies, p)
-				case other.domain != domain:
-					problem = fmt.Sprintf("the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: give this rule another name", p.Name, other.At)
-				case other.Capacity != p.Capacity || other.Every != p.Every || other.Period != p.Period || other.Shadow != p.Shadow:
-					problem = fmt.Sprintf("the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: give this rule another name", p.Name, other.At)
-				}
-				if problem != "" {
-					problems.Add(p.At, "%s", problem)
-				}
+			if d.Limit != nil && d.Limit.Policy == "" && d.Limit.PolicyAt(at) != "" {
+				add(domain, d.policy(at))
 			}
 			walk(domain, at, d.Descriptors)
 		}
 	}
+	names := make(map[string]Position)
 	for _, d := range domains {
+		if at, isSecond := names[d.Name]; isSecond {
+			problems.Add(d.At, "domain %s is in %s, too: write all its descriptors there", quote(d.Name), at)
+			continue
+		}
+		names[d.Name] = d.At
 		walk(d.Name, d.Name, d.Descriptors)
 	}
 	return policies, problems
@@ -112,10 +117,8 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 // policy returns the policy that a rule describes: it refills the requests of a unit in each unit, or has them from its calendar. No
 // rule sets durable and remember.
 func (d *EnvoyDescriptor) policy(path string) Policy {
-	p := Policy{
-		Name: d.Limit.PolicyAt(path), Capacity: int64(d.Limit.RequestsPerUnit), Durable: true, Remember: Day,
-		Shadow: d.Watches, At: d.Limit.At, durableAt: d.Limit.At,
-	}
+	p := Policy{Name: d.Limit.PolicyAt(path), Durable: true, Remember: Day, Shadow: d.Watches, At: d.Limit.At}
+	p.Capacity = int64(d.Limit.RequestsPerUnit)
 	if d.Limit.Calendar {
 		p.Period, p.TimeZone, p.Anchor = envoyPeriods[d.Limit.Unit], defaultTimeZone, defaultAnchor
 	} else {
@@ -136,80 +139,6 @@ var envoyUnits = map[EnvoyUnit]Span{
 
 // Span returns the length of the unit: a month has 30 days and a year 365. An empty unit has 0.
 func (u EnvoyUnit) Span() Span { return envoyUnits[u] }
-
-// ParseEnvoy reads a file of rules of Envoy's reference service. It does not check the names of policies. Its error is [Problems].
-func ParseEnvoy(name string, data []byte) (EnvoyDomain, error) {
-	c := &collector{}
-	root := parseTree(c, name, data)
-	if root == nil {
-		return EnvoyDomain{}, c.err()
-	}
-	r := &reader{collector: c}
-	domain := r.envoyDomain(field{name: "the file", at: root.at, value: root})
-	return domain, c.err()
-}
-
-func (r *reader) envoy(f field) (domains []EnvoyDomain) {
-	r.items(f, "a domain", "a list: each element begins with - domain:", func(f field) {
-		domain := r.envoyDomain(f)
-		i := slices.IndexFunc(domains, func(d EnvoyDomain) bool { return d.Name == domain.Name })
-		if i >= 0 && domain.Name != "" {
-			first := domains[i].At
-			r.add(domain.At, "domain %s is here a second time, after %d:%d: write all its descriptors there", quote(domain.Name), first.Line, first.Column)
-		}
-		domains = append(domains, domain)
-	})
-	return domains
-}
-
-func (r *reader) envoyDomain(f field) EnvoyDomain {
-	d := EnvoyDomain{At: f.at}
-	isObject := r.object(f, "a domain",
-		known{"domain", func(f field) { d.Name, d.At = r.envoyText(f), f.value.at }},
-		known{"descriptors", func(f field) { d.Descriptors = r.envoyDescriptors(f) }},
-	)
-	switch {
-	case isObject && f.value.get("domain") == nil:
-		r.add(f.at, "there is no domain: write domain: and the name that Envoy's filter has for it")
-	case isObject && f.value.get("domain").kind == text && d.Name == "":
-		r.add(d.At, "domain is empty: write the name that Envoy's filter has for it")
-	}
-	return d
-}
-
-func (r *reader) envoyDescriptors(f field) (descriptors []EnvoyDescriptor) {
-	first := make(map[string]Position)
-	var patterns []EnvoyDescriptor
-	isBehind := func(d EnvoyDescriptor, matches string) {
-		for _, p := range patterns {
-			if p.Pattern().Matches(matches) {
-				r.add(d.At, "%s never matches: the descriptor at %d:%d comes first for all its values: remove one of the two, or put the narrower pattern first", quote(d.Composite()), p.At.Line, p.At.Column)
-				return
-			}
-		}
-	}
-	r.items(f, "a descriptor", "a list: each element begins with - key:", func(f field) {
-		d := r.envoyDescriptor(f)
-		if composite := d.Composite(); d.Key != "" {
-			if at, twice := first[composite]; twice {
-				r.add(f.at, "key and value are %s together, as those at %d:%d: remove one of the descriptors", quote(composite), at.Line, at.Column)
-			} else {
-				first[composite] = f.at
-			}
-		}
-		if d.Pattern() != nil {
-			isBehind(d, d.Composite()) // whose * no text of a pattern has
-			patterns = append(patterns, d)
-		}
-		descriptors = append(descriptors, d)
-	})
-	for _, d := range descriptors {
-		if d.Key != "" && d.Value == "" && d.Pattern() == nil {
-			isBehind(d, d.Key+"_*")
-		}
-	}
-	return descriptors
-}
 
 // An EnvoyPattern has the texts between the * of a key and value, each of which stands for any text.
 type EnvoyPattern []string
@@ -241,126 +170,106 @@ func (d *EnvoyDescriptor) Composite() string {
 	return d.Key + "_" + d.Value
 }
 
-func (r *reader) envoyDescriptor(f field) EnvoyDescriptor {
-	d := EnvoyDescriptor{At: f.at}
-	thresholdAt := f.at
-	isObject := r.object(f, "a descriptor",
-		known{"key", func(f field) { d.Key = r.envoyText(f) }},
-		known{"value", func(f field) { d.Value = r.envoyText(f) }},
-		known{"rate_limit", func(f field) { d.Limit = r.envoyLimit(f) }},
-		known{"descriptors", func(f field) { d.Descriptors = r.envoyDescriptors(f) }},
-		known{"shadow_mode", func(f field) { d.Watches = r.boolean(f) }},
-		known{"quota_mode", func(f field) { d.Quota = r.boolean(f) }},
-		known{"detailed_metric", func(f field) { r.boolean(f) }}, // here only the reference has these metrics
-		known{"value_to_metric", func(f field) { r.boolean(f) }},
-		known{"metadata", r.envoyMetadata}, // which only the reference sends to Envoy
-		known{"share_threshold", func(f field) { d.ShareThreshold, thresholdAt = r.boolean(f), f.value.at }},
-	)
-	if d.Quota && d.Watches {
-		r.add(f.at, "a rule with shadow_mode is never over its limit, so quota_mode refuses nothing: remove one of the two")
+// ParseEnvoy reads the rules of a policy file, or of a file of Envoy's reference service: the latter has a domain, and policies that
+// are defined elsewhere. Its error is [Problems].
+func ParseEnvoy(name string, data []byte) ([]EnvoyDomain, error) {
+	d, err := readDocument(name, data)
+	if err != nil {
+		return nil, err
 	}
-	d.Watches = d.Watches || d.Quota
-	if !isObject {
-		return d
+	if d.root.find("domain") == nil && (d.root.find("envoy") != nil || d.root.find("policies") != nil) {
+		file, err := d.parse()
+		if err != nil {
+			return nil, err
+		}
+		return file.rules[""].Envoy, nil
 	}
-	r.need(f, "a descriptor", "key: remote_address")
-	if key := f.value.get("key"); key != nil && key.kind == text && d.Key == "" {
-		r.add(key.at, "key is empty: write the key of an entry, such as remote_address")
+	if problems := d.root.check(domainSchema); problems != nil {
+		return nil, problems.sorted()
 	}
-	if d.ShareThreshold && d.Pattern() == nil {
-		r.add(thresholdAt, "share_threshold is for a value with *: write one, or remove share_threshold")
+	r := &reader{}
+	domain := r.envoyDomain(d.root)
+	if r.problems != nil {
+		return nil, r.problems.sorted()
 	}
-	return d
+	return []EnvoyDomain{domain}, nil
 }
 
-func (r *reader) envoyMetadata(f field) {
-	if f.value.kind != mapping {
-		r.wrong(f, "names with values")
+// envoy reads the domains of a policy file.
+func (r *reader) envoy(list *node) (domains []EnvoyDomain) {
+	for _, n := range list.children() {
+		domains = append(domains, r.envoyDomain(n))
 	}
+	described, problems := EnvoyPolicies(domains)
+	r.problems = append(r.problems, problems...)
+	for _, p := range described {
+		if _, isThere := r.policies[p.Name]; isThere {
+			r.problems.Add(p.At, "the policy of this rule would be called %s, as one below policies: write policy: %[1]s in its place, "+
+				"or give the rule another name", quote(p.Name))
+		}
+	}
+	return domains
 }
 
-func (r *reader) envoyLimit(f field) *EnvoyLimit {
-	l := &EnvoyLimit{At: f.at}
-	flawless := r.flawless(func() {
-		r.object(f, "rate_limit",
-			known{"policy", func(f field) { l.Policy = r.envoyPolicy(f) }},
-			known{"unit", func(f field) { l.Unit = r.envoyUnit(f) }},
-			known{"requests_per_unit", func(f field) { l.RequestsPerUnit = uint32(r.whole(f, 1<<32-1)) }},
-			known{"calendar", func(f field) { l.Calendar = r.boolean(f) }},
-			known{"unlimited", func(f field) { l.Unlimited = r.boolean(f) }},
-			known{"overdraw", func(f field) { l.Overdraw = r.boolean(f) }},
-			known{"name", func(f field) { l.Name = r.envoyText(f) }},
-			known{"replaces", func(f field) { l.Replaces = r.envoyReplaces(f) }},
-		)
-	})
-	if flawless {
-		r.checkLimit(f, l)
+func (r *reader) envoyDomain(n *node) EnvoyDomain {
+	domain := n.find("domain")
+	return EnvoyDomain{Name: domain.text(), At: domain.value, Descriptors: r.envoyDescriptors(n.find("descriptors"))}
+}
+
+func (r *reader) envoyDescriptors(list *node) (descriptors []EnvoyDescriptor) {
+	first := make(map[string]Position)
+	var patterns []EnvoyDescriptor
+	isBehind := func(d EnvoyDescriptor, matches string) {
+		for _, p := range patterns {
+			if p.Pattern().Matches(matches) {
+				r.problems.Add(d.At, "%s never matches: the descriptor at %d:%d comes first for all its values: "+
+					"remove one of the two, or put the narrower pattern first", quote(d.Composite()), p.At.Line, p.At.Column)
+				return
+			}
+		}
+	}
+	for _, n := range list.children() {
+		d := EnvoyDescriptor{
+			Key: n.find("key").text(), Value: n.find("value").text(), Limit: r.envoyLimit(n.find("rate_limit")),
+			Descriptors: r.envoyDescriptors(n.find("descriptors")), Quota: n.find("quota_mode").isTrue(),
+			Watches: n.find("shadow_mode").isTrue() || n.find("quota_mode").isTrue(), ShareThreshold: n.find("share_threshold").isTrue(), At: n.value,
+		}
+		composite := d.Composite()
+		if at, isSecond := first[composite]; isSecond {
+			r.problems.Add(d.At, "key and value are %s together, as those at %d:%d: remove one of the descriptors", quote(composite), at.Line, at.Column)
+		} else {
+			first[composite] = d.At
+		}
+		if d.Pattern() != nil {
+			isBehind(d, composite) // whose * no text of a pattern has
+			patterns = append(patterns, d)
+		} else if d.ShareThreshold {
+			r.problems.Add(n.find("share_threshold").value, "share_threshold is for a value with *: write one, or remove share_threshold")
+		}
+		descriptors = append(descriptors, d)
+	}
+	for _, d := range descriptors {
+		if d.Value == "" && d.Pattern() == nil {
+			isBehind(d, d.Key+"_*")
+		}
+	}
+	return descriptors
+}
+
+func (r *reader) envoyLimit(n *node) *EnvoyLimit {
+	if n == nil {
+		return nil
+	}
+	l := &EnvoyLimit{
+		Policy: n.find("policy").text(), Name: n.find("name").text(), At: n.name,
+		RequestsPerUnit: uint32(n.find("requests_per_unit").whole()), Unit: EnvoyUnit(strings.ToLower(n.find("unit").text())),
+		Calendar: n.find("calendar").isTrue(), Unlimited: n.find("unlimited").isTrue(), Overdraw: n.find("overdraw").isTrue(),
+	}
+	for _, replaced := range n.find("replaces").children() {
+		l.Replaces = append(l.Replaces, replaced.find("name").text())
+	}
+	if r.policies != nil && l.Policy != "" && r.checkPolicy(n.find("policy").value, l.Policy) && r.policies[l.Policy].isSlots() {
+		r.problems.Add(n.find("policy").value, "policy %s lends slots, and has no tokens to take: write another policy", quote(l.Policy))
 	}
 	return l
-}
-
-// checkLimit reports a rule without a limit, or with several.
-func (r *reader) checkLimit(f field, l *EnvoyLimit) {
-	has := func(name string) bool { return f.value.get(name) != nil }
-	numbers := has("unit") || has("requests_per_unit")
-	switch {
-	case l.Unlimited && (has("policy") || numbers || l.Calendar || l.Overdraw):
-		r.add(f.at, "rate_limit is unlimited and has a limit, too: remove unlimited, or all of policy, unit, requests_per_unit, calendar and overdraw")
-	case has("policy") && (numbers || l.Calendar):
-		r.add(f.at, "rate_limit has a policy and numbers, too: remove policy, or unit, requests_per_unit and calendar")
-	case l.Calendar && has("unit") && envoyPeriods[l.Unit] == "":
-		r.add(f.value.get("calendar").at, "calendar is for unit day, week, month and year: write one of them, or remove calendar")
-	case !l.Unlimited && !has("policy"):
-		r.need(f, "rate_limit", "unit: second", "requests_per_unit: 10")
-	}
-	for i, name := range l.Replaces {
-		if name == l.Name {
-			r.add(f.value.get("replaces").items[i].at, "rate_limit replaces itself, %s: remove this element", quote(name))
-		}
-	}
-}
-
-func (r *reader) envoyPolicy(f field) string {
-	name := r.text(f, "the name of a policy")
-	if f.value.kind == text {
-		r.checkName(f.value.at, "policy", name)
-	}
-	if name != "" {
-		r.checkTokens(f.value.at, name)
-	}
-	return name
-}
-
-func (r *reader) envoyUnit(f field) EnvoyUnit {
-	unit := EnvoyUnit(strings.ToLower(f.value.text))
-	if f.value.kind != text || unit.Span() == 0 {
-		r.wrong(f, "second, minute, hour, day, week, month or year")
-		return ""
-	}
-	return unit
-}
-
-func (r *reader) envoyReplaces(f field) (names []string) {
-	r.items(f, "an element of replaces", "a list: each element is - name: and the name of a rule", func(f field) {
-		name := ""
-		isObject := r.object(f, "an element of replaces", known{"name", func(f field) { name = r.envoyText(f) }})
-		if isObject && name == "" {
-			r.add(f.at, "an element of replaces names no rule: write name: and the name of one")
-		}
-		names = append(names, name)
-	})
-	return names
-}
-
-// envoyText reads text as the reference does: also numbers and booleans without quotes.
-func (r *reader) envoyText(f field) string {
-	switch f.value.kind {
-	case null, mapping, list:
-		r.wrong(f, "text")
-		return ""
-	}
-	if strings.ContainsRune(f.value.text, 0) {
-		r.add(f.value.at, "%s has the character \\0, which PostgreSQL does not store: remove it", f.name)
-	}
-	return f.value.text
 }

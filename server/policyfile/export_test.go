@@ -1,33 +1,14 @@
 package policyfile_test
 
 import (
-	"context"
 	"testing"
 
 	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
 
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
-
-// Applied to its own database an export changes nothing. Applied to another, it makes it the same.
-func TestExport_IsWhatTheDatabaseHas(t *testing.T) {
-	t.Parallel()
-	db, other := pgtest.New(t), pgtest.New(t)
-	rapid.Check(t, func(t *rapid.T) {
-		require.NoError(t, kit.ErrorOf(db.Pool.Exec(context.Background(), "select ratelimit_drop_policy(policy) from ratelimit_policies()")))
-		apply(t, db.Pool, jsonOf(t, someDocument(t)))
-		text := kit.NoError(policyfile.Export(context.Background(), db.Pool))(t)
-		d := kit.NoError(policyfile.Plan(context.Background(), db.Pool, parse(t, string(text)), policyfile.Options{PruneOverrides: true}))(t)
-		require.Empty(t, d.Changes, "%s", text)
-		require.NoError(t, kit.ErrorOf(other.Pool.Exec(context.Background(), "select ratelimit_drop_policy(policy) from ratelimit_policies()")))
-		apply(t, other.Pool, string(text))
-		require.Equal(t, policiesIn(t, db), policiesIn(t, other))
-		require.Equal(t, overridesIn(t, db), overridesIn(t, other))
-	})
-}
 
 func TestExport_LeavesOutWhatHasItsDefault(t *testing.T) {
 	db := kit.ParallelDB(t).DB

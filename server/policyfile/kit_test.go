@@ -1,53 +1,54 @@
 package policyfile_test
 
 import (
+	"context"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// written is a policy in one line, as the database has it, too.
-func written(p policyfile.Policy) string {
-	if p.Lease != 0 {
-		return fmt.Sprint(p.Name, " ", p.Capacity, " ", p.Durable, " ", p.Shadow, " ", p.Lease)
-	}
-	if p.Period != "" {
-		return fmt.Sprint(p.Name, " ", p.Capacity, " ", p.Durable, " ", p.Remember, " ", p.Shadow, " ", p.Period, " ", p.TimeZone, " ", p.Anchor)
-	}
-	return fmt.Sprint(p.Name, " ", p.Capacity, " ", p.Refill, " ", p.Every, " ", p.Stepped, " ", p.Durable, " ", p.Remember, " ", p.Shadow)
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func parse(t require.TestingT, text string) *policyfile.File {
+	file, err := policyfile.Parse("limits.yaml", []byte(text))
+	require.NoError(t, err, text)
+	return file
 }
 
-// A document is a mapping of a file that a test has made up. Spans are text, and written with their value.
-type document = map[string]any
-
-// A madeSpan is a span and one of the ways to write it.
-type madeSpan struct {
-	text         string
-	microseconds int64
+func apply(t require.TestingT, db policyfile.Database, text string, options ...policyfile.Options) *policyfile.Difference {
+	return kit.NoError(policyfile.Apply(context.Background(), db, parse(t, text), append(options, policyfile.Options{})[0]))(t)
 }
 
-// merge is what an environment makes of a file: the rule of the documentation, in a few lines of its own.
-func merge(base, over document) document {
-	merged := maps.Clone(base)
-	for name, value := range over {
-		inner, isDocument := value.(document)
-		before, wasDocument := merged[name].(document)
-		if isDocument && wasDocument {
-			value = merge(before, inner)
-		}
-		merged[name] = value
-	}
-	return merged
+// policiesIn and overridesIn list what a database has, a line each, with times in microseconds.
+func policiesIn(t require.TestingT, db *pgtest.DB) []string {
+	return lines(t, db, `
+		select concat_ws(' ', policy, capacity, refill, (extract(epoch from every) * 1000000)::bigint, stepped, durable,
+		                 (extract(epoch from remember) * 1000000)::bigint, shadow, period, time_zone, anchor,
+		                 (extract(epoch from lease) * 1000000)::bigint)
+		  from ratelimit_policies()`)
 }
 
-// make up names of policies and keys: any text that the database stores.
+func overridesIn(t require.TestingT, db *pgtest.DB) []string {
+	return lines(t, db, `
+		select concat_ws(' ', policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint,
+		                 coalesce((extract(epoch from expires_at) * 1000000)::bigint, 0), time_zone, anchor,
+		                 (extract(epoch from lease) * 1000000)::bigint)
+		  from ratelimit_overrides(max_rows => 1000000)`)
+}
+
+func lines(t require.TestingT, db *pgtest.DB, query string) []string {
+	return slices.Sorted(slices.Values(kit.ColumnOf(t, db.Pool, query)))
+}
+
+// anyName is any text that the database stores.
 var anyName = rapid.Custom(func(t *rapid.T) string {
 	return rapid.OneOf(
 		rapid.SampledFrom([]string{"api", "web", "42", "null", "~", "yes", "<<", "*a", "a: b", " a", "\"", "'", "é", "\u2028", "😀", "\n", "a\tb"}),
@@ -55,130 +56,65 @@ var anyName = rapid.Custom(func(t *rapid.T) string {
 	).Filter(func(s string) bool { return s != "" && !strings.ContainsRune(s, 0) }).Draw(t, "name")
 })
 
-var anySpan = rapid.Custom(func(t *rapid.T) madeSpan {
-	units := []string{"us", "ms", "s", "m", "h", "d", "w"}
-	sizes := []int64{1, 1000, 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000, 604_800_000_000}
-	var made madeSpan
-	for range rapid.IntRange(1, 3).Draw(t, "parts") {
-		i := rapid.IntRange(0, len(units)-1).Draw(t, "unit")
-		n := rapid.Int64Range(1, 50).Draw(t, "n")
-		made.text += fmt.Sprint(n, units[i])
-		made.microseconds += n * sizes[i]
-	}
-	return made
-})
-
-// madePeriods and madeAnchors are texts of a file, and those of the database.
-var (
-	madePeriods = map[string]string{"1 day": "1 day", "2 weeks": "14 days", "12 months": "1 year", "1 month": "1 mon", "18 months": "1 year 6 mons", "1000 years": "1000 years"}
-	madeAnchors = map[string]string{
-		"2024-01-31": "2024-01-31 00:00:00", "2024-03-31T02:30:00": "2024-03-31 02:30:00", "9999-12-31T23:59:59.999999": "9999-12-31 23:59:59.999999",
-		"0001-01-01T00:00:00": "0001-01-01 00:00:00", "2024-01-31T09:00:00.5": "2024-01-31 09:00:00.5",
-	}
-)
-
-// isQuota and isSlots are the kind of the policies that are made up. It is that of their name, so that environments can replace fields.
-func isQuota(name string) bool { return len(name)%3 == 0 }
-func isSlots(name string) bool { return len(name)%3 == 1 }
-
-// somePolicy has any of its fields, or all that a new one needs. Buckets of these numbers fill within 10,000 years.
-func somePolicy(t *rapid.T, name string, complete bool) document {
-	p := document{}
-	set := func(field string, needed bool, value func() any) {
-		if complete && needed || rapid.Bool().Draw(t, "has "+field) {
-			p[field] = value()
-		}
-	}
-	least := int64(0)
-	if isSlots(name) {
-		least = 1
-		isLease := func(s madeSpan) bool { return s.microseconds >= 1000 }
-		set("lease", true, func() any { return anySpan.Filter(isLease).Draw(t, "lease") })
-	} else {
-		set("remember", false, func() any { return anySpan.Draw(t, "remember") })
-	}
-	set("capacity", true, func() any { return rapid.Int64Range(least, 2000).Draw(t, "capacity") })
-	bools := []string{"durable", "shadow"}
-	switch {
-	case isSlots(name):
-	case isQuota(name):
-		set("period", true, func() any { return rapid.SampledFrom(slices.Sorted(maps.Keys(madePeriods))).Draw(t, "period") })
-		set("time_zone", false, func() any {
-			return rapid.SampledFrom([]string{"UTC", "Europe/Berlin", "Etc/GMT+5"}).Draw(t, "time_zone")
-		})
-		set("anchor", false, func() any { return rapid.SampledFrom(slices.Sorted(maps.Keys(madeAnchors))).Draw(t, "anchor") })
-	default:
-		set("refill", true, func() any { return rapid.Int64Range(0, 9_000_000_000_000).Draw(t, "refill") })
-		set("every", true, func() any { return anySpan.Draw(t, "every") })
-		bools = append(bools, "stepped")
-	}
-	for _, field := range bools {
-		set(field, false, func() any { return rapid.Bool().Draw(t, field) })
-	}
-	return p
-}
-
-func someOverride(t *rapid.T, policy string) document {
-	o := somePolicy(t, policy, false)
-	for _, field := range []string{"stepped", "durable", "shadow", "remember", "period"} {
-		delete(o, field)
-	}
-	if rapid.Bool().Draw(t, "blocks") {
-		o["capacity"] = int64(0)
-	}
-	if len(o) == 0 || rapid.Bool().Draw(t, "expires") {
-		o["expires_at"] = rapid.SampledFrom([]string{
-			"2999-12-31T23:59:59Z", "9999-12-31T23:59:59.999999-14:00", "2500-02-28T00:00:00.1+05:30",
-		}).Draw(t, "expires_at")
-	}
-	return o
-}
-
-// someDocument is a file with policies and overrides, and an environment of each name given.
-func someDocument(t *rapid.T, environments ...string) document {
-	names := rapid.SliceOfNDistinct(anyName, 1, 5, rapid.ID[string]).Draw(t, "policies")
-	base := document{"policies": document{}, "overrides": someOverrides(t, names)}
-	for _, name := range names {
-		base["policies"].(document)[name] = somePolicy(t, name, true)
-	}
-	if environments == nil {
-		return base
-	}
-	sections := document{}
-	for _, environment := range environments {
-		over := document{"policies": document{}}
-		known := slices.Clone(names)
-		for _, name := range rapid.SliceOfNDistinct(anyName, 0, 3, rapid.ID[string]).Draw(t, "of "+environment) {
-			isNew := !slices.Contains(names, name)
-			over["policies"].(document)[name] = somePolicy(t, name, isNew)
-			known = append(known, name)
-		}
-		for _, name := range names {
-			if over["policies"].(document)[name] == nil && rapid.Bool().Draw(t, "replaces") {
-				over["policies"].(document)[name] = somePolicy(t, name, false)
+// someFile has policies of each kind with any of their fields, and overrides. What cannot change, the kind and durable, follows
+// from the name. Buckets of these numbers fill within 10,000 years.
+func someFile(t *rapid.T) string {
+	maybe := func(fields ...string) (some string) {
+		for _, field := range fields {
+			if rapid.Bool().Draw(t, field) {
+				some += ", " + field
 			}
 		}
-		over["overrides"] = someOverrides(t, known)
-		sections[environment] = over
+		return some
 	}
-	base["environments"] = sections
-	return base
+	span := func() string {
+		return fmt.Sprint(rapid.IntRange(1, 50).Draw(t, "n"), rapid.SampledFrom([]string{"us", "ms", "s", "m", "h", "d", "w"}).Draw(t, "unit"))
+	}
+	policies, overrides := "policies:\n", "overrides:\n"
+	for _, name := range rapid.SliceOfNDistinct(anyName, 1, 5, rapid.ID[string]).Draw(t, "policies") {
+		capacity := fmt.Sprint("capacity: ", rapid.IntRange(1, 2000).Draw(t, "capacity"))
+		durable := fmt.Sprint(", durable: ", len(name)%2 == 0)
+		switch len(name) % 3 {
+		case 0:
+			policies += fmt.Sprintf("  %q: {%s, refill: %d, every: 1h%s%s%s}\n", name, capacity, rapid.Int64Range(0, 9e12).Draw(t, "refill"),
+				span(), durable, maybe("stepped: true", "shadow: true", "remember: "+span()))
+			capacity += maybe("refill: 7", "every: "+span())
+		case 1:
+			period := rapid.SampledFrom([]string{"1 day", "2 weeks", "18 months", "1000 years"}).Draw(t, "period")
+			policies += fmt.Sprintf("  %q: {%s, period: %s%s%s}\n", name, capacity, period, durable,
+				maybe("time_zone: Etc/GMT+5", "anchor: 2024-03-31T02:30:00", "shadow: true", "remember: "+span()))
+			capacity += maybe("time_zone: Europe/Berlin", "anchor: 9999-12-31T23:59:59.999999")
+		case 2:
+			policies += fmt.Sprintf("  %q: {%s, lease: 1ms%s%s%s}\n", name, capacity, span(), durable, maybe("shadow: true"))
+			capacity += maybe("lease: 1h" + span())
+		}
+		overrides += fmt.Sprintf("  %q: {}\n", name)
+		if keys := rapid.SliceOfNDistinct(anyName, 0, 3, rapid.ID[string]).Draw(t, "keys"); len(keys) > 0 {
+			overrides = strings.TrimSuffix(overrides, " {}\n") + "\n"
+			for _, key := range keys {
+				overrides += fmt.Sprintf("    %q: {%s%s}\n", key, capacity, maybe("expires_at: 9999-12-31T23:59:59.999999-14:00"))
+			}
+		}
+	}
+	return policies + overrides
 }
 
-func someOverrides(t *rapid.T, policies []string) document {
-	overrides := document{}
-	for _, name := range policies {
-		keys := rapid.SliceOfNDistinct(anyName, 0, 3, rapid.ID[string]).Draw(t, "keys")
-		if len(keys) == 0 {
-			continue
-		}
-		of := document{}
-		for _, key := range keys {
-			of[key] = someOverride(t, name)
-		}
-		overrides[name] = of
-	}
-	return overrides
+// everything has the rules of a file, without places.
+func everything(t require.TestingT, text string) string {
+	return textOf(kit.NoError(parse(t, text).Rules(""))(t))
 }
 
-func TestMain(m *testing.M) { pgtest.Main(m) }
+func textOf(rules *policyfile.Rules) string {
+	var all []string
+	for _, p := range rules.Policies {
+		all = append(all, fmt.Sprintf("%s %v %t %t %v %t %s", p.Name, p.Numbers, p.Stepped, p.Durable, p.Remember, p.Shadow, p.Period))
+	}
+	for _, o := range rules.Overrides {
+		expires := "never"
+		if !o.ExpiresAt.IsZero() {
+			expires = o.ExpiresAt.Format("2006-01-02 15:04:05.999999")
+		}
+		all = append(all, fmt.Sprintf("%s %s %v %s", o.Policy, o.Key, o.Numbers, expires))
+	}
+	return strings.Join(slices.Sorted(slices.Values(all)), "\n")
+}

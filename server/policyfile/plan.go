@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -73,8 +72,9 @@ type Change struct {
 	// Lost counts what is dropped with a policy. It is nil if the role may not count it.
 	Lost *Lost `json:"lost,omitempty"`
 
-	at    Position
-	apply func(ctx context.Context, tx pgx.Tx) error
+	at   Position
+	node *node // nil if a rule of Envoy's describes the policy
+	sets []value
 }
 
 // An Action is what happens to a policy or an override.
@@ -109,12 +109,8 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 		return nil, err
 	}
 	if options.Prune && len(rules.Policies) == 0 {
-		return nil, fmt.Errorf("%s has no policies, and to prune would drop all there are: drop them with ratelimit_drop_policy if that is wanted", file.name)
-	}
-	if options.Has != nil {
-		part := *rules // the file's own, which other databases are to have too
-		rules = &part
-		rules.Overrides = slices.DeleteFunc(slices.Clone(rules.Overrides), func(o Override) bool { return !options.Has(o.Key) })
+		return nil, fmt.Errorf("%s has no policies, and to prune would drop all there are: "+
+			"drop them with ratelimit_drop_policy if that is wanted", file.name)
 	}
 	s, err := readState(ctx, tx)
 	if err != nil {
@@ -128,11 +124,10 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 		}
 	}
 	all := slices.Concat(rules.Policies, described)
-	if err := checkFixed(s, all); err != nil {
-		return nil, err
+	if problems := d.policies(s, all); problems != nil {
+		return nil, problems.sorted()
 	}
-	d.policies(s, all)
-	d.overrides(s, rules.Overrides)
+	d.overrides(s, rules.Overrides, options.Has)
 	if options.Prune {
 		if err := d.prune(ctx, tx, s, all); err != nil {
 			return nil, failed("count what goes with the policies", err)
@@ -142,82 +137,46 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 	return d, nil
 }
 
-// checkFixed reports what cannot change, and differs from the database.
-func checkFixed(s *state, policies []Policy) error {
-	c := &collector{}
+// policies returns a problem for each policy that is of another kind in the database.
+func (d *Difference) policies(s *state, policies []Policy) (problems Problems) {
 	for _, p := range policies {
 		old, exists := s.policies[p.Name]
-		switch {
-		case !exists:
-		case old.isQuota() != p.isQuota() || old.isSlots() != p.isSlots():
-			is, _, _ := old.kind()
-			_, begin, then := p.kind()
-			c.add(p.At, "policy %s %s in the database, and cannot %s: drop the policy first, and its %s", quote(p.Name), is, begin, then)
-		case old.Durable != p.Durable:
-			_, _, then := p.kind()
-			c.add(p.durableAt, "policy %s was created with durable: %t, which cannot change: write that, "+
-				"or drop the policy first, and its %s", quote(p.Name), old.Durable, then)
+		if exists && old.kind() != p.kind() {
+			problems.Add(p.At, "policy %s %s in the database, and cannot become one that %s: drop the policy first, with all its buckets",
+				quote(p.Name), old.kind(), p.kind())
+			continue
 		}
+		d.add(Change{Policy: p.Name, at: p.At, node: p.node, sets: p.fields()}, exists, old.fields())
 	}
-	return c.err()
+	return problems
 }
 
-// kind returns what a policy of its kind is, how it becomes one, and what it has when it is new.
-func (p Policy) kind() (is, begin, then string) {
-	switch {
-	case p.isSlots():
-		return "lends slots", "begin to lend slots", "slots will be free"
-	case p.isQuota():
-		return "is a quota", "become a quota", "buckets will be full"
-	}
-	return "refills", "begin to refill", "buckets will be full"
-}
-
-func (d *Difference) policies(s *state, policies []Policy) {
-	for _, p := range policies {
-		old, exists := s.policies[p.Name]
-		d.add(Change{Policy: p.Name, at: p.At, apply: p.define}, exists, old.fields(), p.fields())
-	}
-}
-
-func (d *Difference) overrides(s *state, overrides []Override) {
+func (d *Difference) overrides(s *state, overrides []Override, has func(key string) bool) {
 	for _, o := range overrides {
+		if has != nil && !has(o.Key) {
+			continue
+		}
 		if !o.ExpiresAt.IsZero() && !o.ExpiresAt.After(s.now) {
 			d.Expired = append(d.Expired, ExpiredOverride{o.Policy, o.Key, o.ExpiresAt})
 			continue
 		}
 		old, exists := s.overrides[bucket{o.Policy, o.Key}]
 		delete(s.overrides, bucket{o.Policy, o.Key})
-		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, apply: o.set}, exists, old.fields(), o.fields())
-	}
-}
-
-// drift lists the overrides that the file does not have, or removes them.
-func (d *Difference) drift(s *state, prune bool) {
-	for _, o := range s.overridesInOrder() {
-		if !prune {
-			d.Drift = append(d.Drift, DriftingOverride{o.Policy, o.Key})
-			continue
-		}
-		change := Change{Action: Drop, Policy: o.Policy, Key: o.Key, apply: o.remove}
-		for _, was := range o.fields() {
-			change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.is})
-		}
-		d.Changes = append(d.Changes, change)
+		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, node: o.node, sets: o.fields()}, exists, old.fields())
 	}
 }
 
 // add adds a change, unless no field changes.
-func (d *Difference) add(change Change, exists bool, before, after []value) {
+func (d *Difference) add(change Change, exists bool, before []value) {
 	change.Action = Create
 	if exists {
 		change.Action = Alter
 	}
-	for i := range after {
+	for i, after := range change.sets {
 		if !exists {
-			change.Fields = append(change.Fields, FieldChange{Field: after[i].field, New: after[i].is})
-		} else if before[i].is != after[i].is {
-			change.Fields = append(change.Fields, FieldChange{after[i].field, before[i].is, after[i].is})
+			change.Fields = append(change.Fields, FieldChange{Field: after.field, New: after.is})
+		} else if before[i] != after {
+			change.Fields = append(change.Fields, FieldChange{after.field, before[i].is, after.is})
 		}
 	}
 	if change.Fields != nil {
@@ -232,148 +191,23 @@ func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, policies []
 	maps.DeleteFunc(s.overrides, func(of bucket, _ Override) bool { return s.policies[of.policy].Name != "" }) // they go with their policy
 	names := slices.Sorted(maps.Keys(s.policies))
 	counts, err := readLost(ctx, tx, names)
-	if err != nil {
-		return err
-	}
 	for _, name := range names {
-		change := Change{Action: Drop, Policy: name, apply: s.policies[name].drop}
-		if lost, ok := counts[name]; ok {
-			change.Lost = &lost
+		d.Changes = append(d.Changes, Change{Action: Drop, Policy: name, Lost: counts[name]})
+	}
+	return err
+}
+
+// drift lists the overrides that the file does not have, or removes them.
+func (d *Difference) drift(s *state, prune bool) {
+	for _, o := range s.overridesInOrder() {
+		if !prune {
+			d.Drift = append(d.Drift, DriftingOverride{o.Policy, o.Key})
+			continue
+		}
+		change := Change{Action: Drop, Policy: o.Policy, Key: o.Key}
+		for _, was := range o.fields() {
+			change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.is})
 		}
 		d.Changes = append(d.Changes, change)
 	}
-	return nil
-}
-
-// A value is the value of a field, as a file writes it.
-type value struct {
-	field string
-	is    any
-}
-
-// fields returns the fields of a policy of its kind, always in the same order.
-func (p Policy) fields() []value {
-	if p.isSlots() {
-		return []value{{"capacity", p.Capacity}, {"lease", p.Lease.String()}, {"durable", p.Durable}, {"shadow", p.Shadow}}
-	}
-	kind := []value{{"refill", p.Refill}, {"every", p.Every.String()}, {"stepped", p.Stepped}}
-	if p.isQuota() {
-		kind = []value{{"period", p.Period}, {"time_zone", p.TimeZone}, {"anchor", p.Anchor}}
-	}
-	return slices.Concat([]value{{"capacity", p.Capacity}}, kind,
-		[]value{{"durable", p.Durable}, {"remember", p.Remember.String()}, {"shadow", p.Shadow}})
-}
-
-// fields returns the fields of an override of its kind, always in the same order. expires_at is in UTC. If its year then has five
-// digits, the zone is the one furthest behind.
-func (o Override) fields() []value {
-	values := []value{{"capacity", o.Capacity}, {"refill", o.Refill}, {"every", o.Every.String()}}
-	switch {
-	case o.isOfSlots():
-		values = []value{{"capacity", o.Capacity}, {"lease", o.Lease.String()}}
-	case o.isOfQuota():
-		values = []value{{"capacity", o.Capacity}, {"time_zone", o.TimeZone}, {"anchor", o.Anchor}}
-	}
-	var expires any
-	if at := o.ExpiresAt; !at.IsZero() {
-		if at.Year() > 9999 {
-			at = at.In(time.FixedZone("", -(24*60-1)*60))
-		}
-		expires = at.Format(time.RFC3339Nano)
-	}
-	return append(values, value{"expires_at", expires})
-}
-
-// String has a line for each change.
-func (d *Difference) String() string {
-	var text strings.Builder
-	for i := range d.Changes {
-		fmt.Fprintln(&text, d.Changes[i].String())
-	}
-	for _, o := range d.Expired {
-		fmt.Fprintf(&text, "  override %q of %q has expired at %s and is not set\n", o.Key, o.Policy, o.ExpiresAt.Format("2006-01-02T15:04:05Z07:00"))
-	}
-	for i, o := range d.Drift {
-		if i == maxDrift {
-			fmt.Fprintf(&text, "  … and %d more\n", len(d.Drift)-i)
-			break
-		}
-		fmt.Fprintf(&text, "  override %q of %q is not in the file, and stays\n", o.Key, o.Policy)
-	}
-	return text.String()
-}
-
-// Summary counts what was changed, or would be.
-func (d *Difference) Summary(dryRun bool) string {
-	drift := ""
-	if d.Drift != nil {
-		drift = "The database has " + count(int64(len(d.Drift)), "override") + " that the file does not have: --prune=overrides removes them.\n"
-	}
-	switch n := count(int64(len(d.Changes)), "change"); {
-	case d.Empty() && drift == "":
-		return "The database is as the file says.\n"
-	case d.Empty():
-		return drift
-	case dryRun:
-		return n + ", not made: this is a dry run.\n" + drift
-	default:
-		return n + " made.\n" + drift
-	}
-}
-
-// maxDrift is the number of overrides to list. A program may have set many.
-const maxDrift = 20
-
-var signs = map[Action]string{Create: "+", Alter: "~", Drop: "-"}
-
-// String is one line: a sign, what changes, and how.
-func (c *Change) String() string {
-	what := fmt.Sprintf("policy %q", c.Policy)
-	if c.Key != "" {
-		what = fmt.Sprintf("override %q of %q", c.Key, c.Policy)
-	}
-	return signs[c.Action] + " " + what + ": " + c.details()
-}
-
-func (c *Change) details() string {
-	if c.Action == Drop && c.Key == "" {
-		return c.Lost.String()
-	}
-	details := make([]string, len(c.Fields))
-	for i, f := range c.Fields {
-		details[i] = f.Field + " " + show(f.New)
-		switch c.Action {
-		case Alter:
-			details[i] = f.Field + " " + show(f.Old) + " -> " + show(f.New)
-		case Drop:
-			details[i] = f.Field + " " + show(f.Old)
-		}
-	}
-	return strings.Join(details, ", ")
-}
-
-// String describes what is dropped.
-func (l *Lost) String() string {
-	if l == nil {
-		return "dropped with its buckets, overrides, idempotency keys and holders, which this role may not count"
-	}
-	counts := []string{count(l.Buckets, "bucket"), count(l.Overrides, "override"), count(l.IdempotencyKeys, "idempotency key")}
-	if l.Holders > 0 {
-		counts = append(counts, count(l.Holders, "holder"))
-	}
-	return "dropped with " + and(counts)
-}
-
-func count(n int64, what string) string {
-	if n != 1 {
-		what += "s"
-	}
-	return fmt.Sprint(n, " ", what)
-}
-
-func show(value any) string {
-	if value == nil {
-		return "never"
-	}
-	return fmt.Sprint(value)
 }

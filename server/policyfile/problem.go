@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-
-	"github.com/pgratelimit/pgratelimit/server/internal/nearest"
 )
 
 // A Position is a place in a file. Lines and columns count from 1. A column is a character.
@@ -50,55 +48,28 @@ func (p *Problems) Add(at Position, format string, args ...any) {
 	*p = append(*p, Problem{Position: at, Message: fmt.Sprintf(format, args...)})
 }
 
-// maxProblems is the largest number of problems in an error.
-const maxProblems = 1000
-
-// A collector gathers problems, each once. Parts outside of environments are read again for each environment.
-type collector struct {
-	problems Problems
-	seen     map[Problem]bool
-	reported int // also those that were seen before
-	guesses  int // of what was meant
+// sorted returns the problems in the order of the file, each once: an environment has many values of the file.
+func (p Problems) sorted() Problems {
+	slices.SortFunc(p, func(a, b Problem) int { return cmp.Or(a.Compare(b.Position), cmp.Compare(a.Message, b.Message)) })
+	return slices.Compact(p)
 }
 
-func (c *collector) add(at Position, format string, args ...any) {
-	c.reported++
-	problem := Problem{Position: at, Message: fmt.Sprintf(format, args...)}
-	if c.seen[problem] || len(c.seen) > maxProblems {
-		return
+// quote writes a text for a message.
+func quote(text string) string { return fmt.Sprintf("%q", shorten(text)) }
+
+func shorten(text string) string {
+	const most = 60
+	if runes := []rune(text); len(runes) > most {
+		return string(runes[:most]) + "…"
 	}
-	if c.seen == nil {
-		c.seen = make(map[Problem]bool)
-	}
-	c.seen[problem] = true
-	c.problems = append(c.problems, problem)
+	return text
 }
 
-// nearest returns the name that a misspelled one probably stands for, or nothing. After many guesses it stops.
-func (c *collector) nearest(wrong string, names []string) string {
-	if c.guesses++; c.guesses > maxProblems {
-		return ""
+// and joins names: a, b and c.
+func and(names []string) string {
+	if len(names) < 2 {
+		return strings.Join(names, "")
 	}
-	return nearest.Of(wrong, names)
-}
-
-// flawless reports whether read adds no problem.
-func (c *collector) flawless(read func()) bool {
-	before := c.reported
-	read()
-	return c.reported == before
-}
-
-// err returns the problems in the order of the file, or nil.
-func (c *collector) err() error {
-	if len(c.problems) == 0 {
-		return nil
-	}
-	slices.SortStableFunc(c.problems, func(a, b Problem) int { return a.Compare(b.Position) })
-	if len(c.problems) > maxProblems {
-		last := c.problems[maxProblems]
-		last.Message = fmt.Sprintf("there are more than %d mistakes, and the rest is not listed: correct these first", maxProblems)
-		c.problems = append(c.problems[:maxProblems], last)
-	}
-	return c.problems
+	last := len(names) - 1
+	return strings.Join(names[:last], ", ") + " and " + names[last]
 }

@@ -9,7 +9,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
@@ -169,8 +168,8 @@ func badCalls(serverVersion int) []badCall {
 	add(invalid("keys", all, one, nil, nil))
 	add(invalid("keys", all, one, two, nil))
 	add(invalid("costs", all, one, one, []int64{1, 1}))
-	for _, function := range []string{"ratelimit_acquire_all_many", "ratelimit_acquire_packed"} {
-		parts := "select " + function + "($1::text[], $2::text[], $3::bigint[], $4::integer[], $5::text[])"
+	for _, function := range []string{"ratelimit_acquire_many", "ratelimit_acquire_packed"} {
+		parts := "select " + function + "($1::text[], $2::text[], $3::bigint[], sizes => $4::integer[], idempotency_keys => $5::text[])"
 		add(invalid("policies", parts, nil, one, nil, []int32{1}, nil))
 		add(invalid("keys", parts, one, two, nil, []int32{1}, nil))
 		add(invalid("costs", parts, one, one, []int64{}, []int32{1}, nil))
@@ -179,7 +178,6 @@ func badCalls(serverVersion int) []badCall {
 		}
 		add(invalid("idempotency_keys", parts, one, one, nil, []int32{1}, two))
 	}
-	add(invalid("sizes", "select ratelimit_acquire_all_many($1::text[], $2::text[], null, null)", one, one))
 	for _, rows := range []any{nil, 0, -1, math.MinInt32} {
 		add(invalid("max_rows", "select ratelimit_cleanup($1::integer)", rows))
 		add(invalid("max_rows", "select ratelimit_overrides(max_rows => $1::integer)", rows))
@@ -229,21 +227,16 @@ func TestBadInput_InABatch(t *testing.T) {
 		requests = append(requests, kit.RequestOf("nobody", "k", 1), kit.NullableRequest{Policy: &policy, Key: new("k"), Cost: nil, IdempotencyKey: nil},
 			kit.RequestOf(policy, "k", -1), kit.RequestOf(policy, "k", 4, "first"))
 	}
-	same := func(left int64, each func(pgx.Tx, []kit.NullableRequest) ([]kit.Answer, error), many func(kit.RowsQuerier, []kit.NullableRequest) ([]kit.Answer, error)) {
-		tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
-		defer tx.Rollback(t.Context())
-		want := kit.NoError(each(tx, requests))(t)
-		bad := len(requests)
-		got := kit.SendBatch(t, db.Pool, many, append(requests, kit.RequestOf("durable", "k", 2), kit.RequestOf("ephemeral", "k", 2))...)
-		require.Equal(t, want, got[:bad])
-		for _, a := range got[:bad] {
-			require.Nil(t, a.Decision, a.Error)
-		}
-		require.Equal(t, []int64{left, left}, []int64{got[bad].Decision.Remaining, got[bad+1].Decision.Remaining})
+	tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
+	defer tx.Rollback(t.Context())
+	want := kit.NoError(acquireEach(tx, requests))(t)
+	bad := len(requests)
+	got := kit.SendBatch(t, db.Pool, kit.AcquireMany, append(requests, kit.RequestOf("durable", "k", 2), kit.RequestOf("ephemeral", "k", 2))...)
+	require.Equal(t, want, got[:bad])
+	for _, a := range got[:bad] {
+		require.Nil(t, a.Decision, a.Error)
 	}
-	same(5, acquireEach, kit.AcquireMany)
-	requests = slices.DeleteFunc(requests, func(r kit.NullableRequest) bool { return r.IdempotencyKey != nil })
-	same(3, acquireUpToEach, kit.AcquireUpToMany)
+	require.Equal(t, []int64{5, 5}, []int64{got[bad].Decision.Remaining, got[bad+1].Decision.Remaining})
 }
 
 // A batch is the elements of its arrays in storage order, whatever their dimensions and lower bounds.
@@ -301,20 +294,20 @@ func TestBadInput_HugeArrays(t *testing.T) {
 func TestErrors_CountOneAndSeveral(t *testing.T) {
 	db := kit.ParallelDB(t, kit.T0).Policy("p", 10, 1, time.Second).Take("p", "k", 10)
 	for call, want := range map[string]string{
-		"acquire_many('{p,p}', '{k}')":                                "keys is 1 element long, policies 2.",
-		"acquire_many('{p}', '{k,l}')":                                "keys is 2 elements long, policies 1.",
-		"acquire_all_many('{p}', '{k}', null, '{2}')":                 "sizes is 2 in sum, policies 1 element long.",
-		"acquire_all_many('{p,p}', '{k,l}', null, '{1}')":             "sizes is 1 in sum, policies 2 elements long.",
-		"acquire_all_many('{p,p}', '{k,l}', '{1,1}', '{1,1}', '{i}')": "idempotency_keys is 1 element long, sizes 2.",
+		"acquire_many('{p,p}', '{k}')":                            "keys is 1 element long, policies 2.",
+		"acquire_many('{p}', '{k,l}')":                            "keys is 2 elements long, policies 1.",
+		"acquire_many('{p}', '{k}', sizes => '{2}')":              "sizes is 2 in sum, policies 1 element long.",
+		"acquire_many('{p,p}', '{k,l}', sizes => '{1}')":          "sizes is 1 in sum, policies 2 elements long.",
+		"acquire_many('{p,p}', '{k,l}', '{1,1}', '{i}', '{1,1}')": "idempotency_keys is 1 element long, sizes 2.",
 	} {
 		require.Equal(t, want, db.Refused("22023", "select ratelimit_"+call).Detail, call)
 	}
 	for cost, want := range map[int64]string{1: "Try again in 1 second.", 2: "Try again in 2 seconds.", 3: "Try again in 3 seconds."} {
 		_, err := db.Pool.Exec(t.Context(), "select ratelimit_enforce('p', 'k', $1)", cost)
-		denial, ok := client.Denied(err)
+		denial, ok := client.AsDenial(err)
 		require.True(t, ok, "%v", err)
 		require.Equal(t, want, kit.PgError(err).Hint)
-		fakes := kit.PgError(clienttest.Denied(denial))
+		fakes := kit.PgError(clienttest.DenialError(denial))
 		require.Equal(t, []string{kit.PgError(err).Detail, want}, []string{fakes.Detail, fakes.Hint})
 	}
 }

@@ -208,7 +208,7 @@ func TestAcquireMany_TakesPoliciesInOneOrder(t *testing.T) {
 }
 
 // A client that reads by position would give callers each other's answers. What is asked again finds its buckets there, which is the fast path.
-func TestAcquireAllMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
+func TestAcquireMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
 		db.DefinePolicy("p", 100, 1, time.Hour, durability)
 		for _, sizes := range [][]int{{1, 0, 1}, {0, 1, 1}, {2, 0}, {0, 2, 0, 0, 1, 0}} { // in the middle, first, last, several
@@ -217,7 +217,7 @@ func TestAcquireAllMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
 				requests = append(requests, kit.All("p", []string{fmt.Sprint(sizes, i, 0), fmt.Sprint(sizes, i, 1)}[:size]...))
 			}
 			for n := range 4 {
-				answers, err := kit.AcquireAllMany(db.Pool, requests)
+				answers, err := kit.AcquireManyWithSizes(db.Pool, requests)
 				if n%2 == 1 {
 					answers, err = kit.AcquirePacked(db.Pool, requests, true)
 				}
@@ -296,25 +296,13 @@ func TestAcquireMany_ABucketCreatedMeanwhileIsTakenInOrder(t *testing.T) {
 
 // acquireEach sends requests one by one, in a savepoint each.
 func acquireEach(tx pgx.Tx, requests []kit.NullableRequest) (answers []kit.Answer, err error) {
-	return each(tx, requests, func(tx pgx.Tx, r kit.NullableRequest, a *kit.Answer) error {
-		d, err := r.Acquire(tx)
-		a.Decision = &d
-		return err
-	})
-}
-
-func acquireUpToEach(tx pgx.Tx, requests []kit.NullableRequest) (answers []kit.Answer, err error) {
-	return each(tx, requests, func(tx pgx.Tx, r kit.NullableRequest, a *kit.Answer) error {
-		got, err := kit.AcquireUpTo(tx, r.Policy, r.Key, r.Cost, 1, nil)
-		a.Decision, a.Taken = &got.Decision, got.Taken
-		return err
-	})
-}
-
-func each(tx pgx.Tx, requests []kit.NullableRequest, ask func(pgx.Tx, kit.NullableRequest, *kit.Answer) error) (answers []kit.Answer, err error) {
 	for _, r := range requests {
 		var a kit.Answer
-		err := pgx.BeginFunc(context.Background(), tx, func(tx pgx.Tx) error { return ask(tx, r, &a) })
+		err := pgx.BeginFunc(context.Background(), tx, func(tx pgx.Tx) error {
+			d, err := r.Acquire(tx)
+			a.Decision = &d
+			return err
+		})
 		if e := kit.PgError(err); e != nil {
 			a = kit.Answer{Error: fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint)}
 		} else if err != nil {

@@ -91,9 +91,8 @@ func TestCollations_StayOutside(t *testing.T) {
 				require.Equal(t, repeat("true", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select (ratelimit_acquire(t.policy, t.%s, 1, t.key)).replayed::text %s", argument, every)))
 				require.Equal(t, repeat("10", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select (ratelimit_refund(t.policy, t.%s, 1)).remaining::text %s", argument, every)))
 				for _, call := range []string{
-					"acquire_up_to_many(array[t.policy], array[t.%[1]s], '{1}')",
 					"acquire_many(array[t.policy], array[t.%[1]s], '{1}', array[t.key || '!'])", "acquire_all(array[t.policy], array[t.%[1]s], '{1}', t.key || '?')",
-					"acquire_all_many(array[t.policy, t.%[1]s], array[t.%[1]s, t.key], '{1,0}', '{1,1}', array[t.key || '.', null])",
+					"acquire_many(array[t.policy, t.%[1]s], array[t.%[1]s, t.key], '{1,0}', array[t.key || '.', null], '{1,1}')",
 				} {
 					require.Equal(t, repeat("9", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select d.remaining::text %[2]s cross join lateral ratelimit_"+call+" as d where d.remaining is not null", argument, every)), call)
 					db.Execute(fmt.Sprintf("select ratelimit_refund(t.policy, t.%s, 1) %s", argument, every))

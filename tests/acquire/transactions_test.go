@@ -160,7 +160,7 @@ func TestReadOnlyTransaction(t *testing.T) {
 			for _, call := range []string{
 				"acquire($1, $2)", "acquire($1, $2, 10)", "acquire($1, $2, 1, 'first')", "acquire_many(array[$1::text], array[$2::text])",
 				"acquire_up_to($1, $2, 3)",
-				"acquire_up_to_many(array[$1::text], array[$2::text], '{3}')", "refund($1, $2, 1)", "reset($1, $2)",
+				"refund($1, $2, 1)", "reset($1, $2)",
 			} {
 				state := "25006"
 				if key == "empty" && strings.HasPrefix(call, "acquire") || key == "known" && strings.Contains(call, "10") {

@@ -61,14 +61,11 @@ var countedStatements = slices.Concat([]counted{
 	{"quota-denied", 0, "select from ratelimit_acquire('quota', $1, 20000000)"},
 	{"zoned", 0, "select from ratelimit_acquire('zoned', $1)"},
 	{"peek", 0, "select from ratelimit_peek('full', $1)"},
-	{"peek-32", 32, "select from ratelimit_peek_many(array_fill(text 'full', array[32]), $1)"},
-	{"peek-overrides-32", 32, "select from ratelimit_peek_many(array_fill(text 'overrides', array[32]), $1)"},
 	{"refunded", 0, "select from ratelimit_refund('full', $1, 1)"},
 	{"paused", 0, "select from ratelimit_pause('paused', $1, '1 second')"},
 	{"reserved", 0, "select from ratelimit_reserve('full', $1, '1 hour')"},
 	{"waiting", 0, "select from ratelimit_reserve('line', $1, '365 days')"},
 	{"up-to", 0, "select from ratelimit_acquire_up_to('full', $1, 1)"},
-	upToMany("up-to-32", "full"), upToMany("up-to-denied-32", "dry"), upToMany("up-to-overrides-32", "overrides"), upToMany("up-to-quota-32", "quota"),
 	{"charged", 0, "select from ratelimit_charge('full', $1, 1)"},
 	{"keyed-settled", 0, "select from (select " + newKey + " as key offset 0) as i," + // settled without keyed
 		" ratelimit_acquire('full', $1, 1, i.key) as a, ratelimit_settle('full', $1, case when a.allowed then i.key end, 2)"},
@@ -85,7 +82,7 @@ var countedStatements = slices.Concat([]counted{
 	{"joint-keyed", 0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1], null, " + newKey + ")"},
 	{"joint-denied", 0, "select from ratelimit_acquire_all(array['full', 'dry', 'third'], array[$1, $1, $1])"},
 	{"joint-keyed-denied", 0, "select from ratelimit_acquire_all(array['full', 'dry', 'third'], array[$1, $1, $1], null, " + newKey + ")"},
-	{"joint-many-32", 32, "select from ratelimit_acquire_all_many(" + three + ", array_fill(1::bigint, array[96]), array_fill(3, array[32]))"},
+	{"joint-many-32", 32, "select from ratelimit_acquire_many(" + three + ", sizes => array_fill(3, array[32]))"},
 	{"joint-32", 32, "select from ratelimit_acquire_packed(" + three + ", null, array_fill(3, array[32]))"},
 	{"joint-keyed-32", 32, "select from ratelimit_acquire_packed(" + three + ", null, array_fill(3, array[32]), " + newKeys(32) + ")"},
 }, batches("", "ratelimit_acquire_many", "null"), batches("packed-", "ratelimit_acquire_packed", "null, null"), []counted{
@@ -94,11 +91,6 @@ var countedStatements = slices.Concat([]counted{
 	{"created", 0, "select from ratelimit_acquire('full', $1 || " + newKey + ")"},
 	{"reset", 0, "select ratelimit_reset('full', $1)"},
 })
-
-// upToMany is a call about 32 keys that ask for 3 tokens each.
-func upToMany(name, policy string) counted {
-	return counted{name, 32, fmt.Sprintf("select from ratelimit_acquire_up_to_many(array_fill(text '%s', array[32]), $1, array_fill(3::bigint, array[32]))", policy)}
-}
 
 // three has what is asked of three policies for each key.
 const three = "array(select (array['full', 'second', 'third'])[1 + i % 3] from generate_series(0, 95) as i)," +

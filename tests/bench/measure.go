@@ -12,7 +12,7 @@ import (
 func experiments(l *lab) []experiment {
 	on := func() stage { return stage{lab: l} }
 	return []experiment{
-		&bare{on()}, &grid{stage: on()}, &served{stage: on()}, &leases{stage: on()}, &processes{stage: on()}, &npm{stage: on()},
+		&bare{on()}, &grid{stage: on()}, &served{stage: on()}, &prefetching{stage: on()}, &processes{stage: on()}, &npm{stage: on()},
 		&python{npm{stage: on()}}, &snapshot{stage: on()}, &cleanup{stage: on()}, &buckets{on()}, &shardsCost{stage: on()}, &cores{stage: on()},
 	}
 }

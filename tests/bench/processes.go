@@ -25,7 +25,7 @@ const (
 )
 
 func (*processes) cells() []string {
-	return []string{"processes/combined", "processes/redis", "processes/leaser", "processes/plain"}
+	return []string{"processes/combined", "processes/redis", "processes/prefetcher", "processes/plain"}
 }
 
 // helperEnv tells a process of this program that it is one of those: the name of its limiter and what it asks.
@@ -33,7 +33,7 @@ const helperEnv = "RATELIMIT_BENCH_HELPER"
 
 func (p *processes) open(ctx context.Context, cells []string) error {
 	p.ways = map[string]elsewhere{}
-	pg, err := p.database(ctx, processesDatabase, defineLeasedPolicies()...)
+	pg, err := p.database(ctx, processesDatabase, definePrefetchedPolicies()...)
 	if err != nil {
 		return err
 	}
@@ -80,10 +80,10 @@ func help(ctx context.Context, what string) error {
 		combiner := client.NewCombiner(pool)
 		defer combiner.Close()
 		return obey(ctx, pgratelimit(combiner))
-	case "leaser":
-		leaser := client.NewLeaser(pool, client.Lease{Policy: "durable"})
-		defer leaser.Close()
-		return obey(ctx, pgratelimit(leaser))
+	case "prefetcher":
+		prefetcher := client.NewPrefetcher(pool, client.Prefetch{Policy: "durable"})
+		defer prefetcher.Close()
+		return obey(ctx, pgratelimit(prefetcher))
 	default:
 		return fmt.Errorf("%s: %q", helperEnv, way)
 	}

@@ -134,15 +134,3 @@ func TestRecord_RisesWithAReasonOnly(t *testing.T) {
 	_, err = old.renewed("another", counts, "")
 	require.Error(t, err)
 }
-
-// What is taken from a bucket is known after it was read; a request for up to so many tokens costs at most half as much again as one for all of them.
-func TestRecord_UpToManyIsNearAcquireMany(t *testing.T) {
-	t.Parallel()
-	text, err := os.ReadFile(recordFile)
-	require.NoError(t, err)
-	r, err := parseRecord(string(text))
-	require.NoError(t, err)
-	for upTo, all := range map[string]string{"up-to-32": "batch-32", "up-to-overrides-32": "batch-32", "up-to-denied-32": "denied-32", "up-to-quota-32": "quota-32"} {
-		require.LessOrEqual(t, r.find(upTo).instructions, 1.5*r.find(all).instructions, upTo)
-	}
-}

@@ -258,9 +258,6 @@ select * from ratelimit_acquire_many(array['none','p'], array['{key} i2','{key} 
 select * from ratelimit_acquire_many(array['p','p'], array['{key} i']) ;; select * from ratelimit_acquire_many(null, array['{key} i'])
 select * from ratelimit_acquire_many('{}', '{}') ;; select * from ratelimit_acquire_packed(array['p'], array['{key} pk'], array[1])
 select * from ratelimit_acquire_packed(array['p','q'], array['{key} pk','{key} pk'], array[1,9], array[2])
-select * from ratelimit_acquire_up_to_many(array['p','p','q','none','p',null,'s','s','q'], array['{key} um','{key} um','{key} um','{key} um',null,'{key} x','{key} s','{key} un','{key} um'], array[4,20,2,1,1,1,99,2,9])
-select * from ratelimit_acquire_up_to_many('{p,p,q}', '{{key} um,{key} uo,{key} um}', '{0,null,3}') ;; select * from ratelimit_acquire_up_to_many('{p}', '{{key} um}', '{1,2}') ;; select * from ratelimit_acquire_up_to_many('{}', '{}', '{}')
-select * from ratelimit_peek_many(array['p','q','none','p',null,'q','s'], array['{key} 1','{key} 2','{key} 1',null,'{key} x','','{key} s'], array[1,11,2,1,9,1,1])
 select * from ratelimit_acquire_all(array['p','q'], array['{key} a','{key} a'], array[1,2])
 select * from ratelimit_acquire_all(array['p','q'], array['{key} a','{key} a'], array[1,4])
 select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a','{key} a'], array[1,2,3], 'k')
@@ -269,13 +266,13 @@ select * from ratelimit_acquire_all(array['p','q','p'], array['{key} a','{key} a
 select * from ratelimit_acquire_all(array['p','none'], array['{key} a','{key} a'])
 select * from ratelimit_acquire_all(array['p',null], array['{key} a','{key} a'])
 select * from ratelimit_acquire_all(array['p','q'], array['{key} a',null]) ;; select * from ratelimit_acquire_all('{}', '{}')
-select * from ratelimit_acquire_all_many(array['p','q','p','q'], array['{key} b','{key} b','{key} g','{key} g'], array[1,2,1,9], array[2,2,0])
+select * from ratelimit_acquire_many(array['p','q','p','q'], array['{key} b','{key} b','{key} g','{key} g'], array[1,2,1,9], sizes => array[2,2,0])
 select * from ratelimit_status('p', 3) ;; select * from ratelimit_status('none') ;; select * from ratelimit_shard() ;; select ratelimit_version()
 begin read only; select * from ratelimit_peek('p', '{key} ro'); select * from ratelimit_acquire('p', '{key} ro', 11); select * from ratelimit_acquire('p', '{key} ro'); rollback
 begin; select * from ratelimit_acquire('p', '{key} t1'); select * from ratelimit_acquire('p', '{key} t2'); savepoint s; select * from ratelimit_acquire('p', '{key} t1', 4); rollback to s; select * from ratelimit_acquire('p', '{key} t1', 2); commit
 select ratelimit_define_policy('month', 10, period => '1 month') ;; select ratelimit_define_policy('day', 10, period => '1 day', durable => false)
 select * from ratelimit_acquire('month', '{key}', 3, 'ik') ;; select * from ratelimit_acquire('month', '{key}', 3, 'ik') ;; select * from ratelimit_acquire('day', '{key}', 11)
-select ratelimit_override('month', '{key}', 20, time_zone => 'Europe/Berlin', anchor => '2024-01-31') ;; select * from ratelimit_acquire_up_to('month', '{key}', 30) ;; select * from ratelimit_acquire_up_to_many('{day,month,p}', '{{key} z,{key} z,{key} z}', '{2,30,3}')
+select ratelimit_override('month', '{key}', 20, time_zone => 'Europe/Berlin', anchor => '2024-01-31') ;; select * from ratelimit_acquire_up_to('month', '{key}', 30)
 select * from ratelimit_acquire_many(array['month','day','day','p'], array['{key}','{key}','{key} y','{key} y'], array[1,4,5,1], array['a','b','c','d'])
 select * from ratelimit_acquire_all(array['day','month'], array['{key}','{key}'], array[6,1]) ;; select * from ratelimit_charge('day', '{key}', 20, 'ck')
 select * from ratelimit_settle('day', '{key}', 'ck', 2) ;; select * from ratelimit_settle('month', '{key} z', 'none', 2) ;; select * from ratelimit_charge('month', '{key} z', 2)
@@ -299,9 +296,9 @@ select * from ratelimit_peek('p', '{key} t1') ;; select ratelimit_drop_policy('n
 		{"ratelimit_acquire", "'p'", "'{key}'", "1", "'n'"}, {"ratelimit_peek", "'p'", "'{key}'", "1"}, {"ratelimit_refund", "'p'", "'{key}'", "1"},
 		{"ratelimit_reset", "'p'", "'{key}'"}, {"ratelimit_charge", "'p'", "'{key}'", "1", "'n2'"}, {"ratelimit_settle", "'p'", "'{key}'", "'n2'", "1"},
 		{"ratelimit_reserve", "'p'", "'{key}'", "'1 h'", "1", "'n3'"}, {"ratelimit_acquire_up_to", "'p'", "'{key}'", "2", "1", "'n4'"},
-		{"ratelimit_enforce", "'p'", "'{key}'", "1", "'n5'"}, {"ratelimit_acquire_many", "'{p}'", "'{k}'", "'{1}'", "'{n6}'"},
+		{"ratelimit_enforce", "'p'", "'{key}'", "1", "'n5'"}, {"ratelimit_acquire_many", "'{p}'", "'{k}'", "'{1}'", "'{n6}'", "'{1}'"},
 		{"ratelimit_acquire_all", "'{p}'", "'{k}'", "'{1}'", "'n7'"}, {"ratelimit_acquire_packed", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n8}'"},
-		{"ratelimit_acquire_all_many", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n9}'"}, {"ratelimit_override", "'p'", "'{key}'", "20", "1", "'1 h'", "'2100-01-01Z'"},
+		{"ratelimit_override", "'p'", "'{key}'", "20", "1", "'1 h'", "'2100-01-01Z'"},
 		{"ratelimit_hold", "'jobs'", "'{key}'", "'n'", "1"}, {"ratelimit_renew", "'jobs'", "'{key}'", "'n'"}, {"ratelimit_release", "'jobs'", "'{key}'", "'n'"},
 		{"ratelimit_holders", "'jobs'", "'{key}'", "1"},
 		{"ratelimit_remove_override", "'p'", "'{key}'"}, {"ratelimit_overrides", "'p'", "'{key}'", "1"}, {"ratelimit_status", "'p'", "1", "'{key}'"}, {"ratelimit_cleanup", "1"},

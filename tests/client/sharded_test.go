@@ -72,7 +72,7 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 		charges := []client.Charge{{Policy: "api", Key: key, Cost: client.Cost(5)}, {Policy: "org", Key: key}}
 		require.True(t, kit.NoError(limiter.AcquireAll(ctx, charges))(t).Allowed)
 		require.EqualValues(t, 65, kit.NoError(limiter.On(key).Charge(ctx, "api", key, 20))(t).Remaining)
-		require.NoError(t, limiter.Each(func(n int, on *client.Leaser) error {
+		require.NoError(t, limiter.Each(func(n int, on *client.Prefetcher) error {
 			left := map[bool]int64{true: 65, false: 100}[n == shard]
 			require.Equal(t, left, kit.NoError(on.Peek(ctx, "api", key))(t).Remaining, "shard %d, key of shard %d", n, shard)
 			require.Equal(t, left, kit.NoError(client.New(s.pools[n]).Peek(ctx, "api", key))(t).Remaining)
@@ -188,10 +188,10 @@ func TestAlone_RefusesAShard(t *testing.T) {
 		db.Exec(t, "select ratelimit_define_policy('api', 10, 0, '1 day')")
 	}
 	acquirers := func(db *pgtest.DB) map[string]client.Acquirer {
-		combiner, leaser := client.NewCombiner(db.Pool, client.Alone()), client.NewLeaser(db.Pool, client.Alone(), client.Lease{Policy: "api"})
+		combiner, prefetcher := client.NewCombiner(db.Pool, client.Alone()), client.NewPrefetcher(db.Pool, client.Alone(), client.Prefetch{Policy: "api"})
 		t.Cleanup(combiner.Close)
-		t.Cleanup(leaser.Close)
-		return map[string]client.Acquirer{"limiter": client.New(db.Pool, client.Alone()), "combiner": combiner, "leaser": leaser}
+		t.Cleanup(prefetcher.Close)
+		return map[string]client.Acquirer{"limiter": client.New(db.Pool, client.Alone()), "combiner": combiner, "prefetcher": prefetcher}
 	}
 	for name, limiter := range acquirers(shard) {
 		for range 2 {
@@ -240,8 +240,8 @@ func TestCheckShard_RefusesConnections(t *testing.T) {
 	}
 }
 
-// With a Lease each shard leases its own keys, and gives back what is left when it is closed.
-func TestSharded_Leases(t *testing.T) {
+// With a Prefetch each shard prefetches for its own keys, and gives back what is left when it is closed.
+func TestSharded_Prefetches(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
 	s := newShards(t, 2)
@@ -250,18 +250,18 @@ func TestSharded_Leases(t *testing.T) {
 		db.Exec(t, "select ratelimit_define_policy('busy', 1000000, 1, '1 day')")
 		pools = append(pools, kit.PatientPool{Pool: db.Pool})
 	}
-	limiter := kit.NoError(client.NewSharded(t.Context(), pools, client.Lease{Policy: "busy"}))(t)
-	var granted, leased [2]atomic.Int64
+	limiter := kit.NoError(client.NewSharded(t.Context(), pools, client.Prefetch{Policy: "busy"}))(t)
+	var granted, prefetched [2]atomic.Int64
 	kit.Crowd(t, 16, func(caller int) error { // whose calls are combined: a bucket is hot at once, on a slow machine, too
 		n := caller % 2
-		for leased[n].Load() < 100 && granted[n].Load() < 100_000 {
+		for prefetched[n].Load() < 100 && granted[n].Load() < 100_000 {
 			d, err := limiter.Acquire(t.Context(), "busy", keyOn(n, 2))
 			if err != nil || !d.Allowed {
 				return fmt.Errorf("%+v, %w", d, err)
 			}
 			granted[n].Add(1)
 			if d.Estimated {
-				leased[n].Add(1)
+				prefetched[n].Add(1)
 			}
 		}
 		return nil
@@ -271,6 +271,6 @@ func TestSharded_Leases(t *testing.T) {
 	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(t.Context(), "busy", "k")), client.ErrClosed)
 	for n, pool := range s.pools {
 		require.Equal(t, granted[n].Load(), 1_000_000-kit.NoError(client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2)))(t).Remaining)
-		require.GreaterOrEqual(t, leased[n].Load(), int64(100))
+		require.GreaterOrEqual(t, prefetched[n].Load(), int64(100))
 	}
 }

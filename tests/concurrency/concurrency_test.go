@@ -138,7 +138,7 @@ func TestConcurrency_ADenialLeavesNoRow(t *testing.T) {
 		db.Policy("p", 10, 1, kit.ADay, kind).Take("p", "x", 1).Take("p", "z", 10)
 		holder := db.Begin().Take("p", "x", 1)
 		never := kit.WholeRequest{Charges: []model.Charge{kit.ChargeOf("p", "y", 11)}}
-		call, answers := kit.StartBatch(db.Session(), kit.AcquireAllMany, kit.All("p", "x"), never, kit.All("p", "z"))
+		call, answers := kit.StartBatch(db.Session(), kit.AcquireManyWithSizes, kit.All("p", "x"), never, kit.All("p", "z"))
 		call.BlockedBy(holder)
 		db.Must(kit.Refund(db.Pool, "p", "z", 5))
 		holder.Execute("commit")
@@ -158,11 +158,10 @@ func TestConcurrency_ThePoliciesAreLockedBeforeTheBuckets(t *testing.T) {
 		"acquire, keyed":   "ratelimit_acquire('p', 'row', 1, 'i')",
 		"refund":           "ratelimit_refund('p', 'row', 1)",
 		"many":             "ratelimit_acquire_many(array['p', 'p'], array['row', 'none'])",
-		"up to, many":      "ratelimit_acquire_up_to_many(array['p', 'p'], array['row', 'none'], array[3, 3])",
 		"all":              "ratelimit_acquire_all(array['p', 'p'], array['row', 'another'])",
 		"all, one created": "ratelimit_acquire_all(array['p', 'p'], array['row', 'none'])",
 		"all, keyed":       "ratelimit_acquire_all(array['p', 'p'], array['row', 'none'], null, 'i')",
-		"all many":         "ratelimit_acquire_all_many(array['p', 'p', 'p'], array['row', 'another', 'none'], null, array[2, 1])",
+		"all many":         "ratelimit_acquire_many(array['p', 'p', 'p'], array['row', 'another', 'none'], sizes => array[2, 1])",
 	}, func(t *testing.T, db *kit.TestDB, call string) {
 		db.Policy("p", 10, 1, kit.ADay).Take("p", "row", 1).Take("p", "another", 1)
 		db.Execute("create sequence readings")
@@ -202,7 +201,7 @@ func TestConcurrency_APolicyThatChangesMeanwhileChangesNoGrant(t *testing.T) {
 		"one policy":   "ratelimit_acquire_many(array['p'], array['row'], null, array['i'])",
 		"two policies": "ratelimit_acquire_many(array['p', 'q'], array['row', 'row'], null, array['i', 'i'])",
 		"all":          "ratelimit_acquire_all(array['p', 'q'], array['row', 'row'], null, 'i')",
-		"all many":     "ratelimit_acquire_all_many(array['p', 'q'], array['row', 'row'], null, array[1, 1], array['i', 'i'])",
+		"all many":     "ratelimit_acquire_many(array['p', 'q'], array['row', 'row'], null, array['i', 'i'], array[1, 1])",
 		"in order":     "ratelimit_acquire_all(array['p', 'p', 'q'], array['row', 'row', 'none'], null, 'i')",
 	}, func(t *testing.T, db *kit.TestDB, call string) {
 		db.Policy("p", 10, 1, kit.ADay).Policy("q", 10, 1, kit.ADay).Take("p", "row", 1).Take("q", "row", 1)
@@ -263,7 +262,7 @@ func TestConcurrency_ABatchLocksWhatOthersChange(t *testing.T) {
 		}
 		start := func(s *kit.Session) (call *kit.Pending, remaining func() (of []int64, takes string)) {
 			s.Execute("set track_functions = pl; begin")
-			call, wholes := kit.StartBatch(s, kit.AcquireAllMany, kit.All(policy, "a", "b"), kit.All(policy, "c", "b"))
+			call, wholes := kit.StartBatch(s, kit.AcquireManyWithSizes, kit.All(policy, "a", "b"), kit.All(policy, "c", "b"))
 			return call, func() (of []int64, takes string) {
 				call.Answer()
 				calls := kit.ColumnOf(t, s, `
@@ -328,7 +327,7 @@ func TestConcurrency_WhatWaitedForALockGoesByTheClockAndThePolicyAfterTheWait(t 
 			kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
 				db.At(kit.T0).Policy("p", 10, 1, kit.Second, kind).Take("p", "a", 5).Take("p", "b", 5)
 				holder := db.Begin().Take("p", "b", 1)
-				call, answers := kit.StartBatch(db.Session(), kit.AcquireAllMany, kit.All("p", "a", "b"))
+				call, answers := kit.StartBatch(db.Session(), kit.AcquireManyWithSizes, kit.All("p", "a", "b"))
 				call.BlockedBy(holder)
 				test.meanwhile(db, holder)
 				holder.Execute("commit")

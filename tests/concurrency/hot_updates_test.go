@@ -42,7 +42,6 @@ func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
 		"acquire with a key":   "ratelimit_acquire(q.policy, q.key, 1, 'again')",
 		"acquire up to":        "ratelimit_acquire_up_to(q.policy, q.key, 1)",
 		"all that there is":    "ratelimit_acquire_up_to(q.policy, q.key, 100)",
-		"up to, many":          "ratelimit_acquire_up_to_many(array[q.policy], array[q.key], array[5])",
 		"reserve":              "ratelimit_reserve(q.policy, q.key, '1 day')",
 		"reserve and wait":     "ratelimit_reserve(q.policy, q.key, '1 day', 10)",
 		"charge":               "ratelimit_charge(q.policy, q.key, 100)",
@@ -52,7 +51,7 @@ func TestHOT_TheFirstUpdateLeavesItsRoom(t *testing.T) {
 		"acquire all by a key": "ratelimit_acquire_all(array[q.policy], array[q.key], null, 'again')",
 		"many":                 "ratelimit_acquire_many(array[q.policy], array[q.key])",
 		"many, one too large":  "ratelimit_acquire_many(array[q.policy, q.policy], array[q.key, q.key], array[10, 1])",
-		"all many":             "ratelimit_acquire_all_many(array[q.policy], array[q.key], array[1], array[1])",
+		"all many":             "ratelimit_acquire_many(array[q.policy], array[q.key], sizes => array[1])",
 	} {
 		for _, policy := range []string{"durable", "ephemeral", "overridden"} {
 			key := name + ", " + policy
@@ -88,7 +87,6 @@ func TestHOT_AHeldSnapshotDoesNotMakeCallsReadEveryVersion(t *testing.T) {
 			"ratelimit_acquire_many('{full,full}', '{hot,hot}')", "ratelimit_acquire_many('{full,full}', '{hot,other}')",
 			"ratelimit_acquire_many('{empty,empty}', '{hot,hot}')", "ratelimit_acquire_many('{empty,full}', '{hot,other}')",
 			"ratelimit_acquire_many('{full,full}', '{hot,hot}', '{600000,600000}')",
-			"ratelimit_acquire_up_to_many('{full,full}', '{hot,other}', '{2,2}')", "ratelimit_acquire_up_to_many('{empty,full}', '{hot,other}', '{2,2}')",
 			"ratelimit_acquire_packed('{full,full,empty}', '{hot,other,hot}', null, '{2,1}')",
 		} {
 			s.Execute("select from " + call) // not to count what is read once in a session

@@ -61,15 +61,14 @@ func TestPlans_ReadOnlyWhatTheyNeed(t *testing.T) {
 
 var planCalls = []string{
 	"select from ratelimit_acquire('p', 'KEY')", "select from ratelimit_acquire('p', 'KEY', 5000)",
-	"select from ratelimit_acquire('p', 'KEY', 1, 'i1')", "select from ratelimit_peek('p', 'KEY')", "select from ratelimit_peek_many('{p,p}', '{KEY,KEY.}')", "select from ratelimit_refund('p', 'KEY', 1)", "select from ratelimit_pause('p', 'KEY', '1 ms')",
+	"select from ratelimit_acquire('p', 'KEY', 1, 'i1')", "select from ratelimit_peek('p', 'KEY')", "select from ratelimit_refund('p', 'KEY', 1)", "select from ratelimit_pause('p', 'KEY', '1 ms')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY}')", "select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,4000}')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,2}', '{i1,i2}')",
 	"select from ratelimit_acquire_many('{p,p}', '{KEY,KEY.}', '{1,3000}', '{j1,j2}')", "select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}')",
 	"select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}', '{1,4000}')", "select from ratelimit_acquire_all('{p,p}', '{KEY,KEY.}', '{1,2}', 'i3')",
-	"select from ratelimit_acquire_all_many('{p,p,p}', '{KEY,KEY.,KEY}', null, '{2,1}')",
+	"select from ratelimit_acquire_many('{p,p,p}', '{KEY,KEY.,KEY}', sizes => '{2,1}')",
 	"select from ratelimit_acquire_packed('{p,p}', '{KEY,KEY.}')", "select from ratelimit_override('p', 'KEY', expires_at => '2099-01-01')",
-	"select from ratelimit_acquire_up_to_many('{p,p}', '{KEY,KEY.}', '{1,4000}')", "select from ratelimit_acquire_up_to_many('{p,p}', '{KEY,KEY}', '{1,4000}')",
 	"select from ratelimit_overrides('p', 'KEY')", "select from ratelimit_remove_override('p', 'KEY')", "select from ratelimit_reset('p', 'KEY')",
 	"select from ratelimit_cleanup(10)",
 }
@@ -134,7 +133,7 @@ func TestPlans_LockInOrder(t *testing.T) {
 				locking[plan.statement] = true
 				require.Regexp(t, want, plan.nodes, "%s, %s: %s", rows, setting, plan.statement)
 			}
-			require.Len(t, locking, 20, "take, with and without what was seen, take_any, take_up_to, lock_asked_of, lock, drop_policy; durable and ephemeral")
+			require.Len(t, locking, 18, "take, with and without what was seen, take_any, lock_asked_of, lock, drop_policy; durable and ephemeral")
 		}
 	}
 }
@@ -146,7 +145,6 @@ var lockingCalls = []string{
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,k1}', '{1,5000}')",
 	"select case when durable then ratelimit.lock_asked_of_buckets(p, asked) else ratelimit.lock_asked_of_ephemeral_buckets(p, asked) end" +
 		" from ratelimit.policies as p, cast(array[row('k1', 1, '{1}', 1)] as ratelimit.asked[]) as asked where name = 'POLICY'",
-	"select from ratelimit_acquire_up_to_many('{POLICY,POLICY}', '{k1,new}', '{1,1}')",
 	"select from ratelimit_override('POLICY', 'another', 5)",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,new}')",
 	"select from ratelimit_drop_policy('POLICY')",

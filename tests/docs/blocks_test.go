@@ -535,8 +535,8 @@ func TestDocs_Grants(t *testing.T) {
 			}
 			return callers.Wait()
 		},
-		"acquire with a [`Leaser`](leases.md)": func(pool *pgxpool.Pool) error {
-			limiter := client.NewLeaser(pool, client.Lease{Policy: "p"})
+		"acquire with a [`Prefetcher`](prefetch.md)": func(pool *pgxpool.Pool) error {
+			limiter := client.NewPrefetcher(pool, client.Prefetch{Policy: "p"})
 			defer limiter.Close() // which needs ratelimit_refund
 			var callers errgroup.Group
 			for range 8 {
@@ -561,7 +561,7 @@ func TestDocs_Grants(t *testing.T) {
 		"charge, settle, reserve, and acquire up to what there is": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)
 			return errors.Join(kit.ErrorOf(limiter.Charge(ctx, "p", "k", 1, client.IdempotencyKey("charged"))), kit.ErrorOf(limiter.Settle(ctx, "p", "k", "charged", 0)),
-				kit.ErrorOf(limiter.AcquireUpTo(ctx, "p", "k", 1)), limiter.AcquireUpToMany(ctx, both)[1].Err, kit.ErrorOf(limiter.Wait(ctx, "p", "k")))
+				kit.ErrorOf(limiter.AcquireUpTo(ctx, "p", "k", 1)), kit.ErrorOf(limiter.Wait(ctx, "p", "k")))
 		},
 		"hold [slots](slots.md)": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)
@@ -587,7 +587,7 @@ func TestDocs_Grants(t *testing.T) {
 		},
 		"acquire, with an error in place of a denial": func(pool *pgxpool.Pool) error {
 			err := kit.ErrorOf(pool.Exec(ctx, "select ratelimit_enforce('p', 'k', 2000000)"))
-			if _, denied := client.Denied(err); denied {
+			if _, denied := client.AsDenial(err); denied {
 				return nil
 			}
 			return fmt.Errorf("no denial: %w", err)

@@ -21,8 +21,8 @@ import (
 const referenceBegins = "<!-- make reference writes what follows, from the comments of the functions in sql/ -->\n"
 
 var referenceGroups = []struct{ title, prefix, names string }{
-	{"Decide", "ratelimit_", "acquire acquire_all acquire_all_many acquire_many acquire_packed enforce guard peek peek_many"},
-	{"Spend", "ratelimit_", "acquire_up_to acquire_up_to_many charge pause refund reserve settle"},
+	{"Decide", "ratelimit_", "acquire acquire_all acquire_many acquire_packed enforce guard peek"},
+	{"Spend", "ratelimit_", "acquire_up_to charge pause refund reserve settle"},
 	{"Hold", "ratelimit_", "hold release renew"},
 	{"Administer", "ratelimit_", "cleanup cleanup_all define_policy define_shard drop_policy override remove_override reset reset_all"},
 	{"Watch", "ratelimit_", "doctor holders overrides policies shard status version"},
@@ -31,28 +31,25 @@ var referenceGroups = []struct{ title, prefix, names string }{
 
 // The cost of a function, with the lines of tests/bench/instructions.md in braces.
 var referenceCosts = map[string]string{
-	"acquire":          "a grant {acquire}, a denial {denied}, a grant with an idempotency key {keyed}, a replay {replayed}, the first grant of a key {created}",
-	"acquire_all":      "a grant of three buckets {joint}, a denial {joint-denied}, a grant with an idempotency key {joint-keyed}",
-	"acquire_all_many": "each of 32 requests of three buckets {joint-many-32}",
+	"acquire":     "a grant {acquire}, a denial {denied}, a grant with an idempotency key {keyed}, a replay {replayed}, the first grant of a key {created}",
+	"acquire_all": "a grant of three buckets {joint}, a denial {joint-denied}, a grant with an idempotency key {joint-keyed}",
 	"acquire_many": "each of 32 requests {batch-32}, of 128 {batch-128}, of 128 for one bucket {hot-128}, of 32 with idempotency keys {keyed-32}, " +
-		"of 32 denials {denied-32}",
+		"of 32 denials {denied-32}, of 32 requests of three buckets {joint-many-32}",
 	"acquire_packed": "each of 32 requests {packed-32}, of 128 {packed-128}, of 128 for one bucket {packed-hot-128}, " +
 		"of 32 with idempotency keys {packed-keyed-32}, of 32 denials {packed-denied-32}, of 32 requests of three buckets {joint-32}",
-	"acquire_up_to":      "a grant {up-to}",
-	"acquire_up_to_many": "each of 32 requests {up-to-32}, of 32 denials {up-to-denied-32}, of 32 with overrides {up-to-overrides-32}, of 32 of a quota {up-to-quota-32}",
-	"charge":             "a charge {charged}",
-	"enforce":            "a grant {enforced}",
-	"guard":              "an insert of one row {guarded}, each row of an insert of 32 keys {guarded-32}",
-	"hold":               "a grant beside 5 holders {held}, beside 1,000 {held-of-1000}, a denial {held-denied}",
-	"pause":              "a call {paused}",
-	"peek":               "a call {peek}",
-	"peek_many":          "each of 32 requests {peek-32}",
-	"refund":             "a call {refunded}",
-	"release":            "a grant and its release {held-released}",
-	"renew":              "a renewal {renewed}",
-	"reserve":            "a grant without a wait {reserved}, a grant with a wait {waiting}",
-	"reset":              "a call {reset}",
-	"settle":             "a grant with an idempotency key and its settlement {keyed-settled}",
+	"acquire_up_to": "a grant {up-to}",
+	"charge":        "a charge {charged}",
+	"enforce":       "a grant {enforced}",
+	"guard":         "an insert of one row {guarded}, each row of an insert of 32 keys {guarded-32}",
+	"hold":          "a grant beside 5 holders {held}, beside 1,000 {held-of-1000}, a denial {held-denied}",
+	"pause":         "a call {paused}",
+	"peek":          "a call {peek}",
+	"refund":        "a call {refunded}",
+	"release":       "a grant and its release {held-released}",
+	"renew":         "a renewal {renewed}",
+	"reserve":       "a grant without a wait {reserved}, a grant with a wait {waiting}",
+	"reset":         "a call {reset}",
+	"settle":        "a grant with an idempotency key and its settlement {keyed-settled}",
 }
 
 // A referenceField is an argument or a column of a function or a type, by its place; of a function without any it is empty. Type is

@@ -261,19 +261,18 @@ func AcquireMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
 	if !slices.ContainsFunc(idempotencyKeys, func(k *string) bool { return k != nil }) {
 		idempotencyKeys = nil
 	}
-	return decideMany(q, "ratelimit_acquire_many($1, $2, $3, $4)", policies, keys, costs, idempotencyKeys)
-}
-
-// PeekMany sends requests without idempotency keys in one ratelimit_peek_many.
-func PeekMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
-	policies, keys, costs, _ := columnsOf(requests)
-	return decideMany(q, "ratelimit_peek_many($1, $2, $3)", policies, keys, costs)
-}
-
-// AcquireUpToMany sends requests in one ratelimit_acquire_up_to_many. The cost is at_most.
-func AcquireUpToMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
-	policies, keys, costs, _ := columnsOf(requests)
-	return decideMany(q, "ratelimit_acquire_up_to_many($1, $2, $3)", policies, keys, costs)
+	rows, err := q.Query(context.Background(), "select "+decisionColumns+`,
+		       concat_ws(': ', d.error_code, d.error_message, d.error_detail, d.error_hint)
+		  from ratelimit_acquire_many($1, $2, $3, $4) as d`, policies, keys, costs, idempotencyKeys)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (a Answer, err error) {
+		var d decisionRow
+		err = row.Scan(append(d.fields(), &a.Error)...)
+		a.Decision = d.Decision()
+		return a, err
+	})
 }
 
 func columnsOf(requests []NullableRequest) (policies, keys []*string, costs []*int64, idempotencyKeys []*string) {
@@ -283,21 +282,6 @@ func columnsOf(requests []NullableRequest) (policies, keys []*string, costs []*i
 		idempotencyKeys = append(idempotencyKeys, r.IdempotencyKey)
 	}
 	return policies, keys, costs, idempotencyKeys
-}
-
-func decideMany(q RowsQuerier, call string, args ...any) ([]Answer, error) {
-	rows, err := q.Query(context.Background(), "select "+decisionColumns+`,
-		       coalesce((to_jsonb(d) ->> 'taken')::bigint, 0), concat_ws(': ', d.error_code, d.error_message, d.error_detail, d.error_hint)
-		  from `+call+` as d`, args...)
-	if err != nil {
-		return nil, err
-	}
-	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (a Answer, err error) {
-		var d decisionRow
-		err = row.Scan(append(d.fields(), &a.Taken, &a.Error)...)
-		a.Decision = d.Decision()
-		return a, err
-	})
 }
 
 // Every way of sending arguments: typed by the server, and written into the text.

@@ -76,8 +76,7 @@ func RequireReadOnly(t *testing.T, conn *pgx.Conn, policy, detail string, unread
 		"settle($1, 'known', 'first', 4)", "refund($1, 'known', 1)", "reset($1, 'known')",
 		"acquire_many(array[$1], '{known}')", "acquire_many(array[$1, $1], '{known,new}', null, '{i,j}')",
 		"acquire_all(array[$1], '{known}')", "acquire_all(array[$1, $1], '{known,new}', null, 'i')",
-		"acquire_all_many(array[$1, $1], '{known,new}', '{1,1}', '{1,1}')", "acquire_packed(array[$1], '{new}')",
-		"acquire_up_to_many(array[$1], '{known}', '{2}')", "acquire_up_to_many(array[$1, $1], '{known,new}', '{1,1}')",
+		"acquire_many(array[$1, $1], '{known,new}', sizes => '{1,1}')", "acquire_packed(array[$1], '{new}')",
 	}
 	calls := append(slices.Clone(tokens), "pause($1, 'known', '1 second')", "pause($1, 'new', '1 second')",
 		"define_policy($1, 20)", "drop_policy($1)", "override($1, 'known', 20)", "remove_override($1, 'known')",
@@ -88,7 +87,7 @@ func RequireReadOnly(t *testing.T, conn *pgx.Conn, policy, detail string, unread
 	for _, call := range []string{"hold($1, 'known', 'h')", "hold($1, 'new', 'h')", "renew($1, 'known', 'h')", "release($1, 'known', 'h')", "reset($1, 'known')"} {
 		calls = append(calls, strings.ReplaceAll(call, "$1", "$1 || ' slots'"))
 	}
-	reads := []string{"peek($1, 'known')", "peek($1 || ' slots', 'known')", "peek_many(array[$1], '{known}')", "status($1)", "holders($1 || ' slots')"}
+	reads := []string{"peek($1, 'known')", "peek($1 || ' slots', 'known')", "status($1)", "holders($1 || ' slots')"}
 	if unreadable {
 		calls = append(calls, reads...)
 	}

@@ -103,7 +103,7 @@ var Edits = []Edit{
 }
 
 // NextColumn goes with a migration that adds the column next to ratelimit.policies: overridden makes whole rows of it.
-var NextColumn = Edit{"sql/overridden.sql", "override.expires_at))::", "override.expires_at), policy.next)::"}
+var NextColumn = Edit{"sql/expiring_numbers.sql", "override.expires_at))::", "override.expires_at), policy.next)::"}
 
 func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
 	db := &TestDB{DB: pgtest.Empty(t), T: t}
@@ -252,13 +252,6 @@ func (db *TestDB) StartLoad() *upgradeLoad {
 	l.Add("up to", 2, func(policy, key string, _ int64) error {
 		got, err := AcquireUpTo(db.Pool, policy, key, 1, 1, nil)
 		if err == nil && got.Taken != 1 {
-			err = fmt.Errorf("took %+v", got)
-		}
-		return err
-	})
-	l.Add("up to, many", 2, func(policy, key string, _ int64) error {
-		got, err := AcquireUpToMany(db.Pool, []NullableRequest{RequestOf(policy, key, 1), RequestOf(policy, "another", 1)})
-		if err == nil && got[0].Taken+got[1].Taken != 2 {
 			err = fmt.Errorf("took %+v", got)
 		}
 		return err

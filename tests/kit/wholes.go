@@ -132,12 +132,12 @@ func (r WholeRequest) By(ctx context.Context, limiter client.Acquirer) (Whole, e
 	return w, err
 }
 
-// AcquireAllMany sends requests in one call.
-func AcquireAllMany(q RowsQuerier, requests []WholeRequest) ([]WholeAnswer, error) {
+// AcquireManyWithSizes sends requests in one ratelimit_acquire_many.
+func AcquireManyWithSizes(q RowsQuerier, requests []WholeRequest) ([]WholeAnswer, error) {
 	a := arraysOf(requests)
 	rows, err := q.Query(context.Background(), "select d.request, "+wholeColumns+`,
 		       concat_ws(': ', d.error_code, d.error_message, d.error_detail, d.error_hint)
-		  from ratelimit_acquire_all_many($1, $2, $3, $4, $5) as d`, a.policies, a.Keys, a.costs, a.sizes, a.idempotencyKeys)
+		  from ratelimit_acquire_many($1, $2, $3, $4, $5) as d`, a.policies, a.Keys, a.costs, a.idempotencyKeys, a.sizes)
 	if err != nil {
 		return nil, err
 	}

@@ -31,10 +31,9 @@ var hotCalls = []string{
 	"select ratelimit_hold('POLICY slots', 'k', 'h'), ratelimit_hold('POLICY slots', 'k', 'h'), ratelimit_hold('POLICY slots', 'k', 'i', 9), ratelimit_peek('POLICY slots', 'k')",
 	"select ratelimit_renew('POLICY slots', 'k', 'h'), ratelimit_release('POLICY slots', 'k', 'h'), ratelimit_reset('POLICY slots', 'k')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}')",
-	"select from ratelimit_acquire_up_to_many('{POLICY,POLICY,POLICY}', '{k,l,m}', '{1,1,5000}')", "select from ratelimit_acquire_up_to_many('{POLICY,POLICY}', '{k,l}', '{1,1}')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY,POLICY}', '{k,l,l}', '{1,1,5000}', '{m,n,o}')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}', null, '{p,q}')",
-	"select from ratelimit_acquire_all_many('{POLICY,POLICY}', '{k,l}', '{1,1}', '{2}', '{r}')",
+	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}', '{1,1}', '{r}', '{2}')",
 	"select from ratelimit_acquire_all('{POLICY,POLICY}', '{k,l}', '{1,1}', 's')",
 }
 
@@ -44,11 +43,9 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 	require.Equal(t, []string{
 		"FUNCTION ratelimit_acquire(policy text, key text, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
 		"FUNCTION ratelimit_acquire_all(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], idempotency_key text DEFAULT NULL::text, OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval, OUT capacity bigint, OUT replayed boolean, OUT shadowed boolean, OUT binding integer, OUT decisions ratelimit.decision[]) record",
-		"FUNCTION ratelimit_acquire_all_many(policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[] DEFAULT NULL::text[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean, binding integer, decisions ratelimit.decision[], error_code text, error_message text, error_detail text, error_hint text)",
-		"FUNCTION ratelimit_acquire_many(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], idempotency_keys text[] DEFAULT NULL::text[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean, error_code text, error_message text, error_detail text, error_hint text)",
+		"FUNCTION ratelimit_acquire_many(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], idempotency_keys text[] DEFAULT NULL::text[], sizes integer[] DEFAULT NULL::integer[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean, binding integer, decisions ratelimit.decision[], error_code text, error_message text, error_detail text, error_hint text)",
 		"FUNCTION ratelimit_acquire_packed(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], sizes integer[] DEFAULT NULL::integer[], idempotency_keys text[] DEFAULT NULL::text[]) ratelimit.packed",
 		"FUNCTION ratelimit_acquire_up_to(policy text, key text, at_most bigint, at_least bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.partial_decision",
-		"FUNCTION ratelimit_acquire_up_to_many(policies text[], keys text[], at_most bigint[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean, taken bigint, error_code text, error_message text, error_detail text, error_hint text)",
 		"FUNCTION ratelimit_charge(policy text, key text, cost bigint, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
 		"FUNCTION ratelimit_cleanup(max_rows integer DEFAULT 10000, OUT buckets_deleted bigint, OUT idempotency_keys_deleted bigint) record",
 		"FUNCTION ratelimit_define_policy(policy text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, stepped boolean DEFAULT NULL::boolean, durable boolean DEFAULT NULL::boolean, remember interval DEFAULT NULL::interval, shadow boolean DEFAULT NULL::boolean, period interval DEFAULT NULL::interval, time_zone text DEFAULT NULL::text, anchor timestamp without time zone DEFAULT NULL::timestamp without time zone, lease interval DEFAULT NULL::interval) void",
@@ -63,7 +60,6 @@ func TestCatalog_PublicFunctions(t *testing.T) {
 		"FUNCTION ratelimit_overrides(policy text DEFAULT NULL::text, key text DEFAULT NULL::text, max_rows integer DEFAULT 1000) TABLE(policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamp with time zone, time_zone text, anchor timestamp without time zone, lease interval) STABLE",
 		"FUNCTION ratelimit_pause(policy text, key text, pause_for interval) ratelimit.decision",
 		"FUNCTION ratelimit_peek(policy text, key text, cost bigint DEFAULT 1) ratelimit.decision STABLE",
-		"FUNCTION ratelimit_peek_many(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean, error_code text, error_message text, error_detail text, error_hint text) STABLE",
 		"FUNCTION ratelimit_policies() TABLE(policy text, capacity bigint, refill bigint, every interval, stepped boolean, durable boolean, remember interval, shadow boolean, period interval, time_zone text, anchor timestamp without time zone, lease interval) STABLE",
 		"FUNCTION ratelimit_refund(policy text, key text, amount bigint) ratelimit.decision",
 		"FUNCTION ratelimit_release(policy text, key text, holder text) boolean",
@@ -117,10 +113,9 @@ func TestCatalog_NoOverloads(t *testing.T) {
 
 	made := strings.Fields(`acquire acquire_ephemeral acquire_up_to_ephemeral charge_ephemeral covered_in_ephemeral_buckets create_ephemeral_buckets
 		denied_in_any_ephemeral_buckets denied_in_ephemeral_buckets hold_ephemeral live_ephemeral_idempotency_keys lock_asked_of_ephemeral_buckets
-		lock_ephemeral_buckets look_at_ephemeral_slots pause_ephemeral peek peeked_in_ephemeral_buckets refund_quota_of_ephemeral_buckets
+		lock_ephemeral_buckets look_at_ephemeral_slots pause_ephemeral peek refund_quota_of_ephemeral_buckets
 		release_ephemeral remember_ephemeral_idempotency_keys renew_ephemeral reserve_ephemeral rows_of_ephemeral_buckets settle_ephemeral
-		take_any_from_ephemeral_buckets take_from_ephemeral_buckets take_quota_of_ephemeral_buckets take_quotas_from_ephemeral_buckets
-		take_up_to_from_ephemeral_buckets write_ephemeral_buckets`) // by sql/twins.sql
+		take_any_from_ephemeral_buckets take_from_ephemeral_buckets take_quota_of_ephemeral_buckets take_quotas_from_ephemeral_buckets write_ephemeral_buckets`) // by sql/twins.sql
 	require.ElementsMatch(t, slices.Concat(defined, made), kit.Column(t, pgtest.New(t), "select proname::text from "+kit.PackageFunctions+" as p"))
 }
 

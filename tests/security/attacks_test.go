@@ -445,7 +445,7 @@ func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
 }
 
 const grantOfTranscript = `
-	grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_acquire_packed,
+	grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_packed,
 	                          ratelimit_peek, ratelimit_refund, ratelimit_reset, ratelimit_override, ratelimit_remove_override, ratelimit_overrides,
 	                          ratelimit_enforce, ratelimit_status, ratelimit_doctor, ratelimit_guard, ratelimit_hold, ratelimit_renew, ratelimit_release to `
 
@@ -517,7 +517,7 @@ func hostileTranscript(t *testing.T, db *kit.TestDB, conn *pgx.Conn, name string
 			ask("ratelimit_acquire_all($1, $2, $3, $4)", two, keys, []int64{1, 2}, "all "+at.String())
 			ask("ratelimit_acquire_all($1, $2, $3)", two, keys, []int64{1, 6})
 			ask("ratelimit_acquire_all($1, $2)", two, []string{"k", ""})
-			ask("ratelimit_acquire_all_many($1, $2, $3, $4)", two, keys, []int64{1, 1}, []int32{2})
+			ask("ratelimit_acquire_many($1, $2, $3, sizes => $4)", two, keys, []int64{1, 1}, []int32{2})
 			for _, call := range []string{"acquire_packed($1, $2)", "acquire_packed($1, $2, null, '{2}', '{packed}')", "acquire_packed($1, $2, '{0,-1}')"} {
 				packed := kit.One[string](t, conn, "select p::pg_catalog.text from public.ratelimit_"+call+" as p", two, keys)
 				answers = append(answers, call+": "+packed)

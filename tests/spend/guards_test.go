@@ -61,7 +61,7 @@ func requireDenial(t *testing.T, err error, policy string, cost int64, want kit.
 	require.Equal(t, "RL429", e.Code, "%v", err)
 	require.Equal(t, "rate limit exceeded", e.Message)
 	require.NotEmpty(t, e.Hint)
-	d, ok := client.Denied(err)
+	d, ok := client.AsDenial(err)
 	require.True(t, ok, e.Detail)
 	require.Equal(t, policy, d.Policy)
 	require.Equal(t, cost, d.Cost)

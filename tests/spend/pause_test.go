@@ -17,11 +17,9 @@ var asked = []string{
 	"ratelimit_acquire_many('{p,p}', '{k,k}', null, '{a,b}')",
 	"(select true = any (requests_allowed) as allowed, null::interval as retry_after from ratelimit_acquire_packed('{p,p,p}', '{k,other,k}', sizes => '{2,1}'))",
 	"ratelimit_acquire_up_to('p', 'k', 5)",
-	"ratelimit_acquire_up_to_many('{p,p}', '{k,k}', '{5,5}')",
 	"(select allowed, wait as retry_after from ratelimit_reserve('p', 'k', max_wait => '0'))",
 	"(select false as allowed, wait as retry_after from ratelimit_reserve('p', 'k', max_wait => '30 days'))",
 	"ratelimit_peek('p', 'k')",
-	"ratelimit_peek_many('{p,p}', '{k,k}')",
 	"(select remaining > 0 as allowed, retry_after from ratelimit_status('p', key => 'k'))",
 }
 

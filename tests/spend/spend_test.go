@@ -320,7 +320,7 @@ func TestSpend_ADebtBelowANewFloorStays(t *testing.T) {
 	require.Equal(t, want, db.Must(kit.Peek(db.Pool, "p", "k", 1)))
 	require.Equal(t, want, db.Acquire("p", "k", 1))
 	require.Equal(t, want.RetryAfter, ask(reserve(365*24*time.Hour, 1)).RetryAfter)
-	require.Equal(t, want, kit.SendBatch(t, db.Pool, kit.AcquireAllMany, kit.All("p", "k"))[0].Whole.Decisions[0])
+	require.Equal(t, want, kit.SendBatch(t, db.Pool, kit.AcquireManyWithSizes, kit.All("p", "k"))[0].Whole.Decisions[0])
 	db.SetClock(kit.T0.Add(time.Hour))
 	db.Cleanup()
 	require.EqualValues(t, 1, db.Number("select count(*) from ratelimit.buckets"))
@@ -492,7 +492,7 @@ func TestSpend_ABatchFailsOnlyTheSettledRequest(t *testing.T) {
 		}
 		for function, send := range map[string]func([]kit.WholeRequest) ([]kit.WholeAnswer, error){
 			"many":        func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquireManyWholes(db.Pool, r) },
-			"all many":    func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquireAllMany(db.Pool, r) },
+			"all many":    func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquireManyWithSizes(db.Pool, r) },
 			"packed":      func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquirePacked(db.Pool, r, false) },
 			"packed, all": func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquirePacked(db.Pool, r, true) },
 		} {
@@ -523,7 +523,7 @@ func TestSpend_AnEnforcedBucketBindsBeforeShadowBuckets(t *testing.T) {
 		r := kit.WholeRequest{Charges: charges}
 		w := kit.NoError(r.AcquireAll(db.Pool))(t)
 		require.Equal(t, len(charges), w.Binding, "%+v", w)
-		require.Equal(t, len(charges), kit.SendBatch(t, db.Pool, kit.AcquireAllMany, r)[0].Whole.Binding)
+		require.Equal(t, len(charges), kit.SendBatch(t, db.Pool, kit.AcquireManyWithSizes, r)[0].Whole.Binding)
 	}
 }
 

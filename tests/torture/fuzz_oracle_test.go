@@ -69,27 +69,14 @@ func (r *round) check(function string, args []argument) error {
 		return cmp.Or(badName("policy", value(0)), r.unknown(value(0)))
 	case "ratelimit_acquire", "ratelimit_enforce":
 		return r.checkSpending(value(0), value(1), value(3), badTokens("cost", value(2)))
-	case "ratelimit_acquire_many", "ratelimit_peek_many", "ratelimit_acquire_up_to_many":
-		n := length(value(0))
-		switch {
-		case value(0) == nil:
-			return refusal("invalid policies")
-		case value(1) == nil || length(value(1)) != n:
-			return refusal("invalid keys")
-		case function == "ratelimit_acquire_up_to_many" && length(value(2)) != n:
-			return refusal("invalid at_most")
-		case value(2) != nil && length(value(2)) != n:
-			return refusal("invalid costs")
-		case len(args) > 3 && value(3) != nil && length(value(3)) != n:
-			return refusal("invalid idempotency_keys")
-		}
 	case "ratelimit_acquire_all":
 		n := length(value(0))
 		if n < 1 || length(value(1)) != n || value(2) != nil && length(value(2)) != n {
 			return refusal("")
 		}
 		return r.checkWhole(fuzzedWhole{chargesOf(args), value(3)})
-	case "ratelimit_acquire_all_many", "ratelimit_acquire_packed":
+	case "ratelimit_acquire_many", "ratelimit_acquire_packed":
+		args = inOrderOfPacked(function, args)
 		n := length(value(0))
 		sizes, given := value(3).([]*int64)
 		requests := n
@@ -99,7 +86,6 @@ func (r *round) check(function string, args []argument) error {
 		switch {
 		case n < 0 || length(value(1)) != n || value(2) != nil && length(value(2)) != n,
 			value(4) != nil && length(value(4)) != requests,
-			!given && function == "ratelimit_acquire_all_many",
 			given && !addUp(sizes, n):
 			return refusal("")
 		}
@@ -332,19 +318,13 @@ func (r *round) answer(function string, args []argument) ([]string, error) {
 	case "ratelimit_status":
 		return r.status(value(0), value(2), value(1).(int64)), nil
 	case "ratelimit_acquire_many":
-		return r.answerMany("ratelimit_acquire", args), nil
-	case "ratelimit_peek_many":
-		return r.answerMany("ratelimit_peek", append(args, argument{})), nil // without idempotency keys
-	case "ratelimit_acquire_up_to_many":
-		return r.answerMany("ratelimit_acquire_up_to", append(args, argument{})), nil
+		return r.answerMany(inOrderOfPacked(function, args)), nil
 	case "ratelimit_acquire_all":
 		w, err := r.acquireAll(fuzzedWhole{chargesOf(args), value(3)})
 		if err != nil {
 			return nil, err
 		}
 		return []string{wholeInColumns(w)}, nil
-	case "ratelimit_acquire_all_many":
-		return r.answerAllMany(args), nil
 	case "ratelimit_acquire_packed":
 		return r.answerPacked(args), nil
 	case "ratelimit_override":
@@ -436,31 +416,6 @@ func lengthOf(value any) *model.Micros {
 	return new(s.length())
 }
 
-func (r *round) answerMany(of string, args []argument) (rows []string) {
-	for i, q := range requestsOf(slices.Concat(args[:3], []argument{null}, args[3:])) {
-		c := q.charges[0]
-		request := []argument{{value: c.policy}, {value: c.key}, {value: c.cost}, {value: q.idempotencyKey}}
-		nothing := "|||||||"
-		if of == "ratelimit_acquire_up_to" {
-			request, nothing = slices.Insert(request, 3, argument{value: int64(1)}), nothing+"|"
-		}
-		err := r.check(of, request)
-		var answer []string
-		if err == nil {
-			answer, err = r.answer(of, request)
-		}
-		if err != nil {
-			code, message := refused(err)
-			r.batch = append(r.batch, code)
-			rows = append(rows, fmt.Sprintf("%d|%s|%s%s", i+1, code, message, nothing))
-		} else {
-			r.batch = append(r.batch, "")
-			rows = append(rows, fmt.Sprintf("%d|||%s", i+1, answer[0]))
-		}
-	}
-	return rows
-}
-
 // A fuzzedWhole is a request of several charges; anything of it may be null or bad.
 type fuzzedWhole struct {
 	charges        []fuzzedCharge
@@ -514,13 +469,24 @@ func (r *round) acquireAll(q fuzzedWhole) (kit.Whole, error) {
 	return r.model.AcquireAll(r.now, charges, idempotencyKey)
 }
 
-func (r *round) answerAllMany(args []argument) (rows []string) {
+// inOrderOfPacked has the sizes before the idempotency keys.
+func inOrderOfPacked(function string, args []argument) []argument {
+	if function == "ratelimit_acquire_many" {
+		args = slices.Concat(args[:3], []argument{args[4], args[3]})
+	}
+	return args
+}
+
+func (r *round) answerMany(args []argument) (rows []string) {
 	for i, q := range requestsOf(args) {
 		w, err := r.acquireAll(q)
 		code, message := refused(err)
 		r.batch = append(r.batch, code)
 		columns := "||||||||" // none
-		if err == nil {
+		switch {
+		case err == nil && args[3].value == nil:
+			columns = inColumns(w.Decisions[0]) + "||"
+		case err == nil:
 			columns = wholeInColumns(w)
 		}
 		rows = append(rows, fmt.Sprintf("%d|%s|%s|%s", i+1, code, message, columns))

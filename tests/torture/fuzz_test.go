@@ -185,28 +185,25 @@ var (
 )
 
 var fuzzFunctions = map[string]fuzzedFunction{
-	"ratelimit_define_policy":    {2, "", "policy capacity refill every stepped durable every shadow"},
-	"ratelimit_drop_policy":      {1, "", "policy"},
-	"ratelimit_policies":         {1, "policy, capacity, refill, " + us("every") + ", stepped, durable, " + us("remember") + ", shadow", ""},
-	"ratelimit_override":         {2, "", "policy key capacity? refill? every? expires?"},
-	"ratelimit_remove_override":  {1, "*", "policy key"},
-	"ratelimit_overrides":        {1, "policy, key, capacity, refill, " + us("every") + ", " + us("nullif(expires_at, 'infinity')"), "policy? key? rows"},
-	"ratelimit_acquire":          {3, fuzzDecision, "policy key cost once"},
-	"ratelimit_enforce":          {1, fuzzDecision, "policy key capacity once"}, // which is denied now and then
-	"ratelimit_acquire_many":     {2, "request, error_code, error_message, " + fuzzDecision, "policy[] key[] cost[]? once[]?"},
-	"ratelimit_acquire_all":      {2, fuzzDecisions, "policy[] key[] cost[]? once"},
-	"ratelimit_acquire_all_many": {1, "request, error_code, case when error_code <> '22023' then error_message end, " + fuzzDecisions, "policy[] key[] cost[]? sizes once[]?"},
-	"ratelimit_acquire_packed":   {2, fuzzPacked, "policy[] key[] cost[]? sizes once[]?"},
-	"ratelimit_peek":             {2, fuzzDecision, "policy key cost"},
-	"ratelimit_peek_many":        {2, "request, error_code, error_message, " + fuzzDecision, "policy[] key[] cost[]?"},
-	"ratelimit_refund":           {2, fuzzDecision, "policy key cost"},
-	"ratelimit_pause":            {1, fuzzDecision, "policy key wait"},
-	"ratelimit_charge":           {2, fuzzDecision, "policy key cost once"},
-	"ratelimit_settle":           {2, fuzzDecision, "policy key key cost"},
-	"ratelimit_reserve":          {2, strings.Replace(fuzzDecision, "retry_after", "wait", 1), "policy key wait cost once"},
+	"ratelimit_define_policy":   {2, "", "policy capacity refill every stepped durable every shadow"},
+	"ratelimit_drop_policy":     {1, "", "policy"},
+	"ratelimit_policies":        {1, "policy, capacity, refill, " + us("every") + ", stepped, durable, " + us("remember") + ", shadow", ""},
+	"ratelimit_override":        {2, "", "policy key capacity? refill? every? expires?"},
+	"ratelimit_remove_override": {1, "*", "policy key"},
+	"ratelimit_overrides":       {1, "policy, key, capacity, refill, " + us("every") + ", " + us("nullif(expires_at, 'infinity')"), "policy? key? rows"},
+	"ratelimit_acquire":         {3, fuzzDecision, "policy key cost once"},
+	"ratelimit_enforce":         {1, fuzzDecision, "policy key capacity once"}, // which is denied now and then
+	"ratelimit_acquire_many":    {3, "request, error_code, case when error_code <> '22023' then error_message end, " + fuzzDecisions, "policy[] key[] cost[]? once[]? sizes"},
+	"ratelimit_acquire_all":     {2, fuzzDecisions, "policy[] key[] cost[]? once"},
+	"ratelimit_acquire_packed":  {2, fuzzPacked, "policy[] key[] cost[]? sizes once[]?"},
+	"ratelimit_peek":            {2, fuzzDecision, "policy key cost"},
+	"ratelimit_refund":          {2, fuzzDecision, "policy key cost"},
+	"ratelimit_pause":           {1, fuzzDecision, "policy key wait"},
+	"ratelimit_charge":          {2, fuzzDecision, "policy key cost once"},
+	"ratelimit_settle":          {2, fuzzDecision, "policy key key cost"},
+	"ratelimit_reserve":         {2, strings.Replace(fuzzDecision, "retry_after", "wait", 1), "policy key wait cost once"},
 
-	"ratelimit_acquire_up_to":      {2, fuzzDecision + ", taken", "policy key at_most at_least once"},
-	"ratelimit_acquire_up_to_many": {2, "request, error_code, error_message, " + fuzzDecision + ", taken", "policy[] key[] cost[]"},
+	"ratelimit_acquire_up_to": {2, fuzzDecision + ", taken", "policy key at_most at_least once"},
 
 	"ratelimit_hold":        {3, "allowed, remaining, " + us("retry_after") + ", " + us("held_for") + ", capacity, renewed, shadowed", "lends held key slots"},
 	"ratelimit_renew":       {1, us("ratelimit_renew"), "lends held key"},
@@ -494,16 +491,13 @@ func (r *round) arguments(function string, good func() bool) []argument {
 		d.keys = []string{oneOf(r.fuzzed, r.keys)}
 	}
 	switch function {
-	case "ratelimit_acquire_many":
-		d.elements = r.IntN(1 << r.IntN(10))
-		d.requests = d.elements
 	case "ratelimit_acquire_all":
 		d.elements = 1 + r.IntN(6)
 		if !good() {
 			d.elements = oneOf(r.fuzzed, []int{0, 1, 7, 30, 1000, 1001})
 		}
-	case "ratelimit_acquire_all_many", "ratelimit_acquire_packed":
-		d.drawSizes(function == "ratelimit_acquire_packed" && r.oneIn(2))
+	case "ratelimit_acquire_many", "ratelimit_acquire_packed":
+		d.drawSizes(r.oneIn(2))
 	default:
 		d.elements = r.IntN(1 << r.IntN(8))
 	}

@@ -125,8 +125,7 @@ func (n operationCounts) count(h history) {
 			"reservations of what was there":        op.kind == reserves && isNew && d.Allowed && d.RetryAfter <= 0,
 			"reservations that wait":                op.kind == reserves && isNew && d.Allowed && d.RetryAfter > 0,
 			"pauses":                                op.kind == pauses && decided,
-			"acquires of what there was":            op.kind == takesAll && op.batch == 0 && isNew && d.Allowed,
-			"acquires of what many had":             op.kind == takesAll && op.batch != 0 && d.Allowed,
+			"acquires of what there was":            op.kind == takesAll && isNew && d.Allowed,
 			"transactions of two calls":             op.then != nil || op.own != nil || op.kind == resets && op.sets != 0,
 			"buckets cleaned up":                    op.kind == cleansUp,
 		} {
@@ -193,13 +192,8 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 				`(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1"},
 			pauseBefore("ratelimit_acquire_up_to", `update buckets as b set level = v_level`),
 		},
-		"many take what a stale row had": {
-			{"ratelimit.take_up_to_from_buckets",
-				`b.ctid = u.row_id and b.level = u.level and b.refilled_at = u.refilled_at`,
-				"b.policy_id = v_policy.id and b.key = u.key"},
-		},
 		"a denial of many by the clock before the wait": {
-			{"ratelimit.decide_left", `u \(cost\)\), places, clock\(\)`, "u (cost)), places, statement_timestamp()"},
+			{"ratelimit.decide_left", `costs, places, clock\(\)`, "costs, places, statement_timestamp()"},
 		},
 		"a reservation by a stale row": {
 			{"ratelimit_reserve", `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1"},
@@ -243,8 +237,6 @@ var mostly = map[string]func(*actor) error{
 	"ratelimit_acquire_up_to": acquireOrSpend,
 	"ratelimit.moved_level":   acquireOrSpend,
 	"ratelimit_pause":         oneIn(4, (*actor).pause, (*actor).acquire),
-
-	"ratelimit.take_up_to_from_buckets": (*actor).acquireUpToMany,
 }
 
 // oneIn makes the first call once in n times, and else the other.
@@ -658,14 +650,12 @@ func (a *actor) act() error {
 	switch n := a.random.IntN(100); {
 	case n < 24:
 		return a.acquire()
-	case n < 32:
-		return a.acquireMany()
 	case n < 34:
-		return a.acquireUpToMany()
+		return a.acquireMany()
 	case n < 42:
 		return a.acquireAll()
 	case n < 48:
-		return a.acquireAllMany()
+		return a.acquireManyWithSizes()
 	case n < 66:
 		return a.spend()
 	case n < 71:
@@ -841,7 +831,7 @@ func TestLinearizability_ReadingsOfTheFirstRound(t *testing.T) {
 	for call, readings := range map[string]int{
 		"select ratelimit_acquire_many('{durable,ephemeral}', '{a,b}')":                            plainReadings,
 		"select ratelimit_acquire_many('{durable,durable}', '{c,d}', idempotency_keys => '{1,2}')": firstReadings,
-		"select ratelimit_acquire_all_many('{durable,ephemeral}', '{e,f}', '{1,1}', '{2}')":        firstReadings,
+		"select ratelimit_acquire_many('{durable,ephemeral}', '{e,f}', sizes => '{2}')":            firstReadings,
 	} {
 		r := c.clients[0]
 		r.readings.forget()
@@ -937,7 +927,7 @@ func (a *actor) acquireAll() error {
 	}, ops...)
 }
 
-func (a *actor) acquireAllMany() error {
+func (a *actor) acquireManyWithSizes() error {
 	var (
 		requests []kit.WholeRequest
 		parts    [][]*operation
@@ -949,7 +939,7 @@ func (a *actor) acquireAllMany() error {
 	}
 	a.batch(all)
 	return a.transact(func() error {
-		answers, err := kit.AcquireAllMany(a, requests)
+		answers, err := kit.AcquireManyWithSizes(a, requests)
 		for i, answer := range answers {
 			err = errors.Join(err, answeredWhole(answer, requests[i], parts[i]))
 		}
@@ -1185,33 +1175,13 @@ func (a *actor) acquireMany() error {
 			ops = append(ops, op)
 		}
 	}
-	return a.send(kit.AcquireMany, ops)
-}
-
-// acquireUpToMany takes what several buckets have, or as often as not one alone, a few times.
-func (a *actor) acquireUpToMany() error {
-	var ops []*operation
-	alone, of := a.random.IntN(2) == 0, a.bucket()
-	for range 1 + a.random.IntN(4) {
-		if !alone {
-			of = a.bucket()
-		}
-		op := a.operation(takesAll, of)
-		op.atLeast, op.Cost = 1, 1+a.random.Int64N(7)
-		ops = append(ops, op)
-	}
-	return a.send(kit.AcquireUpToMany, ops)
-}
-
-// send makes one call of single requests.
-func (a *actor) send(call func(kit.RowsQuerier, []kit.NullableRequest) ([]kit.Answer, error), ops []*operation) error {
 	a.batch(ops)
 	var requests []kit.NullableRequest
 	for _, op := range ops {
 		requests = append(requests, op.Nullable())
 	}
 	return a.transact(func() error {
-		answers, err := call(a, requests)
+		answers, err := kit.AcquireMany(a, requests)
 		for i, r := range answers {
 			ops[i].answer = &r
 		}
@@ -1255,13 +1225,6 @@ func (a *actor) decide(kind string) error {
 	op := a.operation(kind, a.bucket())
 	op.Cost = a.random.Int64N(5)
 	return a.transact(func() error {
-		if kind == peeks && a.random.IntN(2) == 0 {
-			answers, err := kit.PeekMany(a, []kit.NullableRequest{kit.RequestOf(op.Policy, op.Key, op.Cost)})
-			if err == nil {
-				op.answer = &answers[0]
-			}
-			return err
-		}
 		return op.answered(kit.Decide(a, "ratelimit_"+kind+"($1, $2, $3)", op.Policy, op.Key, op.Cost))
 	}, op)
 }

@@ -9,7 +9,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	if kit.BeLeaser() || beSlotSessions() {
+	if kit.BePrefetcher() || beSlotSessions() {
 		return
 	}
 	pgtest.Main(kit.Tortured{M: m})

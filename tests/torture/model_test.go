@@ -169,33 +169,21 @@ func TestModel_FindsPlantedBugs(t *testing.T) {
 		"a charge that remembers what it did not take": {"ratelimit_charge",
 			`(insert into idempotency_keys [^;]*?)nullif\(v_held - v_level, microtokens\(v_cost\)\)`, "${1}null"},
 		"a partial grant of more than was taken": {"ratelimit.partial_of", `then taken else 0`, `then taken + 1 else 0`},
-		"many peeks forget the time since a bucket was written": {"ratelimit.peeked_in_buckets",
-			`wait_below_small\(microtokens\(e\.cost\), e\.level, e\.elapsed_us,`, "wait_below_small(microtokens(e.cost), e.level, 0,"},
-		"many peeks overflow in deep debt": {"ratelimit.peeked_in_buckets",
-			`when e\.level <= -v_full_level then wait_until\(v_policy\.full_level`, "when false then wait_until(v_policy.full_level"},
-		"a pause that a shorter one ends": {"ratelimit_pause", `greatest\(v_until, (v_now [^;]*)\);`, "$1;"},
-		"a pause leaves its tokens":       {"ratelimit_pause", `v_level := least\(v_level, 0\);`, ""},
-		"a pause that refills":            {"ratelimit_pause", `greatest\(v_refilled_at, v_until\)`, "refilled_until(v_refilled_at, v_now, v_policy.tick)"},
-		"a pause to the last interval":    {"ratelimit_pause", `greatest\(v_refilled_at, v_until\)`, "refilled_until(v_refilled_at, v_until, v_policy.tick)"},
-		"a pause by numbers that end":     {"ratelimit_pause", `\.ends_at <= v_until`, ".ends_at < v_now"},
+		"a pause that a shorter one ends":        {"ratelimit_pause", `greatest\(v_until, (v_now [^;]*)\);`, "$1;"},
+		"a pause leaves its tokens":              {"ratelimit_pause", `v_level := least\(v_level, 0\);`, ""},
+		"a pause that refills":                   {"ratelimit_pause", `greatest\(v_refilled_at, v_until\)`, "refilled_until(v_refilled_at, v_now, v_policy.tick)"},
+		"a pause to the last interval":           {"ratelimit_pause", `greatest\(v_refilled_at, v_until\)`, "refilled_until(v_refilled_at, v_until, v_policy.tick)"},
+		"a pause by numbers that end":            {"ratelimit_pause", `\.ends_at <= v_until`, ".ends_at < v_now"},
 		"a refund that ends a pause": {"ratelimit_refund",
 			`(case )when b\.paused_until > v_now((?s).*?case )when b\.paused_until > v_now`, "${1}when false${2}when false"},
-		"a settlement that ends a pause":     {"ratelimit_settle", `v_paused_until > v_now`, "false"},
-		"many take what is not there":        {"ratelimit.take_up_to_from_buckets", `least\(u\.wanted, b\.held\)`, "u.wanted"},
-		"many take by no override":           {"ratelimit.take_up_to_from_buckets", `when not v_others then`, "when true then"},
-		"many store of a quota what is left": {"ratelimit.take_up_to_from_buckets", `stored_level\((u\.held - microtokens\(u\.taken\)), u\.p\)`, "$1"},
-		"many tell what a shadow has taken":  {"ratelimit.take_up_to_from_buckets", `when v_policy\.shadow then`, "when false then"},
-		"what a shadow takes is what it had": {"ratelimit.decide_in_order", `when v_numbers\[a\.bucket\]\.shadow then`, "when false then"},
-		"a grant of no token":                {"ratelimit.decide", `greatest\(whole_tokens\(levels_now\[v_b\]\), 1\)`, "whole_tokens(levels_now[v_b])"},
-		"a second takes what it asks for":    {"ratelimit.decide", `if up_to then`, "if up_to and not wanted[v_b] then"},
-		"many peeks see no override":         {"ratelimit.peeked_in_buckets", `and o\.expires_at > v_now`, "and false"},
+		"a settlement that ends a pause": {"ratelimit_settle", `v_paused_until > v_now`, "false"},
 		"a wait is the difference of local times": {"ratelimit.wait_for_turn",
 			`\(quota\.calendar\)\.turns_at - now`,
 			"((quota.calendar).turns_at at time zone (quota.calendar).time_zone) - (now at time zone (quota.calendar).time_zone)"},
 	}, func(t *testing.T, db *kit.TestDB, bug plantedBug) {
 		bug.plant(db)
 		findsIt(t, db, tokensOnly, // calls about slots find none of these
-			(*modelRun).meetQuotas, (*modelRun).meetPauses, (*modelRun).meetAnEnd, (*modelRun).meetTheFloor, (*modelRun).meetMany)
+			(*modelRun).meetQuotas, (*modelRun).meetPauses, (*modelRun).meetAnEnd, (*modelRun).meetTheFloor)
 	})
 }
 
@@ -309,7 +297,7 @@ func (m *modelRun) actions() map[string]func(*rapid.T) {
 		"hold": m.hold, "hold now": m.hold, "renew": m.renew, "release": m.release, "holders": m.listHolders,
 	}
 	actions := map[string]func(*rapid.T){
-		"peek": m.peek, "peek many": m.peekMany, "up to": m.acquireUpToMany, "override": m.override, "wait": m.wait, "step": m.step,
+		"peek": m.peek, "override": m.override, "wait": m.wait, "step": m.step,
 		"clean up": m.cleanUp, "rarely": m.changeOrRemove, "save": m.save, "roll back": m.rollBackOrNot,
 	}
 	if m.only != tokensOnly {
@@ -652,16 +640,6 @@ func (m *modelRun) meetAnEnd(t *rapid.T) {
 	}
 }
 
-// meetMany takes what there is, under an override and of a shadow.
-func (m *modelRun) meetMany(t *rapid.T) {
-	m.defineAs(t, "many", model.Definition{Numbers: refilling(10, 1)})
-	m.defineAs(t, "watch", model.Definition{Numbers: refilling(3, 1), Shadow: new(true)})
-	m.setOverride(t, bucketOf("many"), refilling(5, 1), time.Time{})
-	for _, atMost := range []int64{2, 7, 1} {
-		m.sendUpToMany(t, []kit.NullableRequest{kit.RequestOf("many", "k", atMost), kit.RequestOf("watch", "k", atMost)})
-	}
-}
-
 // meetTheFloor settles a charge that took a part of its cost: the bucket was at its floor then.
 func (m *modelRun) meetTheFloor(t *rapid.T) {
 	m.defineAs(t, "floor", model.Definition{
@@ -835,7 +813,7 @@ func (m *modelRun) acquireMany(t *rapid.T) {
 
 // send makes requests by one of the functions that can carry them. In a batch an error stands in the row of its request.
 func (m *modelRun) send(t *rapid.T, requests ...kit.WholeRequest) {
-	functions := []string{"acquire_all", "acquire_all_many", "acquire_packed, with sizes"}
+	functions := []string{"acquire_all", "acquire_many, with sizes", "acquire_packed, with sizes"}
 	if !slices.ContainsFunc(requests, func(r kit.WholeRequest) bool { return len(r.Charges) != 1 }) {
 		functions = append(functions, "acquire", "enforce", "acquire_many", "acquire_packed")
 	}
@@ -852,8 +830,8 @@ func (m *modelRun) send(t *rapid.T, requests ...kit.WholeRequest) {
 	switch function {
 	case "acquire_many":
 		got, err = kit.AcquireManyWholes(m.session, requests)
-	case "acquire_all_many":
-		got, err = kit.AcquireAllMany(m.session, requests)
+	case "acquire_many, with sizes":
+		got, err = kit.AcquireManyWithSizes(m.session, requests)
 	default:
 		got, err = kit.AcquirePacked(m.session, requests, function != "acquire_packed")
 	}
@@ -1042,53 +1020,6 @@ func (m *modelRun) sendPeek(t *rapid.T, id model.BucketID, cost int64) {
 	want, wantErr := m.model.Peek(m.now, id, cost)
 	got, err := kit.Peek(m.session, id.Policy, id.Key, cost)
 	m.same(t, want, got, wantErr, err)
-}
-
-func (m *modelRun) peekMany(t *rapid.T) {
-	m.askMany(t, "peeks of many", m.few(t), kit.PeekMany, func(id model.BucketID, cost int64) (kit.Answer, error) {
-		d, err := m.model.Peek(m.now, id, cost)
-		return kit.Answer{Decision: &d}, err
-	})
-}
-
-func (m *modelRun) acquireUpToMany(t *rapid.T) { m.sendUpToMany(t, m.few(t)) }
-
-func (m *modelRun) sendUpToMany(t *rapid.T, requests []kit.NullableRequest) {
-	m.askMany(t, "acquires of many, up to what there is", requests, kit.AcquireUpToMany, func(id model.BucketID, atMost int64) (kit.Answer, error) {
-		if atMost < 1 {
-			return kit.Answer{}, model.InvalidArgument
-		}
-		d, taken, err := m.model.AcquireUpTo(m.now, id, atMost, 1, "")
-		m.sawDecision(d)
-		return kit.Answer{Decision: &d, Taken: taken}, err
-	})
-}
-
-// few draws a request of each of several buckets, or of one twice.
-func (m *modelRun) few(t *rapid.T) (requests []kit.NullableRequest) {
-	for range rapid.IntRange(0, 5).Draw(t, "requests") {
-		id := bucketIDs.Draw(t, "bucket")
-		requests = append(requests, kit.RequestOf(id.Policy, id.Key, m.amount(t, id.Policy)))
-	}
-	return requests
-}
-
-func (m *modelRun) askMany(
-	t *rapid.T, what string, requests []kit.NullableRequest,
-	ask func(kit.RowsQuerier, []kit.NullableRequest) ([]kit.Answer, error), of func(model.BucketID, int64) (kit.Answer, error),
-) {
-	got := kit.NoError(ask(m.session, requests))(t)
-	require.Len(t, got, len(requests))
-	for i, r := range requests {
-		want, err := of(model.BucketID{Policy: *r.Policy, Key: *r.Key}, *r.Cost)
-		if err != nil {
-			code, _, _ := strings.Cut(got[i].Error, ":")
-			require.Equal(t, err.Error(), code)
-			continue
-		}
-		require.Equal(t, want, got[i])
-		m.saw(what)
-	}
 }
 
 func (m *modelRun) refund(t *rapid.T) {

@@ -211,7 +211,7 @@ func newSettingsDB(t *testing.T, caller string) *settingsDB {
 	db.ClockPerSession()
 	db.Execute("select ratelimit_define_policy('odd', 7, 3, '1 day 00:00:07.654321', remember => '2 days')")
 	db.Execute("select ratelimit_define_policy('stepped', 5000000, 1, '3 hours', stepped => true, durable => false)")
-	db.Execute("grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_all_many, ratelimit_override, " +
+	db.Execute("grant execute on function ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_override, " +
 		"ratelimit_peek, ratelimit_refund, ratelimit_reset to " + caller)
 	return db
 }
@@ -286,7 +286,7 @@ func (db *settingsDB) decisions(conn *pgx.Conn) (answers []string) {
 				{"ratelimit_acquire_many($1, $2, $3, $4)", []any{[]string{policy}, []string{key}, []int64{1}, []string{"many"}}},
 				{"ratelimit_acquire_all($1, $2, $3, $4)", []any{[]string{policy, "odd"}, []string{key, key + " too"}, []int64{1, 2}, "all"}},
 				{"ratelimit_acquire_all($1, $2, $3)", []any{[]string{policy, policy}, []string{key, key}, []int64{3, 4}}},
-				{"ratelimit_acquire_all_many($1, $2, $3, $4)", []any{[]string{policy}, []string{key + " own"}, []int64{2}, []int32{1}}},
+				{"ratelimit_acquire_many($1, $2, $3, sizes => $4)", []any{[]string{policy}, []string{key + " own"}, []int64{2}, []int32{1}}},
 				{"ratelimit_refund($1, $2, $3)", []any{policy, key, 1}},
 				{"ratelimit_peek($1, $2, $3)", []any{policy, key, 5}},
 				{"ratelimit_peek($1, $2)", []any{policy, ""}},

@@ -1,7 +1,5 @@
 // Rows of the server, as the answers that callers get. Drivers return a bigint as a string, a number or a BigInt.
 
-import { refusal } from './errors.js'
-
 export const microseconds = (column) => `(extract(epoch from ${column}) * 1000000.0)::bigint`
 
 /**
@@ -78,21 +76,6 @@ export const JOINT = {
     return { ...decision(row), binding: integer(row, 'binding') - 1, decisions }
   },
 }
-
-/** The answers to many requests, decisions and errors, in one row. */
-const manyOf = (more, decode) => ({
-  columns: `pg_catalog.json_agg(pg_catalog.json_build_array(
-    error_code, error_message, error_detail, error_hint,
-    allowed, remaining, ${microseconds('retry_after')}, ${microseconds('reset_after')}, capacity, replayed, shadowed${more})
-    order by request)::text as answers`,
-  decode: (row) => JSON.parse(text(row, 'answers')).map(
-    ([code, message, detail, hint, allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, taken]) => code === null
-      ? decode({ allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, taken })
-      : refusal(code, message, detail, hint)),
-})
-
-export const MANY = manyOf('', decision)
-export const MANY_PARTIAL = manyOf(', taken', PARTIAL.decode)
 
 export const HOLD = {
   columns: `allowed, remaining, ${microseconds('retry_after')} as retry_after, ${microseconds('held_for')} as held_for, capacity, renewed, shadowed`,

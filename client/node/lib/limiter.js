@@ -1,7 +1,7 @@
 import { randomUUID } from 'node:crypto'
 import { Database, unless } from './database.js'
-import { DECISION, JOINT, MANY, MANY_PARTIAL, PARTIAL, RESERVATION, misfit, seconds } from './decision.js'
-import { InvalidArgument, TooLate, invalid, isText } from './errors.js'
+import { DECISION, JOINT, PARTIAL, RESERVATION, seconds } from './decision.js'
+import { InvalidArgument, TooLate, invalid } from './errors.js'
 import { Strays, hold, release, renew } from './hold.js'
 import { duration, timer } from './waiting.js'
 
@@ -41,35 +41,6 @@ export class Limiter {
     const { cost, signal } = known(options, 'cost', 'signal')
     const values = [...bucket(policy, key), tokens('cost', cost ?? 1)]
     return this.#call(DECISION, 'ratelimit_peek($1::text, $2::text, $3::bigint)', values, { signal })
-  }
-
-  peekMany(requests, options) { return this.#many(MANY, 'ratelimit_peek_many', 'cost', requests, options) }
-
-  acquireUpToMany(requests, options) { return this.#many(MANY_PARTIAL, 'ratelimit_acquire_up_to_many', 'atMost', requests, options) }
-
-  async #many(kind, name, amount, requests, options) {
-    const { signal } = known(options, 'signal')
-    signal?.throwIfAborted()
-    if (!areCharges(requests)) throw invalid('requests', 'is no array of requests.', `Pass such as [{ policy, key, ${amount}: 1 }].`)
-    const asked = requests.map((request) => askable(request, amount)), call = `${name}($1::text[], $2::text[], $3::bigint[])`
-    const found = (await unless(signal, this.#each({ ...kind, call }, asked.filter(Array.isArray)))).values()
-    return asked.map((values) => Array.isArray(values) ? found.next().value : values)
-  }
-
-  async #each(call, requests) {
-    if (requests.length === 0) return []
-    const values = [0, 1, 2].map((i) => requests.map((request) => request[i]))
-    try {
-      const answers = await this._database.row({ ...call, values })
-      if (answers.length !== requests.length) throw misfit()
-      return answers
-    } catch (error) {
-      if (!isText(error) || !this._database.isPool) throw error
-      if (requests.length === 1) return [error]
-    }
-    const answers = []
-    for (const request of requests) answers.push(...await this.#each(call, [request])) // only the request with that text is to fail
-    return answers
   }
 
   async charge(policy, key, cost, options) {
@@ -228,15 +199,6 @@ function text(name, value) {
 }
 
 const bucket = (policy, key) => [text('policy', policy), text('key', key)]
-
-/** The values of one of many requests, or its error, which must not fail the others. */
-function askable(request, amount) {
-  try {
-    return [...bucket(request.policy, request.key), tokens(amount, amount === 'cost' ? request.cost ?? 1 : request[amount])]
-  } catch (error) {
-    return error
-  }
-}
 
 const optional = (name, value) => value == null ? null : text(name, value)
 

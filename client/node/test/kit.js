@@ -1,7 +1,7 @@
 // What tests share. The database is that of libpq's variables (PGHOST and so on), with pgratelimit installed, and no other test in it.
 import { readFileSync } from 'node:fs'
 import pg from 'pg'
-import { PARTS } from '../lib/packed.js'
+import { PARTS } from '../lib/combiner.js'
 
 export const pool = connect()
 

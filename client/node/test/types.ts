@@ -16,10 +16,6 @@ export async function use(signal: AbortSignal | undefined, schema: string | unde
   retryAfter.toFixed()
   const joint: JointDecision = await limiter.acquireAll([{ policy: 'api', key: 'k' }])
   joint.decisions[joint.binding]?.remaining
-  const [peeked] = await limiter.peekMany([{ policy: 'api', key: 'k', cost: 2n }, { policy: 'api', key: 'k' }], { signal })
-  if (peeked && !(peeked instanceof Error)) peeked.remaining.toFixed()
-  const [some] = await limiter.acquireUpToMany([{ policy: 'api', key: 'k', atMost: 2n }], { signal })
-  if (some && !(some instanceof Error)) some.taken.toFixed()
   // @ts-expect-error no option of that name
   await limiter.acquire('api', 'k', { idempotencykey: 'x' })
   // @ts-expect-error a key is text

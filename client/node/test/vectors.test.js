@@ -2,7 +2,7 @@
 import assert from 'node:assert/strict'
 import test, { after, before } from 'node:test'
 import * as pgratelimit from '../index.js'
-import { definePolicy, defineQuota, defineSlots, pool, vectors } from './kit.js'
+import { definePolicy, pool, vectors } from './kit.js'
 
 const T0 = Date.parse('2024-03-30T12:00:00Z')
 const { Combiner, Limiter } = pgratelimit
@@ -106,53 +106,4 @@ test('pause stops a bucket, and it refills from 0 after that', async () => {
   assert.deepEqual([allowed, remaining, retryAfter >= 1.5], [false, 0, true])
   assert.equal((await limiter.acquire(policy, 'k')).retryAfter, retryAfter)
   await assert.rejects(limiter.pause(policy, 'k', 0), pgratelimit.InvalidArgument)
-})
-
-test('peekMany answers each request as peek does', async () => {
-  await setClock(0)
-  const policy = await definePolicy(10), quota = await defineQuota(20, '1 hour'), slots = await defineSlots(3), limiter = new Limiter(pool)
-  for (const taken of [policy, quota]) await limiter.acquire(taken, 'k', { cost: 4 })
-  const { InvalidArgument, UnknownPolicy } = pgratelimit
-  const table = [
-    [policy, 'k', undefined, true],
-    [policy, 'k', 7n, false],
-    [policy, 'k', 11, false],
-    [policy, 'an odd "{NULL}", \\ é🪣', 10, true],
-    [quota, 'k', 16, true],
-    [quota, 'k', 17, false],
-    [slots, 'k', 3, true],
-    [slots, 'k', 4, false],
-    ['none', 'k', 1, UnknownPolicy],
-    [policy, 'k', -1, InvalidArgument],
-    [policy, '', 1, InvalidArgument],
-    [policy, 'k', 1.5, InvalidArgument],
-    [policy, '\0', 1, InvalidArgument],
-    [policy, 'k', 6, true],
-  ]
-  const shown = (answer) => answer instanceof Error ? { ...answer, message: answer.message, kind: answer.constructor } : answer
-  const many = await limiter.peekMany(table.map(([policy, key, cost]) => ({ policy, key, cost })))
-  assert.equal(many.length, table.length)
-  for (const [i, [policy, key, cost, expected]] of table.entries()) {
-    assert.deepEqual(shown(many[i]), shown(await limiter.peek(policy, key, { cost }).catch((error) => error)))
-    assert.equal(many[i].allowed ?? many[i].constructor, expected, `${policy} ${key} ${cost}`)
-  }
-  assert.deepEqual(await new Limiter({ query: () => assert.fail('a call') }).peekMany([]), [])
-  await assert.rejects(limiter.peekMany({ policy, key: 'k' }), InvalidArgument)
-})
-
-test('acquireUpToMany takes from each bucket as acquireUpTo does', async () => {
-  await setClock(0)
-  const policy = await definePolicy(10), slots = await defineSlots(3), limiter = new Limiter(pool)
-  const { InvalidArgument, UnknownPolicy } = pgratelimit
-  const table = [[policy, 'k', 4n, 4], [policy, 'k', 9, 6], [policy, 'k', 1, 0], [policy, 'é', 99, 10], [slots, 'k', 1, InvalidArgument],
-    ['none', 'k', 1, UnknownPolicy], [policy, 'k', 0, InvalidArgument], [policy, 'k', undefined, InvalidArgument], [policy, '\0', 1, InvalidArgument]]
-  const shown = (answer) => answer instanceof Error ? { ...answer, message: answer.message, kind: answer.constructor } : answer
-  const many = await limiter.acquireUpToMany(table.map(([policy, key, atMost]) => ({ policy, key, atMost })))
-  assert.equal(many.length, table.length)
-  for (const key of ['k', 'é']) await limiter.refund(policy, key, 10)
-  for (const [i, [policy, key, atMost, expected]] of table.entries()) {
-    assert.deepEqual(shown(many[i]), shown(await limiter.acquireUpTo(policy, key, atMost).catch((error) => error)))
-    assert.equal(many[i].taken ?? many[i].constructor, expected, `${policy} ${key} ${atMost}`)
-  }
-  await assert.rejects(limiter.acquireUpToMany([null]), /atMost: 1/)
 })

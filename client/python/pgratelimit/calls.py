@@ -18,7 +18,7 @@ from . import answers
 from .answers import (
     DECISION, HOLD, JOINT, PARTIAL, RESERVATION, Charge, Decision, HoldAnswer, JointDecision, PartialDecision, Reservation, microseconds
 )
-from .errors import Error, InvalidArgument, of_server
+from .errors import Error, InvalidArgument
 
 T = TypeVar("T")
 
@@ -76,38 +76,6 @@ def acquire(policy: str, key: str, cost: int, idempotency_key: str | None) -> Ca
 def peek(policy: str, key: str, cost: int) -> Call[Decision]:
     function = "ratelimit_peek($1::text, $2::text, $3::bigint)"
     return Call("peek", DECISION, function, (*bucket(policy, key), whole("cost", cost)), answers.decision, True)
-
-
-def peek_many(requests: Iterable[Charge]) -> Call[list[Decision | Error]]:
-    return _many("peek", DECISION, "ratelimit_peek_many", answers.decision, requests, "cost", True)
-
-
-def acquire_up_to_many(requests: Iterable[Charge]) -> Call[list[PartialDecision | Error]]:
-    return _many("acquire up to", PARTIAL, "ratelimit_acquire_up_to_many", answers.partial, requests, "at_most", False)
-
-
-def _many(
-    operation: str, columns: str, function: str, decode_one: Callable[[Sequence[Any]], T], requests: Iterable[Charge], tokens: str, once: bool
-) -> Call[list[T | Error]]:
-    """A request that cannot be sent has its error in its place."""
-    asked = [_charged_or_error(r, tokens) for r in requests]
-    sent = [r for r in asked if isinstance(r, Charge)]
-
-    def decode(row: Sequence[Any]) -> list[T | Error]:
-        found: list[T | Error] = [
-            decode_one(columns) if code is None else of_server(operation, code, message, detail, hint)
-            for code, message, detail, hint, *columns in json.loads(_only(row) or "[]")  # null: all errors were found before
-        ]
-        if len(found) != len(sent):
-            raise Error(f"pgratelimit: {operation}: {len(found)} answers to {len(sent)} requests")
-        rest = iter(found)
-        return [next(rest) if isinstance(r, Charge) else r for r in asked]
-
-    columns = (
-        "pg_catalog.json_agg(pg_catalog.json_build_array(error_code, error_message, error_detail, error_hint, "
-        f"{columns}) order by request)::text"
-    )
-    return Call(operation, columns, function + "($1::text::text[], $2::text::text[], $3::text::bigint[])", arrays(sent), decode, once)
 
 
 def refund(policy: str, key: str, amount: int) -> Call[Decision]:
@@ -244,19 +212,12 @@ def whole(name: str, value: Any) -> int:
     return n
 
 
-def charged(charge: Any, tokens: str = "cost") -> Charge:
+def read_charge(charge: Any) -> Charge:
     """The charge that a caller has passed as any tuple, checked."""
     if not isinstance(charge, (tuple, list)) or not 2 <= len(charge) <= 3:  # a dict or a str would be taken apart, too
-        raise invalid(f"a charge is not a tuple (policy, key) or (policy, key, {tokens}), but a {type(charge).__name__}")
+        raise invalid(f"a charge is not a tuple (policy, key) or (policy, key, cost), but a {type(charge).__name__}")
     c = Charge(*charge)
-    return Charge(*bucket(c.policy, c.key), whole(tokens, c.cost))
-
-
-def _charged_or_error(charge: Any, tokens: str) -> Charge | InvalidArgument:
-    try:
-        return charged(charge, tokens)
-    except InvalidArgument as error:
-        return error
+    return Charge(*bucket(c.policy, c.key), whole("cost", c.cost))
 
 
 def arrays(charges: Iterable[Charge]) -> tuple[str, str, str]:

@@ -68,12 +68,12 @@ class Combiner(AsyncLimiter):
 
     async def acquire(self, policy: str, key: str, cost: int = 1, *, idempotency_key: str | None = None) -> Decision:
         """As Limiter.acquire, at a fraction of the work when there are many callers. Raises Overloaded, Closed and TimeoutError, too."""
-        answer: Decision = await self._combine([calls.charged((policy, key, cost))], False, idempotency_key)
+        answer: Decision = await self._combine([calls.read_charge((policy, key, cost))], False, idempotency_key)
         return answer
 
     async def acquire_all(self, charges: Iterable[Charge], *, idempotency_key: str | None = None) -> JointDecision:
         """As Limiter.acquire_all, and shares calls with other callers of acquire_all."""
-        answer: JointDecision = await self._combine([calls.charged(c) for c in charges], True, idempotency_key)
+        answer: JointDecision = await self._combine([calls.read_charge(c) for c in charges], True, idempotency_key)
         return answer
 
     async def close(self) -> None:

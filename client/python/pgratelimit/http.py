@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 from .answers import Charge, Decision, JointDecision
-from .calls import charged, invalid, name_or_none
+from .calls import invalid, name_or_none, read_charge
 from .errors import Error, InvalidArgument, kind, remedy, state
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ class Rules:
         """What the program asked for, or the refusal of what cannot be asked."""
         request = Request(self)
         try:
-            request.charges = [charged(c) for c in asked]
+            request.charges = [read_charge(c) for c in asked]
         except InvalidArgument as error:
             return request.failed(error) or Event("invalid", 500, [], error=error)
         try:

@@ -56,7 +56,7 @@ class Limiter:
 
     A call is repeated after a serialization failure or a deadlock (40001, 40P01), or when an upgrade replaced its function (XX000), where
     it is a transaction of its own: on a pool, and on a connection with autocommit that is in no transaction. After the loss of a pool's
-    connection a call is repeated if that does no harm: with an idempotency key, peek, peek_many, settle, hold, renew and release. There
+    connection a call is repeated if that does no harm: with an idempotency key, peek, settle, hold, renew and release. There
     are three tries at most.
 
     policy, key and idempotency_key have 1 to 512 bytes of UTF-8. schema names the schema of the functions, where search_path does not
@@ -78,16 +78,11 @@ class Limiter:
     def acquire_all(self, charges: Iterable[Charge], *, idempotency_key: str | None = None) -> JointDecision:
         """Take the tokens of all charges, 1 to 1,000, if each bucket holds enough, and otherwise nothing. Idempotency keys and errors are
         as in acquire."""
-        return self._run(calls.acquire_all([calls.charged(c) for c in charges], idempotency_key))
+        return self._run(calls.acquire_all([calls.read_charge(c) for c in charges], idempotency_key))
 
     def peek(self, policy: str, key: str, cost: int = 1) -> Decision:
         """Return the decision that acquire would return now, and take nothing."""
         return self._run(calls.peek(policy, key, cost))
-
-    def peek_many(self, requests: Iterable[Charge]) -> list[Decision | Error]:
-        """Return for each request, in one call, what peek would return, or the error that it would raise. Each is asked alone: two
-        about one bucket get the same answer. An error is true, so look for errors before you look at decisions."""
-        return self._many(calls.peek_many, requests)
 
     def charge(self, policy: str, key: str, cost: int, *, idempotency_key: str | None = None) -> Decision:
         """Take tokens even if the bucket holds fewer: missing tokens are debt, which refill pays first. Raises IdempotencyMismatch."""
@@ -111,11 +106,6 @@ class Limiter:
     ) -> PartialDecision:
         """Take as many tokens as the bucket holds, up to at_most, or a denial if it holds fewer than at_least. Errors as acquire."""
         return self._run(calls.acquire_up_to(policy, key, at_most, at_least, idempotency_key))
-
-    def acquire_up_to_many(self, requests: Iterable[Charge]) -> list[PartialDecision | Error]:
-        """Take as many tokens from each bucket as it holds, in one call: requests are (policy, key, at_most). Return for each what
-        acquire_up_to would return, one after another, or the error that it would raise. An error is true, as in peek_many."""
-        return self._many(calls.acquire_up_to_many, requests)
 
     def refund(self, policy: str, key: str, amount: int) -> Decision:
         """Give tokens back to the bucket, never above its capacity. A refund that is sent twice gives back twice."""
@@ -223,19 +213,6 @@ class Limiter:
         returns False."""
         return self._run(calls.release(policy, key, holder))
 
-    def _many(self, call_of: Callable[[Iterable[Charge]], Call[list[T | Error]]], requests: Iterable[Charge]) -> list[T | Error]:
-        asked = list(requests)
-        if not asked:
-            return []
-        try:
-            return self._run(call_of(asked))
-        except InvalidArgument as error:
-            if not (errors.is_text(error) and self._driver.is_alone()):
-                raise
-            if len(asked) == 1:
-                return [error]
-        return [answer for r in asked for answer in self._many(call_of, [r])]  # only the request with that text is to fail
-
     def _run(self, call: Call[T]) -> T:
         tries = _Tries(call, self._driver)
         sql = calls.statement(self._schema, call.columns, call.function, self._driver.percent)
@@ -272,12 +249,10 @@ class AsyncLimiter:
     acquire = _awaited(Limiter.acquire)
     acquire_all = _awaited(Limiter.acquire_all)
     peek = _awaited(Limiter.peek)
-    peek_many = _awaited(Limiter.peek_many)
     charge = _awaited(Limiter.charge)
     settle = _awaited(Limiter.settle)
     reserve = _awaited(Limiter.reserve)
     acquire_up_to = _awaited(Limiter.acquire_up_to)
-    acquire_up_to_many = _awaited(Limiter.acquire_up_to_many)
     refund = _awaited(Limiter.refund)
     pause = _awaited(Limiter.pause)
     renew = _awaited(Limiter.renew)
@@ -367,19 +342,6 @@ class AsyncLimiter:
             if not isinstance(error, Exception):
                 with suppress(TimeoutError):
                     await asyncio.wait_for(tried.wait(), GIVE_BACK_TIMEOUT)
-
-    async def _many(self, call_of: Callable[[Iterable[Charge]], Call[list[T | Error]]], requests: Iterable[Charge]) -> list[T | Error]:
-        asked = list(requests)
-        if not asked:
-            return []
-        try:
-            return await self._run(call_of(asked))
-        except InvalidArgument as error:
-            if not (errors.is_text(error) and self._driver.is_alone()):
-                raise
-            if len(asked) == 1:
-                return [error]
-        return [answer for r in asked for answer in await self._many(call_of, [r])]  # only the request with that text is to fail
 
     async def _run(self, call: Call[T], unended: set[asyncio.Future[Any]] | None = None) -> T:
         """The answer. A cancelled caller finds in unended what goes on without it."""

@@ -5,6 +5,7 @@ import sys
 import threading
 import unittest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psycopg
@@ -40,20 +41,67 @@ def age(policy: str) -> None:
 
 
 class Flaky:
-    """A driver whose calls of a function are counted, and fail while told to."""
+    """A driver whose calls of a function are counted, and fail while told to: "unsent", or "unanswered" after the server has committed."""
 
-    def __init__(self, test: unittest.TestCase, limiter: Limiter | AsyncLimiter, name: str) -> None:
-        self.calls, self.fails = 0, False
+    def __init__(self, test: unittest.TestCase, limiter: Any, name: str) -> None:
+        self.calls, self.fails = 0, ""
         fetch = limiter._driver.fetch
 
-        def flaky(sql, args, *unended):
-            if f"{name}(" in sql:
-                self.calls += 1
-                if self.fails:
-                    raise AN_ERROR("down")
-            return fetch(sql, args, *unended)
+        def fails(sql):
+            called = f"{name}(" in sql
+            self.calls += called
+            return self.fails if called else ""
 
-        test.enterContext(mock.patch.object(limiter._driver, "fetch", flaky))
+        def flaky(*args):
+            if (how := fails(args[0])) != "unsent":
+                row = fetch(*args)
+            if how:
+                raise AN_ERROR("down")
+            return row
+
+        async def flaky_later(*args):
+            if (how := fails(args[0])) != "unsent":
+                row = await fetch(*args)
+            if how:
+                raise AN_ERROR("down")
+            return row
+
+        test.enterContext(mock.patch.object(limiter._driver, "fetch", flaky_later if asyncio.iscoroutinefunction(fetch) else flaky))
+
+
+class Threads:
+    """A Limiter whose calls are made in threads: what it has in common with an AsyncLimiter is tested once."""
+
+    def __init__(self, limiter: Any) -> None:
+        self.__dict__["of"] = limiter
+
+    def __getattr__(self, name):
+        value = getattr(self.of, name)
+        return functools.partial(asyncio.to_thread, value) if name in ("renew", "release") else value
+
+    def __setattr__(self, name, value):
+        setattr(self.of, name, value)
+
+    def hold(self, *args, **kwargs):
+        return Threads(self.of.hold(*args, **kwargs))
+
+    async def __aenter__(self):
+        return Threads(await asyncio.to_thread(self.of.__enter__))
+
+    async def __aexit__(self, *error):
+        return await asyncio.to_thread(self.of.__exit__, *error)
+
+
+def renews(held: Any) -> Any:
+    """The thread or the task that renews, or None."""
+    return held._thread if isinstance(held, Threads) else held._task
+
+
+async def renews_no_more(held: Any) -> None:
+    if isinstance(held, Threads):
+        await asyncio.to_thread(held._thread.join, 60)
+    else:
+        await asyncio.wait({held._task}, timeout=60)
 
 
 class TenureTest(unittest.TestCase):
@@ -88,83 +136,6 @@ class SyncTest(unittest.TestCase):
     def leaves_no_thread(self):
         self.assertEqual([], [t for t in threading.enumerate() if t.name == "pgratelimit renews"])
 
-    def until(self, condition):
-        asyncio.run(until(condition, self.policy))
-
-    def test_slots_are_held_until_the_end_of_the_block(self):
-        with self.limiter.hold(self.policy, "k", cost=2) as held:
-            self.assertTrue(held)
-            self.assertEqual((True, 1, 0.0, 3600.0, 3, False, False, False),
-                             (held.allowed, held.remaining, held.retry_after, held.held_for, held.capacity, held.renewed, held.shadowed, held.lost))
-            self.assertEqual([held.holder], holders(self.policy))
-            held.check()
-            with self.limiter.hold(self.policy, "k", 2) as denied:
-                self.assertEqual((False, False, 1, 0.0, True), (bool(denied), denied.allowed, denied.remaining, denied.held_for, denied.lost))
-                self.assertTrue(0 < denied.retry_after <= 3600)
-                self.assertIsNone(denied._thread)
-                with self.assertRaises(LeaseLost):
-                    denied.check()
-            with self.limiter.hold(self.policy, "k", 4) as never:
-                self.assertIsNone(never.retry_after)
-        self.assertEqual((True, []), (held.lost, holders(self.policy)))
-
-    def test_release_is_safe_to_repeat_also_after_it_failed(self):
-        release = Flaky(self, self.limiter, "ratelimit_release")
-        with self.limiter.hold(self.policy, "k") as held:
-            release.fails = True
-            with self.assertRaises(AN_ERROR):
-                held.release()
-            self.assertTrue(held.lost)
-            self.assertEqual([held.holder], holders(self.policy))
-            release.fails, before = False, release.calls
-            held.release()
-            held.release()
-        self.assertEqual((before + 1, []), (release.calls, holders(self.policy)))
-
-    def test_the_error_of_a_block_comes_before_that_of_its_release(self):
-        release = Flaky(self, self.limiter, "ratelimit_release")
-        self.enterContext(mock.patch("pgratelimit.limiter.MAX_UNDOING", 0))
-        release.fails = True
-        with self.assertRaises(ZeroDivisionError), self.limiter.hold(self.policy, "k"):
-            raise ZeroDivisionError
-        with self.assertRaises(AN_ERROR), self.limiter.hold(self.policy, "k"):
-            pass
-
-    def test_the_lease_is_renewed_when_a_third_is_over(self):
-        time, renew = FakeTime(self), Flaky(self, self.limiter, "ratelimit_renew")
-        with self.limiter.hold(self.policy, "k") as held:
-            age(self.policy)
-            time.ahead += 1201
-            self.until(RENEWED)
-            time.ahead += 1100
-            self.assertFalse(held.lost)
-        self.assertEqual((1, []), (renew.calls, holders(self.policy)))
-
-    def test_a_lease_that_is_over_is_lost_at_the_first_look(self):
-        with self.limiter.hold(self.policy, "k") as held:
-            self.enterContext(mock.patch.object(hold, "monotonic", lambda: held._tenure.until))
-            with self.assertRaises(LeaseLost):
-                held.check()
-        self.assertEqual([], holders(self.policy), "what is lost here is released there")
-
-    def test_a_renewal_finds_that_the_slots_were_reset_or_their_policy_dropped(self):
-        for lose in ("select ratelimit_reset(%s::text, 'k')", "select ratelimit_drop_policy(%s::text)"):
-            time = FakeTime(self)
-            with self.limiter.hold(self.policy, "k") as held:
-                execute(lose, self.policy)
-                time.ahead += 1201
-                held._thread.join()
-                self.assertTrue(held.lost)
-
-    def test_an_invalid_argument_of_a_renewal_ends_the_hold(self):
-        for error in (InvalidArgument("the policy is one of tokens now"), UnknownPolicy("dropped")):
-            time = FakeTime(self)
-            with self.limiter.hold(self.policy, "k") as held:
-                held._renew = mock.Mock(side_effect=error)
-                time.ahead += 1201
-                held._thread.join(60)
-                self.assertEqual((True, False, 1), (held.lost, held._thread.is_alive(), held._renew.call_count))
-
     def test_a_hold_that_is_forgotten_does_not_keep_the_process(self):
         program = f"""
 import psycopg_pool, pgratelimit
@@ -175,114 +146,12 @@ print(bool(forgotten.__enter__()), flush=True)
         done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
         self.assertEqual(("True\n", 0), (done.stdout, done.returncode))
 
-    def test_a_hold_whose_answer_and_retries_were_lost_is_released_in_the_background(self):
-        self.enterContext(mock.patch("pgratelimit.limiter.UNDO_PAUSE", 0.01))
-        fetch, is_down = self.limiter._driver.fetch, threading.Event()
-        tried = threading.Semaphore(0)
-
-        def lossy(sql, args):
-            if not is_down.is_set():
-                row = fetch(sql, args)  # the server has committed it
-                is_down.set()
-            elif "ratelimit_hold(" not in sql:
-                tried.release()
-            if is_down.is_set():
-                raise AN_ERROR("server closed the connection unexpectedly")
-            return row
-
-        with mock.patch.object(self.limiter._driver, "fetch", lossy):
-            with self.assertRaises(AN_ERROR):
-                self.limiter.hold(self.policy, "k").__enter__()
-            for _ in range(4):  # of which each release makes three
-                tried.acquire(timeout=60)
-            self.assertEqual(1, len(holders(self.policy)))
-        self.until(WITHOUT_LEASE)
-        self.leaves_nothing_to_undo()
-
-    def test_a_release_that_fails_at_the_end_of_the_block_goes_on_until_the_lease_ends(self):
-        self.enterContext(mock.patch("pgratelimit.limiter.UNDO_PAUSE", 0.01))
-        release = Flaky(self, self.limiter, "ratelimit_release")
-        release.fails = True
-        with self.assertRaises(AN_ERROR), self.limiter.hold(self.policy, "k"):
-            pass
-        self.assertEqual(1, len(holders(self.policy)))
-        release.fails = False
-        self.until(WITHOUT_LEASE)
-        self.leaves_nothing_to_undo()
-        time, release.fails = FakeTime(self), True
-        with self.assertRaises(AN_ERROR), self.limiter.hold(self.policy, "k"):
-            pass
-        time.ahead += 3601
-        self.leaves_nothing_to_undo()
-
-    def leaves_nothing_to_undo(self):
-        for thread in threading.enumerate():
-            if thread.name == "pgratelimit undoes":
-                thread.join(60)
-                self.assertFalse(thread.is_alive())
-
-    def test_a_renewal_that_fails_is_tried_again_until_the_lease_ends(self):
-        time, renew = FakeTime(self), Flaky(self, self.limiter, "ratelimit_renew")
-        renew.fails = True
-        with self.limiter.hold(self.policy, "k") as held:
-            time.ahead += 1201
-            for calls in (3, 6, 7):  # three tries each
-                while renew.calls < calls:
-                    held._thread.join(0.002)
-                time.ahead += 2
-            self.assertFalse(held.lost)
-            time.ahead += 3600
-            held._thread.join()
-            self.assertTrue(held.lost)
-
-    def test_release_waits_for_a_renewal_under_way(self):
-        time, order, begun, go = FakeTime(self), [], threading.Event(), threading.Event()
-        with self.limiter.hold(self.policy, "k") as held:
-            renew, release = held._renew, held._release
-            held._renew = lambda: (begun.set(), go.wait(), order.append("renewed"), renew())[-1]
-            held._release = lambda: (order.append("released"), release())[-1]
-            time.ahead += 1201
-            begun.wait()
-            releasing = threading.Thread(target=held.release)
-            releasing.start()
-            held._stop.wait()
-            go.set()
-            releasing.join()
-        self.assertEqual((["renewed", "released"], []), (order, holders(self.policy)))
-
-    def test_under_a_policy_that_watches_no_more_calls_are_made(self):
-        policy = self.policy + " shadow"
-        define_slots(policy, 1, shadow=True)
-        with self.limiter.hold(policy, "k"), self.limiter.hold(policy, "k") as held:
-            self.assertEqual((True, True, None, False), (held.allowed, held.shadowed, held._thread, held.lost))
-            with mock.patch.object(self.limiter, "_run", side_effect=AssertionError):
-                held.release()
-            self.assertTrue(held.lost)
-
     def test_renew_and_release_of_a_holder_of_ones_own(self):
         with psycopg.connect(autocommit=True) as conn:
             for limiter in (self.limiter, Limiter(conn, schema="public")):
                 execute("select ratelimit_hold(%s::text, 'k', 'job 7, attempt 1')", self.policy)
                 call = self.policy, "k", "job 7, attempt 1"
                 self.assertEqual([3600.0, True, False, None], [limiter.renew(*call), limiter.release(*call), limiter.release(*call), limiter.renew(*call)])
-
-    def test_errors(self):
-        bucket = self.policy + " bucket"
-        define(bucket, 10)
-        for error, sqlstate, call in (
-            (UnknownPolicy, "RL001", lambda: self.limiter.hold("none", "k").__enter__()),
-            (InvalidArgument, "22023", lambda: self.limiter.hold(bucket, "k").__enter__()),
-            (InvalidArgument, "22023", lambda: self.limiter.renew(bucket, "k", "h")),
-            (InvalidArgument, "22023", lambda: self.limiter.release(bucket, "k", "h")),
-            (InvalidArgument, "22023", lambda: self.limiter.hold(self.policy, "k", 0).__enter__()),
-            (InvalidArgument, None, lambda: self.limiter.hold(self.policy, "k", 1.5).__enter__()),
-            (InvalidArgument, None, lambda: self.limiter.renew(self.policy, "k", 7)),
-        ):
-            with self.assertRaises(error) as raised:
-                call()
-            self.assertEqual(sqlstate, raised.exception.sqlstate)
-        with psycopg.connect(autocommit=True) as conn, self.assertRaisesRegex(InvalidArgument, "needs a pool"):
-            Limiter(conn).hold(self.policy, "k").__enter__()
 
     def test_an_interrupted_hold_is_released(self):
         fetch = self.limiter._driver.fetch
@@ -310,7 +179,9 @@ print(bool(forgotten.__enter__()), flush=True)
         self.assertEqual([], holders(self.policy))
 
 
-class AsyncTest(AsyncCase):
+class EachTest(AsyncCase):
+    """What a Limiter, an AsyncLimiter and a Combiner do alike."""
+
     driver: str
 
     async def asyncSetUp(self):
@@ -319,9 +190,14 @@ class AsyncTest(AsyncCase):
             self.enterContext(mock.patch(bound, 60))  # on a machine of any speed
 
     async def limiters(self):
-        """An AsyncLimiter and a Combiner, each with a policy."""
-        pool = await self.enterAsyncContext(BOTH_POOLS[self.driver](4))
-        for n, limiter in enumerate((AsyncLimiter(pool), await self.enterAsyncContext(Combiner(pool)))):
+        """Each with a policy."""
+        if self.driver == "threads":
+            pool = self.enterContext(psycopg_pool.ConnectionPool(min_size=1, max_size=4, kwargs={"application_name": "test"}))
+            limiters = [Threads(Limiter(pool))]
+        else:
+            pool = await self.enterAsyncContext(BOTH_POOLS[self.driver](4))
+            limiters = [AsyncLimiter(pool), await self.enterAsyncContext(Combiner(pool))]
+        for n, limiter in enumerate(limiters):
             policy = f"{self.driver} {self.id()} {n}"
             define_slots(policy)
             yield limiter, policy
@@ -329,87 +205,141 @@ class AsyncTest(AsyncCase):
     async def test_slots_are_held_until_the_end_of_the_block(self):
         async for limiter, p in self.limiters():
             async with limiter.hold(p, "k", cost=2) as held:
-                self.assertEqual((True, 1, 0.0, 3600.0, 3, False, [held.holder]),
-                                 (bool(held), held.remaining, held.retry_after, held.held_for, held.capacity, held.lost, holders(p)))
+                self.assertEqual((True, 1, 0.0, 3600.0, 3, False, False, False),
+                                 (held.allowed, held.remaining, held.retry_after, held.held_for, held.capacity, held.renewed, held.shadowed, held.lost))
+                self.assertEqual([held.holder], holders(p))
+                held.check()
                 async with limiter.hold(p, "k", 2) as denied:
-                    self.assertEqual((False, None, True), (denied.allowed, denied._task, denied.lost))
+                    self.assertEqual((False, 1, 0.0, True, None), (denied.allowed, denied.remaining, denied.held_for, denied.lost, renews(denied)))
+                    self.assertTrue(0 < denied.retry_after <= 3600)
+                    with self.assertRaises(LeaseLost):
+                        denied.check()
+                async with limiter.hold(p, "k", 4) as never:
+                    self.assertIsNone(never.retry_after)
                 self.assertEqual(3600.0, await limiter.renew(p, "k", held.holder))
                 await gather(held.release(), held.release())
                 with self.assertRaises(LeaseLost):
                     held.check()
                 self.assertFalse(await limiter.release(p, "k", held.holder))
-            self.assertEqual([], holders(p))
-            with self.assertRaises(UnknownPolicy):
-                await limiter.hold("none", "k").__aenter__()
+            async with limiter.hold(p, "k") as held:
+                pass
+            self.assertEqual((True, []), (held.lost, holders(p)))
 
-    async def test_the_lease_is_renewed_and_its_loss_is_found(self):
+    async def test_errors(self):
+        async for limiter, p in self.limiters():
+            define(p + " bucket", 10)
+            for error, sqlstate, call in (
+                (UnknownPolicy, "RL001", lambda: limiter.hold("none", "k").__aenter__()),
+                (InvalidArgument, "22023", lambda: limiter.hold(p + " bucket", "k").__aenter__()),
+                (InvalidArgument, "22023", lambda: limiter.renew(p + " bucket", "k", "h")),
+                (InvalidArgument, "22023", lambda: limiter.release(p + " bucket", "k", "h")),
+                (InvalidArgument, "22023", lambda: limiter.hold(p, "k", 0).__aenter__()),
+                (InvalidArgument, None, lambda: limiter.hold(p, "k", 1.5).__aenter__()),
+                (InvalidArgument, None, lambda: limiter.renew(p, "k", 7)),
+            ):
+                with self.assertRaises(error) as raised:
+                    await call()
+                self.assertEqual(sqlstate, raised.exception.sqlstate)
+
+    async def test_release_is_safe_to_repeat_also_after_it_failed(self):
+        async for limiter, p in self.limiters():
+            release = Flaky(self, limiter, "ratelimit_release")
+            async with limiter.hold(p, "k") as held:
+                release.fails = "unsent"
+                with self.assertRaises(AN_ERROR):
+                    await held.release()
+                self.assertTrue(held.lost)
+                self.assertEqual([held.holder], holders(p))
+                release.fails, before = "", release.calls
+                await held.release()
+                await held.release()
+            self.assertEqual((before + 1, []), (release.calls, holders(p)))
+
+    async def test_the_error_of_a_block_comes_before_that_of_its_release(self):
+        self.enterContext(mock.patch("pgratelimit.limiter.MAX_UNDOING", 0))
+        async for limiter, p in self.limiters():
+            Flaky(self, limiter, "ratelimit_release").fails = "unsent"
+            with self.assertRaises(ZeroDivisionError):
+                async with limiter.hold(p, "k"):
+                    raise ZeroDivisionError
+            with self.assertRaises(AN_ERROR):
+                async with limiter.hold(p, "k"):
+                    pass
+
+    async def test_the_lease_is_renewed_when_a_third_is_over_and_its_loss_is_found(self):
         time = FakeTime(self)
         async for limiter, p in self.limiters():
+            renew = Flaky(self, limiter, "ratelimit_renew")
+            for lose in ("select ratelimit_reset(%s::text, 'k')", "select ratelimit_drop_policy(%s::text)"):
+                async with limiter.hold(p, "k") as held:
+                    age(p)
+                    time.ahead += 1201
+                    await until(RENEWED, p)
+                    time.ahead += 1100
+                    self.assertEqual((False, 1), (held.lost, renew.calls))
+                    execute(lose, p)
+                    time.ahead += 101
+                    await renews_no_more(held)
+                    self.assertTrue(held.lost)
+                renew.calls = 0
+            define_slots(p)
             async with limiter.hold(p, "k") as held:
-                age(p)
-                time.ahead += 1201
-                await until(RENEWED, p)
-                execute("select ratelimit_reset(%s::text, 'k')", p)
-                time.ahead += 1300
-                await asyncio.wait({held._task})
-                self.assertTrue(held.lost)
-            async with limiter.hold(p, "k") as held:
-                time.ahead += 3601
-                self.assertTrue(held.lost, "at the first look")
+                time.ahead += 3600
+                with self.assertRaises(LeaseLost):
+                    held.check()
+            self.assertEqual([], holders(p), "what is lost here is released there")
 
     async def test_an_invalid_argument_of_a_renewal_ends_the_hold(self):
         async for limiter, p in self.limiters():
             for error in (InvalidArgument("the policy is one of tokens now"), UnknownPolicy("dropped")):
                 time = FakeTime(self)
                 async with limiter.hold(p, "k") as held:
-                    held._renew = mock.AsyncMock(side_effect=error)
+                    renew = held._renew = (mock.Mock if isinstance(held, Threads) else mock.AsyncMock)(side_effect=error)
                     time.ahead += 1201
-                    await asyncio.wait({held._task}, timeout=60)
-                    self.assertEqual((True, True, 1), (held.lost, held._task.done(), held._renew.await_count))
+                    await renews_no_more(held)
+                    self.assertEqual((True, 1), (held.lost, renew.call_count))
 
     async def test_a_hold_whose_answer_and_retries_were_lost_is_released_in_the_background(self):
         async for limiter, p in self.limiters():
-            fetch, calls = limiter._driver.fetch, []
-
-            async def lossy(sql, args, unended):
-                calls.append("hold" if "ratelimit_hold(" in sql else "other")
-                if len(calls) == 1 or calls.count("other") > 4:
-                    row = await fetch(sql, args, unended)  # the server has committed it
-                if calls.count("other") <= 4:
-                    raise AN_ERROR("server closed the connection unexpectedly")
-                return row
-
-            with mock.patch.object(limiter._driver, "fetch", lossy):
-                with self.assertRaises(AN_ERROR):
-                    await limiter.hold(p, "k").__aenter__()
-                self.assertEqual((["hold"] * 3, 1), (calls, len(holders(p))))
-                await until(WITHOUT_LEASE, p)
+            holding, releasing = Flaky(self, limiter, "ratelimit_hold"), Flaky(self, limiter, "ratelimit_release")
+            holding.fails, releasing.fails = "unanswered", "unsent"
+            with self.assertRaises(AN_ERROR):
+                await limiter.hold(p, "k").__aenter__()
+            while releasing.calls < 4:  # of which each release makes three
+                await asyncio.sleep(0.002)
+            self.assertEqual((3, 1), (holding.calls, len(holders(p))))
+            releasing.fails = ""
+            await until(WITHOUT_LEASE, p)
 
     async def test_a_release_that_fails_at_the_end_of_the_block_goes_on_until_the_lease_ends(self):
         async for limiter, p in self.limiters():
-            release = Flaky(self, limiter, "ratelimit_release")
-            release.fails = True
-            with self.assertRaises(AN_ERROR):
-                async with limiter.hold(p, "k"):
-                    pass
-            self.assertEqual(1, len(holders(p)))
-            release.fails = False
-            await until(WITHOUT_LEASE, p)
+            time, release = FakeTime(self), Flaky(self, limiter, "ratelimit_release")
+            for is_over in (False, True):
+                release.fails = "unsent"
+                with self.assertRaises(AN_ERROR):
+                    async with limiter.hold(p, "k"):
+                        pass
+                self.assertEqual(1, len(holders(p)))
+                if is_over:
+                    time.ahead += 3601
+                else:
+                    release.fails = ""
+                    await until(WITHOUT_LEASE, p)
 
     async def test_a_renewal_that_fails_is_tried_again_until_the_lease_ends(self):
         time = FakeTime(self)
         async for limiter, p in self.limiters():
             renew = Flaky(self, limiter, "ratelimit_renew")
-            renew.fails = True
+            renew.fails = "unsent"
             async with limiter.hold(p, "k") as held:
                 time.ahead += 1201
-                for calls in (3, 6, 7):
+                for calls in (3, 6, 7):  # three tries each
                     while renew.calls < calls:
-                        await asyncio.wait({held._task}, timeout=0.002)
+                        await asyncio.sleep(0.002)
                     time.ahead += 2
                 self.assertFalse(held.lost)
                 time.ahead += 3600
-                await asyncio.wait({held._task})
+                await renews_no_more(held)
                 self.assertTrue(held.lost)
 
     async def test_release_waits_for_a_renewal_under_way(self):
@@ -418,24 +348,37 @@ class AsyncTest(AsyncCase):
             async with limiter.hold(p, "k") as held:
                 conn = await psycopg.AsyncConnection.connect()
                 await conn.execute("select ratelimit_hold(%s::text, 'k', 'other')", (p,))
-                is_idle, release = [], held._release
-                held._release = lambda: (is_idle.append(held._task.done()), release())[-1]
+                is_over, release = [], held._release
+                held._release = lambda: (is_over.append(held._tenure.is_renewing), release())[-1]
                 time.ahead += 1201
                 await until_blocked()
                 releasing = asyncio.create_task(held.release())
-                await asyncio.sleep(0)
-                self.assertEqual((True, False), (held.lost, held._task.done()))
+                while not held.lost:
+                    await asyncio.sleep(0)
+                self.assertTrue(held._tenure.is_renewing)
                 await conn.close()
                 await releasing
-            self.assertEqual(([True], []), (is_idle, holders(p)))
+            self.assertEqual(([False], []), (is_over, holders(p)))
 
     async def test_under_a_policy_that_watches_no_more_calls_are_made(self):
         async for limiter, p in self.limiters():
             define_slots(p + " shadow", 1, shadow=True)
             async with limiter.hold(p + " shadow", "k"), limiter.hold(p + " shadow", "k") as held:
-                self.assertEqual((True, None, False), (held.shadowed, held._task, held.lost))
-                with mock.patch.object(limiter, "_run", side_effect=AssertionError):
+                self.assertEqual((True, True, None, False), (held.allowed, held.shadowed, renews(held), held.lost))
+                with mock.patch.object(getattr(limiter, "of", limiter), "_run", side_effect=AssertionError):
                     await held.release()
+                self.assertTrue(held.lost)
+
+    async def leaves_nothing(self):
+        for thread in threading.enumerate():
+            if thread.name == "pgratelimit undoes":
+                await asyncio.to_thread(thread.join, 60)
+                self.assertFalse(thread.is_alive())
+        await super().leaves_nothing()
+
+
+class AsyncTest(EachTest):
+    """What is cancelled."""
 
     async def test_a_cancelled_release_goes_on(self):
         async for limiter, p in self.limiters():
@@ -451,6 +394,8 @@ class AsyncTest(AsyncCase):
         async with await psycopg.AsyncConnection.connect(autocommit=True) as conn:
             with self.assertRaisesRegex(InvalidArgument, "needs a pool"):
                 await AsyncLimiter(conn).hold("p", "k").__aenter__()
+        with psycopg.connect(autocommit=True) as conn, self.assertRaisesRegex(InvalidArgument, "needs a pool"):
+            Limiter(conn).hold("p", "k").__enter__()
 
     async def test_a_pool_that_was_closed_is_known_as_closed(self):
         async with BOTH_POOLS[self.driver](1) as pool:
@@ -568,5 +513,6 @@ class AsyncTest(AsyncCase):
 
 def load_tests(loader: unittest.TestLoader, *_) -> unittest.TestSuite:
     suite = with_each_driver(loader, AsyncTest)
-    suite.addTests(map(loader.loadTestsFromTestCase, (TenureTest, SyncTest)))
+    in_threads = type("EachTest_threads", (EachTest,), {"driver": "threads", "__module__": __name__})
+    suite.addTests(map(loader.loadTestsFromTestCase, (TenureTest, SyncTest, in_threads)))
     return suite

@@ -111,44 +111,6 @@ class VectorsTest(unittest.TestCase):
             self.assertIn(raised.exception.hint or "", str(raised.exception))
 
 
-def many_peeks(policy):
-    """Requests of peek_many, each with whether it is allowed, or its error."""
-    define_quota(f"{policy} quota", 20, "1 hour")
-    define_slots(f"{policy} slots")
-    for name in (policy, f"{policy} quota"):
-        execute("select ratelimit_acquire(%s::text, 'k', 4)", name)
-    return {
-        (policy, "k"): True,
-        (policy, "k", 7): False,
-        (policy, "k", 11): False,
-        (policy, 'an odd "{NULL}", %s $1 \\ é', 10): True,
-        (f"{policy} quota", "k", 16): True,
-        (f"{policy} quota", "k", 17): False,
-        (f"{policy} slots", "k", 3): True,
-        (f"{policy} slots", "k", 4): False,
-        ("none", "k"): UnknownPolicy,
-        (policy, "k", -1): InvalidArgument,
-        (policy, ""): InvalidArgument,
-        (policy, "k", 1.5): InvalidArgument,
-        (policy, "\0"): InvalidArgument,
-        Charge(policy, "k", 6): True,
-    }
-
-
-def shown(answer):
-    return (type(answer), answer.args, answer.sqlstate, answer.detail, answer.hint) if isinstance(answer, pgratelimit.Error) else answer
-
-
-class Latin1:
-    """Fails like a database that cannot hold a text."""
-
-    def _run(self, call):
-        if "🪣" in call.args[1]:
-            raise InvalidArgument("not in LATIN1", "22P05")
-        assert call.args[1] != "{}", "a call about nothing"
-        return super()._run(call)
-
-
 class Awaited:
     """A Limiter whose methods are awaited: what it has in common with an AsyncLimiter is tested once."""
 
@@ -160,12 +122,6 @@ class Awaited:
             return getattr(self._limiter, name)(*args, **kwargs)
 
         return method
-
-
-async def error_or(call):
-    """What can be compared of the answer to a call, or of its error."""
-    (answer,) = await gather(call)
-    return shown(answer)
 
 
 class EachTest(AsyncCase):
@@ -187,15 +143,12 @@ class EachTest(AsyncCase):
         yield conn
         await conn.close()
 
-    async def limiters(self, *mixins):
-        def of(kind, db):
-            return type(kind.__name__, (*mixins, kind), {})(db)
-
+    async def limiters(self):
         with psycopg_pool.ConnectionPool(min_size=1, max_size=2) as pool, psycopg.connect(autocommit=True) as conn:
-            yield Awaited(of(Limiter, pool))
-            yield Awaited(of(Limiter, conn))
+            yield Awaited(Limiter(pool))
+            yield Awaited(Limiter(conn))
         async for db in self.handles():
-            yield of(AsyncLimiter, db)
+            yield AsyncLimiter(db)
 
     async def test_every_call(self):
         p = self.policy
@@ -236,44 +189,10 @@ class EachTest(AsyncCase):
                 execute("select ratelimit_reset(%s::text, %s::text)", p, key)
             execute("delete from ratelimit.idempotency_keys")
 
-    async def test_peek_many_answers_each_request_as_peek_does(self):
-        with stopped_clock() as set_clock:
-            set_clock(0)
-            table = many_peeks(self.policy)
-            async for limiter in self.limiters(Latin1):
-                many = await limiter.peek_many(iter(table))
-                for (request, expected), got in zip(table.items(), many, strict=True):
-                    self.assertEqual(await error_or(limiter.peek(*request)), shown(got), request)
-                    self.assertEqual(expected, type(got) if isinstance(got, pgratelimit.Error) else got.allowed)
-                got = await limiter.peek_many([(self.policy, key) for key in ("a", "🪣", "b")])
-                self.assertEqual([None, "22P05", None], [getattr(answer, "sqlstate", None) for answer in got])
-                self.assertEqual([], await limiter.peek_many([]))
-
-    async def test_acquire_up_to_many_takes_from_each_as_acquire_up_to_does(self):
-        p = self.policy
-        execute("select ratelimit_define_policy('watched', 2, 1, '1 hour', shadow => true)")
-        asked = [(p, "k", 4), ("none", "k", 1), Charge(p, "k", 9), (p, "k"), ("watched", "k", 5), (p, "k", 0), (p, "k", 1.5), (p, "\0", 1)]
-
-        def reset():
-            execute("select ratelimit_reset(%s::text, key) from unnest(array['k', 'a', 'b']) as key", p)
-            execute("select ratelimit_reset('watched', 'k')")
-
-        with stopped_clock() as set_clock:
-            set_clock(0)
-            async for limiter in self.limiters(Latin1):
-                many = await limiter.acquire_up_to_many(iter(asked))
-                reset()
-                for request, got in zip(asked, many, strict=True):
-                    self.assertEqual(await error_or(limiter.acquire_up_to(*(*request, 1)[:3])), shown(got), request)
-                self.assertEqual([4, 6, 0, 5], [answer.taken for answer in many if not isinstance(answer, pgratelimit.Error)])
-                got = await limiter.acquire_up_to_many([(p, key, 99) for key in ("a", "🪣", "b")])
-                self.assertEqual([10, "22P05", 10], [getattr(answer, "taken", None) or answer.sqlstate for answer in got])
-                reset()
-
     async def test_a_row_of_another_shape_is_an_error_and_never_none(self):
         calls = (
-            ("acquire", "p", "k"), ("acquire_all", [("p", "k")]), ("peek", "p", "k"), ("peek_many", [("p", "k")]), ("charge", "p", "k", 1),
-            ("settle", "p", "k", "job", 1), ("reserve", "p", "k", 1), ("acquire_up_to", "p", "k", 1), ("acquire_up_to_many", [("p", "k", 1)]),
+            ("acquire", "p", "k"), ("acquire_all", [("p", "k")]), ("peek", "p", "k"), ("charge", "p", "k", 1),
+            ("settle", "p", "k", "job", 1), ("reserve", "p", "k", 1), ("acquire_up_to", "p", "k", 1),
             ("refund", "p", "k", 1), ("pause", "p", "k", 1), ("wait", "p", "k"), ("renew", "p", "k", "h"), ("release", "p", "k", "h"),
             ("hold", "p", "k"),
         )
@@ -363,8 +282,8 @@ class EachTest(AsyncCase):
 
                     methods = (
                         lambda: limiter.acquire(p, "k"), lambda: limiter.acquire_all([(p, "k"), (p, "j")]), lambda: limiter.peek(p, "k"),
-                        lambda: limiter.peek_many([(p, "k")]), lambda: limiter.charge(p, "k", 1), lambda: limiter.settle(p, "k", "none", 1),
-                        lambda: limiter.reserve(p, "k", 1), lambda: limiter.acquire_up_to(p, "k", 1), lambda: limiter.acquire_up_to_many([(p, "k", 1)]),
+                        lambda: limiter.charge(p, "k", 1), lambda: limiter.settle(p, "k", "none", 1),
+                        lambda: limiter.reserve(p, "k", 1), lambda: limiter.acquire_up_to(p, "k", 1),
                         lambda: limiter.refund(p, "k", 1), lambda: limiter.pause(p, "paused", 0.001), lambda: limiter.wait(p, "k"),
                         lambda: limiter.renew(slots, "k", "h"), lambda: limiter.release(slots, "k", "h"), hold,
                     )

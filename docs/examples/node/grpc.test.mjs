@@ -95,11 +95,6 @@ const stories = {
     ['Refund', budget('charge', { amount: 9999 }), { remaining: 950 }],
     ['Refund', budget('charge', { amount: 51 }), { remaining: 1000 }],
   ],
-  'AcquireUpToMany takes what there is': [
-    ['AcquireUpToMany', { requests: [budget('many', { at_most: 600 }), budget('many', { at_most: 600 })] }, {
-      answers: (answers) => answers.map((a) => a.taken).join() === '600,400',
-    }],
-  ],
   'Pause stops a bucket': [
     ['Pause', api('pause', { pause_for: { seconds: 3600 } }), { verdict: 'DENIED', remaining: 0 }],
   ],
@@ -140,7 +135,6 @@ const stories = {
     ['Refund', api('k', { amount: -1 }), 'INVALID_ARGUMENT', '22023'],
     ['AcquireAll', { charges: [] }, 'INVALID_ARGUMENT', '22023'],
     ['AcquireMany', { requests: [] }, 'INVALID_ARGUMENT', '22023'],
-    ['PeekMany', { requests: [] }, 'INVALID_ARGUMENT', '22023'],
     ['AcquireUpTo', api('k'), 'INVALID_ARGUMENT', '22023'],
     ['Reserve', api('k'), 'INVALID_ARGUMENT', '22023'],
   ],
@@ -162,15 +156,12 @@ for (const [story, calls] of Object.entries(stories)) {
   })
 }
 
-test('AcquireMany and PeekMany answer each request by itself', async () => {
+test('AcquireMany answers each request by itself', async () => {
   const requests = [api('many', { cost: 8 }), { policy: 'nobody', logical_key: 'many' }, api('many', { cost: 8 })]
   const { answers } = await call('AcquireMany', { requests })
   assert.deepEqual(answers.map((a) => a.decision?.verdict), ['ALLOWED', undefined, 'DENIED'])
   assert.equal(answers[0].error, null)
   assert.deepEqual([answers[1].error.code, answers[1].error.reason, answers[1].error.sqlstate], [grpc.status.NOT_FOUND, 'UNKNOWN_POLICY', 'RL001'])
-
-  const peeked = await call('PeekMany', { requests: requests.map((request) => ({ ...request, cost: 2 })) })
-  assert.deepEqual(peeked.answers.map((a) => a.decision?.remaining), [2, undefined, 2])
 })
 
 test('AcquireStream answers under the ids of the messages', async () => {

@@ -1,11 +1,11 @@
 -- Citus: take.sql finds rows by their row ids, which a distributed table has not. This does without it.
 
 -- Decides the requests of a batch about one key, one after another, on the node that has its shard. The arguments are those of
--- decide_in_order, of which all elements have this key; joint asks for the answers of whole requests, and up_to is that of decide_in_order.
+-- decide_in_order, of which all elements have this key; joint asks for the answers of whole requests.
 --
 -- Locks and writes: as ratelimit_acquire for a single request, else as decide_in_order.
 create or replace function ratelimit.decide_here(
-    key text, policies text[], costs bigint[], requests bigint[], idempotency_keys text[], elements bigint[], joint boolean, up_to boolean)
+    key text, policies text[], costs bigint[], requests bigint[], idempotency_keys text[], elements bigint[], joint boolean)
   returns ratelimit.packed
   language plpgsql
   volatile
@@ -22,8 +22,8 @@ declare
   v_detail   text;
   v_hint     text;
 begin
-  if joint or up_to or cardinality(policies) > 1 then
-    return decide_in_order(policies, array_fill(v_key, array[cardinality(policies)]), costs, requests, idempotency_keys, elements, joint, false, up_to);
+  if joint or cardinality(policies) > 1 then
+    return decide_in_order(policies, array_fill(v_key, array[cardinality(policies)]), costs, requests, idempotency_keys, elements, joint, false);
   end if;
   begin
     v_decision := acquire_here(policies[1], v_key, costs[1], idempotency_keys[1]);
@@ -50,7 +50,7 @@ begin
   return v_packed;
 end;
 $$;
-comment on function ratelimit.decide_here(text, text[], bigint[], bigint[], text[], bigint[], boolean, boolean) is
+comment on function ratelimit.decide_here(text, text[], bigint[], bigint[], text[], bigint[], boolean) is
   'Decides the requests of a batch about one key, on the node that has its shard.';
 
 -- Decides many requests, as if each were asked on its own, one after another: those about one key in one call of decide_here, one
@@ -60,7 +60,7 @@ comment on function ratelimit.decide_here(text, text[], bigint[], bigint[], text
 -- All that take from more than one bucket lock them in the order of key, and those of one key in the order that
 -- decide_in_order describes.
 create or replace function ratelimit.acquire_batch(
-    policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[], up_to boolean)
+    policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
   returns ratelimit.packed
   language plpgsql
   volatile
@@ -127,7 +127,7 @@ begin
      order by u.key collate "C"
   loop
     select d.* into v_one
-      from decide_here(v_part.key collate "C", v_part.policies, v_part.costs, v_part.requests, v_part.idempotency_keys, v_part.places, sizes is not null, up_to) as d;
+      from decide_here(v_part.key collate "C", v_part.policies, v_part.costs, v_part.requests, v_part.idempotency_keys, v_part.places, sizes is not null) as d;
     v_answers.elements       := v_answers.elements || v_one.elements;
     v_answers.remaining      := v_answers.remaining || v_one.remaining;
     v_answers.retry_after_us := v_answers.retry_after_us || v_one.retry_after_us;
@@ -160,20 +160,6 @@ begin
     v_answers := with_misfits(v_answers, sizes, v_misfits);
   end if;
   return v_answers;
-end;
-$$;
-comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[], text[], boolean) is
-  'Decides many requests, as if each were asked on its own, one after another.';
-
-create or replace function ratelimit.acquire_batch(
-    policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
-  returns ratelimit.packed
-  language plpgsql
-  volatile
-  set search_path = ratelimit, pg_temp
-as $$
-begin
-  return acquire_batch(policies, keys, costs, sizes, idempotency_keys, false);
 end;
 $$;
 comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[], text[]) is

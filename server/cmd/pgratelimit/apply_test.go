@@ -89,14 +89,14 @@ func TestApply_JSON(t *testing.T) {
 // The mistakes are found before apply connects.
 func TestApply_Errors(t *testing.T) {
 	t.Parallel()
-	const nowhere, limits = "postgres://127.0.0.1:1/none", `unknown field "limits": the file has policies, overrides, http, envoy and environments`
+	const nowhere, limits = "postgres://127.0.0.1:1/none", `unknown field "limits": the fields here are policies, overrides, envoy and environments`
 	for _, test := range []struct {
 		file, args, says string
 	}{
-		{"policies:\n  api: {capacity: -1}\nlimits: {}\n", "", `limits.yaml:2:3: policy "api" has no refill and no every: write refill: 10 and every: 1s
+		{"policies:\n  api: {capacity: -1}\nlimits: {}\n", "", `limits.yaml:2:3: api has no refill and no every: write refill: 10 and every: 1s
 limits.yaml:2:19: capacity is -1: write a whole number from 0 to 9000000000000, in digits
 limits.yaml:3:1: ` + limits},
-		{"5", "-", "standard input:1:1: the file is 5: write its fields, each on a line of its own: policies, overrides, http, envoy and environments"},
+		{"5", "-", "standard input:1:1: the file is 5: write policies, and below it the name of one"},
 		{"environments: {staging: {}, production: {}}", "--env=prod", `limits.yaml has no environment "prod": it has staging and production`},
 		{"policies: {}", "--env=prod", `limits.yaml has no environment "prod": it has none at all`},
 	} {

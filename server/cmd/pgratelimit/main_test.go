@@ -138,11 +138,10 @@ func TestAdministration(t *testing.T) {
 			"budget  100       0       30d    false    false    1d        true    -        -              -           -\n" +
 			"jobs    5         -       -      -        true     -         false   -        -              -           5m\n" +
 			"plan    1000      -       -      -        true     1d        false   1 month  Europe/Berlin  2029-03-31  -", exitDone},
-		{"policies --json", `[{"policy":"api","capacity":10,"refill":1,"every":"1s","stepped":false,"durable":true,"remember":"1d","shadow":false},` +
-			`{"policy":"budget","capacity":100,"refill":0,"every":"30d","stepped":false,"durable":false,"remember":"1d","shadow":true},` +
-			`{"policy":"jobs","capacity":5,"durable":true,"shadow":false,"lease":"5m","remember":null,"refill":null,"every":null,"stepped":null},` +
-			`{"policy":"plan","capacity":1000,"durable":true,"shadow":false,"period":"1 month","time_zone":"Europe/Berlin","anchor":"2029-03-31",` +
-			`"remember":"1d","refill":null,"every":null,"stepped":null}]`, exitDone},
+		{"policies --json", `[{"capacity":10,"durable":true,"every":"1s","policy":"api","refill":1,"remember":"1d","shadow":false,"stepped":false},` +
+			`{"capacity":100,"durable":false,"every":"30d","policy":"budget","refill":0,"remember":"1d","shadow":true,"stepped":false},` +
+			`{"capacity":5,"durable":true,"every":null,"lease":"5m","policy":"jobs","refill":null,"remember":null,"shadow":false,"stepped":null},` +
+			`{"anchor":"2029-03-31","capacity":1000,"durable":true,"every":null,"period":"1 month","policy":"plan","refill":null,"remember":"1d","shadow":false,"stepped":null,"time_zone":"Europe/Berlin"}]`, exitDone},
 	} {
 		r := on(t, db, strings.Fields(test.args)...)
 		require.Empty(t, r.errors, test.args)

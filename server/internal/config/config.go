@@ -47,12 +47,12 @@ type Config struct {
 	NoFlush       bool
 	DenialCache   bool
 
-	Leases []client.Lease // none unless asked for
+	Prefetches []client.Prefetch // none unless asked for
 }
 
-// SharedConnections is the number of connections to a database that the Combiner and the Leaser use.
+// SharedConnections is the number of connections to a database that the Combiner and the Prefetcher use.
 func (c Config) SharedConnections() int {
-	if len(c.Leases) == 0 {
+	if len(c.Prefetches) == 0 {
 		return c.DatabaseCalls
 	}
 	return c.DatabaseCalls + 2
@@ -108,7 +108,7 @@ func (c *settings) list() []Setting {
 		{"DATABASE_CALLS", "2", "calls to the database that carry the requests of all callers, at a time", into(&c.DatabaseCalls, number)},
 		{"NO_FLUSH", "false", "true answers before a grant is on disk: a crash of the database may forget the last 0.6 s", into(&c.NoFlush, boolean)},
 		{"DENIAL_CACHE", "false", "true repeats the denials of 131,072 buckets from memory until their retry_after", into(&c.DenialCache, boolean)},
-		{"LEASES", "", "policies whose busy buckets are answered from tokens taken ahead, separated by commas; api=0.05 takes at most that part of a capacity, and not a tenth", into(&c.Leases, leases)},
+		{"PREFETCH", "", "policies whose busy buckets are answered from tokens taken in advance, separated by commas; api=0.05 takes at most that part of a capacity, and not a tenth", into(&c.Prefetches, prefetches)},
 	}
 }
 
@@ -317,13 +317,13 @@ func tokens(value string) (list []string, err error) {
 	return list, nil
 }
 
-func leases(value string) (list []client.Lease, err error) {
+func prefetches(value string) (list []client.Prefetch, err error) {
 	if value == "" {
 		return nil, nil
 	}
-	for lease := range strings.SplitSeq(value, ",") {
-		policy, share, isBounded := strings.Cut(strings.TrimSpace(lease), "=")
-		l := client.Lease{Policy: policy}
+	for item := range strings.SplitSeq(value, ",") {
+		policy, share, isBounded := strings.Cut(strings.TrimSpace(item), "=")
+		l := client.Prefetch{Policy: policy}
 		if isBounded {
 			l.MaxShare, err = strconv.ParseFloat(share, 64)
 			if err != nil || strings.Trim(share, "0123456789.") != "" || !(0 < l.MaxShare && l.MaxShare <= 1) {
@@ -333,7 +333,7 @@ func leases(value string) (list []client.Lease, err error) {
 		switch {
 		case policy == "":
 			return nil, errors.New("the name of a policy is empty")
-		case slices.ContainsFunc(list, func(other client.Lease) bool { return other.Policy == policy }):
+		case slices.ContainsFunc(list, func(other client.Prefetch) bool { return other.Policy == policy }):
 			return nil, fmt.Errorf("policy %q is there twice", policy)
 		}
 		list = append(list, l)

@@ -114,7 +114,7 @@ func TestLoad_NumbersHaveBounds(t *testing.T) {
 		"CALL_TIMEOUT=0s": false, "CALL_TIMEOUT=1ms": true, "STOP_TIMEOUT=0s": false, "STOP_TIMEOUT=1ms": true, "LOCK_TIMEOUT=0": true,
 		"CALL_TIMEOUT=576h": true, "CALL_TIMEOUT=577h": false, "LOCK_TIMEOUT=577h": false, "STOP_TIMEOUT=2562047h": false, "CALL_TIMEOUT=9999999h": false,
 		"CALL_TIMEOUT=5": false, "CALL_TIMEOUT=NaN": false, "CALL_TIMEOUT=Infinity": false, "CALL_TIMEOUT=-1s": false, "CALL_TIMEOUT=1us": false,
-		"LEASES=api=0x1p-4": false, "LEASES=api=1e-1": false, "LEASES=api=.5": true,
+		"PREFETCH=api=0x1p-4": false, "PREFETCH=api=1e-1": false, "PREFETCH=api=.5": true,
 		"MAX_STREAMS=1": true, "MAX_STREAMS=2147483647": true, "MAX_STREAMS=2147483648": false, "MAX_STREAMS=4294967296": false, "MAX_STREAMS=99999999999999999999": false,
 	} {
 		_, err := config.Load("", environment("DATABASE_URL=postgres://db", setting))
@@ -174,13 +174,13 @@ func TestLoad_Shards(t *testing.T) {
 	require.ErrorContains(t, err, "DATABASE_URL, SHARD_URLS: set one of them")
 }
 
-func TestLoad_Leases(t *testing.T) {
+func TestLoad_Prefetch(t *testing.T) {
 	t.Parallel()
-	load := func(leases string, more ...string) (config.Config, error) {
-		return config.Load("", environment(append(more, "DATABASE_URL=postgres://db", "LEASES="+leases)...))
+	load := func(prefetches string, more ...string) (config.Config, error) {
+		return config.Load("", environment(append(more, "DATABASE_URL=postgres://db", "PREFETCH="+prefetches)...))
 	}
 	c := kit.NoError(load("api, search=0.05,edge.remote_address,all=1", "DATABASE_CALLS=3"))(t)
-	require.Equal(t, []client.Lease{{Policy: "api"}, {Policy: "search", MaxShare: 0.05}, {Policy: "edge.remote_address"}, {Policy: "all", MaxShare: 1}}, c.Leases)
+	require.Equal(t, []client.Prefetch{{Policy: "api"}, {Policy: "search", MaxShare: 0.05}, {Policy: "edge.remote_address"}, {Policy: "all", MaxShare: 1}}, c.Prefetches)
 	require.Equal(t, 5, c.SharedConnections())
 	c = kit.NoError(load(""))(t)
 	require.Equal(t, 2, c.SharedConnections())
@@ -189,7 +189,7 @@ func TestLoad_Leases(t *testing.T) {
 		"api=": "", "api=0": "", "api=1.5": "", "api=-1": "", "api=NaN": "", "api=10%": `"10%" is no part of a capacity, such as 0.05, of policy "api"`,
 	} {
 		_, err := load(bad)
-		require.ErrorContains(t, err, "LEASES: ", bad)
+		require.ErrorContains(t, err, "PREFETCH: ", bad)
 		require.ErrorContains(t, err, want, bad)
 	}
 }

@@ -76,7 +76,7 @@ func Handler(s *Service, maxBytes int64) http.Handler {
 		if answer.GetOverallCode() == pb.RateLimitResponse_OVER_LIMIT {
 			w.WriteHeader(http.StatusTooManyRequests)
 		}
-		_, _ = w.Write(append(text, '\n')) // who has left needs no answer
+		_, _ = w.Write(append(text, '\n')) // an error here means that the client has hung up
 	})
 }
 

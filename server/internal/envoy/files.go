@@ -10,8 +10,6 @@ import (
 	"strings"
 	"syscall"
 
-	"go.yaml.in/yaml/v4"
-
 	"github.com/pgratelimit/pgratelimit/server/policyfile"
 )
 
@@ -77,16 +75,7 @@ func readFile(path string) ([]policyfile.EnvoyDomain, error) {
 	if err != nil {
 		return nil, err
 	}
-	if !isPolicyFile(data) {
-		domain, err := policyfile.ParseEnvoy(path, data)
-		return []policyfile.EnvoyDomain{domain}, err
-	}
-	file, err := policyfile.Parse(path, data)
-	if err != nil {
-		return nil, err
-	}
-	rules, err := file.Rules("")
-	return rules.Envoy, err
+	return policyfile.ParseEnvoy(path, data)
 }
 
 // readRegular reads a regular file. A pipe or a device may never end.
@@ -104,11 +93,4 @@ func readRegular(path string) ([]byte, error) {
 		return nil, fmt.Errorf("%s is no regular file: write the rules to one", path)
 	}
 	return io.ReadAll(io.LimitReader(file, policyfile.MaxBytes+1))
-}
-
-// isPolicyFile reports whether the file has a section of a policy file. It does not check for duplicate names: the parser does that
-// in linear time.
-func isPolicyFile(data []byte) bool {
-	var root struct{ Envoy, Policies, Domain yaml.Node }
-	return yaml.Load(data, &root, yaml.WithUniqueKeys(false)) == nil && root.Domain.IsZero() && !(root.Envoy.IsZero() && root.Policies.IsZero())
 }

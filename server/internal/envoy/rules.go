@@ -61,12 +61,13 @@ func init() {
 
 // newRules builds the tree of rules. Its error is [policyfile.Problems].
 func newRules(domains []policyfile.EnvoyDomain) (*Rules, error) {
-	b := builder{rules: &Rules{domains: make(map[string]*level)}, first: make(map[string]policyfile.Position)}
+	b := builder{rules: &Rules{domains: make(map[string]*level)}}
+	b.rules.described, b.problems = policyfile.EnvoyPolicies(domains)
 	for _, d := range domains {
-		b.domain(d)
+		before := len(b.rules.list)
+		b.rules.domains[d.Name] = b.level(d.Name, d.Descriptors)
+		b.circles(b.rules.list[before:])
 	}
-	described, problems := policyfile.EnvoyPolicies(domains)
-	b.rules.described, b.problems = described, append(b.problems, problems...)
 	if b.problems != nil {
 		slices.SortStableFunc(b.problems, func(p, q policyfile.Problem) int { return p.Compare(q.Position) })
 		return nil, b.problems
@@ -76,19 +77,7 @@ func newRules(domains []policyfile.EnvoyDomain) (*Rules, error) {
 
 type builder struct {
 	rules    *Rules
-	first    map[string]policyfile.Position // of each domain
 	problems policyfile.Problems
-}
-
-func (b *builder) domain(d policyfile.EnvoyDomain) {
-	if first, isSecond := b.first[d.Name]; isSecond {
-		b.problems.Add(d.At, "domain %q is in %s, too: write all its descriptors there", d.Name, first)
-		return
-	}
-	b.first[d.Name] = d.At
-	before := len(b.rules.list)
-	b.rules.domains[d.Name] = b.level(d.Name, d.Descriptors)
-	b.circles(b.rules.list[before:])
 }
 
 // circles reports rules that replace each other: a request that matches them all would have no limit.
@@ -109,7 +98,7 @@ func (b *builder) circles(rules []*rule) {
 			}
 		}
 		if r.Name != "" && slices.Contains(reached, r.Name) {
-			b.problems.Add(r.At, "%q replaces a rule that replaces it, and a request of both would have no limit: remove one of the two", r.Name)
+			b.problems.Add(r.At, "%q replaces itself or a rule that replaces it, and a request of both would have no limit: remove one of the two", r.Name)
 		}
 	}
 }

@@ -22,18 +22,6 @@ func (a api) AcquireMany(ctx context.Context, q *pb.AcquireManyRequest) (*pb.Ans
 	return &pb.Answers{Answers: answers(list)}, err
 }
 
-func (a api) PeekMany(ctx context.Context, q *pb.PeekManyRequest) (*pb.Answers, error) {
-	list, err := a.service.PeekMany(ctx, each(q.GetRequests(), charge))
-	return &pb.Answers{Answers: answers(list)}, err
-}
-
-func (a api) AcquireUpToMany(ctx context.Context, q *pb.AcquireUpToManyRequest) (*pb.Answers, error) {
-	list, err := a.service.AcquireUpToMany(ctx, each(q.GetRequests(), func(q *pb.UpTo) service.Request {
-		return service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.AtMost}
-	}))
-	return &pb.Answers{Answers: answers(list)}, err
-}
-
 type acquireStream = grpc.BidiStreamingServer[pb.AcquireStreamRequest, pb.AcquireStreamResponse]
 
 // AcquireStream answers messages side by side. It ends when all that it has begun to answer is answered.
@@ -127,7 +115,7 @@ func answers(list []service.Answer) []*pb.Answer {
 		if a.Err != nil {
 			answers[i].Error = errorOf(a.Err)
 		} else {
-			answers[i].Decision, answers[i].Taken = all[i].decision(a.Decision), a.Taken
+			answers[i].Decision = all[i].decision(a.Decision)
 		}
 	}
 	return answers

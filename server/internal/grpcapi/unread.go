@@ -61,10 +61,6 @@ func place(ctx context.Context, s *service.Service, q any) (*service.Place, erro
 		size.Operation, size.Elements = service.AcquireMany, len(q.GetRequests())
 	case *pb.AcquireStreamRequest:
 		size.Operation, size.Elements = service.AcquireMany, len(q.GetRequests())
-	case *pb.AcquireUpToManyRequest:
-		size.Operation, size.Elements = service.AcquireUpToMany, len(q.GetRequests())
-	case *pb.PeekManyRequest:
-		size.Operation, size.Elements = service.PeekMany, len(q.GetRequests())
 	case *pb.AcquireAllRequest:
 		size.Operation, size.Elements = service.AcquireAll, len(q.GetCharges())
 	case *envoypb.RateLimitRequest:

@@ -42,15 +42,12 @@ func dial(t *testing.T, address string) *grpc.ClientConn {
 func TestUnread_AConnectionThatDoesNotReadIsCutOff(t *testing.T) {
 	t.Parallel()
 	var requests []*pb.Request
-	var charges []*pb.Charge
 	for range 1000 {
 		requests = append(requests, &pb.Request{Policy: strings.Repeat("p", 100), LogicalKey: "k"})
-		charges = append(charges, &pb.Charge{Policy: strings.Repeat("p", 100), LogicalKey: "k"})
 	}
 	for method, q := range map[string]proto.Message{
 		pb.RateLimiter_AcquireStream_FullMethodName: &pb.AcquireStreamRequest{Requests: requests},
 		pb.RateLimiter_AcquireMany_FullMethodName:   &pb.AcquireManyRequest{Requests: requests},
-		pb.RateLimiter_PeekMany_FullMethodName:      &pb.PeekManyRequest{Requests: charges},
 	} {
 		t.Run(method[strings.LastIndex(method, "/")+1:], func(t *testing.T) {
 			t.Parallel()

@@ -44,16 +44,10 @@ func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 		return s.AcquireMany(ctx, r.Requests)
 	}, newAnswers)
 	handle(a, service.AcquireUpTo, "policy key at_most at_least idempotency_key", s.AcquireUpTo, newPartialDecision)
-	handle(a, service.AcquireUpToMany, "policy key at_most", func(ctx context.Context, r requests) ([]service.Answer, error) {
-		return s.AcquireUpToMany(ctx, r.Requests)
-	}, newAnswers)
 	handle(a, service.Reserve, "policy key cost idempotency_key max_wait", s.Reserve, newReservation)
 	handle(a, service.Charge, "policy key cost idempotency_key", s.Charge, NewDecision)
 	handle(a, service.Settle, "policy key cost idempotency_key", s.Settle, NewDecision)
 	handle(a, service.Peek, "policy key cost", s.Peek, NewDecision)
-	handle(a, service.PeekMany, "policy key cost", func(ctx context.Context, r requests) ([]service.Answer, error) {
-		return s.PeekMany(ctx, r.Requests)
-	}, newAnswers)
 	handle(a, service.Refund, "policy key amount", s.Refund, NewDecision)
 	handle(a, service.Pause, "policy key pause_for", s.Pause, NewDecision)
 	handle(a, service.Hold, "policy key holder cost", s.Hold, newHoldDecision)
@@ -168,7 +162,7 @@ func handle[Q, D, A any](a *api, operation service.Operation, names string, call
 			return
 		}
 		w.Header().Set("Content-Type", "application/json")
-		_, _ = w.Write(append(text, '\n')) // who has left needs no answer
+		_, _ = w.Write(append(text, '\n')) // an error here means that the client has hung up
 	})
 }
 
@@ -372,7 +366,7 @@ func (p Problem) Write(w http.ResponseWriter) {
 	}
 	w.WriteHeader(p.Status)
 	text, _ := json.Marshal(p)         // it has no value that could fail
-	_, _ = w.Write(append(text, '\n')) // who has left needs no answer
+	_, _ = w.Write(append(text, '\n')) // an error here means that the client has hung up
 }
 
 // A Decision is client.Decision in JSON: times are seconds, and null for never.
@@ -465,7 +459,6 @@ type answers struct {
 // An answer has a decision or an error.
 type answer struct {
 	Decision *Decision `json:"decision,omitzero"`
-	Taken    *int64    `json:"taken,omitempty"`
 	Error    *Problem  `json:"error,omitzero"`
 }
 
@@ -475,7 +468,7 @@ func newAnswers(list []service.Answer) answers {
 		if a.Err != nil {
 			all.Answers[i].Error = new(NewProblem(a.Err))
 		} else {
-			all.Answers[i].Decision, all.Answers[i].Taken = new(NewDecision(a.Decision)), a.Taken
+			all.Answers[i].Decision = new(NewDecision(a.Decision))
 		}
 	}
 	return all

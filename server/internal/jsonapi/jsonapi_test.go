@@ -24,7 +24,7 @@ import (
 )
 
 var paths = []string{"/v1/acquire", "/v1/acquire_all", "/v1/charge", "/v1/settle", "/v1/peek", "/v1/refund",
-	"/v1/acquire_many", "/v1/acquire_up_to", "/v1/reserve", "/v1/peek_many"}
+	"/v1/acquire_many", "/v1/acquire_up_to", "/v1/reserve"}
 
 // A body is what encoding/json reads in a request of any path.
 type body struct {
@@ -199,8 +199,8 @@ func TestNumbers_AreWholeInAnyForm(t *testing.T) {
 		"acquire": `{"policy":"p","key":"k","cost":N}`, "charge": `{"policy":"p","key":"k","cost":N}`, "peek": `{"policy":"p","key":"k","cost":N}`,
 		"reserve": `{"policy":"p","key":"k","max_wait":1,"cost":N}`, "settle": `{"policy":"p","key":"k","idempotency_key":"i","cost":N}`, "hold": `{"policy":"p","key":"k","holder":"h","cost":N}`,
 		"refund": `{"policy":"p","key":"k","amount":N}`, "acquire_up_to": `{"policy":"p","key":"k","at_most":N}`,
-		"acquire_many": `{"requests":[{"policy":"p","key":"k"},{"policy":"p","key":"k","cost":N}]}`, "peek_many": `{"requests":[{"policy":"p","key":"k","cost":N}]}`,
-		"acquire_up_to_many": `{"requests":[{"policy":"p","key":"k","at_most":N}]}`, "acquire_all": `{"charges":[{"policy":"p","key":"k","cost":N}]}`,
+		"acquire_many": `{"requests":[{"policy":"p","key":"k"},{"policy":"p","key":"k","cost":N}]}`,
+		"acquire_all":  `{"charges":[{"policy":"p","key":"k","cost":N}]}`,
 	} {
 		argument := regexp.MustCompile(`"(\w+)":N`).FindStringSubmatch(body)[1]
 		for number, plain := range map[string]string{
@@ -237,35 +237,33 @@ func TestUnread_LongAnswersTakeRoomUntilTheyAreRead(t *testing.T) {
 	t.Parallel()
 	mux := http.NewServeMux()
 	jsonapi.Register(mux, service.New(service.Single{Limiter: clienttest.New(time.Now)}, service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}, func(service.Call) {}), 1<<20)
-	for path, body := range map[string]string{"acquire_many": `{"requests":[L]}`, "peek_many": `{"requests":[L]}`} {
-		body = strings.Replace(body, "L", strings.Repeat(`{"policy":"p","key":"k"},`, 999)+`{"policy":"p","key":"k"}`, 1)
-		post := func(w http.ResponseWriter, body string) {
-			mux.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/"+path, strings.NewReader(body)))
-		}
-		may := make(chan struct{})
-		var clients sync.WaitGroup
-		for n := 0; ; n++ {
-			w := slow{httptest.NewRecorder(), make(chan struct{}), may}
-			clients.Go(func() { post(w, body) })
-			<-w.writing
-			if w.Code == http.StatusServiceUnavailable {
-				require.Greater(t, n, 15)
-				break
-			}
-			require.Less(t, n, 32)
-		}
-		refused, short := httptest.NewRecorder(), httptest.NewRecorder()
-		post(refused, body)
-		require.Equal(t, http.StatusServiceUnavailable, refused.Code)
-		require.Contains(t, refused.Body.String(), "too many calls under way")
-		post(short, `{"requests":[{"policy":"p","key":"k"}]}`)
-		require.Equal(t, http.StatusOK, short.Code, "a short answer takes none")
-		close(may)
-		clients.Wait()
-		again := httptest.NewRecorder()
-		post(again, body)
-		require.Equal(t, http.StatusOK, again.Code)
+	body := `{"requests":[` + strings.Repeat(`{"policy":"p","key":"k"},`, 999) + `{"policy":"p","key":"k"}]}`
+	post := func(w http.ResponseWriter, body string) {
+		mux.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/acquire_many", strings.NewReader(body)))
 	}
+	may := make(chan struct{})
+	var clients sync.WaitGroup
+	for n := 0; ; n++ {
+		w := slow{httptest.NewRecorder(), make(chan struct{}), may}
+		clients.Go(func() { post(w, body) })
+		<-w.writing
+		if w.Code == http.StatusServiceUnavailable {
+			require.Greater(t, n, 15)
+			break
+		}
+		require.Less(t, n, 32)
+	}
+	refused, short := httptest.NewRecorder(), httptest.NewRecorder()
+	post(refused, body)
+	require.Equal(t, http.StatusServiceUnavailable, refused.Code)
+	require.Contains(t, refused.Body.String(), "too many calls under way")
+	post(short, `{"requests":[{"policy":"p","key":"k"}]}`)
+	require.Equal(t, http.StatusOK, short.Code, "a short answer takes none")
+	close(may)
+	clients.Wait()
+	again := httptest.NewRecorder()
+	post(again, body)
+	require.Equal(t, http.StatusOK, again.Code)
 }
 
 // Go, JavaScript and Python write these numbers.

@@ -114,8 +114,8 @@ func (m *Metrics) Observe(call service.Call) {
 		exists := call.Err == nil && call.Result != service.NoRule
 		m.requests.Count(ctx, call.Policy, exists, call.Result, call.Duration) // only a decision proves that there is such a policy
 	}
-	if call.Leased {
-		m.requests.CountLeased(ctx, call.Policy)
+	if call.Prefetched {
+		m.requests.CountPrefetched(ctx, call.Policy)
 	}
 }
 
@@ -136,8 +136,8 @@ func (m *Metrics) of(o outcome) []metric.AddOption {
 
 // Counts has the requests for tokens so far.
 type Counts struct {
-	Requests map[string]map[client.Result]int64 // by policy
-	Leased   int64                              // those of them that were granted from a lease
+	Requests   map[string]map[client.Result]int64 // by policy
+	Prefetched int64                              // those of them that were granted in advance
 }
 
 // Counts reads the counters.
@@ -156,8 +156,8 @@ func (m *Metrics) Counts() Counts {
 					c.Requests[policy] = make(map[client.Result]int64)
 				}
 				c.Requests[policy][client.Result(label["result"])] += n
-			case "ratelimit_leased_total":
-				c.Leased += n
+			case "ratelimit_prefetched_total":
+				c.Prefetched += n
 			}
 		}
 	}

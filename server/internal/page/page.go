@@ -36,10 +36,10 @@ const maxErrors = 0.01
 // State has functions that read the state of the server.
 type State struct {
 	metrics.State
-	Counts func() metrics.Counts
-	Leases bool             // there may be some
-	Health func() string    // why no request can be answered, and nothing if some can
-	IsDown func(n int) bool // of the databases
+	Counts     func() metrics.Counts
+	Prefetches bool             // there may be some
+	Health     func() string    // why no request can be answered, and nothing if some can
+	IsDown     func(n int) bool // of the databases
 }
 
 // A Page answers requests for the status page.
@@ -121,7 +121,7 @@ func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h.Set("Cross-Origin-Opener-Policy", "same-origin")
 	h.Set("Cross-Origin-Resource-Policy", "same-origin")
 	h.Set("Cache-Control", "no-store")
-	_, _ = w.Write(text.Bytes()) // who has left needs no answer
+	_, _ = w.Write(text.Bytes()) // an error here means that the client has hung up
 }
 
 // A view has the data of the template.
@@ -219,8 +219,8 @@ func (p *Page) view(asked url.Values) view {
 		{"Calls under way", number(p.state.CallsUnderWay())},
 		{"Connections in use", number(p.state.ConnectionsInUse()) + " of " + number(p.state.ConnectionsTotal())},
 	}
-	if p.state.Leases {
-		v.Facts = append(v.Facts, fact{"Granted from leases", number(counts.Leased)})
+	if p.state.Prefetches {
+		v.Facts = append(v.Facts, fact{"Granted in advance", number(counts.Prefetched)})
 	}
 	for i, result := range results {
 		plot := plotOf(i, p.history.of(i))

@@ -27,21 +27,19 @@ const freeze = "create or replace function ratelimit.clock() returns timestamptz
 
 // everyCall has a body for each call. That of settle needs a grant under the idempotency key i.
 var everyCall = map[string]string{
-	"acquire":            `{"policy":"api","key":"k"}`,
-	"acquire_all":        `{"charges":[{"policy":"api","key":"k"}]}`,
-	"acquire_many":       `{"requests":[{"policy":"api","key":"k"}]}`,
-	"acquire_up_to":      `{"policy":"api","key":"k","at_most":1}`,
-	"reserve":            `{"policy":"api","key":"k","max_wait":60}`,
-	"charge":             `{"policy":"api","key":"k","cost":1}`,
-	"settle":             `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
-	"peek":               `{"policy":"api","key":"k"}`,
-	"peek_many":          `{"requests":[{"policy":"api","key":"k"}]}`,
-	"refund":             `{"policy":"api","key":"k","amount":1}`,
-	"acquire_up_to_many": `{"requests":[{"policy":"api","key":"k","at_most":1}]}`,
-	"pause":              `{"policy":"api","key":"k","pause_for":1}`,
-	"hold":               `{"policy":"jobs","key":"k","holder":"h"}`,
-	"renew":              `{"policy":"jobs","key":"k","holder":"h"}`,
-	"release":            `{"policy":"jobs","key":"k","holder":"h"}`,
+	"acquire":       `{"policy":"api","key":"k"}`,
+	"acquire_all":   `{"charges":[{"policy":"api","key":"k"}]}`,
+	"acquire_many":  `{"requests":[{"policy":"api","key":"k"}]}`,
+	"acquire_up_to": `{"policy":"api","key":"k","at_most":1}`,
+	"reserve":       `{"policy":"api","key":"k","max_wait":60}`,
+	"charge":        `{"policy":"api","key":"k","cost":1}`,
+	"settle":        `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
+	"peek":          `{"policy":"api","key":"k"}`,
+	"refund":        `{"policy":"api","key":"k","amount":1}`,
+	"pause":         `{"policy":"api","key":"k","pause_for":1}`,
+	"hold":          `{"policy":"jobs","key":"k","holder":"h"}`,
+	"renew":         `{"policy":"jobs","key":"k","holder":"h"}`,
+	"release":       `{"policy":"jobs","key":"k","holder":"h"}`,
 }
 
 // asJSON has the values of an answer by gRPC as the call by JSON writes them.
@@ -109,9 +107,6 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 			`{"allowed":true,"remaining":-3,"retry_after":0,"reset_after":1123200,"capacity":10,"replayed":false,"shadowed":false}`},
 		{"refund", `{"policy":"api","key":"k","amount":8}`,
 			`{"allowed":true,"remaining":5,"retry_after":0,"reset_after":432000,"capacity":10,"replayed":false,"shadowed":false}`},
-		{"acquire_up_to_many", `{"requests":[{"policy":"odd","key":"many","at_most":5},{"policy":"odd","key":"many","at_most":5}]}`,
-			`{"answers":[{"decision":{"allowed":true,"remaining":2,"retry_after":0,"reset_after":1.666667,"capacity":7,"replayed":false,"shadowed":false},"taken":5},` +
-				`{"decision":{"allowed":true,"remaining":0,"retry_after":0,"reset_after":2.333334,"capacity":7,"replayed":false,"shadowed":false},"taken":2}]}`},
 		{"pause", `{"policy":"odd","key":"paused","pause_for":1.5}`,
 			`{"allowed":false,"remaining":0,"retry_after":1.833334,"reset_after":3.833334,"capacity":7,"replayed":false,"shadowed":false}`},
 		{"acquire", `{"policy":"budget","key":"k"}`,
@@ -125,11 +120,6 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 				`{"decision":{"allowed":true,"remaining":999990,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false}},` +
 				`{"decision":{"allowed":false,"remaining":3,"retry_after":86400,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}},` +
 				`{"decision":{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":true,"shadowed":false}}]}`},
-		{"peek_many", `{"requests":[{"policy":"api","key":"k"},{"policy":"api","key":"k","cost":4},{"policy":"budget","key":"k"}]}`,
-			`{"answers":[` +
-				`{"decision":{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}},` +
-				`{"decision":{"allowed":false,"remaining":3,"retry_after":86400,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}},` +
-				`{"decision":{"allowed":true,"remaining":999990,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false}}]}`},
 		{"acquire_up_to", `{"policy":"api","key":"k","at_most":8,"at_least":4}`,
 			`{"allowed":false,"remaining":3,"retry_after":86400,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false,"taken":0}`},
 		{"acquire_up_to", `{"policy":"api","key":"k","at_most":8,"idempotency_key":"up"}`,
@@ -224,7 +214,6 @@ func TestErrors_OfRequests(t *testing.T) {
 		"settlement without a cost":  {"settle", `{"policy":"api","key":"k","idempotency_key":"used"}`, service.InvalidArgument, "22023", "invalid cost"},
 		"settlement of nothing":      {"settle", `{"policy":"api","key":"k","cost":1}`, service.InvalidArgument, "22023", "invalid idempotency_key"},
 		"many of none":               {"acquire_many", `{}`, service.InvalidArgument, "22023", "requests has 0 elements. Send 1 to 1000"},
-		"peeks of none":              {"peek_many", `{}`, service.InvalidArgument, "22023", "requests has 0 elements"},
 		"too many requests":          {"acquire_many", `{"requests":[` + strings.Repeat(`{"policy":"api","key":"k"},`, 1000) + `{"policy":"api","key":"k"}]}`, service.InvalidArgument, "22023", "requests has 1001 elements"},
 		"up to nothing":              {"acquire_up_to", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid at_most"},
 		"reservation without an end": {"reserve", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid max_wait"},

@@ -56,8 +56,8 @@ func openDatabases(ctx context.Context, c config.Config, log *slog.Logger) (*dat
 				return err
 			}
 		}
-		if len(c.Leases) > 0 {
-			return checkLeases(ctx, pool, c.Leases, log)
+		if len(c.Prefetches) > 0 {
+			return checkPrefetches(ctx, pool, c.Prefetches, log)
 		}
 		return nil
 	})
@@ -77,8 +77,8 @@ func (d *databases) close() {
 // limiters returns the limiters of all keys, and what closes them. It checks the numbers of shards.
 func (d *databases) limiters(ctx context.Context, options []client.Option) (service.Databases, func(), error) {
 	if !d.shards {
-		leaser := client.NewLeaser(d.pools[0], options...) // without a Lease it is a Combiner
-		return service.Single{Limiter: leaser}, leaser.Close, nil
+		prefetcher := client.NewPrefetcher(d.pools[0], options...) // without a Prefetch it is a Combiner
+		return service.Single{Limiter: prefetcher}, prefetcher.Close, nil
 	}
 	sharded, err := client.NewSharded(ctx, d.pools, options...)
 	if err != nil {
@@ -260,24 +260,24 @@ func definePolicy(ctx context.Context, db *pgxpool.Pool, policy client.Policy) e
 	return nil
 }
 
-// checkLeases checks that the role may lease. A Leaser takes tokens without a caller, so no caller would get its error. A policy
+// checkPrefetches checks that the role may take tokens in advance. A Prefetcher takes tokens without a caller, so no caller would get its error. A policy
 // may be defined later.
-func checkLeases(ctx context.Context, db *pgxpool.Pool, leases []client.Lease, log *slog.Logger) error {
+func checkPrefetches(ctx context.Context, db *pgxpool.Pool, prefetches []client.Prefetch, log *slog.Logger) error {
 	s, err := standingOf(ctx, db, "ratelimit_acquire_up_to(text, text, bigint, bigint, text)", "ratelimit_refund(text, text, bigint)")
 	if err != nil {
-		return fmt.Errorf("LEASES: %w", err)
+		return fmt.Errorf("PREFETCH: %w", err)
 	}
 	if !s.may {
-		return errors.New("LEASES: the role may not take tokens ahead: its owner can run: " +
+		return errors.New("PREFETCH: the role may not take tokens in advance: its owner can run: " +
 			inspect.Grant(inspect.SomeRole, "ratelimit_acquire_up_to", "ratelimit_refund"))
 	}
-	for _, lease := range leases {
-		_, err := client.New(db).Peek(ctx, lease.Policy, "any", client.Cost(0))
+	for _, prefetch := range prefetches {
+		_, err := client.New(db).Peek(ctx, prefetch.Policy, "any", client.Cost(0))
 		switch {
 		case errors.Is(err, client.ErrUnknownPolicy):
-			log.Warn("LEASES names a policy that is not there yet", "policy", lease.Policy)
+			log.Warn("PREFETCH names a policy that is not there yet", "policy", prefetch.Policy)
 		case err != nil:
-			return fmt.Errorf("LEASES: the policy %s: %w", lease.Policy, err)
+			return fmt.Errorf("PREFETCH: the policy %s: %w", prefetch.Policy, err)
 		}
 	}
 	return nil

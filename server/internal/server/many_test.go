@@ -31,48 +31,38 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 	db, s := parallel(t)
 	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)))
 	const good = `{"policy":"api","key":"k"},`
-	for _, path := range []string{"acquire_many", "peek_many", "acquire_up_to_many"} {
-		for bad, want := range map[string]struct {
-			kind        service.Kind
-			state, says string
-		}{
-			`{"policy":"nobody","key":"k"}`:        {service.UnknownPolicy, "RL001", "No policy is named 'nobody'"},
-			`{"key":"k"}`:                          {service.UnknownPolicy, "RL001", "No policy is named 'default'"},
-			`{"policy":"api","key":"k","cost":-1}`: {service.InvalidArgument, "22023", "requests[1].cost is -1"},
-			`{"policy":"api"}`:                     {service.InvalidArgument, "22023", "requests[1].key is empty"},
-			`{"policy":"api","key":"` + strings.Repeat("k", 513) + `"}`:    {service.InvalidArgument, "22023", "requests[1].key is 513 bytes"},
-			`{"policy":"api","key":"a\u0000b"}`:                            {service.InvalidArgument, "22023", "requests[1]: "},
-			`{"policy":"api","key":"k","idempotency_key":""}`:              {service.InvalidArgument, "22023", "requests[1].idempotency_key is"},
-			`{"policy":"api","key":"k","cost":2,"idempotency_key":"used"}`: {service.IdempotencyMismatch, "RL002", "used before with another cost"},
-		} {
-			if path != "acquire_many" && strings.Contains(bad, "idempotency_key") {
-				continue
-			}
-			says, list := want.says, good+bad+`,{"policy":"budget","key":"k"}`
-			if path == "acquire_up_to_many" {
-				list = strings.ReplaceAll(strings.ReplaceAll(list, `"cost"`, `"at_most"`), `"}`, `","at_most":1}`)
-				says = strings.Replace(says, "cost", "at_most", 1)
-			}
-			body := `{"requests":[` + list + `]}`
-			db.Exec(t, "select ratelimit_reset('api', 'k')")
-			out := kit.NoError(s.call(t.Context(), path, body))(t)
-			answers := out.(*pb.Answers).GetAnswers()
-			require.Len(t, answers, 3)
-			require.Equal(t, pb.Verdict_ALLOWED, answers[0].GetDecision().GetVerdict())
-			require.Equal(t, pb.Verdict_ALLOWED, answers[2].GetDecision().GetVerdict())
-			e := answers[1].GetError()
-			require.Equal(t, []any{int32(want.kind.Code()), want.kind.Reason(), want.state}, []any{e.GetCode(), e.GetReason(), e.GetSqlstate()}, "%s: %v", bad, e)
-			require.Contains(t, e.GetMessage(), says)
+	for bad, want := range map[string]struct {
+		kind        service.Kind
+		state, says string
+	}{
+		`{"policy":"nobody","key":"k"}`:        {service.UnknownPolicy, "RL001", "No policy is named 'nobody'"},
+		`{"key":"k"}`:                          {service.UnknownPolicy, "RL001", "No policy is named 'default'"},
+		`{"policy":"api","key":"k","cost":-1}`: {service.InvalidArgument, "22023", "requests[1].cost is -1"},
+		`{"policy":"api"}`:                     {service.InvalidArgument, "22023", "requests[1].key is empty"},
+		`{"policy":"api","key":"` + strings.Repeat("k", 513) + `"}`:    {service.InvalidArgument, "22023", "requests[1].key is 513 bytes"},
+		`{"policy":"api","key":"a\u0000b"}`:                            {service.InvalidArgument, "22023", "requests[1]: "},
+		`{"policy":"api","key":"k","idempotency_key":""}`:              {service.InvalidArgument, "22023", "requests[1].idempotency_key is"},
+		`{"policy":"api","key":"k","cost":2,"idempotency_key":"used"}`: {service.IdempotencyMismatch, "RL002", "used before with another cost"},
+	} {
+		body := `{"requests":[` + good + bad + `,{"policy":"budget","key":"k"}]}`
+		db.Exec(t, "select ratelimit_reset('api', 'k')")
+		out := kit.NoError(s.call(t.Context(), "acquire_many", body))(t)
+		answers := out.(*pb.Answers).GetAnswers()
+		require.Len(t, answers, 3)
+		require.Equal(t, pb.Verdict_ALLOWED, answers[0].GetDecision().GetVerdict())
+		require.Equal(t, pb.Verdict_ALLOWED, answers[2].GetDecision().GetVerdict())
+		e := answers[1].GetError()
+		require.Equal(t, []any{int32(want.kind.Code()), want.kind.Reason(), want.state}, []any{e.GetCode(), e.GetReason(), e.GetSqlstate()}, "%s: %v", bad, e)
+		require.Contains(t, e.GetMessage(), want.says)
 
-			a := s.mustPost("/v1/"+path, body)
-			require.Equal(t, http.StatusOK, a.status)
-			inJSON := a.body["answers"].([]any)
-			require.NotContains(t, inJSON[0], "error")
-			problem := inJSON[1].(map[string]any)["error"].(map[string]any)
-			require.EqualValues(t, want.kind.Status(), problem["status"])
-			require.Equal(t, want.state, problem["sqlstate"])
-			require.Contains(t, fmt.Sprint(problem["title"], problem["detail"]), says)
-		}
+		a := s.mustPost("/v1/acquire_many", body)
+		require.Equal(t, http.StatusOK, a.status)
+		inJSON := a.body["answers"].([]any)
+		require.NotContains(t, inJSON[0], "error")
+		problem := inJSON[1].(map[string]any)["error"].(map[string]any)
+		require.EqualValues(t, want.kind.Status(), problem["status"])
+		require.Equal(t, want.state, problem["sqlstate"])
+		require.Contains(t, fmt.Sprint(problem["title"], problem["detail"]), want.says)
 	}
 }
 

@@ -102,5 +102,5 @@ func (m *monitor) healthz(w http.ResponseWriter, _ *http.Request) {
 // livez responds as long as the process runs.
 func livez(w http.ResponseWriter, _ *http.Request) {
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-	_, _ = w.Write([]byte("ok\n")) // who has left needs no answer
+	_, _ = w.Write([]byte("ok\n")) // an error here means that the client has hung up
 }

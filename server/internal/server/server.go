@@ -113,7 +113,7 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	s.monitor = newMonitor(s.databases.check, log, services...)
 	if c.StatusPage {
 		s.page = page.New(s.databases.pools, page.State{
-			State: state, Counts: s.metrics.Counts, Leases: len(c.Leases) > 0, Health: s.monitor.health, IsDown: s.databases.isDown,
+			State: state, Counts: s.metrics.Counts, Prefetches: len(c.Prefetches) > 0, Health: s.monitor.health, IsDown: s.databases.isDown,
 		}, log)
 	}
 	if err := s.listen(); err != nil {
@@ -130,8 +130,8 @@ func (s *Server) limiterOptions() []client.Option {
 	if s.config.DenialCache {
 		options = append(options, client.DenialCache())
 	}
-	for _, lease := range s.config.Leases {
-		options = append(options, lease)
+	for _, prefetch := range s.config.Prefetches {
+		options = append(options, prefetch)
 	}
 	return options
 }

@@ -102,9 +102,9 @@ func TestShards_OneIsDown(t *testing.T) {
 
 const busy = "select ratelimit_define_policy('busy', 1000000, 1, '1 day')"
 
-// spend has callers ask until enough of their requests were answered from a lease, and returns how many were granted, and how
+// spend has callers ask until enough of their requests were granted in advance, and returns how many were granted, and how
 // many of these were marked.
-func (s *testServer) spend(key string, enough int64) (granted, leased int64) {
+func (s *testServer) spend(key string, enough int64) (granted, prefetched int64) {
 	s.t.Helper()
 	var all, marked atomic.Int64
 	var callers sync.WaitGroup
@@ -131,15 +131,15 @@ func spent(t *testing.T, db *pgtest.DB, key string) int64 {
 	return kit.One[int64](t, db.Pool, "select 1000000 - (ratelimit_peek('busy', $1)).remaining", key)
 }
 
-// The answer, the metrics and the page show grants from leases. Other calls go to the database. When the server stops, it refunds
-// its leases.
-func TestLeases_AnswerForBusyBuckets(t *testing.T) {
+// The answer, the metrics and the page show grants in advance. Other calls go to the database. When the server stops, it refunds
+// its stocks.
+func TestPrefetch_AnswersForBusyBuckets(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	db.Exec(t, busy)
-	s := start(t, db.URL, "LEASES=api, busy=0.01, later", "STATUS_PAGE=true")
-	require.Contains(t, s.log.String(), "LEASES names a policy that is not there yet\" policy=later")
-	granted, leased := s.spend("k", 500)
+	s := start(t, db.URL, "PREFETCH=api, busy=0.01, later", "STATUS_PAGE=true")
+	require.Contains(t, s.log.String(), "PREFETCH names a policy that is not there yet\" policy=later")
+	granted, prefetched := s.spend("k", 500)
 
 	for n := range 5 {
 		keyed := fmt.Sprintf(`{"policy":"busy","key":"k","idempotency_key":"%d"`, n)
@@ -150,20 +150,20 @@ func TestLeases_AnswerForBusyBuckets(t *testing.T) {
 		require.NotContains(t, s.mustPost("/v1/peek", `{"policy":"busy","key":"k"}`).body, "estimated")
 		granted += 3 + 1
 	}
-	require.Contains(t, s.get("/metrics").text, fmt.Sprintf("ratelimit_leased_total{policy=\"busy\"} %d\n", leased))
-	require.Regexp(t, `Granted from leases</dt><dd>[1-9]`, s.get("/").text)
+	require.Contains(t, s.get("/metrics").text, fmt.Sprintf("ratelimit_prefetched_total{policy=\"busy\"} %d\n", prefetched))
+	require.Regexp(t, `Granted in advance</dt><dd>[1-9]`, s.get("/").text)
 	more, _ := s.spend("k", 100) // so that it holds some
 	require.NoError(t, s.stop())
 	require.Equal(t, granted+more, spent(t, db, "k"))
 }
 
-func TestLeases_OfShards(t *testing.T) {
+func TestPrefetch_OfShards(t *testing.T) {
 	t.Parallel()
 	dbs, setting := newShards(t, 2)
 	for _, db := range dbs {
 		db.Exec(t, busy)
 	}
-	s := start(t, "", setting, "LEASES=busy")
+	s := start(t, "", setting, "PREFETCH=busy")
 	var granted [2]int64
 	for n := range dbs {
 		granted[n], _ = s.spend(keyOn(n, 2), 100)
@@ -174,15 +174,15 @@ func TestLeases_OfShards(t *testing.T) {
 	}
 }
 
-func TestLeases_NeedGrants(t *testing.T) {
+func TestPrefetch_NeedsGrants(t *testing.T) {
 	t.Parallel()
-	db, role, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_peek_many, ratelimit_refund")
-	require.ErrorContains(t, startError(t, url, "LEASES=api"), "grant execute on function ratelimit_acquire_up_to, ratelimit_refund to <role>;")
+	db, role, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, ratelimit_peek, ratelimit_refund")
+	require.ErrorContains(t, startError(t, url, "PREFETCH=api"), "grant execute on function ratelimit_acquire_up_to, ratelimit_refund to <role>;")
 	db.Exec(t, "grant execute on function ratelimit_acquire_up_to to "+role)
-	start(t, url, "LEASES=api")
+	start(t, url, "PREFETCH=api")
 }
 
-func TestLeases_AreOffUnlessAskedFor(t *testing.T) {
+func TestPrefetch_IsOffUnlessAskedFor(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	db.Exec(t, busy)
@@ -190,7 +190,7 @@ func TestLeases_AreOffUnlessAskedFor(t *testing.T) {
 	for range 100 {
 		require.NotContains(t, s.mustPost("/v1/acquire", `{"policy":"busy","key":"k"}`).body, "estimated")
 	}
-	require.NotContains(t, s.get("/metrics").text, "ratelimit_leased")
-	require.NotContains(t, s.get("/").text, "leases")
+	require.NotContains(t, s.get("/metrics").text, "ratelimit_prefetched")
+	require.NotContains(t, s.get("/").text, "in advance")
 	require.EqualValues(t, 100, spent(t, db, "k"))
 }

@@ -63,7 +63,7 @@ func TestStart_DefinesTheDefaultPolicyOnce(t *testing.T) {
 func TestStart_AsARoleThatMayOnlyAskForTokens(t *testing.T) {
 	t.Parallel()
 	_, _, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, "+
-		"ratelimit_acquire_up_to, ratelimit_acquire_up_to_many, ratelimit_reserve, ratelimit_peek, ratelimit_peek_many, ratelimit_refund, ratelimit_pause, ratelimit_hold, ratelimit_renew, ratelimit_release")
+		"ratelimit_acquire_up_to, ratelimit_reserve, ratelimit_peek, ratelimit_refund, ratelimit_pause, ratelimit_hold, ratelimit_renew, ratelimit_release")
 	s := start(t, url)
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k","idempotency_key":"i"}`).status)
 	for path, body := range everyCall {

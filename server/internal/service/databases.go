@@ -16,17 +16,15 @@ type Databases interface {
 	On(key string) Limiter
 }
 
-// A Limiter is a *[client.Leaser].
+// A Limiter is a *[client.Prefetcher].
 type Limiter interface {
 	client.Acquirer
 	AcquireMany(ctx context.Context, requests []client.Request) []client.Answer
 	AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...client.CallOption) (client.PartialDecision, error)
-	AcquireUpToMany(ctx context.Context, charges []client.Charge) []client.PartialAnswer
 	Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...client.CallOption) (client.Reservation, error)
 	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.CallOption) (client.Decision, error)
 	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)
 	Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error)
-	PeekMany(ctx context.Context, charges []client.Charge) []client.Answer
 	Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error)
 	Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (client.Decision, error)
 	HoldAs(ctx context.Context, policy, key, holder string, opts ...client.CallOption) (client.HoldDecision, error)

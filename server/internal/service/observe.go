@@ -10,11 +10,11 @@ import (
 type Call struct {
 	Operation Operation
 	// Policy may be unknown. Of several charges it is the policy of the one that decided. It is empty without a charge.
-	Policy   string
-	Result   client.Result
-	Leased   bool   // granted from tokens that were taken before
-	Err      *Error // nil if there was a decision
-	Duration time.Duration
+	Policy     string
+	Result     client.Result
+	Prefetched bool   // granted from tokens that were taken before
+	Err        *Error // nil if there was a decision
+	Duration   time.Duration
 
 	// Domain and Keys are those of a request of Envoy's that no rule matches.
 	Domain, Keys string
@@ -28,28 +28,26 @@ type Operation string
 
 // The operations.
 const (
-	Acquire         Operation = "acquire"
-	AcquireAll      Operation = "acquire_all"
-	AcquireMany     Operation = "acquire_many" // each of its requests is a Call
-	AcquireUpTo     Operation = "acquire_up_to"
-	AcquireUpToMany Operation = "acquire_up_to_many" // each of its requests is a Call
-	Reserve         Operation = "reserve"
-	Charge          Operation = "charge"
-	Settle          Operation = "settle"
-	Peek            Operation = "peek"
-	PeekMany        Operation = "peek_many" // each of its requests is a Call
-	Refund          Operation = "refund"
-	Pause           Operation = "pause"
-	Hold            Operation = "hold"
-	Renew           Operation = "renew"
-	Release         Operation = "release"
-	Gate            Operation = "gate" // Envoy's ShouldRateLimit
+	Acquire     Operation = "acquire"
+	AcquireAll  Operation = "acquire_all"
+	AcquireMany Operation = "acquire_many" // each of its requests is a Call
+	AcquireUpTo Operation = "acquire_up_to"
+	Reserve     Operation = "reserve"
+	Charge      Operation = "charge"
+	Settle      Operation = "settle"
+	Peek        Operation = "peek"
+	Refund      Operation = "refund"
+	Pause       Operation = "pause"
+	Hold        Operation = "hold"
+	Renew       Operation = "renew"
+	Release     Operation = "release"
+	Gate        Operation = "gate" // Envoy's ShouldRateLimit
 )
 
 // Takes reports whether the call asks for tokens or slots.
 func (o Operation) Takes() bool {
 	switch o {
-	case Settle, Peek, PeekMany, Refund, Pause, Renew, Release:
+	case Settle, Peek, Refund, Pause, Renew, Release:
 		return false
 	}
 	return true
@@ -58,7 +56,7 @@ func (o Operation) Takes() bool {
 // observeCall observes a call that has an answer, and returns its error.
 func (s *Service) observeCall(call Call, begin time.Time, d client.Decision) error {
 	call.Duration = time.Since(begin)
-	call.Leased = d.Estimated
+	call.Prefetched = d.Estimated
 	answer := client.Answer{Decision: d}
 	if call.Err != nil { // else it would be an error that is a nil pointer
 		answer.Err = call.Err

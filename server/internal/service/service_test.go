@@ -156,20 +156,8 @@ func TestObserve_ARenewalOfNobodyIsNotAllowed(t *testing.T) {
 	}
 }
 
-// An at_most that is missing is refused, as in AcquireUpTo, and takes nothing.
-func TestAcquireUpToMany_NeedsAtMost(t *testing.T) {
-	t.Parallel()
-	fake := newFake(t)
-	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
-	answers := kit.NoError(s.AcquireUpToMany(t.Context(), []service.Request{{Policy: "api", Key: "k", Cost: new(int64(1))}, {Policy: "api", Key: "k"}}))(t)
-	require.Nil(t, answers[0].Err)
-	requireKind(t, service.InvalidArgument, answers[1].Err)
-	require.Contains(t, answers[1].Err.Error(), "requests[1].at_most is ")
-	require.EqualValues(t, 9, left(t, fake, "api", "k"))
-}
-
 // An error names the request by its number in the call, and not by that among the requests of its shard.
-func TestMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
+func TestAcquireMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
 	t.Parallel()
 	limits := roomy
 	limits.Shards = 2
@@ -178,11 +166,9 @@ func TestMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
 	for i := range 20 {
 		requests = append(requests, service.Request{Policy: "api", Key: fmt.Sprint(i), Cost: new(int64(-1))})
 	}
-	for name, ask := range map[string]func(context.Context, []service.Request) ([]service.Answer, error){"acquire": s.AcquireMany, "peek": s.PeekMany, "up to": s.AcquireUpToMany} {
-		for i, a := range kit.NoError(ask(t.Context(), requests))(t) {
-			requireKind(t, service.InvalidArgument, a.Err)
-			require.Contains(t, a.Err.Detail, fmt.Sprintf("requests[%d]", i), name)
-		}
+	for i, a := range kit.NoError(s.AcquireMany(t.Context(), requests))(t) {
+		requireKind(t, service.InvalidArgument, a.Err)
+		require.Contains(t, a.Err.Detail, fmt.Sprintf("requests[%d]", i))
 	}
 }
 
@@ -199,27 +185,27 @@ func TestErrors_TheEndOfAContext(t *testing.T) {
 	}
 }
 
-// leased is a limiter that grants from leases.
-type leased struct{ *clienttest.Fake }
+// prefetched is a limiter that grants in advance.
+type prefetched struct{ *clienttest.Fake }
 
-func (l leased) Acquire(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
+func (l prefetched) Acquire(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
 	d, err := l.Fake.Acquire(ctx, policy, key, opts...)
 	d.Estimated = d.Allowed
 	return d, err
 }
 
-func TestObserve_TellsGrantsFromLeases(t *testing.T) {
+func TestObserve_TellsGrantsInAdvance(t *testing.T) {
 	t.Parallel()
 	var seen recorder
-	s := service.New(service.Single{Limiter: leased{newFake(t)}}, roomy, seen.observe)
+	s := service.New(service.Single{Limiter: prefetched{newFake(t)}}, roomy, seen.observe)
 	d := kit.NoError(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"}))(t)
-	require.True(t, d.Estimated && seen.last().Leased)
+	require.True(t, d.Estimated && seen.last().Prefetched)
 	require.NoError(t, kit.ErrorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false)))
-	require.True(t, seen.last().Leased)
+	require.True(t, seen.last().Prefetched)
 	require.NoError(t, kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k", Cost: new(int64(10))})))
-	require.False(t, seen.last().Leased, "a denial")
+	require.False(t, seen.last().Prefetched, "a denial")
 	require.NoError(t, kit.ErrorOf(s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"})))
-	require.False(t, seen.last().Leased)
+	require.False(t, seen.last().Prefetched)
 }
 
 // A stuck limiter answers when it is let go, or when its caller has no more time.

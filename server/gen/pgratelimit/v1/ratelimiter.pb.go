@@ -571,7 +571,6 @@ type Answer struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Decision      *Decision              `protobuf:"bytes,1,opt,name=decision,proto3" json:"decision,omitempty"`
 	Error         *Error                 `protobuf:"bytes,2,opt,name=error,proto3" json:"error,omitempty"`
-	Taken         *int64                 `protobuf:"varint,3,opt,name=taken,proto3,oneof" json:"taken,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -618,13 +617,6 @@ func (x *Answer) GetError() *Error {
 		return x.Error
 	}
 	return nil
-}
-
-func (x *Answer) GetTaken() int64 {
-	if x != nil && x.Taken != nil {
-		return *x.Taken
-	}
-	return 0
 }
 
 type Answers struct {
@@ -867,110 +859,6 @@ func (x *PartialDecision) GetTaken() int64 {
 	return 0
 }
 
-type AcquireUpToManyRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Requests      []*UpTo                `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *AcquireUpToManyRequest) Reset() {
-	*x = AcquireUpToManyRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *AcquireUpToManyRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*AcquireUpToManyRequest) ProtoMessage() {}
-
-func (x *AcquireUpToManyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use AcquireUpToManyRequest.ProtoReflect.Descriptor instead.
-func (*AcquireUpToManyRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{13}
-}
-
-func (x *AcquireUpToManyRequest) GetRequests() []*UpTo {
-	if x != nil {
-		return x.Requests
-	}
-	return nil
-}
-
-type UpTo struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	LogicalKey    string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
-	AtMost        *int64                 `protobuf:"varint,2,opt,name=at_most,json=atMost,proto3,oneof" json:"at_most,omitempty"`
-	Policy        string                 `protobuf:"bytes,3,opt,name=policy,proto3" json:"policy,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *UpTo) Reset() {
-	*x = UpTo{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *UpTo) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*UpTo) ProtoMessage() {}
-
-func (x *UpTo) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use UpTo.ProtoReflect.Descriptor instead.
-func (*UpTo) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{14}
-}
-
-func (x *UpTo) GetLogicalKey() string {
-	if x != nil {
-		return x.LogicalKey
-	}
-	return ""
-}
-
-func (x *UpTo) GetAtMost() int64 {
-	if x != nil && x.AtMost != nil {
-		return *x.AtMost
-	}
-	return 0
-}
-
-func (x *UpTo) GetPolicy() string {
-	if x != nil {
-		return x.Policy
-	}
-	return ""
-}
-
 type ReserveRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	RequestId     *string                `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3,oneof" json:"request_id,omitempty"`
@@ -984,7 +872,7 @@ type ReserveRequest struct {
 
 func (x *ReserveRequest) Reset() {
 	*x = ReserveRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -996,7 +884,7 @@ func (x *ReserveRequest) String() string {
 func (*ReserveRequest) ProtoMessage() {}
 
 func (x *ReserveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1009,7 +897,7 @@ func (x *ReserveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReserveRequest.ProtoReflect.Descriptor instead.
 func (*ReserveRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{15}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ReserveRequest) GetRequestId() string {
@@ -1062,7 +950,7 @@ type Reservation struct {
 
 func (x *Reservation) Reset() {
 	*x = Reservation{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1074,7 +962,7 @@ func (x *Reservation) String() string {
 func (*Reservation) ProtoMessage() {}
 
 func (x *Reservation) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1087,7 +975,7 @@ func (x *Reservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reservation.ProtoReflect.Descriptor instead.
 func (*Reservation) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{16}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Reservation) GetVerdict() Verdict {
@@ -1139,50 +1027,6 @@ func (x *Reservation) GetShadowed() bool {
 	return false
 }
 
-type PeekManyRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Requests      []*Charge              `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *PeekManyRequest) Reset() {
-	*x = PeekManyRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *PeekManyRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*PeekManyRequest) ProtoMessage() {}
-
-func (x *PeekManyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use PeekManyRequest.ProtoReflect.Descriptor instead.
-func (*PeekManyRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{17}
-}
-
-func (x *PeekManyRequest) GetRequests() []*Charge {
-	if x != nil {
-		return x.Requests
-	}
-	return nil
-}
-
 type RefundRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	LogicalKey    string                 `protobuf:"bytes,1,opt,name=logical_key,json=logicalKey,proto3" json:"logical_key,omitempty"`
@@ -1194,7 +1038,7 @@ type RefundRequest struct {
 
 func (x *RefundRequest) Reset() {
 	*x = RefundRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1206,7 +1050,7 @@ func (x *RefundRequest) String() string {
 func (*RefundRequest) ProtoMessage() {}
 
 func (x *RefundRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1219,7 +1063,7 @@ func (x *RefundRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RefundRequest.ProtoReflect.Descriptor instead.
 func (*RefundRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{18}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RefundRequest) GetLogicalKey() string {
@@ -1254,7 +1098,7 @@ type PauseRequest struct {
 
 func (x *PauseRequest) Reset() {
 	*x = PauseRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1266,7 +1110,7 @@ func (x *PauseRequest) String() string {
 func (*PauseRequest) ProtoMessage() {}
 
 func (x *PauseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1279,7 +1123,7 @@ func (x *PauseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
 func (*PauseRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{19}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PauseRequest) GetLogicalKey() string {
@@ -1315,7 +1159,7 @@ type HoldRequest struct {
 
 func (x *HoldRequest) Reset() {
 	*x = HoldRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1327,7 +1171,7 @@ func (x *HoldRequest) String() string {
 func (*HoldRequest) ProtoMessage() {}
 
 func (x *HoldRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1340,7 +1184,7 @@ func (x *HoldRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HoldRequest.ProtoReflect.Descriptor instead.
 func (*HoldRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{20}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *HoldRequest) GetLogicalKey() string {
@@ -1386,7 +1230,7 @@ type HoldDecision struct {
 
 func (x *HoldDecision) Reset() {
 	*x = HoldDecision{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1398,7 +1242,7 @@ func (x *HoldDecision) String() string {
 func (*HoldDecision) ProtoMessage() {}
 
 func (x *HoldDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1411,7 +1255,7 @@ func (x *HoldDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HoldDecision.ProtoReflect.Descriptor instead.
 func (*HoldDecision) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *HoldDecision) GetVerdict() Verdict {
@@ -1474,7 +1318,7 @@ type Holder struct {
 
 func (x *Holder) Reset() {
 	*x = Holder{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1486,7 +1330,7 @@ func (x *Holder) String() string {
 func (*Holder) ProtoMessage() {}
 
 func (x *Holder) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1499,7 +1343,7 @@ func (x *Holder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Holder.ProtoReflect.Descriptor instead.
 func (*Holder) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{22}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Holder) GetLogicalKey() string {
@@ -1532,7 +1376,7 @@ type RenewResponse struct {
 
 func (x *RenewResponse) Reset() {
 	*x = RenewResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1544,7 +1388,7 @@ func (x *RenewResponse) String() string {
 func (*RenewResponse) ProtoMessage() {}
 
 func (x *RenewResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1557,7 +1401,7 @@ func (x *RenewResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewResponse.ProtoReflect.Descriptor instead.
 func (*RenewResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{23}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RenewResponse) GetHeldFor() *durationpb.Duration {
@@ -1576,7 +1420,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1588,7 +1432,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[24]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1601,7 +1445,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{24}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ReleaseResponse) GetReleased() bool {
@@ -1659,12 +1503,10 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\x15AcquireStreamResponse\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x120\n" +
 	"\aanswers\x18\x02 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\x12+\n" +
-	"\x05error\x18\x03 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\"\x90\x01\n" +
+	"\x05error\x18\x03 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\"k\n" +
 	"\x06Answer\x124\n" +
 	"\bdecision\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionR\bdecision\x12+\n" +
-	"\x05error\x18\x02 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\x12\x19\n" +
-	"\x05taken\x18\x03 \x01(\x03H\x00R\x05taken\x88\x01\x01B\b\n" +
-	"\x06_taken\";\n" +
+	"\x05error\x18\x02 \x01(\v2\x15.pgratelimit.v1.ErrorR\x05error\";\n" +
 	"\aAnswers\x120\n" +
 	"\aanswers\x18\x01 \x03(\v2\x16.pgratelimit.v1.AnswerR\aanswers\"i\n" +
 	"\x05Error\x12\x12\n" +
@@ -1686,16 +1528,7 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\t_at_least\"]\n" +
 	"\x0fPartialDecision\x124\n" +
 	"\bdecision\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionR\bdecision\x12\x14\n" +
-	"\x05taken\x18\x02 \x01(\x03R\x05taken\"J\n" +
-	"\x16AcquireUpToManyRequest\x120\n" +
-	"\brequests\x18\x01 \x03(\v2\x14.pgratelimit.v1.UpToR\brequests\"i\n" +
-	"\x04UpTo\x12\x1f\n" +
-	"\vlogical_key\x18\x01 \x01(\tR\n" +
-	"logicalKey\x12\x1c\n" +
-	"\aat_most\x18\x02 \x01(\x03H\x00R\x06atMost\x88\x01\x01\x12\x16\n" +
-	"\x06policy\x18\x03 \x01(\tR\x06policyB\n" +
-	"\n" +
-	"\b_at_most\"\xd4\x01\n" +
+	"\x05taken\x18\x02 \x01(\x03R\x05taken\"\xd4\x01\n" +
 	"\x0eReserveRequest\x12\"\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x1f\n" +
@@ -1714,9 +1547,7 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"resetAfter\x12\x1a\n" +
 	"\bcapacity\x18\x05 \x01(\x03R\bcapacity\x12\x1a\n" +
 	"\breplayed\x18\x06 \x01(\bR\breplayed\x12\x1a\n" +
-	"\bshadowed\x18\a \x01(\bR\bshadowed\"E\n" +
-	"\x0fPeekManyRequest\x122\n" +
-	"\brequests\x18\x01 \x03(\v2\x16.pgratelimit.v1.ChargeR\brequests\"p\n" +
+	"\bshadowed\x18\a \x01(\bR\bshadowed\"p\n" +
 	"\rRefundRequest\x12\x1f\n" +
 	"\vlogical_key\x18\x01 \x01(\tR\n" +
 	"logicalKey\x12\x1b\n" +
@@ -1757,20 +1588,18 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\x13VERDICT_UNSPECIFIED\x10\x00\x12\v\n" +
 	"\aALLOWED\x10\x01\x12\n" +
 	"\n" +
-	"\x06DENIED\x10\x022\xfe\b\n" +
+	"\x06DENIED\x10\x022\xe4\a\n" +
 	"\vRateLimiter\x12<\n" +
 	"\aAcquire\x12\x17.pgratelimit.v1.Request\x1a\x18.pgratelimit.v1.Decision\x12N\n" +
 	"\n" +
 	"AcquireAll\x12!.pgratelimit.v1.AcquireAllRequest\x1a\x1d.pgratelimit.v1.JointDecision\x12J\n" +
 	"\vAcquireMany\x12\".pgratelimit.v1.AcquireManyRequest\x1a\x17.pgratelimit.v1.Answers\x12`\n" +
 	"\rAcquireStream\x12$.pgratelimit.v1.AcquireStreamRequest\x1a%.pgratelimit.v1.AcquireStreamResponse(\x010\x01\x12R\n" +
-	"\vAcquireUpTo\x12\".pgratelimit.v1.AcquireUpToRequest\x1a\x1f.pgratelimit.v1.PartialDecision\x12R\n" +
-	"\x0fAcquireUpToMany\x12&.pgratelimit.v1.AcquireUpToManyRequest\x1a\x17.pgratelimit.v1.Answers\x12F\n" +
+	"\vAcquireUpTo\x12\".pgratelimit.v1.AcquireUpToRequest\x1a\x1f.pgratelimit.v1.PartialDecision\x12F\n" +
 	"\aReserve\x12\x1e.pgratelimit.v1.ReserveRequest\x1a\x1b.pgratelimit.v1.Reservation\x12;\n" +
 	"\x06Charge\x12\x17.pgratelimit.v1.Request\x1a\x18.pgratelimit.v1.Decision\x12;\n" +
 	"\x06Settle\x12\x17.pgratelimit.v1.Request\x1a\x18.pgratelimit.v1.Decision\x128\n" +
-	"\x04Peek\x12\x16.pgratelimit.v1.Charge\x1a\x18.pgratelimit.v1.Decision\x12D\n" +
-	"\bPeekMany\x12\x1f.pgratelimit.v1.PeekManyRequest\x1a\x17.pgratelimit.v1.Answers\x12A\n" +
+	"\x04Peek\x12\x16.pgratelimit.v1.Charge\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
 	"\x06Refund\x12\x1d.pgratelimit.v1.RefundRequest\x1a\x18.pgratelimit.v1.Decision\x12?\n" +
 	"\x05Pause\x12\x1c.pgratelimit.v1.PauseRequest\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
 	"\x04Hold\x12\x1b.pgratelimit.v1.HoldRequest\x1a\x1c.pgratelimit.v1.HoldDecision\x12>\n" +
@@ -1790,40 +1619,37 @@ func file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP() []byte {
 }
 
 var file_pgratelimit_v1_ratelimiter_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_pgratelimit_v1_ratelimiter_proto_goTypes = []any{
-	(Verdict)(0),                   // 0: pgratelimit.v1.Verdict
-	(*Decision)(nil),               // 1: pgratelimit.v1.Decision
-	(*Request)(nil),                // 2: pgratelimit.v1.Request
-	(*AcquireAllRequest)(nil),      // 3: pgratelimit.v1.AcquireAllRequest
-	(*Charge)(nil),                 // 4: pgratelimit.v1.Charge
-	(*JointDecision)(nil),          // 5: pgratelimit.v1.JointDecision
-	(*AcquireManyRequest)(nil),     // 6: pgratelimit.v1.AcquireManyRequest
-	(*AcquireStreamRequest)(nil),   // 7: pgratelimit.v1.AcquireStreamRequest
-	(*AcquireStreamResponse)(nil),  // 8: pgratelimit.v1.AcquireStreamResponse
-	(*Answer)(nil),                 // 9: pgratelimit.v1.Answer
-	(*Answers)(nil),                // 10: pgratelimit.v1.Answers
-	(*Error)(nil),                  // 11: pgratelimit.v1.Error
-	(*AcquireUpToRequest)(nil),     // 12: pgratelimit.v1.AcquireUpToRequest
-	(*PartialDecision)(nil),        // 13: pgratelimit.v1.PartialDecision
-	(*AcquireUpToManyRequest)(nil), // 14: pgratelimit.v1.AcquireUpToManyRequest
-	(*UpTo)(nil),                   // 15: pgratelimit.v1.UpTo
-	(*ReserveRequest)(nil),         // 16: pgratelimit.v1.ReserveRequest
-	(*Reservation)(nil),            // 17: pgratelimit.v1.Reservation
-	(*PeekManyRequest)(nil),        // 18: pgratelimit.v1.PeekManyRequest
-	(*RefundRequest)(nil),          // 19: pgratelimit.v1.RefundRequest
-	(*PauseRequest)(nil),           // 20: pgratelimit.v1.PauseRequest
-	(*HoldRequest)(nil),            // 21: pgratelimit.v1.HoldRequest
-	(*HoldDecision)(nil),           // 22: pgratelimit.v1.HoldDecision
-	(*Holder)(nil),                 // 23: pgratelimit.v1.Holder
-	(*RenewResponse)(nil),          // 24: pgratelimit.v1.RenewResponse
-	(*ReleaseResponse)(nil),        // 25: pgratelimit.v1.ReleaseResponse
-	(*durationpb.Duration)(nil),    // 26: google.protobuf.Duration
+	(Verdict)(0),                  // 0: pgratelimit.v1.Verdict
+	(*Decision)(nil),              // 1: pgratelimit.v1.Decision
+	(*Request)(nil),               // 2: pgratelimit.v1.Request
+	(*AcquireAllRequest)(nil),     // 3: pgratelimit.v1.AcquireAllRequest
+	(*Charge)(nil),                // 4: pgratelimit.v1.Charge
+	(*JointDecision)(nil),         // 5: pgratelimit.v1.JointDecision
+	(*AcquireManyRequest)(nil),    // 6: pgratelimit.v1.AcquireManyRequest
+	(*AcquireStreamRequest)(nil),  // 7: pgratelimit.v1.AcquireStreamRequest
+	(*AcquireStreamResponse)(nil), // 8: pgratelimit.v1.AcquireStreamResponse
+	(*Answer)(nil),                // 9: pgratelimit.v1.Answer
+	(*Answers)(nil),               // 10: pgratelimit.v1.Answers
+	(*Error)(nil),                 // 11: pgratelimit.v1.Error
+	(*AcquireUpToRequest)(nil),    // 12: pgratelimit.v1.AcquireUpToRequest
+	(*PartialDecision)(nil),       // 13: pgratelimit.v1.PartialDecision
+	(*ReserveRequest)(nil),        // 14: pgratelimit.v1.ReserveRequest
+	(*Reservation)(nil),           // 15: pgratelimit.v1.Reservation
+	(*RefundRequest)(nil),         // 16: pgratelimit.v1.RefundRequest
+	(*PauseRequest)(nil),          // 17: pgratelimit.v1.PauseRequest
+	(*HoldRequest)(nil),           // 18: pgratelimit.v1.HoldRequest
+	(*HoldDecision)(nil),          // 19: pgratelimit.v1.HoldDecision
+	(*Holder)(nil),                // 20: pgratelimit.v1.Holder
+	(*RenewResponse)(nil),         // 21: pgratelimit.v1.RenewResponse
+	(*ReleaseResponse)(nil),       // 22: pgratelimit.v1.ReleaseResponse
+	(*durationpb.Duration)(nil),   // 23: google.protobuf.Duration
 }
 var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	0,  // 0: pgratelimit.v1.Decision.verdict:type_name -> pgratelimit.v1.Verdict
-	26, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
-	26, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
+	23, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
+	23, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
 	4,  // 3: pgratelimit.v1.AcquireAllRequest.charges:type_name -> pgratelimit.v1.Charge
 	1,  // 4: pgratelimit.v1.JointDecision.whole:type_name -> pgratelimit.v1.Decision
 	1,  // 5: pgratelimit.v1.JointDecision.decisions:type_name -> pgratelimit.v1.Decision
@@ -1835,54 +1661,48 @@ var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	11, // 11: pgratelimit.v1.Answer.error:type_name -> pgratelimit.v1.Error
 	9,  // 12: pgratelimit.v1.Answers.answers:type_name -> pgratelimit.v1.Answer
 	1,  // 13: pgratelimit.v1.PartialDecision.decision:type_name -> pgratelimit.v1.Decision
-	15, // 14: pgratelimit.v1.AcquireUpToManyRequest.requests:type_name -> pgratelimit.v1.UpTo
-	26, // 15: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
-	0,  // 16: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
-	26, // 17: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
-	26, // 18: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
-	4,  // 19: pgratelimit.v1.PeekManyRequest.requests:type_name -> pgratelimit.v1.Charge
-	26, // 20: pgratelimit.v1.PauseRequest.pause_for:type_name -> google.protobuf.Duration
-	0,  // 21: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
-	26, // 22: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
-	26, // 23: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
-	26, // 24: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
-	2,  // 25: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.Request
-	3,  // 26: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
-	6,  // 27: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
-	7,  // 28: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
-	12, // 29: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
-	14, // 30: pgratelimit.v1.RateLimiter.AcquireUpToMany:input_type -> pgratelimit.v1.AcquireUpToManyRequest
-	16, // 31: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
-	2,  // 32: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.Request
-	2,  // 33: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.Request
-	4,  // 34: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.Charge
-	18, // 35: pgratelimit.v1.RateLimiter.PeekMany:input_type -> pgratelimit.v1.PeekManyRequest
-	19, // 36: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
-	20, // 37: pgratelimit.v1.RateLimiter.Pause:input_type -> pgratelimit.v1.PauseRequest
-	21, // 38: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
-	23, // 39: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.Holder
-	23, // 40: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.Holder
-	1,  // 41: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
-	5,  // 42: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
-	10, // 43: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.Answers
-	8,  // 44: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
-	13, // 45: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
-	10, // 46: pgratelimit.v1.RateLimiter.AcquireUpToMany:output_type -> pgratelimit.v1.Answers
-	17, // 47: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
-	1,  // 48: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
-	1,  // 49: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
-	1,  // 50: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
-	10, // 51: pgratelimit.v1.RateLimiter.PeekMany:output_type -> pgratelimit.v1.Answers
-	1,  // 52: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
-	1,  // 53: pgratelimit.v1.RateLimiter.Pause:output_type -> pgratelimit.v1.Decision
-	22, // 54: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
-	24, // 55: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
-	25, // 56: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
-	41, // [41:57] is the sub-list for method output_type
-	25, // [25:41] is the sub-list for method input_type
-	25, // [25:25] is the sub-list for extension type_name
-	25, // [25:25] is the sub-list for extension extendee
-	0,  // [0:25] is the sub-list for field type_name
+	23, // 14: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
+	0,  // 15: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
+	23, // 16: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
+	23, // 17: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
+	23, // 18: pgratelimit.v1.PauseRequest.pause_for:type_name -> google.protobuf.Duration
+	0,  // 19: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
+	23, // 20: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
+	23, // 21: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
+	23, // 22: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
+	2,  // 23: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.Request
+	3,  // 24: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
+	6,  // 25: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
+	7,  // 26: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
+	12, // 27: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
+	14, // 28: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
+	2,  // 29: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.Request
+	2,  // 30: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.Request
+	4,  // 31: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.Charge
+	16, // 32: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
+	17, // 33: pgratelimit.v1.RateLimiter.Pause:input_type -> pgratelimit.v1.PauseRequest
+	18, // 34: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
+	20, // 35: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.Holder
+	20, // 36: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.Holder
+	1,  // 37: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
+	5,  // 38: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
+	10, // 39: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.Answers
+	8,  // 40: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
+	13, // 41: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
+	15, // 42: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
+	1,  // 43: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
+	1,  // 44: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
+	1,  // 45: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
+	1,  // 46: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
+	1,  // 47: pgratelimit.v1.RateLimiter.Pause:output_type -> pgratelimit.v1.Decision
+	19, // 48: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
+	21, // 49: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
+	22, // 50: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
+	37, // [37:51] is the sub-list for method output_type
+	23, // [23:37] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_pgratelimit_v1_ratelimiter_proto_init() }
@@ -1893,19 +1713,17 @@ func file_pgratelimit_v1_ratelimiter_proto_init() {
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[1].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[2].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[3].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[8].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[11].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[14].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[13].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[15].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[18].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[20].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[17].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_pgratelimit_v1_ratelimiter_proto_rawDesc), len(file_pgratelimit_v1_ratelimiter_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   25,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

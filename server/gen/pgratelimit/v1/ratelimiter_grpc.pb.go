@@ -19,22 +19,20 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	RateLimiter_Acquire_FullMethodName         = "/pgratelimit.v1.RateLimiter/Acquire"
-	RateLimiter_AcquireAll_FullMethodName      = "/pgratelimit.v1.RateLimiter/AcquireAll"
-	RateLimiter_AcquireMany_FullMethodName     = "/pgratelimit.v1.RateLimiter/AcquireMany"
-	RateLimiter_AcquireStream_FullMethodName   = "/pgratelimit.v1.RateLimiter/AcquireStream"
-	RateLimiter_AcquireUpTo_FullMethodName     = "/pgratelimit.v1.RateLimiter/AcquireUpTo"
-	RateLimiter_AcquireUpToMany_FullMethodName = "/pgratelimit.v1.RateLimiter/AcquireUpToMany"
-	RateLimiter_Reserve_FullMethodName         = "/pgratelimit.v1.RateLimiter/Reserve"
-	RateLimiter_Charge_FullMethodName          = "/pgratelimit.v1.RateLimiter/Charge"
-	RateLimiter_Settle_FullMethodName          = "/pgratelimit.v1.RateLimiter/Settle"
-	RateLimiter_Peek_FullMethodName            = "/pgratelimit.v1.RateLimiter/Peek"
-	RateLimiter_PeekMany_FullMethodName        = "/pgratelimit.v1.RateLimiter/PeekMany"
-	RateLimiter_Refund_FullMethodName          = "/pgratelimit.v1.RateLimiter/Refund"
-	RateLimiter_Pause_FullMethodName           = "/pgratelimit.v1.RateLimiter/Pause"
-	RateLimiter_Hold_FullMethodName            = "/pgratelimit.v1.RateLimiter/Hold"
-	RateLimiter_Renew_FullMethodName           = "/pgratelimit.v1.RateLimiter/Renew"
-	RateLimiter_Release_FullMethodName         = "/pgratelimit.v1.RateLimiter/Release"
+	RateLimiter_Acquire_FullMethodName       = "/pgratelimit.v1.RateLimiter/Acquire"
+	RateLimiter_AcquireAll_FullMethodName    = "/pgratelimit.v1.RateLimiter/AcquireAll"
+	RateLimiter_AcquireMany_FullMethodName   = "/pgratelimit.v1.RateLimiter/AcquireMany"
+	RateLimiter_AcquireStream_FullMethodName = "/pgratelimit.v1.RateLimiter/AcquireStream"
+	RateLimiter_AcquireUpTo_FullMethodName   = "/pgratelimit.v1.RateLimiter/AcquireUpTo"
+	RateLimiter_Reserve_FullMethodName       = "/pgratelimit.v1.RateLimiter/Reserve"
+	RateLimiter_Charge_FullMethodName        = "/pgratelimit.v1.RateLimiter/Charge"
+	RateLimiter_Settle_FullMethodName        = "/pgratelimit.v1.RateLimiter/Settle"
+	RateLimiter_Peek_FullMethodName          = "/pgratelimit.v1.RateLimiter/Peek"
+	RateLimiter_Refund_FullMethodName        = "/pgratelimit.v1.RateLimiter/Refund"
+	RateLimiter_Pause_FullMethodName         = "/pgratelimit.v1.RateLimiter/Pause"
+	RateLimiter_Hold_FullMethodName          = "/pgratelimit.v1.RateLimiter/Hold"
+	RateLimiter_Renew_FullMethodName         = "/pgratelimit.v1.RateLimiter/Renew"
+	RateLimiter_Release_FullMethodName       = "/pgratelimit.v1.RateLimiter/Release"
 )
 
 // RateLimiterClient is the client API for RateLimiter service.
@@ -46,12 +44,10 @@ type RateLimiterClient interface {
 	AcquireMany(ctx context.Context, in *AcquireManyRequest, opts ...grpc.CallOption) (*Answers, error)
 	AcquireStream(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AcquireStreamRequest, AcquireStreamResponse], error)
 	AcquireUpTo(ctx context.Context, in *AcquireUpToRequest, opts ...grpc.CallOption) (*PartialDecision, error)
-	AcquireUpToMany(ctx context.Context, in *AcquireUpToManyRequest, opts ...grpc.CallOption) (*Answers, error)
 	Reserve(ctx context.Context, in *ReserveRequest, opts ...grpc.CallOption) (*Reservation, error)
 	Charge(ctx context.Context, in *Request, opts ...grpc.CallOption) (*Decision, error)
 	Settle(ctx context.Context, in *Request, opts ...grpc.CallOption) (*Decision, error)
 	Peek(ctx context.Context, in *Charge, opts ...grpc.CallOption) (*Decision, error)
-	PeekMany(ctx context.Context, in *PeekManyRequest, opts ...grpc.CallOption) (*Answers, error)
 	Refund(ctx context.Context, in *RefundRequest, opts ...grpc.CallOption) (*Decision, error)
 	Pause(ctx context.Context, in *PauseRequest, opts ...grpc.CallOption) (*Decision, error)
 	Hold(ctx context.Context, in *HoldRequest, opts ...grpc.CallOption) (*HoldDecision, error)
@@ -120,16 +116,6 @@ func (c *rateLimiterClient) AcquireUpTo(ctx context.Context, in *AcquireUpToRequ
 	return out, nil
 }
 
-func (c *rateLimiterClient) AcquireUpToMany(ctx context.Context, in *AcquireUpToManyRequest, opts ...grpc.CallOption) (*Answers, error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(Answers)
-	err := c.cc.Invoke(ctx, RateLimiter_AcquireUpToMany_FullMethodName, in, out, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	return out, nil
-}
-
 func (c *rateLimiterClient) Reserve(ctx context.Context, in *ReserveRequest, opts ...grpc.CallOption) (*Reservation, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Reservation)
@@ -164,16 +150,6 @@ func (c *rateLimiterClient) Peek(ctx context.Context, in *Charge, opts ...grpc.C
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Decision)
 	err := c.cc.Invoke(ctx, RateLimiter_Peek_FullMethodName, in, out, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	return out, nil
-}
-
-func (c *rateLimiterClient) PeekMany(ctx context.Context, in *PeekManyRequest, opts ...grpc.CallOption) (*Answers, error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(Answers)
-	err := c.cc.Invoke(ctx, RateLimiter_PeekMany_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -239,12 +215,10 @@ type RateLimiterServer interface {
 	AcquireMany(context.Context, *AcquireManyRequest) (*Answers, error)
 	AcquireStream(grpc.BidiStreamingServer[AcquireStreamRequest, AcquireStreamResponse]) error
 	AcquireUpTo(context.Context, *AcquireUpToRequest) (*PartialDecision, error)
-	AcquireUpToMany(context.Context, *AcquireUpToManyRequest) (*Answers, error)
 	Reserve(context.Context, *ReserveRequest) (*Reservation, error)
 	Charge(context.Context, *Request) (*Decision, error)
 	Settle(context.Context, *Request) (*Decision, error)
 	Peek(context.Context, *Charge) (*Decision, error)
-	PeekMany(context.Context, *PeekManyRequest) (*Answers, error)
 	Refund(context.Context, *RefundRequest) (*Decision, error)
 	Pause(context.Context, *PauseRequest) (*Decision, error)
 	Hold(context.Context, *HoldRequest) (*HoldDecision, error)
@@ -274,9 +248,6 @@ func (UnimplementedRateLimiterServer) AcquireStream(grpc.BidiStreamingServer[Acq
 func (UnimplementedRateLimiterServer) AcquireUpTo(context.Context, *AcquireUpToRequest) (*PartialDecision, error) {
 	return nil, status.Error(codes.Unimplemented, "method AcquireUpTo not implemented")
 }
-func (UnimplementedRateLimiterServer) AcquireUpToMany(context.Context, *AcquireUpToManyRequest) (*Answers, error) {
-	return nil, status.Error(codes.Unimplemented, "method AcquireUpToMany not implemented")
-}
 func (UnimplementedRateLimiterServer) Reserve(context.Context, *ReserveRequest) (*Reservation, error) {
 	return nil, status.Error(codes.Unimplemented, "method Reserve not implemented")
 }
@@ -288,9 +259,6 @@ func (UnimplementedRateLimiterServer) Settle(context.Context, *Request) (*Decisi
 }
 func (UnimplementedRateLimiterServer) Peek(context.Context, *Charge) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Peek not implemented")
-}
-func (UnimplementedRateLimiterServer) PeekMany(context.Context, *PeekManyRequest) (*Answers, error) {
-	return nil, status.Error(codes.Unimplemented, "method PeekMany not implemented")
 }
 func (UnimplementedRateLimiterServer) Refund(context.Context, *RefundRequest) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Refund not implemented")
@@ -406,24 +374,6 @@ func _RateLimiter_AcquireUpTo_Handler(srv interface{}, ctx context.Context, dec 
 	return interceptor(ctx, in, info, handler)
 }
 
-func _RateLimiter_AcquireUpToMany_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(AcquireUpToManyRequest)
-	if err := dec(in); err != nil {
-		return nil, err
-	}
-	if interceptor == nil {
-		return srv.(RateLimiterServer).AcquireUpToMany(ctx, in)
-	}
-	info := &grpc.UnaryServerInfo{
-		Server:     srv,
-		FullMethod: RateLimiter_AcquireUpToMany_FullMethodName,
-	}
-	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RateLimiterServer).AcquireUpToMany(ctx, req.(*AcquireUpToManyRequest))
-	}
-	return interceptor(ctx, in, info, handler)
-}
-
 func _RateLimiter_Reserve_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ReserveRequest)
 	if err := dec(in); err != nil {
@@ -492,24 +442,6 @@ func _RateLimiter_Peek_Handler(srv interface{}, ctx context.Context, dec func(in
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(RateLimiterServer).Peek(ctx, req.(*Charge))
-	}
-	return interceptor(ctx, in, info, handler)
-}
-
-func _RateLimiter_PeekMany_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(PeekManyRequest)
-	if err := dec(in); err != nil {
-		return nil, err
-	}
-	if interceptor == nil {
-		return srv.(RateLimiterServer).PeekMany(ctx, in)
-	}
-	info := &grpc.UnaryServerInfo{
-		Server:     srv,
-		FullMethod: RateLimiter_PeekMany_FullMethodName,
-	}
-	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RateLimiterServer).PeekMany(ctx, req.(*PeekManyRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -628,10 +560,6 @@ var RateLimiter_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _RateLimiter_AcquireUpTo_Handler,
 		},
 		{
-			MethodName: "AcquireUpToMany",
-			Handler:    _RateLimiter_AcquireUpToMany_Handler,
-		},
-		{
 			MethodName: "Reserve",
 			Handler:    _RateLimiter_Reserve_Handler,
 		},
@@ -646,10 +574,6 @@ var RateLimiter_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Peek",
 			Handler:    _RateLimiter_Peek_Handler,
-		},
-		{
-			MethodName: "PeekMany",
-			Handler:    _RateLimiter_PeekMany_Handler,
 		},
 		{
 			MethodName: "Refund",

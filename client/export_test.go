@@ -1,9 +1,0 @@
-package client
-
-var Backoff = backoff
-
-// Forget empties the cache of denials.
-func Forget(l *Limiter) { l.denials.forgetAll() }
-
-// StopTimer makes a Hold find out by itself that its lease has ended.
-func StopTimer(h *Hold) { h.timer.Stop() }

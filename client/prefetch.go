@@ -1,0 +1,525 @@
+package client
+
+import (
+	"context"
+	"fmt"
+	"hash/maphash"
+	"log/slog"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// prefetchTick is the time between two looks at all stocks.
+	prefetchTick = 50 * time.Millisecond
+
+	// hotRequests within a window make a bucket hot.
+	hotRequests = 5
+	hotTicks    = 4 // of a window
+
+	// maxHotBuckets of one policy.
+	maxHotBuckets = 10_000
+
+	// jointOnly requests of several charges, and none of one charge, make a Prefetcher log that it takes nothing in advance.
+	jointOnly = 1000
+
+	hotMaps       = 256     // maps of stocks in a policy, each with a mutex
+	requestCounts = 1 << 16 // counts of requests in a policy
+	prefetchCalls = 2       // refills and refunds at a time
+	closingCalls  = 8       // refunds at a time while stocks must end
+)
+
+// A Prefetch lets a [Prefetcher] take tokens of the hot buckets of one policy. A Prefetcher has one for a policy at most.
+type Prefetch struct {
+	Policy string
+
+	// MaxTokens is how many tokens of one bucket it has at most. Zero is no bound but MaxShare.
+	MaxTokens int64
+
+	// MaxShare is the part of a bucket's capacity that it has at most. Zero is 0.1.
+	MaxShare float64
+
+	// Idle is how long a stock gets no requests before its tokens are refunded. Zero is 250 ms.
+	Idle time.Duration
+}
+
+func (p Prefetch) option() option {
+	return option{func(c *config) { c.prefetches = append(c.prefetches, p) }, aPrefetcher, "a Prefetch"}
+}
+
+func (p Prefetch) withDefaults() Prefetch {
+	if p.MaxTokens == 0 {
+		p.MaxTokens = 9_000_000_000_000 // the largest capacity
+	}
+	if p.MaxShare == 0 {
+		p.MaxShare = 0.1
+	}
+	if p.Idle == 0 {
+		p.Idle = 250 * time.Millisecond
+	}
+	if p.MaxTokens < 0 || !(p.MaxShare > 0 && p.MaxShare <= 1) || p.Idle < 0 { // NaN is no share
+		panic("client: a Prefetch must have a share between 0 and 1, and neither tokens nor time below 0")
+	}
+	return p
+}
+
+type combiner = Combiner // so that only this package names the field of a Prefetcher
+
+// A Prefetcher is a [Combiner] that answers requests for hot buckets by itself, from tokens that it has taken before: their stocks.
+// It does so for the policies that have a [Prefetch], and for requests of Acquire without an idempotency key. The Combiner answers
+// all other requests.
+//
+// A bucket is hot when five requests for it come within a fifth of a second. Its stock has the tokens of 0.8 seconds, at the
+// rate of the last moments, but no more than Prefetch.MaxTokens and than Prefetch.MaxShare of the capacity. As far as the Prefetcher last
+// saw, the bucket keeps at least as many tokens for other processes. With a quarter left, the Prefetcher refills in the background.
+//
+// It uses 2 more connections than [CallsInFlight], and up to 8 besides while Close, Reset, Pause, Override, RemoveOverride,
+// DefinePolicy or DropPolicy refunds stocks.
+//
+// Guarantees:
+//
+//   - A grant is charged before it is given. So all processes together never grant more than the server has charged.
+//   - Every denial comes from the server. When the stock has fewer tokens than a request costs, the Combiner asks.
+//   - Unspent tokens are refunded after Prefetch.Idle without a request, when the rate falls, and by Close. Tokens that are
+//     refunded to a full bucket are lost, as they would have been without the stock.
+//   - A process that is killed loses the tokens of its stocks: at most MaxShare of the capacity of each hot bucket, and no more
+//     than MaxTokens. So does a process whose call to the server got no answer.
+//   - A stock is used for at most a second after the server has last given tokens to it. So a policy that is changed or dropped,
+//     an override and a block take effect for it within a second, and when the database is away, grants go on for so long.
+//     Reset, Pause, Override, RemoveOverride, DefinePolicy and DropPolicy through this Prefetcher refund stocks first. The Prefetcher takes
+//     no tokens for the policy until they are done. After a reset by another program, prefetched tokens can be spent, or refunded,
+//     besides the full bucket.
+//
+// In a [Decision] from a stock, Remaining and ResetAfter are estimates, and it is marked [Decision.Estimated]. A bucket is not
+// prefetched if it refills nothing, or if a shadow policy would have denied.
+//
+// Close it when it is no longer used: else its stocks are lost.
+type Prefetcher struct {
+	*combiner
+	own      limiter // for refills and refunds: no caller made them, so hooks are not called
+	policies map[string]*prefetchedPolicy
+	start    time.Time       // of the Prefetcher's clock
+	calls    chan struct{}   // has an element for each refill or refund under way
+	closed   context.Context // ends when Close begins
+	close    context.CancelFunc
+	working  context.Context // ends when Close has no more time
+	stop     context.CancelFunc
+
+	background sync.WaitGroup // goroutines that refill and refund
+	closing    sync.Mutex
+	isClosed   bool
+
+	joint     atomic.Int64 // requests of several charges, of a prefetched policy
+	hasSingle atomic.Bool  // a request that a stock might answer
+}
+
+// NewPrefetcher returns a Prefetcher. The role needs the rights that [NewCombiner] names, and EXECUTE on ratelimit_acquire_up_to and on
+// ratelimit_refund. Options are those of NewCombiner and one [Prefetch] for each policy to prefetch for. Panics if two
+// Prefetches are for the same policy, if a Prefetch is out of range, and where NewCombiner does.
+func NewPrefetcher(pool Pool, opts ...Option) *Prefetcher {
+	config := newConfig("NewPrefetcher", aPrefetcher, opts)
+	l := &Prefetcher{
+		combiner: newCombiner(pool, config),
+		policies: make(map[string]*prefetchedPolicy),
+		start:    time.Now(),
+		calls:    make(chan struct{}, prefetchCalls),
+	}
+	l.closed, l.close = context.WithCancel(context.Background())
+	l.working, l.stop = context.WithCancel(context.Background())
+	l.own = l.combiner.limiter
+	l.own.hooks.Answered = nil
+	for _, prefetch := range config.prefetches {
+		if l.policies[prefetch.Policy] != nil {
+			panic(fmt.Sprintf("client: NewPrefetcher: two Prefetches for policy %q", prefetch.Policy))
+		}
+		l.policies[prefetch.Policy] = &prefetchedPolicy{Prefetch: prefetch.withDefaults(), seed: maphash.MakeSeed()}
+	}
+	if len(l.policies) > 0 {
+		l.background.Go(func() { l.watch(l.closed) })
+	}
+	return l
+}
+
+// A prefetchedPolicy has the hot buckets of one policy. Its maps are copied when they change, so that reading takes no lock.
+type prefetchedPolicy struct {
+	Prefetch
+	seed maphash.Seed
+	maps [hotMaps]hotMap
+	size atomic.Int64 // hot buckets
+
+	// changing counts calls under way that must find no stock, such as Reset. Meanwhile no tokens are taken.
+	changing atomic.Int64
+
+	// counts count the requests for buckets without a stock. Buckets that share a count are prefetched a little early.
+	counts  [requestCounts]atomic.Uint32
+	counted atomic.Bool
+}
+
+type hotMap struct {
+	buckets atomic.Pointer[map[string]*hotBucket]
+	writing sync.Mutex
+}
+
+func (m *hotMap) find(key string) *hotBucket {
+	buckets := m.buckets.Load()
+	if buckets == nil {
+		return nil
+	}
+	return (*buckets)[key]
+}
+
+// change replaces the map by a changed copy.
+func (m *hotMap) change(change func(map[string]*hotBucket)) {
+	m.writing.Lock()
+	defer m.writing.Unlock()
+	buckets := make(map[string]*hotBucket)
+	if old := m.buckets.Load(); old != nil {
+		maps.Copy(buckets, *old)
+	}
+	change(buckets)
+	m.buckets.Store(&buckets)
+}
+
+// A hotBucket has a stock, and the mutex that serialises its methods.
+type hotBucket struct {
+	policy *prefetchedPolicy
+	key    string
+	hash   uint64
+
+	mu    sync.Mutex
+	stock stock
+}
+
+func (b *hotBucket) do(step func(*stock)) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	step(&b.stock)
+}
+
+// Acquire is [Limiter.Acquire]. A hot bucket's stock grants without a call to the server. Requests that it cannot grant, and all
+// other requests, go the way of [Combiner.Acquire].
+//
+// Errors: as Combiner.Acquire.
+func (l *Prefetcher) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
+	r := newRequest("Acquire", policy, key, opts)
+	at := l.find(r)
+	if d, ok := l.grantFrom(ctx, at, r); ok {
+		return d, nil
+	}
+	d, err := l.acquire(ctx, r, l.combinePlain)
+	if err == nil {
+		l.learn(at, r, d)
+	}
+	return d, err
+}
+
+// A candidate is the bucket of a request that a stock may answer. It has no policy if none may.
+type candidate struct {
+	policy *prefetchedPolicy
+	bucket *hotBucket // nil unless it is hot
+	hash   uint64
+}
+
+func (l *Prefetcher) find(r request) candidate {
+	p := l.policies[r.policy]
+	if p == nil || r.keyed() || r.cost < 1 || r.err != nil {
+		return candidate{}
+	}
+	hash := maphash.String(p.seed, r.key)
+	return candidate{p, p.maps[hash%hotMaps].find(r.key), hash}
+}
+
+// grantFrom takes from the stock of the bucket, if there is one that has as much.
+func (l *Prefetcher) grantFrom(ctx context.Context, at candidate, r request) (Decision, bool) {
+	if at.bucket != nil && ctx.Err() == nil {
+		begin := l.hooks.begin()
+		if d, ok := l.grant(at.bucket, r.cost); ok {
+			l.hooks.answered(ctx, verbAcquire, r.policy, begin, d, nil)
+			return d, true
+		}
+	}
+	if at.policy != nil && !l.hasSingle.Load() {
+		l.hasSingle.Store(true)
+	}
+	return Decision{}, false
+}
+
+// AcquireAll is [Combiner.AcquireAll]: a stock answers requests of Acquire only. A Prefetcher that gets no such request of its
+// policies logs one warning through log/slog's default logger.
+func (l *Prefetcher) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
+	isPrefetched := func(c Charge) bool { return l.policies[c.Policy] != nil }
+	if slices.ContainsFunc(charges, isPrefetched) && l.joint.Add(1) == jointOnly && !l.hasSingle.Load() {
+		slog.Warn("a Prefetcher takes nothing in advance: all requests of its policies are AcquireAll, which a stock cannot answer", "requests", jointOnly)
+	}
+	return l.combiner.AcquireAll(ctx, charges, opts...)
+}
+
+// grant takes from the stock, if it has as much.
+func (l *Prefetcher) grant(b *hotBucket, cost int64) (Decision, bool) {
+	now := l.now()
+	b.mu.Lock()
+	d, ok, begins := b.stock.grant(cost, now)
+	b.mu.Unlock()
+	if begins {
+		l.begin(b)
+	}
+	return d, ok
+}
+
+// learn uses an answer of the server: for the stock, or to begin one.
+func (l *Prefetcher) learn(at candidate, r request, d Decision) {
+	p, b, hash := at.policy, at.bucket, at.hash
+	if p == nil {
+		return
+	}
+	seen := sight{d, l.now()}
+	if b != nil {
+		b.do(func(s *stock) { s.learn(seen) })
+		return
+	}
+	p.counted.Store(true)
+	if p.counts[hash%requestCounts].Add(1) < hotRequests || !d.Allowed || !seen.isPrefetchable() || p.size.Load() >= maxHotBuckets {
+		return
+	}
+	p.maps[hash%hotMaps].change(func(buckets map[string]*hotBucket) {
+		if buckets[r.key] != nil {
+			return
+		}
+		b = &hotBucket{policy: p, key: strings.Clone(r.key), hash: hash, stock: newStock(p.Prefetch, r.cost, seen)}
+		buckets[b.key] = b
+		p.size.Add(1)
+	})
+	if b != nil {
+		l.begin(b)
+	}
+}
+
+// now is the time on the Prefetcher's own clock.
+func (l *Prefetcher) now() time.Duration { return time.Since(l.start) }
+
+// begin starts the work that a stock asks for. A Prefetcher that closes lets the stock rest.
+func (l *Prefetcher) begin(b *hotBucket) {
+	l.closing.Lock()
+	defer l.closing.Unlock()
+	if l.isClosed {
+		b.do((*stock).rest)
+		return
+	}
+	l.background.Go(func() {
+		select {
+		case l.calls <- struct{}{}:
+			defer func() { <-l.calls }()
+			l.work(b)
+		case <-l.closed.Done(): // then Close refunds the tokens
+			b.do((*stock).rest)
+		}
+	})
+}
+
+// work does what the state of the stock names.
+func (l *Prefetcher) work(b *hotBucket) {
+	var work state
+	b.do(func(s *stock) { work = s.state })
+	switch work {
+	case refilling:
+		l.refill(b)
+	case shrinking:
+		l.refundRest(l.working, b)
+		b.do((*stock).rest)
+	default:
+		l.end(l.working, b)
+	}
+}
+
+// refill takes tokens for the stock, unless a call under way must find no stock.
+func (l *Prefetcher) refill(b *hotBucket) {
+	var n int64
+	sent := l.now()
+	b.do(func(s *stock) { n = s.take(sent, b.policy.changing.Load() > 0) })
+	if n == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(l.working, stockLife)
+	defer cancel()
+	d, err := l.own.AcquireUpTo(ctx, b.policy.Policy, b.key, n)
+	doubt := err == nil && d.Taken == n && d.Remaining <= 0 && l.mayBeShadow(ctx, b)
+	b.do(func(s *stock) { s.took(d, err, doubt, sent, l.now()) })
+}
+
+// mayBeShadow reports whether the policy grants more than any bucket has. Only a shadow policy does. After an error it may be one.
+func (l *Prefetcher) mayBeShadow(ctx context.Context, b *hotBucket) bool {
+	d, err := l.own.AcquireUpTo(ctx, b.policy.Policy, b.key, math.MaxInt64, AtLeast(math.MaxInt64))
+	return err != nil || d.Allowed
+}
+
+// watch looks at all stocks every prefetchTick, and forgets the counts of requests every hotTicks.
+func (l *Prefetcher) watch(ctx context.Context) {
+	ticker := time.NewTicker(prefetchTick)
+	defer ticker.Stop()
+	for n := 0; ; n++ {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		for _, p := range l.policies {
+			p.each(func(b *hotBucket) {
+				begins := false
+				if b.do(func(s *stock) { begins = s.visit(l.now()) }); begins {
+					l.begin(b)
+				}
+			})
+			if n%hotTicks == 0 && p.counted.Swap(false) {
+				for i := range p.counts {
+					p.counts[i].Store(0)
+				}
+			}
+		}
+	}
+}
+
+// each visits the hot buckets of the policy.
+func (p *prefetchedPolicy) each(visit func(*hotBucket)) {
+	if p.size.Load() == 0 {
+		return
+	}
+	for i := range p.maps {
+		if buckets := p.maps[i].buckets.Load(); buckets != nil {
+			for _, b := range *buckets {
+				visit(b)
+			}
+		}
+	}
+}
+
+// end refunds all tokens that are left. Only then the bucket may have another stock: the bounds are for both.
+func (l *Prefetcher) end(ctx context.Context, b *hotBucket) {
+	l.refundRest(ctx, b)
+	b.policy.maps[b.hash%hotMaps].change(func(buckets map[string]*hotBucket) {
+		if buckets[b.key] == b {
+			delete(buckets, b.key)
+			b.policy.size.Add(-1)
+		}
+	})
+	b.do((*stock).end)
+}
+
+// refundRest refunds the tokens that the stock does not keep. It does not retry: a retry might refund tokens twice that were
+// charged once.
+func (l *Prefetcher) refundRest(ctx context.Context, b *hotBucket) {
+	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
+	defer cancel()
+	var n int64
+	if b.do(func(s *stock) { n = s.refund(l.now()) }); n > 0 {
+		_, _ = l.own.Refund(ctx, b.policy.Policy, b.key, n)
+	}
+}
+
+// Close refunds the tokens that stocks have left, for up to 5 seconds, and then closes as [Combiner.Close] does.
+func (l *Prefetcher) Close() {
+	l.closing.Lock()
+	l.isClosed = true
+	l.closing.Unlock()
+	l.close()
+	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
+	defer cancel()
+	context.AfterFunc(ctx, l.stop)
+	l.endAll(ctx, slices.Collect(maps.Values(l.policies)), "")
+	l.background.Wait()
+	for _, p := range l.policies {
+		p.each(func(b *hotBucket) { b.do((*stock).lose) }) // stocks for which the time was too short grant no more
+	}
+	l.combiner.Close()
+}
+
+// endAll ends the stocks of policies, of one key or of all keys. When ctx ends, it leaves the remaining stocks.
+func (l *Prefetcher) endAll(ctx context.Context, policies []*prefetchedPolicy, key string) {
+	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
+	defer cancel()
+	var ends sync.WaitGroup
+	free := make(chan struct{}, closingCalls)
+	for _, p := range policies {
+		p.each(func(b *hotBucket) {
+			if key != "" && b.key != key {
+				return
+			}
+			free <- struct{}{}
+			ends.Go(func() {
+				defer func() { <-free }()
+				if l.seize(ctx, b) {
+					l.end(ctx, b)
+				}
+			})
+		})
+	}
+	ends.Wait()
+}
+
+// seize waits until the stock rests and has it end, or reports false if it has ended, or ctx has.
+func (l *Prefetcher) seize(ctx context.Context, b *hotBucket) (seized bool) {
+	for {
+		if ctx.Err() == nil {
+			b.do(func(s *stock) { seized = s.begin(ending) })
+		}
+		if seized || b.policy.maps[b.hash%hotMaps].find(b.key) != b {
+			return seized
+		}
+		if sleep(ctx, time.Millisecond) != nil {
+			return false
+		}
+	}
+}
+
+// withoutStocks makes a change to a policy when its stocks, of one key or of all keys, are refunded. Meanwhile it takes no tokens
+// for the policy.
+func (l *Prefetcher) withoutStocks(ctx context.Context, policy, key string, change func() error) error {
+	if p := l.policies[policy]; p != nil {
+		p.changing.Add(1) // before the stocks are listed: a refill that takes tokens since has seen it
+		defer p.changing.Add(-1)
+		l.endAll(ctx, []*prefetchedPolicy{p}, key)
+	}
+	return change()
+}
+
+// Reset is [Limiter.Reset]. Prefetched tokens are refunded before.
+func (l *Prefetcher) Reset(ctx context.Context, policy, key string) error {
+	return l.withoutStocks(ctx, policy, key, func() error { return l.combiner.Reset(ctx, policy, key) })
+}
+
+// Pause is [Limiter.Pause]. Prefetched tokens are refunded before. Those of other processes are used for a second at most.
+func (l *Prefetcher) Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (d Decision, err error) {
+	err = l.withoutStocks(ctx, policy, key, func() error {
+		d, err = l.combiner.Pause(ctx, policy, key, pauseFor)
+		return err
+	})
+	return d, err
+}
+
+// Override is [Limiter.Override]. Prefetched tokens are refunded before.
+func (l *Prefetcher) Override(ctx context.Context, o Override) error {
+	return l.withoutStocks(ctx, o.Policy, o.Key, func() error { return l.combiner.Override(ctx, o) })
+}
+
+// RemoveOverride is [Limiter.RemoveOverride]. Prefetched tokens are refunded before.
+func (l *Prefetcher) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
+	err = l.withoutStocks(ctx, policy, key, func() error {
+		removed, err = l.combiner.RemoveOverride(ctx, policy, key)
+		return err
+	})
+	return removed, err
+}
+
+// DefinePolicy is [Limiter.DefinePolicy]. Prefetched tokens are refunded before.
+func (l *Prefetcher) DefinePolicy(ctx context.Context, p Policy) error {
+	return l.withoutStocks(ctx, p.Name, "", func() error { return l.combiner.DefinePolicy(ctx, p) })
+}
+
+// DropPolicy is [Limiter.DropPolicy]. Prefetched tokens are refunded before.
+func (l *Prefetcher) DropPolicy(ctx context.Context, name string) error {
+	return l.withoutStocks(ctx, name, "", func() error { return l.combiner.DropPolicy(ctx, name) })
+}

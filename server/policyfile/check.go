@@ -1,0 +1,144 @@
+package policyfile
+
+import (
+	"bytes"
+	_ "embed"
+	"errors"
+	"fmt"
+	"net/url"
+	"strings"
+
+	"github.com/santhosh-tekuri/jsonschema/v6"
+	"github.com/santhosh-tekuri/jsonschema/v6/kind"
+	"go.yaml.in/yaml/v4"
+
+	"github.com/pgratelimit/pgratelimit/server/internal/nearest"
+)
+
+//go:embed schema.json
+var schemaText []byte
+
+// The schema of a policy file, and that of a file of Envoy's reference service.
+var fileSchema, domainSchema = compile("schema.json"), compile("schema.json#/$defs/envoyDomain")
+
+func compile(url string) *jsonschema.Schema {
+	compiler := jsonschema.NewCompiler()
+	for name, isValid := range formats {
+		compiler.RegisterFormat(&jsonschema.Format{Name: name, Validate: func(value any) error {
+			if text, isText := value.(string); isText && !isValid(text) {
+				return errors.New("another format")
+			}
+			return nil
+		}})
+	}
+	compiler.AssertFormat()
+	schema, err := jsonschema.UnmarshalJSON(bytes.NewReader(schemaText))
+	if err == nil {
+		err = compiler.AddResource("schema.json", schema)
+	}
+	if err != nil {
+		panic(err)
+	}
+	return compiler.MustCompile(url)
+}
+
+// Remedies are what the schema says to write in place of a mistake, and fields the names of its objects' fields, by JSON pointer.
+var remedies, fields = make(map[string]string), make(map[string][]string)
+
+func init() {
+	var schema yaml.Node // whose fields are in order
+	if err := yaml.Load(schemaText, &schema); err != nil {
+		panic(err)
+	}
+	var walk func(pointer string, n *yaml.Node)
+	walk = func(pointer string, n *yaml.Node) {
+		for i := 0; n.Kind == yaml.MappingNode && i < len(n.Content); i += 2 {
+			name, value := n.Content[i].Value, n.Content[i+1]
+			if name == "errorMessage" {
+				remedies[pointer] = value.Value
+			}
+			if pointer, isField := strings.CutSuffix(pointer, "/properties"); isField {
+				fields[pointer] = append(fields[pointer], name)
+			}
+			walk(pointer+"/"+name, value)
+		}
+	}
+	walk("", schema.Content[0])
+}
+
+// examples are of fields that an object must have.
+var examples = map[string]string{
+	"capacity": "100", "refill": "10", "every": "1s", "domain": "edge", "key": "remote_address",
+	"unit": "second", "requests_per_unit": "10", "name": "and the name of a rule",
+}
+
+// check returns what the schema refuses.
+func (n *node) check(schema *jsonschema.Schema) (problems Problems) {
+	var invalid *jsonschema.ValidationError
+	if errors.As(schema.Validate(n.is), &invalid) {
+		n.explain(&problems, invalid, "")
+	}
+	return problems
+}
+
+// explain adds the problems of a validation error. The remedy is that of the schema which refers to this one.
+func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, remedy string) {
+	url, _ := url.Parse(invalid.SchemaURL)
+	pointer := url.Fragment
+	at := n.find(invalid.InstanceLocation...)
+	if remedy == "" {
+		remedy = remedies[pointer]
+	}
+	switch is := invalid.ErrorKind.(type) {
+	case *kind.Schema, *kind.Group, *kind.Reference:
+		_, refers := is.(*kind.Reference)
+		for _, cause := range invalid.Causes {
+			inherited := ""
+			if refers && len(cause.InstanceLocation) == len(invalid.InstanceLocation) {
+				inherited = remedy
+			}
+			n.explain(problems, cause, inherited)
+		}
+	case *kind.PropertyNames: // which the document has checked, in bytes
+	case *kind.Required:
+		var lines []string
+		for _, name := range is.Missing {
+			lines = append(lines, name+": "+examples[name])
+		}
+		problems.Add(at.name, "%s has no %s: write %s", shorten(at.key), strings.Join(is.Missing, " and no "), and(lines))
+	case *kind.AdditionalProperties:
+		for _, name := range is.Properties {
+			unknown := at.find(name)
+			if near := nearest.Of(name, fields[pointer]); near != "" {
+				problems.Add(unknown.name, "unknown field %s: did you mean %s?", quote(name), near)
+			} else {
+				problems.Add(unknown.name, "unknown field %s: the fields here are %s", quote(name), and(fields[pointer]))
+			}
+		}
+	default:
+		switch {
+		case !strings.HasPrefix(remedy, "write "):
+			problems.Add(at.name, "%s %s", shorten(at.key), remedy)
+		case at.is == nil:
+			problems.Add(at.value, "%s is empty: %s, or remove the line", shorten(at.key), remedy)
+		default:
+			problems.Add(at.value, "%s is %s: %s", shorten(at.key), describe(at.is), remedy)
+		}
+	}
+}
+
+// describe returns what a value is, for a message that wants something else.
+func describe(value any) string {
+	switch value := value.(type) {
+	case map[string]any:
+		if len(value) == 0 {
+			return "{}"
+		}
+		return "a mapping"
+	case []any:
+		return "a list"
+	case string:
+		return quote(value)
+	}
+	return shorten(fmt.Sprint(value))
+}

@@ -1,0 +1,238 @@
+package policyfile
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+
+	"go.yaml.in/yaml/v4"
+	"go.yaml.in/yaml/v4/plugin/loaderlimits"
+)
+
+// MaxBytes is the longest file. A thousand policies with ten thousand overrides are a tenth of it.
+const MaxBytes = 2 << 20
+
+// These limits stop a file that was made to exhaust memory or time.
+const (
+	maxDepth  = 64
+	maxValues = 250_000 // aliases followed, and once for each environment
+)
+
+const maxName = 512 // bytes
+
+// A document is a YAML file.
+type document struct {
+	file     string
+	root     *node
+	values   int
+	problems Problems // of YAML, of which the schema knows nothing
+	stopped  bool
+}
+
+// A node is a value with its places. Aliases are followed.
+type node struct {
+	is    any              // JSON: map[string]any, []any, string, json.Number, bool or nil
+	key   string           // the name of a field, and what an element is called
+	name  Position         // of the name
+	value Position         // of the value
+	below map[string]*node // fields by name, elements by number
+}
+
+// find returns the node at a path, or nil.
+func (n *node) find(path ...string) *node {
+	for _, name := range path {
+		if n == nil {
+			return nil
+		}
+		n = n.below[name]
+	}
+	return n
+}
+
+// children returns the fields or elements in the order of the file. The node may be nil, as for the methods below.
+func (n *node) children() []*node {
+	if n == nil {
+		return nil
+	}
+	return slices.SortedFunc(maps.Values(n.below), func(a, b *node) int { return a.name.Compare(b.name) })
+}
+
+// text returns a text, also of a number or boolean without quotes.
+func (n *node) text() string {
+	if n == nil {
+		return ""
+	}
+	return fmt.Sprint(n.is)
+}
+
+func (n *node) isTrue() bool { return n != nil && n.is == true }
+
+func (n *node) whole() int64 {
+	whole, _ := strconv.ParseInt(n.text(), 10, 64)
+	return whole
+}
+
+// stop reports a problem that ends the reading.
+func (d *document) stop(at Position, format string, args ...any) {
+	if !d.stopped {
+		d.problems.Add(at, format, args...)
+	}
+	d.stopped = true
+}
+
+// readDocument reads the one document of a file. Its error is [Problems].
+func readDocument(file string, data []byte) (*document, error) {
+	d := &document{file: file}
+	start := Position{File: file, Line: 1, Column: 1}
+	if len(data) > MaxBytes {
+		d.stop(start, "the file is larger than %d bytes: split it", MaxBytes)
+		return nil, d.problems
+	}
+	loader, err := yaml.NewLoader(bytes.NewReader(data),
+		yaml.WithUniqueKeys(false), // fillFields reports all of them
+		yaml.WithPlugin(loaderlimits.New(loaderlimits.DepthValue(maxDepth))))
+	if err != nil {
+		return nil, err
+	}
+	var first, second yaml.Node
+	switch err := loader.Load(&first); {
+	case errors.Is(err, io.EOF):
+		d.stop(start, "the file is empty: write policies, and below it the name of one")
+	case err != nil:
+		d.addSyntax(start, err)
+	default:
+		d.root = &node{key: "the file", name: d.position(first.Content[0])}
+		d.fill(d.root, first.Content[0], 0)
+		switch err := loader.Load(&second); {
+		case err == nil:
+			d.problems.Add(d.position(&second), "a second document begins here: remove the line ---, or write it into a file of its own")
+		case !errors.Is(err, io.EOF):
+			d.addSyntax(start, err)
+		}
+	}
+	if d.problems != nil {
+		return nil, d.problems.sorted()
+	}
+	return d, nil
+}
+
+// addSyntax reports an error of the YAML library, which stops at the first mistake.
+func (d *document) addSyntax(at Position, err error) {
+	var syntax *yaml.LoadError
+	if !errors.As(err, &syntax) {
+		d.stop(at, "this is no YAML: %v", err)
+		return
+	}
+	if syntax.Mark.Line > 0 {
+		at.Line, at.Column = syntax.Mark.Line, max(1, syntax.Mark.Column)
+	}
+	message := syntax.Message
+	if syntax.ContextMsg != "" {
+		message += " " + syntax.ContextMsg
+		if begin := syntax.ContextMark; begin.Line > 0 && begin != syntax.Mark {
+			message += fmt.Sprintf(" that begins at %d:%d", begin.Line, begin.Column)
+		}
+	}
+	d.stop(at, "this is no YAML: %s", message)
+}
+
+func (d *document) position(n *yaml.Node) Position {
+	return Position{File: d.file, Line: max(1, n.Line), Column: max(1, n.Column)}
+}
+
+// fill reads the value of a node.
+func (d *document) fill(into *node, n *yaml.Node, depth int) {
+	into.value = d.position(n)
+	switch d.values++; {
+	case d.stopped:
+	case d.values > maxValues:
+		d.stop(into.value, "the file has more than %d values by here, aliases followed: split it, and write fewer aliases", maxValues)
+	case depth > maxDepth:
+		d.stop(into.value, "values are nested more than %d deep here: write fewer levels, and no alias inside of its own anchor", maxDepth)
+	case n.Kind == yaml.AliasNode:
+		d.fill(into, n.Alias, depth+1)
+	case n.Kind == yaml.MappingNode:
+		d.checkTag(n, "!!map")
+		d.fillFields(into, n, depth)
+	case n.Kind == yaml.SequenceNode:
+		d.checkTag(n, "!!seq")
+		into.below = make(map[string]*node, len(n.Content))
+		items := make([]any, len(n.Content))
+		for i, item := range n.Content {
+			element := &node{key: "an element of " + strings.TrimPrefix(into.key, "an element of "), name: d.position(item)}
+			d.fill(element, item, depth+1)
+			into.below[strconv.Itoa(i)], items[i] = element, element.is
+		}
+		into.is = items
+	default:
+		into.is = d.scalar(n)
+	}
+}
+
+func (d *document) fillFields(into *node, n *yaml.Node, depth int) {
+	into.below = make(map[string]*node, len(n.Content)/2)
+	fields := make(map[string]any, len(n.Content)/2)
+	into.is = fields
+	for i := 0; i+1 < len(n.Content) && !d.stopped; i += 2 {
+		name := n.Content[i]
+		if name.Kind == yaml.AliasNode {
+			name = name.Alias
+		}
+		at := d.position(n.Content[i])
+		before := into.below[name.Value]
+		switch {
+		case name.Kind != yaml.ScalarNode:
+			d.problems.Add(at, "a name is a list or a mapping: write a text")
+		case name.Tag == "!!merge":
+			d.problems.Add(at, "<< is not read: write the fields out, or let an environment replace single ones")
+		case name.Tag != "!!str":
+			d.problems.Add(at, "the name %s could be read as something else than text: write it in quotes, %[1]q", shorten(name.Value))
+		case name.Value == "" || len(name.Value) > maxName:
+			d.problems.Add(at, "this name has %d bytes: write 1 to %d", len(name.Value), maxName)
+		case strings.ContainsRune(name.Value, 0):
+			d.problems.Add(at, `this name has the character \0, which PostgreSQL does not store: remove it`)
+		case before != nil:
+			d.problems.Add(at, "%s is here a second time, after %d:%d: remove one of them", quote(name.Value), before.name.Line, before.name.Column)
+		default:
+			field := &node{key: name.Value, name: at}
+			d.fill(field, n.Content[i+1], depth+1)
+			into.below[name.Value], fields[name.Value] = field, field.is
+		}
+	}
+}
+
+// digits are the one form that every reader of YAML takes for the same integer.
+var digits = regexp.MustCompile(`^-?(?:0|[1-9][0-9]*)$`)
+
+// scalar returns what every reader of YAML takes for the same value, and the rest as text: 0x10, 1.50, True and 2024-01-31.
+func (d *document) scalar(n *yaml.Node) any {
+	switch n.Tag {
+	case "!!null":
+		return nil
+	case "!!bool":
+		if n.Value == "true" || n.Value == "false" {
+			return n.Value == "true"
+		}
+	case "!!int":
+		if digits.MatchString(n.Value) {
+			return json.Number(n.Value)
+		}
+	case "!!float", "!!timestamp", "!!merge":
+	default:
+		d.checkTag(n, "!!str")
+	}
+	return n.Value
+}
+
+func (d *document) checkTag(n *yaml.Node, want string) {
+	if n.Tag != want {
+		d.problems.Add(d.position(n), "the tag %s is not read: write the value without it", shorten(n.Tag))
+	}
+}

@@ -1,0 +1,155 @@
+package policyfile
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
+)
+
+// A state has the policies and overrides of a database.
+type state struct {
+	now       time.Time
+	policies  map[string]Policy
+	overrides map[bucket]Override
+}
+
+type bucket struct{ policy, key string }
+
+func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
+	s := &state{policies: make(map[string]Policy), overrides: make(map[bucket]Override)}
+	if err := tx.QueryRow(ctx, "select clock_timestamp()").Scan(&s.now); err != nil {
+		return nil, failed("read the clock", err)
+	}
+	policies, err := ReadPolicies(ctx, tx)
+	if err != nil {
+		return nil, failed("list policies", err)
+	}
+	for _, p := range policies {
+		s.policies[p.Name] = p
+	}
+	if err := s.readOverrides(ctx, tx); err != nil {
+		return nil, failed("list overrides", err)
+	}
+	return s, nil
+}
+
+// numberColumns go into the fields of columns. What a policy does not have is null in the database.
+const numberColumns = `
+	capacity, coalesce(refill, 0), coalesce((extract(epoch from every) * 1000000.0)::bigint, 0), coalesce(time_zone, ''),
+	coalesce(to_char(anchor, 'YYYY-MM-DD"T"HH24:MI:SS.US'), ''), coalesce((extract(epoch from lease) * 1000000.0)::bigint, 0)`
+
+func (n *Numbers) columns() []any {
+	return []any{&n.Capacity, &n.Refill, &n.Every, &n.TimeZone, &n.Anchor, &n.Lease}
+}
+
+// ReadPolicies lists the policies of a database, by name.
+func ReadPolicies(ctx context.Context, db inspect.Querier) (policies []Policy, err error) {
+	rows, err := db.Query(ctx, `
+		select policy, coalesce(stepped, false), durable, coalesce((extract(epoch from remember) * 1000000.0)::bigint, 0), shadow,
+		       coalesce((extract(year from period) * 12.0 + extract(month from period))::integer, 0), coalesce(extract(day from period)::integer, 0),
+		       `+numberColumns+`
+		  from ratelimit_policies()`)
+	if err != nil {
+		return nil, err
+	}
+	var p Policy
+	var period client.Period
+	columns := []any{&p.Name, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow, &period.Months, &period.Days}
+	_, err = pgx.ForEachRow(rows, append(columns, p.columns()...), func() error {
+		p.Period, p.Anchor = period.String(), parseAnchor(p.Anchor)
+		policies = append(policies, p)
+		return nil
+	})
+	return policies, err
+}
+
+func (s *state) readOverrides(ctx context.Context, tx pgx.Tx) error {
+	rows, err := tx.Query(ctx, `
+		select policy, key, (extract(epoch from expires_at) * 1000000.0)::bigint, `+numberColumns+`
+		  from ratelimit_overrides(max_rows => $1::integer)`, math.MaxInt32)
+	if err != nil {
+		return err
+	}
+	var o Override
+	var expires *int64
+	_, err = pgx.ForEachRow(rows, append([]any{&o.Policy, &o.Key, &expires}, o.columns()...), func() error {
+		o.ExpiresAt, o.Anchor = time.Time{}, parseAnchor(o.Anchor)
+		if expires != nil {
+			o.ExpiresAt = time.UnixMicro(*expires).UTC()
+		}
+		s.overrides[bucket{o.Policy, o.Key}] = o
+		return nil
+	})
+	return err
+}
+
+// Lost counts what is dropped with a policy.
+type Lost struct {
+	Buckets         int64 `json:"buckets"`
+	Overrides       int64 `json:"overrides"`
+	IdempotencyKeys int64 `json:"idempotency_keys"`
+	Holders         int64 `json:"holders,omitempty"` // of slots
+}
+
+// readLost counts what is dropped with policies, in the tables: no function counts idempotency keys. It returns nil if the role may not
+// read them.
+func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]*Lost, error) {
+	counts := make(map[string]*Lost, len(policies))
+	err := pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, `
+			select p.name,
+			       (select count(*) from (select policy_id from ratelimit.buckets
+			                              union all select policy_id from ratelimit.ephemeral_buckets) as b where b.policy_id = p.id),
+			       (select count(*) from ratelimit.overrides as o where o.policy_id = p.id),
+			       (select count(*) from (select policy_id from ratelimit.idempotency_keys
+			                              union all select policy_id from ratelimit.ephemeral_idempotency_keys) as i where i.policy_id = p.id),
+			       (select count(*) from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l
+			         where l.policy_id = p.id and l.ends_at > clock_timestamp())
+			  from ratelimit.policies as p
+			 where p.name = any($1)`, policies)
+		if err != nil {
+			return err
+		}
+		var name string
+		var lost Lost
+		_, err = pgx.ForEachRow(rows, []any{&name, &lost.Buckets, &lost.Overrides, &lost.IdempotencyKeys, &lost.Holders}, func() error {
+			counted := lost
+			counts[name] = &counted
+			return nil
+		})
+		return err
+	})
+	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && refusal.Code == "42501" {
+		return nil, nil
+	}
+	return counts, err
+}
+
+// failed adds the failed step and a remedy to an error.
+func failed(what string, err error) error { return fmt.Errorf("%s: %s%w", what, remedy(err), err) }
+
+func remedy(err error) string {
+	refusal, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok {
+		return ""
+	}
+	switch refusal.Code {
+	case "42883", "3F000", "42P01":
+		return "the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "
+	case "42501":
+		return "the role may not do this, so grant it, or connect as the owner of the functions: "
+	case "55P03":
+		return "another session holds this, so try again when it has ended: "
+	case "0A000": // which a standby answers to the begin of a transaction that writes
+		return "the database is read-only, so connect to the primary: "
+	}
+	return ""
+}
