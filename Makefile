@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-stop serve-demo modules test build/report quick test-server test-versions test-envoy test-shards test-citus \
+.PHONY: help demo demo-stop serve-demo modules test quick test-server test-versions test-envoy test-shards test-citus \
   instructions instructions-renew torture proof install uninstall shards install-citus uninstall-citus lint proto release-schema migration \
   reference packages release install-extension show clean build bench bench-page bench-slots bench-quick
 
@@ -11,8 +11,7 @@ CYCLONEDX := github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod@v1.10.0
 RACE  :=# -race, which takes a C compiler and three times as long
 TESTS := work# all packages of all modules
 SERVER_TESTS := $(addprefix ./tests/,acquire client concurrency cron demo docs extension operate pgtest schema security slots spend torture)
-GO_TEST := go test -json -count=1 -timeout=0
-MODULES := . client/grpclimit client/otellimit migrations server tests tests/bench tests/packages
+MODULES := . client/grpclimit client/otellimit migrations server tests tests/packages
 SKIP  :=# tests to leave out, by a pattern of their names
 
 help: ## This list
@@ -34,17 +33,12 @@ modules: # downloads modules that tests run and do not compile, so that the test
 	@GOWORK=off go list -deps ./client/... >/dev/null
 	@GOWORK=off go -C server list -deps ./cmd/pgratelimit >/dev/null
 
-test: build/report modules ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
-	@rm -f build/servers.log; touch build/servers.log
-	@status=0; RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log \
-	  $(GO_TEST) -shuffle=on -parallel=8 $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) | tee build/test.json | build/report || status=$$?; \
+test: modules ## Run all tests; RATELIMIT_TEST_REQUIRE=docker, local or url says where
+	@mkdir -p build; : >build/servers.log
+	@status=0; RATELIMIT_TEST_LOG=$(CURDIR)/build/servers.log .ci/test $(RACE) $(if $(SKIP),-skip='$(SKIP)') $(TESTS) || status=$$?; \
 	sort -u build/servers.log | sed 's/^/server /'; exit $$status
 
-build/report:
-	@mkdir -p build
-	@go build -o $@ ./tests/report
-
-quick: build/report ## Check what changed since the last commit, or since SINCE=…, in less than a minute: formatting, vet and the tests of its subject
+quick: ## Check what changed since the last commit, or since SINCE=…, in less than a minute: formatting, vet and the tests of its subject
 	@.ci/quick
 
 test-server: # the tests whose outcome may depend on the PostgreSQL
@@ -100,11 +94,11 @@ test-envoy: build ## Compare with Envoy's reference service and its rule files, 
 	@RATELIMIT_ENVOY_PROGRAMS=$(CURDIR)/build/envoy go test -C server -tags reference -count=1 -v -run '^TestReference_' ./internal/server \
 	  | grep -v '^ *\(=== \|--- PASS: .*/domain\)'
 
-test-shards: build/report ## Run the tests of shards: two servers with four databases each
-	@$(GO_TEST) -run 'Shard' ./client ./tests/client ./tests/operate ./tests/torture ./server/... | build/report
+test-shards: ## Run the tests of shards: two servers with four databases each
+	@.ci/test -run 'Shard' ./client ./tests/client ./tests/operate ./tests/torture ./server/...
 
-test-citus: build/report ## Run the tests of Citus: a coordinator and two workers; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
-	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local $(GO_TEST) -run '^Test(Torture_)?Citus' ./tests/citus ./tests/torture | build/report
+test-citus: ## Run the tests of Citus: a coordinator and two workers; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
+	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local .ci/test -run '^Test(Torture_)?Citus' ./tests/citus ./tests/torture
 
 instructions: build/postgresql-18 ## Count what calls cost, on PostgreSQL 18, and compare with what is recorded
 	@RATELIMIT_TEST_INSTRUCTIONS=required go test -count=1 -timeout=0 -v -run '^Test(Instructions|Record)_' ./tests/bench | grep -v '^ *=== '

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -58,47 +59,51 @@ func TestDenialCache_KeepsThePromiseAndNoLonger(t *testing.T) {
 	})
 }
 
-// A quota may deny for a month. What another program has given back meanwhile is seen within a minute.
-func TestDenialCache_AsksAgainAfterAMinute(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db, limiter := cached(denied(30*24*time.Hour), granted(4))
-		for _, after := range []time.Duration{0, time.Minute - 1, 1} {
-			time.Sleep(after)
-			d := noError(limiter.Acquire(t.Context(), "p", "k", client.Cost(5)))(t)
-			require.Equal(t, after == 1, d.Allowed)
-		}
-		require.Len(t, db.sent(), 2)
-	})
-}
-
-func TestDenialCache_IsForThatCostAndLarger(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db, limiter := cached(denied(time.Minute))
-		sent := func(cost int64, opts ...client.CallOption) bool {
-			before := len(db.sent())
-			require.False(t, noError(limiter.Acquire(t.Context(), "p", "k", append(opts, client.Cost(cost))...))(t).Allowed)
-			return len(db.sent()) > before
-		}
-		require.True(t, sent(5))
-		for _, cost := range []int64{5, 6, 10} {
-			require.False(t, sent(cost), "cost %d", cost)
-		}
-		for _, cost := range []int64{0, -1, 11} { // allowed, an error, and never
-			require.True(t, sent(cost), "cost %d", cost)
-			client.Forget(limiter)
-			require.True(t, sent(5))
-		}
-		require.True(t, sent(5, client.IdempotencyKey("i")), "it might be a replay")
-
-		require.True(t, sent(4), "nobody has denied that")
-		require.False(t, sent(4))
-		require.False(t, sent(5))
-		require.True(t, sent(3))
-		time.Sleep(time.Minute)
-		require.True(t, sent(7), "the time has passed")
-		require.False(t, sent(7))
-		require.True(t, sent(6))
-	})
+// A denial is for its bucket, its cost and larger ones, until RetryAfter is over, and for a minute at most: a quota may deny for a month,
+// in which another program gives tokens back.
+func TestDenialCache_AnswersForItsCostAndLarger(t *testing.T) {
+	type request struct {
+		after   time.Duration
+		key     string // and policy p, unless it names another
+		cost    int64
+		isAsked bool
+	}
+	minute, month := []any{denied(time.Minute)}, []any{denied(30 * 24 * time.Hour), granted(4)}
+	for name, test := range map[string]struct {
+		answers  []any
+		requests []request
+	}{
+		"larger costs": {minute, []request{{0, "k", 5, true}, {0, "k", 5, false}, {0, "k", 6, false}, {0, "k", 10, false}}},
+		"what is allowed, an error, or never": {minute, []request{
+			{0, "k", 5, true}, {0, "k", 0, true}, {0, "k", 5, false}, {0, "k", -1, true}, {0, "k", 5, false}, {0, "k", 11, true},
+		}},
+		"smaller costs": {minute, []request{
+			{0, "k", 5, true}, {0, "k", 4, true}, {0, "k", 4, false}, {0, "k", 5, false}, {0, "k", 3, true},
+			{time.Minute, "k", 7, true}, {0, "k", 7, false}, {0, "k", 6, true},
+		}},
+		"a grant of less": {[]any{denied(time.Minute), granted(1)}, []request{{0, "k", 5, true}, {0, "k", 3, true}, {0, "k", 5, false}}},
+		"a minute":        {month, []request{{0, "k", 5, true}, {time.Minute - 1, "k", 5, false}, {1, "k", 5, true}}},
+		"each bucket": {minute, []request{
+			{0, "k", 1, true}, {0, "l", 1, true}, {0, "q/k", 1, true}, {0, "pk/", 1, true}, {0, "/pk", 1, true},
+			{0, "k", 1, false}, {0, "l", 1, false}, {0, "q/k", 1, false}, {0, "pk/", 1, false}, {0, "/pk", 1, false},
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, func(t *testing.T) {
+				db, limiter := cached(test.answers...)
+				for i, r := range test.requests {
+					time.Sleep(r.after)
+					policy, key, isOther := strings.Cut(r.key, "/")
+					if !isOther {
+						policy, key = "p", r.key
+					}
+					before := len(db.sent())
+					noError(limiter.Acquire(t.Context(), policy, key, client.Cost(r.cost)))(t)
+					require.Equal(t, r.isAsked, len(db.sent()) > before, "request %d", i)
+				}
+			})
+		})
+	}
 }
 
 func TestDenialCache_ALargerCostDoesNotReplaceASmaller(t *testing.T) {
@@ -112,29 +117,6 @@ func TestDenialCache_ALargerCostDoesNotReplaceASmaller(t *testing.T) {
 		calls[0].deny(time.Hour)
 		require.False(t, (<-two).Allowed)
 		require.False(t, (<-ask(t.Context(), limiter, "k")).Allowed)
-	})
-}
-
-func TestDenialCache_AGrantOfLessChangesNothing(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db, limiter := cached(denied(time.Minute), granted(1))
-		for _, cost := range []int64{5, 3, 5} {
-			require.Equal(t, cost == 3, noError(limiter.Acquire(t.Context(), "p", "k", client.Cost(cost)))(t).Allowed)
-		}
-		require.Len(t, db.sent(), 2)
-	})
-}
-
-func TestDenialCache_KeepsBucketsApart(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db, limiter := cached(denied(time.Minute))
-		for _, b := range [][2]string{{"p", "k"}, {"p", "l"}, {"q", "k"}, {"pk", ""}, {"", "pk"}} {
-			before := len(db.sent())
-			for range 2 {
-				noError(limiter.Acquire(t.Context(), b[0], b[1]))(t)
-			}
-			require.Len(t, db.sent(), before+1)
-		}
 	})
 }
 
@@ -159,7 +141,8 @@ func TestDenialCache_RemembersDenialsOnly(t *testing.T) {
 			require.Equal(t, name == "an error", test.call(t.Context(), limiter) != nil, name)
 		}
 		_, _ = limiter.Acquire(t.Context(), "p", "k")
-		require.Len(t, db.sent(), 3, name)
+		_ = test.call(t.Context(), limiter)
+		require.Len(t, db.sent(), 4, "%s: nor is it answered from memory", name)
 	}
 }
 

@@ -237,19 +237,6 @@ func TestAcquireMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
 	})
 }
 
-func TestAcquireMany_DenialsWriteNothing(t *testing.T) {
-	db := kit.ParallelDB(t).Policy("p", 1, 1, 1000*time.Hour).Take("p", "k", 1)
-	s := db.Begin()
-	w, keyed := kit.RequestOf("p", "k", 1), kit.RequestOf("p", "k", 1, "i")
-	for _, requests := range [][]kit.NullableRequest{{w, w, w}, {keyed, w, kit.RequestOf("p", "k", 1, "j")}, {keyed, keyed}} {
-		for _, o := range kit.SendBatch(t, s, kit.AcquireMany, requests...) {
-			require.False(t, o.Decision.Allowed)
-		}
-	}
-	require.Equal(t, kit.Traces{}, s.Traces())
-	db.Hasty().Execute("select from ratelimit.buckets for update nowait")
-}
-
 // The repeat stands beside requests that are granted at once, and its bucket is empty by now.
 func TestAcquireMany_ARepeatIsNoDenial(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 3, 1, 1000*time.Hour).Take("p", "other", 1)

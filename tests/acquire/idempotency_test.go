@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func TestIdempotency_Vector58(t *testing.T) {
+func TestIdempotency_AKeyIsChargedOnce(t *testing.T) {
 	onEach(t, func(t *testing.T, db kit.Subject) {
 		db.SetClock(kit.T0)
 		db.DefinePolicy("p", 10, 1, time.Second)
@@ -77,14 +77,6 @@ func TestIdempotency_AnExpiredKeyChargesAgain(t *testing.T) {
 			db.DropPolicy("p")
 		}
 	})
-}
-
-func TestIdempotency_KeysBelongToTheirBucket(t *testing.T) {
-	db := kit.ParallelDB(t, kit.T0).Policy("p", 10, 1, time.Second).Policy("q", 10, 1, time.Second).Policy("e", 10, 1, time.Second, kit.Ephemeral)
-	require.Equal(t, kit.Allowed(8, 2*time.Second, 10), db.Acquire("p", "tenant 1", 2, "X"))
-	for _, other := range [][2]string{{"p", "tenant 2"}, {"q", "tenant 1"}, {"e", "tenant 1"}} {
-		require.Equal(t, kit.Allowed(7, 3*time.Second, 10), db.Acquire(other[0], other[1], 3, "X"), other)
-	}
 }
 
 func TestIdempotency_CostZeroNeitherLooksNorRemembers(t *testing.T) {

@@ -19,9 +19,9 @@ func TestTorture_PromisesAreExact(t *testing.T) {
 	kept := map[string]int{}            // denials
 	for run.GoesOn() {
 		cases := randomPromises(random, kit.MaxSpan)
-		for i, verdict := range kit.Verdicts(p, cases) {
+		for i, verdict := range verdicts(p, cases) {
 			if !slices.Contains(good, verdict) {
-				t.Fatalf("%+v: %s\n%s", cases[i], verdict, kit.SimplestBroken(p, random, randomPromises, good))
+				t.Fatalf("%+v: %s\n%s", cases[i], verdict, simplestBroken(p, random, randomPromises, good))
 			}
 			switch {
 			case verdict != "kept":
@@ -41,11 +41,11 @@ func TestTorture_PromisesAreExact(t *testing.T) {
 }
 
 // randomPromises have numbers up to most, but for levels.
-func randomPromises(random *rand.Rand, most int64) []kit.Promise {
-	promises := make([]kit.Promise, 2000)
+func randomPromises(random *rand.Rand, most int64) []promise {
+	promises := make([]promise, 2000)
 	for i := range promises {
-		if promises[i] = kit.RandomPromise(random, most); i%3 == 0 {
-			promises[i] = promises[i].AsQuota(random, kit.RandomPeriod(random))
+		if promises[i] = randomPromise(random, most); i%3 == 0 {
+			promises[i] = promises[i].AsQuota(random, randomPeriod(random))
 		}
 	}
 	return promises
@@ -55,7 +55,7 @@ func randomPromises(random *rand.Rand, most int64) []kit.Promise {
 func newPromises(t *testing.T) *kit.TestDB {
 	db := kit.NewDB(t)
 	db.SetTimeZone("Europe/Berlin") // now + retry_after must not depend on it
-	db.ClockInASetting()
+	clockInASetting(db)
 	db.Execute(`
 		create function verdict(policy text, cost bigint, capacity bigint, now timestamptz) returns text language plpgsql as $$
 		declare

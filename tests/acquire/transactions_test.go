@@ -3,7 +3,6 @@ package acquire
 import (
 	"context"
 	"fmt"
-	"strings"
 	"testing"
 	"time"
 
@@ -145,63 +144,38 @@ func TestTransaction_HowOftenAQueryCallsTheFunction(t *testing.T) {
 	}
 }
 
-func TestReadOnlyTransaction(t *testing.T) {
-	ctx := context.Background()
+// What would write is refused, and says what helps. Denials, replays and cost 0 write nothing, so they are answered: alone and in a batch.
+func TestTransaction_ReadOnlyAnswersWhatWritesNothing(t *testing.T) {
 	db := kit.ParallelDB(t)
 	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
-		db.Policy(name, 10, 1, kit.ADay, durability).Take(name, "known", 3)
+		db.ForReadOnly(name, durability)
 		db.Take(name, "empty", 10).Take(name, "granted", 3, "first")
 	}
 	before := kit.RowsOf(t, db.DB)
 	conn := db.Connect(t)
 	kit.Execute(t, conn, "set default_transaction_read_only = on")
 	for _, policy := range []string{"durable", "ephemeral"} {
+		kit.RequireReadOnly(t, conn, policy, "default_transaction_read_only is on.", false)
 		for key, left := range map[string]int64{"known": 7, "empty": 0, "unknown": 10} {
-			for _, call := range []string{
-				"acquire($1, $2)", "acquire($1, $2, 10)", "acquire($1, $2, 1, 'first')", "acquire_many(array[$1::text], array[$2::text])",
-				"acquire_up_to($1, $2, 3)",
-				"refund($1, $2, 1)", "reset($1, $2)",
-			} {
-				state := "25006"
-				if key == "empty" && strings.HasPrefix(call, "acquire") || key == "known" && strings.Contains(call, "10") {
-					state = "" // a denial writes nothing
-				}
-				_, err := conn.Exec(ctx, "select ratelimit_"+call, policy, key)
-				require.Equal(t, state, kit.SQLState(err), "%s of %s: %v", call, key, err)
-			}
 			require.Equal(t, left, db.Must(kit.Peek(conn, policy, key, 1)).Remaining)
-			require.Equal(t, left, db.Must(kit.Acquire(conn, policy, key, 0)).Remaining, "cost 0 writes nothing")
+			require.Equal(t, left, db.Must(kit.Acquire(conn, policy, key, 0)).Remaining)
 		}
-		// Never, a replay and cost 0 write nothing, so they are answered: alone and in a batch.
+		for _, call := range []string{
+			"acquire($1, 'empty')", "acquire($1, 'known', 10)", "acquire($1, 'empty', 1, 'i')", "acquire_many(array[$1::text], '{empty}')",
+			"acquire_up_to($1, 'empty', 3)",
+		} {
+			kit.Execute(t, conn, "select ratelimit_"+call, policy)
+		}
 		eleven, repeat := kit.RequestOf(policy, "known", 11), kit.RequestOf(policy, "granted", 3, "first")
 		never, again := db.Must(eleven.Acquire(conn)), db.Must(repeat.Acquire(conn))
 		require.True(t, again.Replayed)
 		answers := kit.SendBatch(t, conn, kit.AcquireMany, eleven, repeat, kit.RequestOf(policy, "known", 0), kit.RequestOf(policy, "unknown", 0))
 		require.Equal(t, &again, answers[1].Decision)
-		require.Equal(t, model.Never, answers[0].Decision.RetryAfter)
 		require.Equal(t, never.Remaining, answers[0].Decision.Remaining)
 		for _, second := range []kit.NullableRequest{eleven, kit.RequestOf(policy, "granted", 11), repeat} {
 			require.Equal(t, model.Never, kit.SendBatch(t, conn, kit.AcquireMany, eleven, second)[0].Decision.RetryAfter)
 		}
-		for _, sql := range []string{"select ratelimit_define_policy($1, 10, 1, '1 hour')", "select ratelimit_drop_policy($1)"} {
-			_, err := conn.Exec(ctx, sql, policy)
-			require.Equal(t, "25006", kit.SQLState(err), "%s: %v", sql, err)
-		}
 	}
-	_, err := conn.Exec(ctx, "select ratelimit_cleanup()")
-	require.Equal(t, "25006", kit.SQLState(err), "%v", err)
 	kit.Execute(t, conn, "select ratelimit_policies(), ratelimit_version()")
 	require.Equal(t, before, kit.RowsOf(t, db.DB))
-}
-
-func TestReadOnlyTransaction_ErrorSaysWhatHelps(t *testing.T) {
-	db := kit.ParallelDB(t)
-	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
-		db.ForReadOnly(name, durability)
-	}
-	conn := db.Connect(t)
-	kit.Execute(t, conn, "set default_transaction_read_only = on")
-	for _, policy := range []string{"durable", "ephemeral"} {
-		kit.RequireReadOnly(t, conn, policy, "default_transaction_read_only is on.", false)
-	}
 }

@@ -11,7 +11,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strings"
 	"syscall"
 	"time"
 
@@ -85,18 +84,12 @@ func startRedis(ctx context.Context, flushed bool) (*redisServer, error) {
 	// go-redis' default of ten connections for each core does as well as 64, and better than 256.
 	r := &redisServer{Client: redis.NewClient(&redis.Options{Network: "unix", Addr: socket})}
 	ready := func(ctx context.Context) error {
-		info, err := r.Info(ctx, "server").Result()
-		r.version = field(info, "redis_version")
+		info, err := r.InfoMap(ctx, "server").Result()
+		r.version = info["Server"]["redis_version"]
 		return err
 	}
 	r.child, err = startChild(ctx, dir, ready, nil, command...)
 	return r, err
-}
-
-func field(info, name string) string {
-	_, rest, _ := strings.Cut(info, name+":")
-	value, _, _ := strings.Cut(rest, "\r\n")
-	return value
 }
 
 func (r *redisServer) close() error { return errors.Join(r.Client.Close(), r.child.close()) }
@@ -109,19 +102,21 @@ type program struct {
 
 // startProgram takes settings as NAME=value.
 func startProgram(ctx context.Context, settings ...string) (*program, error) {
+	root, err := repository(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if text, err := exec.CommandContext(ctx, "make", "-C", root, "build").CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("make build: %w\n%s", err, text)
+	}
 	dir, err := os.MkdirTemp("", "ratelimit-serve-")
 	if err != nil {
 		return nil, err
 	}
-	path := filepath.Join(dir, "pgratelimit")
-	build := exec.CommandContext(ctx, "go", "build", "-o", path, "github.com/pgratelimit/pgratelimit/server/cmd/pgratelimit")
-	if text, err := build.CombinedOutput(); err != nil {
-		return nil, errors.Join(fmt.Errorf("go build: %w\n%s", err, text), os.RemoveAll(dir))
-	}
 	p := &program{}
 	for _, address := range []*string{&p.grpc, &p.http} {
 		if *address, err = freeAddress(ctx); err != nil {
-			return nil, errors.Join(err, os.RemoveAll(dir))
+			return nil, err
 		}
 	}
 	ready := func(ctx context.Context) error {
@@ -135,7 +130,7 @@ func startProgram(ctx context.Context, settings ...string) (*program, error) {
 		}
 		return response.Body.Close()
 	}
-	p.child, err = startChild(ctx, dir, ready, append(settings, "GRPC_ADDR="+p.grpc, "HTTP_ADDR="+p.http), path, "serve")
+	p.child, err = startChild(ctx, dir, ready, append(settings, "GRPC_ADDR="+p.grpc, "HTTP_ADDR="+p.http), filepath.Join(root, "build/pgratelimit"), "serve")
 	return p, err
 }
 

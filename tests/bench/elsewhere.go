@@ -9,11 +9,16 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
+	"github.com/redis/go-redis/v9"
 	"golang.org/x/sync/errgroup"
+
+	"github.com/pgratelimit/pgratelimit/client"
 )
 
 // elsewhere is callers in processes of their own. Each process reads a line of JSON for each run, and answers with one.
@@ -40,25 +45,153 @@ type tale struct {
 	Error string
 }
 
+// openElsewhere measures cells place/limiter/keys/callers. The limiters of npm and of Python each run in one process, those of place
+// processes in four, as programs behind a load balancer do.
+func openElsewhere(ctx context.Context, s *stage, cells []string) (measure, error) {
+	place, _, _ := strings.Cut(cells[0], "/")
+	setUp := definePolicies()
+	if place == "processes" {
+		setUp = definePrefetchedPolicies()
+	}
+	pg, err := s.database(ctx, place, setUp...)
+	if err != nil {
+		return nil, err
+	}
+	socket, err := pg.socket(place)
+	if err != nil {
+		return nil, err
+	}
+	ways := map[string]elsewhere{}
+	for _, cell := range cells {
+		part := loadCell.FindStringSubmatch(cell)
+		if ways[part[1]] != nil {
+			continue
+		}
+		limiter := filepath.Base(part[1])
+		processes, command, err := s.command(ctx, place, limiter)
+		if err != nil {
+			return nil, err
+		}
+		way, err := start(ctx, processes, append(command, limiter, socket, place, strconv.Itoa(connections/processes))...)
+		if err != nil {
+			return nil, err
+		}
+		s.atEnd(way.close)
+		if limiter == "rate-limiter-flexible" { // every key has a row, as the buckets have
+			err := pg.exec(ctx, place, fmt.Sprintf("insert into flexible select 'flexible:%s' || i, 1, (extract(epoch from now()) + 86400) * 1000"+
+				" from generate_series(1, %d) as i", userPrefix, manyKeys), "vacuum analyze")
+			if err != nil {
+				return nil, err
+			}
+		}
+		ways[part[1]] = way
+		if _, err := way.run(ctx, 64, part[2], s.window); err != nil { // a moment that does not count
+			return nil, err
+		}
+	}
+	return func(ctx context.Context, cell string) (sample, error) {
+		part := loadCell.FindStringSubmatch(cell)
+		callers, _ := strconv.Atoi(part[3])
+		return ways[part[1]].run(ctx, callers, part[2], s.window)
+	}, nil
+}
+
+// command returns how many processes a limiter has, and what is before its arguments: its name, the folder of the socket, the
+// database and how many connections.
+func (s *stage) command(ctx context.Context, place, limiter string) (processes int, command []string, err error) {
+	switch place {
+	case "processes":
+		executable, err := os.Executable()
+		if err != nil {
+			return 0, nil, err
+		}
+		address := "-"
+		if limiter == "redis" {
+			server, err := s.redisServer(ctx, false)
+			if err != nil {
+				return 0, nil, err
+			}
+			address = server.Options().Addr
+		}
+		return 4, []string{executable, "-helper", address}, nil
+	case "npm":
+		root, err := repository(ctx)
+		if err != nil {
+			return 0, nil, err
+		}
+		if text, err := exec.CommandContext(ctx, "make", "-C", root, "tests/bench/node/node_modules").CombinedOutput(); err != nil {
+			return 0, nil, fmt.Errorf("npm install: %w\n%s", err, text)
+		}
+		return 1, []string{"node", filepath.Join(root, "tests/bench/node/opponents.mjs")}, nil
+	default:
+		root, err := repository(ctx)
+		const run = `export PYTHONPATH=client/python; cd "$0"
+			for python in python3 /usr/bin/python3; do $python -c 'import asyncpg' && exec $python tests/bench/python/limiters.py "$@"; done; exit 1`
+		return 1, []string{"sh", "-c", run, root}, err
+	}
+}
+
+// repository returns the folder of the repository.
+func repository(ctx context.Context) (string, error) {
+	list, err := exec.CommandContext(ctx, "go", "list", "-f", "{{.Dir}}", "github.com/pgratelimit/pgratelimit/tests/bench").Output()
+	if err != nil {
+		return "", fmt.Errorf("go list: %w", err)
+	}
+	return filepath.Join(strings.TrimSpace(string(list)), "../.."), nil
+}
+
+// help is what a process of place processes does.
+func help(ctx context.Context, redisAddress string, arguments []string) error {
+	limiter, socket, database := arguments[0], arguments[1], arguments[2]
+	if limiter == "redis" {
+		rdb := redis.NewClient(&redis.Options{Network: "unix", Addr: redisAddress})
+		defer rdb.Close()
+		return obey(ctx, redisRate(rdb))
+	}
+	count, err := strconv.Atoi(arguments[3])
+	if err != nil {
+		return err
+	}
+	pool, err := openPool(ctx, "host="+socket+" user=postgres dbname="+database, false, int32(count))
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	switch limiter {
+	case "plain":
+		return obey(ctx, pgratelimit(client.New(pool)))
+	case "combined":
+		combiner := client.NewCombiner(pool)
+		defer combiner.Close()
+		return obey(ctx, pgratelimit(combiner))
+	case "prefetcher":
+		prefetcher := client.NewPrefetcher(pool, client.Prefetch{Policy: "durable"})
+		defer prefetcher.Close()
+		return obey(ctx, pgratelimit(prefetcher))
+	default:
+		return fmt.Errorf("no limiter %q", limiter)
+	}
+}
+
 // start starts so many processes of a command, whose first line says that they are ready.
-func start(ctx context.Context, count int, env []string, command ...string) (e elsewhere, err error) {
+func start(ctx context.Context, count int, command ...string) (e elsewhere, err error) {
 	for range count {
 		p := &process{cmd: exec.Command(command[0], command[1:]...)} // ends when its standard input does
-		p.cmd.Env = append(os.Environ(), env...)
 		p.cmd.Stderr = &p.log
 		p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is for us
-		if p.orders, err = p.cmd.StdinPipe(); err != nil {
-			return nil, errors.Join(err, e.close())
+		var answers io.Reader
+		p.orders, err = p.cmd.StdinPipe()
+		if err == nil {
+			answers, err = p.cmd.StdoutPipe()
 		}
-		answers, err := p.cmd.StdoutPipe()
+		if err == nil {
+			err = p.cmd.Start()
+		}
 		if err != nil {
 			return nil, errors.Join(err, e.close())
 		}
 		p.answers = bufio.NewScanner(answers)
 		p.answers.Buffer(nil, 1<<20)
-		if err := p.cmd.Start(); err != nil {
-			return nil, errors.Join(err, e.close())
-		}
 		e = append(e, p)
 	}
 	for _, p := range e {
@@ -130,7 +263,7 @@ func obey(ctx context.Context, acquire acquirer) error {
 			return err
 		}
 		window := time.Duration(o.Window * float64(time.Second))
-		l := load{callers: o.Callers, keys: keys[o.Keys], acquire: acquire}
+		l := load{o.Callers, keys[o.Keys], opponent{acquire: acquire}}
 		warm := time.Duration(o.Warm * float64(time.Second))
 		s, err := l.during(ctx, warm, func(ctx context.Context) error { return pause(ctx, window) })
 		t := tale{Count: s[rate] * window.Seconds()}

@@ -14,7 +14,7 @@ import (
 // A lab has the servers, each started when it is first needed.
 type lab struct {
 	window       time.Duration
-	snapshotHeld time.Duration // by experiment snapshot
+	snapshotHeld time.Duration // in the cells snapshot*
 	pg           *postgres
 	redis        map[bool]*redisServer // by whether each command is flushed
 }
@@ -51,26 +51,20 @@ func (l *lab) close() (err error) {
 	return err
 }
 
-// A stage is what all experiments have: a place in the lab, which they leave as it was.
+// A stage is the place of an experiment in the lab, which the experiment leaves as it was.
 type stage struct {
 	*lab
-	closers   []func()
-	databases []string
+	closers []func() error
 }
 
-func (s *stage) close(ctx context.Context) (err error) {
-	for _, close := range slices.Backward(s.closers) {
-		close()
+func (s *stage) atEnd(closer func() error) { s.closers = append(s.closers, closer) }
+
+func (s *stage) close() (err error) {
+	for _, closer := range slices.Backward(s.closers) {
+		err = errors.Join(err, closer())
 	}
-	for _, name := range s.databases {
-		err = errors.Join(err, s.pg.drop(ctx, name))
-	}
-	s.closers, s.databases = nil, nil
 	return err
 }
-
-// cost is that of a load.
-func (s *stage) cost() time.Duration { return time.Duration((1 + warmUp) * float64(s.window)) }
 
 // database makes one with the package installed, and runs statements in it.
 func (s *stage) database(ctx context.Context, name string, statements ...string) (*postgres, error) {
@@ -78,7 +72,9 @@ func (s *stage) database(ctx context.Context, name string, statements ...string)
 	if err != nil {
 		return nil, err
 	}
-	s.databases = append(s.databases, name)
+	s.atEnd(func() error {
+		return pg.exec(context.WithoutCancel(ctx), "", "drop database if exists "+name+" with (force)")
+	})
 	return pg, pg.database(ctx, name, statements...)
 }
 
@@ -86,13 +82,13 @@ func (s *stage) database(ctx context.Context, name string, statements ...string)
 func (s *stage) pool(ctx context.Context, url string, flush bool, connections int32, change ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
 	pool, err := openPool(ctx, url, flush, connections, change...)
 	if err == nil {
-		s.closers = append(s.closers, pool.Close)
+		s.atEnd(func() error { pool.Close(); return nil })
 	}
 	return pool, err
 }
 
 func (s *stage) combiner(pool *pgxpool.Pool, opts ...client.Option) *client.Combiner {
 	combiner := client.NewCombiner(pool, opts...)
-	s.closers = append(s.closers, combiner.Close)
+	s.atEnd(func() error { combiner.Close(); return nil })
 	return combiner
 }

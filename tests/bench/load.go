@@ -2,7 +2,9 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"math/rand/v2"
+	"regexp"
 	"slices"
 	"strconv"
 	"sync"
@@ -18,13 +20,63 @@ type acquirer func(ctx context.Context, key string) error
 // A manyAcquirer takes one token of each key's bucket.
 type manyAcquirer func(ctx context.Context, keys []string) error
 
-// A load is callers that each ask again as soon as they are answered. With many, some of them ask in one call.
+// An opponent is one way to decide.
+type opponent struct {
+	acquire acquirer
+	many    manyAcquirer // in place of acquire: some callers ask in one call
+	server  []int        // the processes whose CPU time is counted with their children's
+	before  acquirer     // is asked for every key before each run
+}
+
+var loadCell = regexp.MustCompile(`^(.+)/(uniform|hot)/(\d+)$`)
+
+func cellName(opponent, keys string, callers int) string {
+	return fmt.Sprintf("%s/%s/%d", opponent, keys, callers)
+}
+
+// cellsOf combines opponents, keys and numbers of callers.
+func cellsOf(opponents, keys []string, callers ...int) (cells []string) {
+	for _, keys := range keys {
+		for _, callers := range callers {
+			for _, opponent := range opponents {
+				cells = append(cells, cellName(opponent, keys, callers))
+			}
+		}
+	}
+	return cells
+}
+
+// loads measures cells named opponent/keys/callers. Each opponent first runs for a moment that does not count, so that the first is
+// not the only one to find everything cold.
+func loads(ctx context.Context, window time.Duration, cells []string, opponents map[string]opponent) (measure, error) {
+	keyspaces, warm := keyspaces(), map[string]bool{}
+	measure := func(ctx context.Context, cell string) (sample, error) {
+		part := loadCell.FindStringSubmatch(cell)
+		callers, _ := strconv.Atoi(part[3])
+		l := load{callers: callers, keys: keyspaces[part[2]], opponent: opponents[part[1]]}
+		if l.before != nil {
+			if err := l.keys.askForAll(ctx, l.before); err != nil {
+				return nil, err
+			}
+		}
+		return l.run(ctx, window)
+	}
+	for _, cell := range cells {
+		if opponent := loadCell.FindStringSubmatch(cell)[1]; !warm[opponent] {
+			warm[opponent] = true
+			if _, err := measure(ctx, cell); err != nil {
+				return nil, fmt.Errorf("%s: %w", cell, err)
+			}
+		}
+	}
+	return measure, nil
+}
+
+// A load is callers that each ask again as soon as they are answered.
 type load struct {
 	callers int
 	keys    *keyspace
-	acquire acquirer
-	many    manyAcquirer // nil for none
-	servers []int        // the processes whose CPU time is counted with their children's
+	opponent
 }
 
 // perCall is how many callers share a call of a manyAcquirer.
@@ -44,9 +96,9 @@ func (l load) run(ctx context.Context, window time.Duration) (sample, error) {
 func (l load) during(ctx context.Context, warmUp time.Duration, beside func(context.Context) error) (sample, error) {
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
-	inCall := 1
-	if l.many != nil {
-		inCall = perCall
+	ask, inCall := l.many, perCall
+	if ask == nil {
+		ask, inCall = func(ctx context.Context, keys []string) error { return l.acquire(ctx, keys[0]) }, 1
 	}
 	var (
 		callers         sync.WaitGroup
@@ -55,18 +107,12 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 	)
 	for i := range latencies {
 		callers.Go(func() {
-			next := l.keys.from(i)
-			ask := func() error { return l.acquire(ctx, next()) }
-			if keys := make([]string, inCall); l.many != nil {
-				ask = func() error {
-					for i := range keys {
-						keys[i] = next()
-					}
-					return l.many(ctx, keys)
-				}
-			}
+			next, keys := l.keys.from(i), make([]string, inCall)
 			for begin := time.Now(); !ended.Load(); {
-				if err := ask(); err != nil {
+				for i := range keys {
+					keys[i] = next()
+				}
+				if err := ask(ctx, keys); err != nil {
 					fail(err)
 					return
 				}
@@ -80,12 +126,12 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 	}
 	_ = pause(ctx, warmUp) // an error of the callers is looked at below
 
-	begin, own, server := time.Now(), cpuOwn(), cpuOf(l.servers...)
+	begin, own, server := time.Now(), cpuOwn(), cpuOf(l.server...)
 	counting.Store(true)
 	err := beside(ctx)
 	counting.Store(false)
 	elapsed := time.Since(begin)
-	own, server = cpuOwn()-own, cpuOf(l.servers...)-server
+	own, server = cpuOwn()-own, cpuOf(l.server...)-server
 	ended.Store(true)
 	callers.Wait()
 	if cause := context.Cause(ctx); cause != nil {
@@ -94,15 +140,14 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 	if err != nil {
 		return nil, err
 	}
-
 	all := slices.Concat(latencies...)
 	slices.Sort(all)
 	decisions := float64(max(1, inCall*len(all)))
 	return sample{
 		rate:      float64(inCall*len(all)) / elapsed.Seconds(),
 		p99:       quantile(all, 0.99),
-		cpuServer: float64(server.Microseconds()) / decisions,
-		cpuClient: float64(own.Microseconds()) / decisions,
+		cpuServer: server / decisions,
+		cpuClient: own / decisions,
 	}, nil
 }
 
@@ -131,37 +176,30 @@ type keyspace struct {
 	order []uint32
 }
 
-const manyKeys = 100_000
-
-// keyspaces are the shapes of traffic by name.
-func keyspaces() map[string]*keyspace {
-	keys := make([]string, manyKeys)
-	for i := range keys {
-		keys[i] = keyName(userPrefix, i+1)
-	}
-	source := rand.New(rand.NewPCG(1, 2))
-	return map[string]*keyspace{
-		"uniform": {keys, order(func() uint32 { return source.Uint32N(manyKeys) })},
-		"hot":     {[]string{hotKey}, []uint32{0}},
-	}
-}
-
 const (
+	manyKeys           = 100_000
 	hotKey             = "hot"
 	userPrefix         = "user:"
 	organisationPrefix = "organisation:"
 )
 
+var keyNames = []string{"uniform", "hot"}
+
+// keyspaces are the shapes of traffic by name.
+func keyspaces() map[string]*keyspace {
+	uniform := keyspace{make([]string, manyKeys), make([]uint32, 1<<20)}
+	for i := range uniform.keys {
+		uniform.keys[i] = keyName(userPrefix, i+1)
+	}
+	source := rand.New(rand.NewPCG(1, 2))
+	for i := range uniform.order {
+		uniform.order[i] = source.Uint32N(manyKeys)
+	}
+	return map[string]*keyspace{"uniform": &uniform, "hot": {[]string{hotKey}, []uint32{0}}}
+}
+
 // keyName is prefix || n in SQL.
 func keyName(prefix string, n int) string { return prefix + strconv.Itoa(n) }
-
-func order(next func() uint32) []uint32 {
-	indexes := make([]uint32, 1<<20)
-	for i := range indexes {
-		indexes[i] = next()
-	}
-	return indexes
-}
 
 // from returns the keys that one of many callers asks for, one after another.
 func (k *keyspace) from(caller int) func() string {

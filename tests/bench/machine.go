@@ -1,24 +1,24 @@
 package main
 
 import (
-	"bytes"
 	"fmt"
 	"os"
-	"path/filepath"
 	"runtime"
-	"strconv"
 	"strings"
 	"syscall"
-	"time"
+
+	"github.com/prometheus/procfs"
 )
 
 // describe tells what was measured on: the machine and the versions.
 func (l *lab) describe() map[string]string {
 	kernel, _ := os.ReadFile("/proc/sys/kernel/osrelease")
+	cores, _ := os.ReadFile("/proc/cpuinfo")
+	_, processor, _ := strings.Cut(string(cores), "model name\t: ")
+	processor, _, _ = strings.Cut(processor, "\n")
 	machine := map[string]string{
-		"machine": fmt.Sprintf("%d cores of %s, %.0f GB", runtime.NumCPU(), lineOf("/proc/cpuinfo", "model name"), float64(memory())/1024),
+		"machine": fmt.Sprintf("%d cores of %s, %.0f GB", runtime.NumCPU(), processor, float64(memory())/1024),
 		"kernel":  "Linux " + strings.TrimSpace(string(kernel)),
-		"system":  strings.Trim(lineOf("/etc/os-release", "PRETTY_NAME"), `"`),
 		"Go":      runtime.Version(),
 	}
 	for _, server := range l.redis {
@@ -30,74 +30,50 @@ func (l *lab) describe() map[string]string {
 	return machine
 }
 
-// lineOf returns the value of the first line of a file that begins with a name.
-func lineOf(file, name string) string {
-	text, _ := os.ReadFile(file)
-	for line := range strings.Lines(string(text)) {
-		if rest, ok := strings.CutPrefix(line, name); ok {
-			return strings.TrimSpace(strings.TrimLeft(rest, " \t:="))
-		}
-	}
-	return "unknown"
-}
-
-// cpuOf returns the CPU time that processes and their children have used, from /proc.
-func cpuOf(pids ...int) (used time.Duration) {
+// cpuOf returns the microseconds of CPU time that processes and their children have used.
+func cpuOf(pids ...int) (used float64) {
 	for _, pid := range pids {
-		used += cpuOfStat(pid, 11, 12, 13, 14) // utime, stime, and those of children that have ended
-		for _, child := range children(pid) {
-			used += cpuOfStat(child, 11, 12)
+		for _, p := range family(pid) {
+			ticks := p.UTime + p.STime
+			if p.PID == pid { // has those of children that have ended, too
+				ticks += uint(p.CUTime + p.CSTime)
+			}
+			used += float64(ticks) * 1e6 / 100 // USER_HZ is 100 on all Linux
 		}
 	}
 	return used
 }
 
-func cpuOfStat(pid int, indexes ...int) (used time.Duration) {
-	fields := statOf(pid)
-	for _, i := range indexes {
-		if i < len(fields) { // else it has ended
-			ticks, _ := strconv.Atoi(fields[i])
-			used += time.Duration(ticks) * time.Second / 100 // USER_HZ is 100 on all Linux
-		}
-	}
-	return used
-}
-
-// children lists those of a process.
-func children(pid int) (list []int) {
-	files, _ := filepath.Glob("/proc/[0-9]*/stat")
-	for _, file := range files {
-		child, _ := strconv.Atoi(filepath.Base(filepath.Dir(file)))
-		if fields := statOf(child); len(fields) > 1 && fields[1] == strconv.Itoa(pid) {
-			list = append(list, child)
+// family returns a process and its children.
+func family(pid int) (list []procfs.ProcStat) {
+	all, _ := procfs.AllProcs()
+	for _, p := range all {
+		stat, err := p.Stat() // else it has ended
+		if err == nil && (stat.PID == pid || stat.PPID == pid) {
+			list = append(list, stat)
 		}
 	}
 	return list
 }
 
-// statOf returns what /proc says about a process, from its state and its parent on.
-func statOf(pid int) []string {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return nil // it has ended
-	}
-	return strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:])) // after its name, which may contain anything
-}
-
-// cpuOwn returns the CPU time that this process has used.
-func cpuOwn() time.Duration {
+// cpuOwn returns the microseconds of CPU time that this process has used.
+func cpuOwn() float64 {
 	var usage syscall.Rusage
 	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &usage); err != nil {
 		return 0
 	}
-	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+	return float64(usage.Utime.Nano()+usage.Stime.Nano()) / 1000
 }
 
 // memory returns the machine's memory in megabytes.
 func memory() int {
-	info, _ := os.ReadFile("/proc/meminfo")
-	_, rest, _ := strings.Cut(string(info), "MemTotal:")
-	kilobytes, _, _ := strings.Cut(strings.TrimSpace(rest), " ")
-	n, _ := strconv.Atoi(kilobytes)
-	return n / 1024
+	proc, err := procfs.NewDefaultFS()
+	if err != nil {
+		return 0
+	}
+	info, err := proc.Meminfo()
+	if err != nil || info.MemTotalBytes == nil {
+		return 0
+	}
+	return int(*info.MemTotalBytes >> 20)
 }

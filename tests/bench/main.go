@@ -2,9 +2,9 @@
 // PostgreSQL and Redis on unix sockets and measures in rounds in which all take turns.
 //
 //	go run ./tests/bench                       everything, about forty minutes
-//	go run ./tests/bench -only 'combined_*'    some cells and ratios, and the tables that they fill; -list names them
+//	go run ./tests/bench -only 'combined_*'    some cells and ratios, of measures.go
 //
-// make bench publishes: it measures everything and writes the figures of docs/performance.md. What does not belong to this module
+// make bench publishes: it measures everything and writes the figures of docs/performance.md. What the module lacks
 // is got when it is needed: rate-limiter-flexible from npm, valgrind, Redis and python3-asyncpg by apt-get, Envoy's service by go.
 package main
 
@@ -22,7 +22,6 @@ import (
 
 type options struct {
 	only    string
-	list    bool
 	runs    int
 	rounds  int
 	window  time.Duration
@@ -33,19 +32,12 @@ type options struct {
 	soak    string
 	record  string
 	reason  string
+	helper  string
 }
 
 func main() {
-	if what := os.Getenv(helperEnv); what != "" {
-		if err := help(context.Background(), what); err != nil {
-			fmt.Fprintln(os.Stderr, "bench:", err)
-			os.Exit(1)
-		}
-		return
-	}
 	var o options
 	flag.StringVar(&o.only, "only", "", "measure only these cells and ratios: names or patterns, separated by commas")
-	flag.BoolVar(&o.list, "list", false, "list the cells and the ratios, and exit")
 	flag.IntVar(&o.runs, "runs", 1, "runs, each with servers of its own: above 1, figures are medians of theirs")
 	flag.IntVar(&o.rounds, "rounds", 3, "rounds")
 	flag.DurationVar(&o.window, "window", time.Second, "how long each cell runs in a round")
@@ -56,6 +48,7 @@ func main() {
 	flag.StringVar(&o.soak, "soak", "", "plot soak.csv of make proof into -results, and exit")
 	flag.StringVar(&o.record, "record", "", "count the instructions of calls, write them into this file, and exit")
 	flag.StringVar(&o.reason, "reason", "", "why some of them rose")
+	flag.StringVar(&o.helper, "helper", "", "be a process of place processes, which asks this Redis or PostgreSQL")
 	flag.Parse()
 
 	if err := run(o); err != nil {
@@ -73,6 +66,9 @@ func run(o options) (err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, limitOfRun, fmt.Errorf("not done within %v", limitOfRun))
 	defer cancel()
 
+	if o.helper != "" {
+		return help(ctx, o.helper, flag.Args())
+	}
 	if o.record != "" {
 		return renewRecord(ctx, o.record, o.reason)
 	}
@@ -84,26 +80,16 @@ func run(o options) (err error) {
 	}
 	lab := &lab{window: o.window, snapshotHeld: o.held}
 	defer func() { err = errors.Join(err, lab.close()) }()
-	experiments := experiments(lab)
-	cells, chosen, err := choose(o.only, experiments)
+	cells, chosen, err := choose(o.only)
 	if err != nil {
 		return err
-	}
-	if o.list {
-		for _, cell := range cells {
-			fmt.Println(cell)
-		}
-		for _, r := range chosen {
-			fmt.Printf("%s = %s ÷ %s\n", r.name, r.over, r.under)
-		}
-		return nil
 	}
 	var rounds, runs []round
 	for range max(1, o.runs) {
 		if err := lab.close(); err != nil { // so that each run has servers of its own
 			return err
 		}
-		if rounds, err = measureAll(ctx, o.rounds, experiments, cells); err != nil {
+		if rounds, err = measureAll(ctx, lab, o.rounds, cells); err != nil {
 			return cmp.Or(context.Cause(ctx), err)
 		}
 		runs = append(runs, medians(rounds))

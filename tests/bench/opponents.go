@@ -3,9 +3,11 @@ package main
 import (
 	"context"
 	crypto "crypto/rand"
+	_ "embed"
 	"errors"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"strconv"
 	"sync/atomic"
 	"time"
@@ -105,4 +107,180 @@ func fillLimiter() string {
 	return fmt.Sprintf(`insert into limiter
 		select '%[4]s' || i, %[1]d, clock_timestamp() from generate_series(1, %[2]d) as i
 		union all select '%[3]s', %[1]d, clock_timestamp()`, capacity, manyKeys, hotKey, userPrefix)
+}
+
+// dryLimit is that of policy dry: a bucket that a token was taken from stays empty.
+var dryLimit = redis_rate.Limit{Rate: 1, Burst: 1, Period: 1000 * 24 * time.Hour}
+
+// defineDry defines policy dry, and makes every bucket empty.
+func defineDry(count int) []string {
+	return []string{"select ratelimit_define_policy('dry', 1, 1, '1000 days')", fill{policy: "dry", count: count}.sql()}
+}
+
+// dry asks for a token of an empty bucket.
+func dry(limiter client.Acquirer) acquirer {
+	return func(ctx context.Context, key string) error {
+		d, err := limiter.Acquire(ctx, "dry", key)
+		return wantDenied(d.Allowed, err)
+	}
+}
+
+func dryRedis(rdb redis.Cmdable) acquirer {
+	limiter := redis_rate.NewLimiter(rdb)
+	return func(ctx context.Context, key string) error {
+		d, err := limiter.Allow(ctx, "dry:"+key, dryLimit)
+		return wantDenied(err == nil && d.Allowed > 0, err)
+	}
+}
+
+// emptyRedis takes the only token of a bucket.
+func emptyRedis(rdb redis.Cmdable) acquirer {
+	limiter := redis_rate.NewLimiter(rdb)
+	return func(ctx context.Context, key string) error {
+		_, err := limiter.Allow(ctx, "dry:"+key, dryLimit)
+		return err
+	}
+}
+
+func wantDenied(allowed bool, err error) error {
+	if err == nil && allowed {
+		err = errors.New("allowed, though the bucket was empty")
+	}
+	return err
+}
+
+// mixed lets a share of the requests, in percent, ask for a token of an empty bucket.
+func mixed(share int, dry, full acquirer) acquirer {
+	return func(ctx context.Context, key string) error {
+		if rand.IntN(100) < share {
+			return dry(ctx, key)
+		}
+		return full(ctx, key)
+	}
+}
+
+const (
+	organisations = 1000
+	everybody     = "everybody" // a policy and its only key
+)
+
+// A membership has the organisation of each user, of number 1 first. Some are large: with users who are all
+// alike, the requests of organisations are zipfian, and one gets 18 % of them.
+type membership []string
+
+func newMembership() membership {
+	source := rand.New(rand.NewPCG(3, 4))
+	zipf := rand.NewZipf(source, 1.1, 1, organisations-1)
+	m := make(membership, manyKeys)
+	for n := range m {
+		m[n] = keyName(organisationPrefix, int(zipf.Uint64())+1)
+	}
+	return m
+}
+
+func (m membership) of(user string) string {
+	n, _ := strconv.Atoi(user[len(userPrefix):])
+	return m[n-1]
+}
+
+// defineJointPolicies defines the three policies, and gives every bucket a row.
+func defineJointPolicies() []string {
+	users := fill{policy: "user", count: manyKeys, tokens: capacity / 2}
+	theirs := fill{policy: "organisation", prefix: organisationPrefix, count: organisations, tokens: capacity / 2}
+	return []string{
+		definePolicy("user", true), users.sql(), users.inUse(),
+		definePolicy("organisation", true), theirs.sql(), theirs.inUse(),
+		definePolicy(everybody, true),
+		"select ratelimit_acquire('" + everybody + "', '" + everybody + "')",
+	}
+}
+
+// pgratelimit asks pgratelimit, which takes from all three buckets or from none.
+func (m membership) pgratelimit(limiter interface {
+	AcquireAll(context.Context, []client.Charge, ...client.CallOption) (client.JointDecision, error)
+}) acquirer {
+	return func(ctx context.Context, user string) error {
+		d, err := limiter.AcquireAll(ctx, []client.Charge{
+			{Policy: "user", Key: user}, {Policy: "organisation", Key: m.of(user)}, {Policy: everybody, Key: everybody},
+		})
+		return wanted(d.Allowed, err)
+	}
+}
+
+//go:embed acquire_all.lua
+var acquireAllLua string
+
+var acquireAllScript = redis.NewScript(acquireAllLua)
+
+// script asks a script that is as exact as pgratelimit is. Its keys are of different users, organisations and
+// everybody: in a Redis Cluster they are in different slots, and no script can name them all.
+func (m membership) script(rdb redis.Scripter) acquirer {
+	gain := (limit.Period / time.Duration(limit.Rate)).Microseconds()
+	return func(ctx context.Context, user string) error {
+		return isAllowed(acquireAllScript.Run(ctx, rdb, []string{"all:" + user, "all:" + m.of(user), "all:" + everybody},
+			limit.Burst, gain, 1, limit.Burst, gain, 1, limit.Burst, gain, 1))
+	}
+}
+
+// isAllowed reads the answer of a script, whose first number tells how many requests are allowed.
+func isAllowed(cmd *redis.Cmd) error {
+	answer, err := cmd.Slice()
+	return wanted(err == nil && answer[0] == int64(1), err)
+}
+
+// A cycle is one hold and one release, each a transaction or a command of its own, of a holder that is new. There are more slots than
+// callers: a denial is an error.
+const (
+	slotCapacity = 1000
+	slotLease    = time.Minute
+)
+
+// defineSlots defines the policy slots, and gives every key a row.
+func defineSlots() []string {
+	return []string{
+		fmt.Sprintf("select ratelimit_define_policy('slots', %d, lease => '%v')", slotCapacity, slotLease),
+		fmt.Sprintf(`insert into ratelimit.slots (policy_id, key, changes, held, counted_until, due_at)
+			select p.id, k.key, 1, 0, ratelimit.clock(), ratelimit.clock()
+			  from ratelimit.policies as p,
+			       (select '%s' || i from generate_series(1, %d) as i union all select '%s') as k (key)
+			 where p.name = 'slots'
+			 order by hashtext(k.key)`, userPrefix, manyKeys, hotKey),
+	}
+}
+
+// cycleSQL divides by zero if a slot is not lent, or was lost.
+func cycleSQL(key string) string {
+	return fmt.Sprintf("select 1 / allowed::integer from ratelimit_hold('slots', %s, 'holder:' || :r);\n"+
+		"select 1 / ratelimit_release('slots', %[1]s, 'holder:' || :r)::integer;", key)
+}
+
+// held makes cycles of two calls.
+func held(limiter *client.Limiter) acquirer {
+	holder := newNames()
+	return func(ctx context.Context, key string) error {
+		holder := holder()
+		d, err := limiter.HoldAs(ctx, "slots", key, holder)
+		if err != nil || !d.Allowed {
+			return wanted(false, err)
+		}
+		return wanted(limiter.Release(ctx, "slots", key, holder))
+	}
+}
+
+//go:embed hold.lua
+var holdLua string
+
+var holdScript = redis.NewScript(holdLua)
+
+// heldRedis makes cycles of a script and a ZREM.
+func heldRedis(rdb redis.Cmdable) acquirer {
+	holder := newNames()
+	return func(ctx context.Context, key string) error {
+		holder, key := holder(), "slots:"+key
+		if err := isAllowed(holdScript.Run(ctx, rdb, []string{key}, holder, slotCapacity, slotLease.Microseconds())); err != nil {
+			return err
+		}
+		removed, err := rdb.ZRem(ctx, key, holder).Result()
+		return wanted(removed == 1, err)
+	}
 }

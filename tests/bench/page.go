@@ -139,7 +139,6 @@ var pageBlocks = map[string]func(processor) string{
 		{"`Combiner.AcquireAll`, all or nothing", "joint-combined-noflush/uniform/*"},
 		{"Redis, one script, all or nothing", "joint-script/uniform/*"},
 		{"the same, pipelined", "joint-script-pipelined/uniform/*"},
-		{"redis_rate, three calls in a pipeline, each by itself", "joint-redis/uniform/*"},
 	}),
 	"denied": table("decisions per second", []pageColumn{
 		{"64 callers, many keys", "uniform/64/rate"}, {"256 callers, many keys", "uniform/256/rate"}, {"256 callers, one key", "hot/256/rate"},
@@ -160,17 +159,17 @@ var pageBlocks = map[string]func(processor) string{
 		{"redis_rate pipelined, many keys", "prefetch/redis-pipelined*/uniform/64/rate"},
 	}),
 	"processes": table("64 callers, one key", []pageColumn{{"four processes", "rate"}}, []pageRow{
-		{"prefetched", "processes/prefetcher/*"},
-		{"combined", "processes/combined/*"},
-		{"plain", "processes/plain/*"},
-		{"redis_rate", "processes/redis/*"},
+		{"prefetched", "processes/prefetcher/hot/64/*"},
+		{"combined", "processes/combined/hot/64/*"},
+		{"plain", "processes/plain/hot/64/*"},
+		{"redis_rate", "processes/redis/hot/64/*"},
 	}),
 	"served": table("many keys", byCallers, []pageRow{
-		{"`pgratelimit serve`, gRPC", "served/grpc/*"},
-		{"the same, `AcquireMany`, 32 callers a call", "served/many/*"},
-		{"the same, `AcquireStream`, 32 callers a message", "served/stream/*"},
-		{"`pgratelimit serve`, JSON", "served/json/*"},
-		{"Envoy's reference service on Redis, gRPC", "served/envoy/*"},
+		{"`pgratelimit serve`, gRPC", "served/grpc/uniform/*"},
+		{"the same, `AcquireMany`, 32 callers a call", "served/many/uniform/*"},
+		{"the same, `AcquireStream`, 32 callers a message", "served/stream/uniform/*"},
+		{"`pgratelimit serve`, JSON", "served/json/uniform/*"},
+		{"Envoy's reference service on Redis, gRPC", "served/envoy/uniform/*"},
 	}),
 	"node": table("Node.js", byCallers, []pageRow{
 		{"`Combiner`, many keys", "npm/combined/uniform/*"},
@@ -214,10 +213,10 @@ var pageBlocks = map[string]func(processor) string{
 		{"redis_rate", "redis/uniform/256/*"},
 	}),
 	"cores": table("256 callers, many keys", []pageColumn{{"decisions per second", "rate"}, {"CPU of the server, µs", "cpu_server"}, {"of the client", "cpu_client"}}, []pageRow{
-		{"combined: PostgreSQL on one core, the client on the other", "cores/1/combined/*"},
-		{"combined: both on two cores", "cores/2/combined/*"},
-		{"plain: PostgreSQL on one core, the client on the other", "cores/1/plain/*"},
-		{"plain: both on two cores", "cores/2/plain/*"},
+		{"combined: PostgreSQL on one core, the client on the other", "cores/1/combined/uniform/256/*"},
+		{"combined: both on two cores", "cores/2/combined/uniform/256/*"},
+		{"plain: PostgreSQL on one core, the client on the other", "cores/1/plain/uniform/256/*"},
+		{"plain: both on two cores", "cores/2/plain/uniform/256/*"},
 	}),
 	"space": table("", []pageColumn{{"bytes", "bytes"}, {"to the formula", "to_formula"}}, []pageRow{
 		{"a bucket", "buckets/1m/*"},
@@ -274,16 +273,6 @@ func table(title string, columns []pageColumn, rows []pageRow) func(processor) s
 		}
 		return b.String()
 	}
-}
-
-// tables are those of the page that have all their figures.
-func (p processor) tables() (whole []string) {
-	for _, name := range slices.Sorted(maps.Keys(pageBlocks)) {
-		if text := pageBlocks[name](p); strings.HasPrefix(text, "|") && !strings.Contains(text, "–") {
-			whole = append(whole, text)
-		}
-	}
-	return whole
 }
 
 // machine has what was measured on, and when.

@@ -1,10 +1,7 @@
 package main
 
 import (
-	"bufio"
-	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -15,12 +12,6 @@ import (
 	"time"
 )
 
-// bare compares our functions with the bare statements underneath by pgbench, with prepared statements
-// and without waiting for the flush.
-type bare struct{ stage }
-
-const bareDatabase = "bare"
-
 const (
 	manyKeysSQL = `'user:' || :k`
 	drawKey     = `\set k random(1, 100000)` + "\n"
@@ -28,6 +19,7 @@ const (
 	drawRequest = `\set r random(1, 9000000000000000000)` + "\n"
 )
 
+// bareScripts compare our functions with the bare statements underneath, with prepared statements and without waiting for the flush.
 var bareScripts = map[string]string{
 	"bare/update":    drawKey + takeSQL(manyKeysSQL) + ` returning level;`, // the least that a limiter can do
 	"bare/acquire":   drawKey + acquireSQL("full", manyKeysSQL),
@@ -52,16 +44,22 @@ func acquireSQL(policy string, arguments ...string) string {
 	return fmt.Sprintf(`select * from ratelimit_acquire('%s', %s);`, policy, strings.Join(arguments, ", "))
 }
 
-func (*bare) cells() []string {
-	return []string{
-		"bare/update", "bare/acquire", "bare/keyed", "bare/held", "bare/keyed-hot", "bare/held-hot", "bare/settled", "bare/insert", "bare/guarded",
-		"bare/select", "bare/denied",
-	}
+var bareCells = []string{
+	"bare/update", "bare/acquire", "bare/keyed", "bare/held", "bare/keyed-hot", "bare/held-hot", "bare/settled", "bare/insert", "bare/guarded",
+	"bare/select", "bare/denied",
 }
 
-func (b *bare) open(ctx context.Context, _ []string) error {
-	_, err := b.database(ctx, bareDatabase, slices.Concat(bareTables(manyKeys), defineSlots(), guardedTable(), []string{fill{policy: "full", count: manyKeys}.inUse(), "create table free (like guarded)"})...)
-	return err
+func openBare(ctx context.Context, s *stage, _ []string) (measure, error) {
+	const database = "bare"
+	setUp := slices.Concat(bareTables(manyKeys), defineSlots(), guardedTable(), []string{fill{policy: "full", count: manyKeys}.inUse(), "create table free (like guarded)"})
+	pg, err := s.database(ctx, database, setUp...)
+	return func(ctx context.Context, cell string) (sample, error) {
+		figures, err := pg.pgbench(ctx, database, bareScripts[cell], s.window)
+		if err != nil || cell != "bare/keyed" {
+			return figures, err
+		}
+		return figures, pg.space(ctx, database, "ratelimit.idempotency_keys", "150 + 2.5 * octet_length(k.key || k.idempotency_key)", figures)
+	}, err
 }
 
 // bareTables fills the buckets of a policy that never runs dry and of one that has, and a table to compare with.
@@ -89,74 +87,27 @@ func guardedTable() []string {
 	}
 }
 
-func (b *bare) run(ctx context.Context, cell string) (sample, error) {
-	s, err := b.pg.pgbench(ctx, bareDatabase, bareScripts[cell], b.window)
-	if err != nil || cell != "bare/keyed" {
-		return s, err
-	}
-	return s, b.pg.space(ctx, bareDatabase, "ratelimit.idempotency_keys", "150 + 2.5 * octet_length(k.key || k.idempotency_key)", s)
-}
+var ratePrinted = regexp.MustCompile(`(?m)^tps = ([0-9.]+)`)
 
-func (b *bare) cost() time.Duration { return pgbenchCost(b.window) }
-
-func pgbenchCost(window time.Duration) time.Duration { return time.Second + 2*window }
-
-// A tally is how many transactions pgbench has made, in how much time.
-type tally struct{ transactions, seconds float64 }
-
-var (
-	progressLine = regexp.MustCompile(`^progress: ([0-9.]+) s, ([0-9.]+) tps`)
-	doneLine     = regexp.MustCompile(`(?s)transactions actually processed: ([0-9]+).*\ntps = ([0-9.]+)`)
-	errPgbench   = errors.New("pgbench failed")
-)
-
-// pgbench runs a script by 16 clients for a few seconds. The first does not count: connections are made and
-// statements prepared.
-func (pg *postgres) pgbench(ctx context.Context, database, script string, window time.Duration) (sample, error) {
-	file, err := os.CreateTemp("", "ratelimit-*.sql")
-	if err != nil {
-		return nil, err
-	}
-	defer os.Remove(file.Name())
-	_, err = file.WriteString(script)
-	if err := errors.Join(err, file.Close()); err != nil {
-		return nil, err
-	}
+// pgbench runs a script by 16 clients for a second that does not count, and then for two windows.
+func (pg *postgres) pgbench(ctx context.Context, database, script string, window time.Duration) (figures sample, err error) {
 	program, err := pg.program(ctx, "pgbench")
 	if err != nil {
 		return nil, err
 	}
-	counted := max(1, (2 * window).Round(time.Second).Seconds())
-	cmd := exec.CommandContext(ctx, program, "--no-vacuum", "--protocol=prepared", "--client", "16", "--jobs", "2",
-		"--file", file.Name(), "--time", fmt.Sprint(1+counted), "--progress", "1", pg.URL(database))
-	cmd.Env = append(os.Environ(), "PGOPTIONS=-c synchronous_commit=off")
-	var summary, complaints strings.Builder
-	cmd.Stdout = &summary
-	messages, err := cmd.StderrPipe()
-	if err != nil {
-		return nil, err
-	}
-	if err := cmd.Start(); err != nil {
-		return nil, err
-	}
-	var first tally
-	for lines := bufio.NewScanner(messages); lines.Scan(); {
-		match := progressLine.FindStringSubmatch(lines.Text())
-		switch {
-		case match == nil:
-			fmt.Fprintln(&complaints, lines.Text())
-		case first.seconds == 0:
-			seconds := number(match[1])
-			first = tally{number(match[2]) * seconds, seconds}
+	for _, seconds := range []float64{1, max(1, (2 * window).Round(time.Second).Seconds())} {
+		cmd := exec.CommandContext(ctx, program, "--no-vacuum", "--protocol=prepared", "--client", "16", "--jobs", "2",
+			"--file", "-", "--time", fmt.Sprint(seconds), pg.URL(database))
+		cmd.Env = append(os.Environ(), "PGOPTIONS=-c synchronous_commit=off")
+		cmd.Stdin = strings.NewReader(script)
+		out, err := cmd.CombinedOutput()
+		match := ratePrinted.FindSubmatch(out)
+		if err != nil || match == nil || strings.Contains(string(out), "ERROR") {
+			return nil, fmt.Errorf("pgbench: %w\n%s", err, out)
 		}
+		figures = sample{rate: number(string(match[1]))}
 	}
-	err = cmd.Wait()
-	match := doneLine.FindStringSubmatch(summary.String())
-	if err != nil || match == nil || strings.Contains(complaints.String(), "ERROR") {
-		return nil, fmt.Errorf("%w\n%s", cmp.Or(err, errPgbench), complaints.String())
-	}
-	all := tally{number(match[1]), number(match[1]) / number(match[2])}
-	return sample{rate: (all.transactions - first.transactions) / (all.seconds - first.seconds)}, nil
+	return figures, nil
 }
 
 func number(text string) float64 {
@@ -177,36 +128,28 @@ func (pg *postgres) space(ctx context.Context, database, table, formula string, 
 	return err
 }
 
-// buckets compares few buckets with many, each number in a database of its own.
-type buckets struct{ stage }
+// bucketCells compare few buckets with many, each number in a database of its own.
+var bucketCells = []string{"buckets/10k", "buckets/1m", "buckets/10m"}
 
-var bucketCounts = map[string]int{"buckets/10k": 10_000, "buckets/1m": 1_000_000, "buckets/10m": 10_000_000}
-
-func (*buckets) cells() []string { return []string{"buckets/10k", "buckets/1m", "buckets/10m"} }
-
-func databaseOf(cell string) string { return fmt.Sprintf("buckets_%d", bucketCounts[cell]) }
-
-func (b *buckets) open(ctx context.Context, cells []string) error {
+func openBuckets(ctx context.Context, s *stage, cells []string) (measure, error) {
+	counts := map[string]int{"buckets/10k": 10_000, "buckets/1m": 1_000_000, "buckets/10m": 10_000_000}
+	database := func(cell string) string { return fmt.Sprintf("buckets_%d", counts[cell]) }
 	for _, cell := range cells {
-		_, err := b.database(ctx, databaseOf(cell),
+		_, err := s.database(ctx, database(cell),
 			definePolicy("full", true),
 			"set work_mem = '256MB'",
-			fill{policy: "full", count: bucketCounts[cell], tokens: capacity / 2}.sql(),
+			fill{policy: "full", count: counts[cell], tokens: capacity / 2}.sql(),
 			"vacuum analyze ratelimit.buckets")
 		if err != nil {
-			return err
+			return nil, err
 		}
 	}
-	return nil
+	return func(ctx context.Context, cell string) (sample, error) {
+		script := fmt.Sprintf(`\set k random(1, %d)`, counts[cell]) + "\n" + acquireSQL("full", manyKeysSQL)
+		figures, err := s.pg.pgbench(ctx, database(cell), script, s.window)
+		if err != nil {
+			return nil, err
+		}
+		return figures, s.pg.space(ctx, database(cell), "ratelimit.buckets", "183 + 3 * octet_length(k.key)", figures)
+	}, nil
 }
-
-func (b *buckets) run(ctx context.Context, cell string) (sample, error) {
-	script := fmt.Sprintf(`\set k random(1, %d)`, bucketCounts[cell]) + "\n" + acquireSQL("full", manyKeysSQL)
-	s, err := b.pg.pgbench(ctx, databaseOf(cell), script, b.window)
-	if err != nil {
-		return nil, err
-	}
-	return s, b.pg.space(ctx, databaseOf(cell), "ratelimit.buckets", "183 + 3 * octet_length(k.key)", s)
-}
-
-func (b *buckets) cost() time.Duration { return pgbenchCost(b.window) }

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"cmp"
+	"encoding/csv"
 	"errors"
 	"image/color"
 	"os"
@@ -18,26 +19,6 @@ import (
 	"gonum.org/v1/plot/vg/vgsvg"
 )
 
-// The opponents that are drawn, each with its colour in all plots; dashed is flushed to disk. The tables of the page
-// have all opponents: more lines than these cannot be told apart.
-var lines = []drawnLine{
-	{"combined-noflush", "combined", blue, nil},
-	{"combined-flush", "combined, flushed", blue, dashed},
-	{"plain-noflush", "plain calls", green, nil},
-	{"redis", "redis_rate", red, nil},
-	{"redis-aof", "redis_rate, appendfsync always", red, dashed},
-}
-
-type drawnLine struct {
-	opponent, label string
-	colour          color.Color
-	dashes          []vg.Length
-}
-
-func isDrawn(opponent string) bool {
-	return slices.ContainsFunc(lines, func(l drawnLine) bool { return l.opponent == opponent })
-}
-
 var (
 	blue  = color.RGBA{0x1b, 0x6c, 0xa8, 0xff}
 	green = color.RGBA{0x2e, 0x9e, 0x5b, 0xff}
@@ -46,6 +27,27 @@ var (
 	dashed = []vg.Length{vg.Points(6), vg.Points(3)}
 )
 
+// The opponents that are drawn, each with its colour in all plots; dashed is flushed to disk. The tables of the page
+// have all opponents: more lines than these cannot be told apart.
+var lines = []struct {
+	opponent, label string
+	colour          color.Color
+	dashes          []vg.Length
+}{
+	{"combined-noflush", "combined", blue, nil},
+	{"combined-flush", "combined, flushed", blue, dashed},
+	{"plain-noflush", "plain calls", green, nil},
+	{"redis", "redis_rate", red, nil},
+	{"redis-aof", "redis_rate, appendfsync always", red, dashed},
+}
+
+func drawn() (opponents []string) {
+	for _, l := range lines {
+		opponents = append(opponents, l.opponent)
+	}
+	return opponents
+}
+
 const (
 	plotWidth   = 26 * vg.Centimeter
 	plotHeight  = 11 * vg.Centimeter
@@ -53,6 +55,15 @@ const (
 	margin      = vg.Centimeter / 2
 	textSize    = vg.Length(12)
 )
+
+// newPlot has a grid, and its ordinate begins at 0.
+func newPlot(title, abscissa string) *plot.Plot {
+	p := plot.New()
+	p.Title.Text, p.X.Label.Text = title, abscissa
+	p.Y.Min, p.Y.Tick.Marker = 0, plot.TickerFunc(roundTicks)
+	p.Add(plotter.NewGrid())
+	return p
+}
 
 // plots draws what the page shows. The names of the files end in that of the processor, if it has one.
 func (r *report) plots(dir, suffix string) error {
@@ -65,15 +76,15 @@ func (r *report) plots(dir, suffix string) error {
 // plot draws the lines that were measured, and nothing when there is none. The legend has them in the order in which
 // they end, from top to bottom.
 func (r *report) plot(file, title, keys, metric string, scale float64) error {
-	p, legend := plot.New(), plot.NewLegend()
-	p.Title.Text, p.X.Label.Text = title, "callers at a time"
-	p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, plot.TickerFunc(callerTicks)
-	p.Y.Min, p.Y.Tick.Marker = 0, plot.TickerFunc(roundTicks)
+	p, legend, callers := newPlot(title, "callers at a time"), plot.NewLegend(), plot.ConstantTicks{}
 	p.Title.TextStyle.Font.Size, p.Title.Padding = textSize+2, vg.Points(10)
 	for _, style := range []*text.Style{&p.X.Label.TextStyle, &p.X.Tick.Label, &p.Y.Tick.Label, &legend.TextStyle} {
 		style.Font.Size = textSize
 	}
-	p.Add(plotter.NewGrid())
+	for _, n := range []int{1, 16, 64, 256} {
+		callers = append(callers, plot.Tick{Value: float64(n), Label: strconv.Itoa(n)})
+	}
+	p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, callers
 	legend.Top, legend.Left, legend.Padding, legend.ThumbnailWidth = true, true, vg.Points(6), vg.Points(30)
 
 	type drawn struct {
@@ -84,9 +95,9 @@ func (r *report) plot(file, title, keys, metric string, scale float64) error {
 	var all []drawn
 	for _, l := range lines {
 		var points plotter.XYs
-		for _, callers := range callerCounts {
-			if value, ok := r.find(cellName(l.opponent, keys, callers) + "/" + metric); ok {
-				points = append(points, plotter.XY{X: float64(callers), Y: value * scale})
+		for _, tick := range callers {
+			if value, ok := r.find(cellName(l.opponent, keys, int(tick.Value)) + "/" + metric); ok {
+				points = append(points, plotter.XY{X: tick.Value, Y: value * scale})
 			}
 		}
 		if len(points) < 2 {
@@ -108,18 +119,62 @@ func (r *report) plot(file, title, keys, metric string, scale float64) error {
 	for _, d := range all {
 		legend.Add(d.label, d.line)
 	}
-	return save(file, p, legend)
+	svg, page := blank(plotHeight)
+	p.Draw(draw.Crop(page, margin, -legendWidth, margin, -margin)) // the legend is beside it, where it covers no line
+	legend.Draw(draw.Crop(page, plotWidth-legendWidth+margin, 0, 0, -3*margin))
+	return write(svg, file)
 }
 
-// save puts the legend beside the plot, where it covers no line.
-func save(file string, p *plot.Plot, legend plot.Legend) error {
-	svg := vgsvg.New(plotWidth, plotHeight)
+// plotSoak draws each column of the samples of a soak by its first, the minutes: two plots in a row.
+func plotSoak(file, results string) error {
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return err
+	}
+	samples, err := csv.NewReader(bytes.NewReader(text)).ReadAll()
+	if err != nil {
+		return err
+	}
+	if len(samples) < 3 {
+		return errors.New("a soak has more samples than " + file)
+	}
+	names := samples[0][1:]
+	rows := make([][]*plot.Plot, (len(names)+1)/2)
+	for i := range rows {
+		rows[i] = make([]*plot.Plot, 2)
+	}
+	for i, name := range names {
+		var points plotter.XYs
+		for _, sample := range samples[1:] {
+			points = append(points, plotter.XY{X: number(sample[0]), Y: number(sample[i+1])})
+		}
+		curve, err := plotter.NewLine(points)
+		if err != nil {
+			return err
+		}
+		curve.Color, curve.Width = blue, vg.Points(1.5)
+		rows[i/2][i%2] = newPlot(name, "minutes")
+		rows[i/2][i%2].Add(curve)
+	}
+	svg, page := blank(vg.Length(len(rows)) * plotHeight / 2)
+	tiles := draw.Tiles{Rows: len(rows), Cols: 2, PadX: margin, PadY: margin, PadTop: margin, PadBottom: margin, PadLeft: margin, PadRight: margin}
+	for i, canvases := range plot.Align(rows, tiles, page) {
+		for j, p := range rows[i] {
+			if p != nil {
+				p.Draw(canvases[j])
+			}
+		}
+	}
+	return write(svg, filepath.Join(results, "soak.svg"))
+}
+
+// blank is a white page.
+func blank(height vg.Length) (*vgsvg.Canvas, draw.Canvas) {
+	svg := vgsvg.New(plotWidth, height)
 	page := draw.New(svg)
 	page.SetColor(color.White)
 	page.Fill(page.Path())
-	p.Draw(draw.Crop(page, margin, -legendWidth, margin, -margin))
-	legend.Draw(draw.Crop(page, plotWidth-legendWidth+margin, 0, 0, -3*margin))
-	return write(svg, file)
+	return svg, page
 }
 
 // write puts a picture into one line: nobody reads it, or compares it line by line.
@@ -129,13 +184,6 @@ func write(svg *vgsvg.Canvas, file string) error {
 		return err
 	}
 	return os.WriteFile(file, append(bytes.ReplaceAll(bytes.TrimSpace(text.Bytes()), []byte("\n"), []byte(" ")), '\n'), 0o644)
-}
-
-func callerTicks(_, _ float64) (ticks []plot.Tick) {
-	for _, callers := range callerCounts {
-		ticks = append(ticks, plot.Tick{Value: float64(callers), Label: strconv.Itoa(callers)})
-	}
-	return ticks
 }
 
 // roundTicks are the multiples of 1, 2 or 5 times a power of ten, at most seven of them.

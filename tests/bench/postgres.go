@@ -5,12 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -53,28 +52,31 @@ func startPostgres(ctx context.Context, more ...string) (*postgres, error) {
 	}
 	pg := &postgres{Server: server}
 	if err := pg.locate(ctx); err != nil {
-		return nil, errors.Join(err, server.Close())
+		return nil, errors.Join(fmt.Errorf("the server is not a process of this machine: %w", err), server.Close())
 	}
 	return pg, nil
 }
 
 // locate finds the server's process, and from it the programs of its version.
-func (pg *postgres) locate(ctx context.Context) error {
-	var err error
+func (pg *postgres) locate(ctx context.Context) (err error) {
 	if pg.data, err = queryRow[string](ctx, pg, "", "show data_directory"); err != nil {
 		return err
 	}
-	file, err := os.ReadFile(filepath.Join(pg.data, "postmaster.pid"))
-	if err != nil {
-		return fmt.Errorf("the server is not a process of this machine: %w", err)
-	}
-	pid, _, _ := strings.Cut(string(file), "\n")
-	if pg.pid, err = strconv.Atoi(pid); err != nil {
+	if pg.pid, err = queryRow[int](ctx, pg, "", "select split_part(pg_read_file('postmaster.pid'), e'\\n', 1)::integer"); err != nil {
 		return err
 	}
 	program, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pg.pid))
 	pg.bin = filepath.Dir(program)
 	return err
+}
+
+// socket returns the folder of the server's socket.
+func (pg *postgres) socket(database string) (string, error) {
+	address, err := url.Parse(pg.URL(database))
+	if err != nil {
+		return "", err
+	}
+	return address.Query().Get("host"), nil
 }
 
 // program returns the path of a program of PostgreSQL: that of the server's version, or another, where a package has few of them.
@@ -88,16 +90,6 @@ func (pg *postgres) program(ctx context.Context, name string) (string, error) {
 		return slices.Max(others), nil
 	}
 	return pgtest.Program(ctx, name)
-}
-
-// psql runs a script in a database.
-func (pg *postgres) psql(ctx context.Context, database, script string) error {
-	psql := exec.CommandContext(ctx, filepath.Join(pg.bin, "psql"), "--no-psqlrc", "--quiet", "--set", "ON_ERROR_STOP=1", "--dbname", pg.URL(database))
-	psql.Stdin = strings.NewReader(script)
-	if out, err := psql.CombinedOutput(); err != nil {
-		return errors.Join(err, errors.New(string(out)))
-	}
-	return nil
 }
 
 // database creates a database with the package installed and runs statements in it.
@@ -114,10 +106,6 @@ func (pg *postgres) database(ctx context.Context, name string, statements ...str
 		return err
 	}
 	return pg.exec(ctx, name, statements...)
-}
-
-func (pg *postgres) drop(ctx context.Context, name string) error {
-	return pg.exec(ctx, "", "drop database if exists "+name+" with (force)")
 }
 
 // exec runs statements one by one, each a transaction of its own.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 )
@@ -48,21 +49,15 @@ func (r record) String() string {
 	return b.String()
 }
 
+var recordLine = regexp.MustCompile(`(?m)^(?:    (.+)|\| ([a-z0-9-]+) \| (\d+) \| (\S+) \| (\d+) \| (.*) \|)$`)
+
 func parseRecord(text string) (r record, err error) {
-	for line := range strings.Lines(text) {
-		if server, ok := strings.CutPrefix(line, "    "); ok {
-			r.server = strings.TrimSpace(server)
-		}
-		cells := strings.Split(line, " | ")
-		if len(cells) != 5 || strings.HasPrefix(line, "| call") {
+	for _, cells := range recordLine.FindAllStringSubmatch(text, -1) {
+		if cells[1] != "" {
+			r.server = cells[1]
 			continue
 		}
-		c := recorded{strings.TrimPrefix(cells[0], "| "), writing{number(cells[1]), number(cells[2]), number(cells[3])}, ""}
-		c.reason = strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(cells[4]), "|"))
-		if c.instructions <= 0 {
-			return r, fmt.Errorf("%s: no figure in %q", recordFile, line)
-		}
-		r.calls = append(r.calls, c)
+		r.calls = append(r.calls, recorded{cells[2], writing{number(cells[3]), number(cells[4]), number(cells[5])}, cells[6]})
 	}
 	if r.server == "" || len(r.calls) == 0 {
 		return r, errors.New(recordFile + " names no server, or no call")
@@ -71,22 +66,20 @@ func parseRecord(text string) (r record, err error) {
 }
 
 func (r record) find(name string) *recorded {
-	for i := range r.calls {
-		if r.calls[i].name == name {
-			return &r.calls[i]
-		}
+	if i := slices.IndexFunc(r.calls, func(c recorded) bool { return c.name == name }); i >= 0 {
+		return &r.calls[i]
 	}
 	return nil
 }
 
 // dearer tells which counts, by name, are above the record by more than the tolerance, and which are not in it.
 func (r record) dearer(counts map[string]writing) (complaints []string) {
-	for _, name := range countedNames() {
-		count, ok := counts[name]
+	for _, counted := range countedStatements {
+		count, ok := counts[counted.name]
 		if !ok {
 			continue
 		}
-		c := r.find(name)
+		name, c := counted.name, r.find(counted.name)
 		switch {
 		case c == nil:
 			complaints = append(complaints, fmt.Sprintf("%s takes %.0f instructions, and is not recorded", name, count.instructions))
@@ -103,7 +96,8 @@ func (r record) dearer(counts map[string]writing) (complaints []string) {
 // renewed is the record with new counts. Instructions that differ by less than the tolerance stay, so that none creeps up.
 func (r record) renewed(server string, counts map[string]writing, reason string) (record, error) {
 	next := record{server: server}
-	for _, name := range countedNames() {
+	for _, counted := range countedStatements {
+		name := counted.name
 		c, old := recorded{name, counts[name], ""}, r.find(name)
 		c.instructions = math.Round(c.instructions)
 		switch {
@@ -121,13 +115,6 @@ func (r record) renewed(server string, counts map[string]writing, reason string)
 		next.calls = append(next.calls, c)
 	}
 	return next, nil
-}
-
-func countedNames() (names []string) {
-	for _, c := range countedStatements {
-		names = append(names, c.name)
-	}
-	return names
 }
 
 // renewRecord writes the file anew.
@@ -150,16 +137,6 @@ func renewRecord(ctx context.Context, file, reason string) (err error) {
 	next, err := r.renewed(i.version, counts, reason)
 	if err != nil {
 		return err
-	}
-	for _, c := range next.calls {
-		if old := r.find(c.name); old != nil && old.writing != c.writing {
-			fmt.Printf("%s %.0f, was %.0f\n", c.name, c.instructions, old.instructions)
-		}
-	}
-	for _, old := range r.calls {
-		if !slices.Contains(countedNames(), old.name) {
-			fmt.Printf("%s is no longer counted\n", old.name)
-		}
 	}
 	return os.WriteFile(file, []byte(next.String()), 0o644)
 }

@@ -35,11 +35,7 @@ func TestInstructions_NoCallTakesMoreThanIsRecorded(t *testing.T) {
 		}
 		t.Skipf("NO CALL WAS COMPARED WITH THE RECORD: "+format, args...)
 	}
-	text, err := os.ReadFile(recordFile)
-	require.NoError(t, err)
-	r, err := parseRecord(string(text))
-	require.NoError(t, err)
-
+	r := readRecord(t)
 	if _, err := os.Stat(filepath.Join(recordServer, "postgres")); err != nil {
 		skip("its server is not here: run make instructions")
 	}
@@ -85,18 +81,25 @@ func TestInstructions_OfAllFunctions(t *testing.T) {
 	}
 }
 
-func TestRecord_IsAsItIsWritten(t *testing.T) {
-	t.Parallel()
+func readRecord(t *testing.T) record {
 	text, err := os.ReadFile(recordFile)
 	require.NoError(t, err)
 	r, err := parseRecord(string(text))
 	require.NoError(t, err)
-	require.Equal(t, string(text), r.String())
-	var names []string
-	for _, c := range r.calls {
-		names = append(names, c.name)
+	require.Equal(t, string(text), r.String(), "it is as it is written")
+	return r
+}
+
+func TestRecord_HasTheCountedStatements(t *testing.T) {
+	t.Parallel()
+	var recorded, counted []string
+	for _, c := range readRecord(t).calls {
+		recorded = append(recorded, c.name)
 	}
-	require.Equal(t, countedNames(), names)
+	for _, c := range countedStatements {
+		counted = append(counted, c.name)
+	}
+	require.Equal(t, counted, recorded)
 }
 
 func TestRecord_NoticesThreePercent(t *testing.T) {
@@ -113,9 +116,9 @@ func TestRecord_RisesWithAReasonOnly(t *testing.T) {
 	t.Parallel()
 	old := record{server: "this"}
 	counts := map[string]writing{}
-	for _, name := range countedNames() {
-		old.calls = append(old.calls, recorded{name, writing{1000, 1, 200}, "then"})
-		counts[name] = writing{1000, 1, 200}
+	for _, c := range countedStatements {
+		old.calls = append(old.calls, recorded{c.name, writing{1000, 1, 200}, "then"})
+		counts[c.name] = writing{1000, 1, 200}
 	}
 	counts["acquire"], counts["peek"], counts["denied"] = writing{1030, 1, 200}, writing{1019, 0, 0}, writing{900, 1, 200}
 	_, err := old.renewed("this", counts, "")

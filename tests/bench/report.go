@@ -11,6 +11,9 @@ import (
 	"slices"
 	"strconv"
 	"time"
+
+	"golang.org/x/text/language"
+	"golang.org/x/text/message"
 )
 
 // A report is what a run found out, and where. Figures are medians of the rounds, rounded to five digits.
@@ -69,7 +72,7 @@ func short(value float64) float64 {
 	return roundTo(value, 5)
 }
 
-// publish writes the file and prints one line for each cell and ratio, and then the tables.
+// publish writes the file and prints one line for each cell and ratio.
 func (r *report) publish(o options) error {
 	if err := r.write(o.results, o.name); err != nil {
 		return err
@@ -80,9 +83,6 @@ func (r *report) publish(o options) error {
 	for _, name := range slices.Sorted(maps.Keys(r.Ratios)) {
 		s := r.Ratios[name]
 		fmt.Println(name, figure(s.Median), "from", figure(s.From), "to", figure(s.To))
-	}
-	for _, table := range (processor{r, o.name}).tables() {
-		fmt.Print("\n", table)
 	}
 	return nil
 }
@@ -130,9 +130,5 @@ func roundTo(value float64, digits int) float64 {
 }
 
 func thousands(value float64) string {
-	text := fmt.Sprintf("%.0f", value)
-	for i := len(text) - 3; i > 0; i -= 3 {
-		text = text[:i] + "," + text[i:]
-	}
-	return text
+	return message.NewPrinter(language.English).Sprintf("%.0f", value)
 }

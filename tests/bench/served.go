@@ -4,136 +4,123 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io"
 	"net/http"
-	"slices"
+	"os"
+	"os/exec"
+	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
-	"sync/atomic"
-	"time"
 
+	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	envoypb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 )
 
-// served compares pgratelimit serve, by each way to ask it, with Envoy's reference service on Redis. Callers, program and database
-// share the cores of this machine. Its cells are named served/way/callers.
-type served struct {
-	stage
-	keys    *keyspace
-	acquire map[string]acquirer // by way
-	many    map[string]manyAcquirer
-}
-
-const servedDatabase = "served"
-
-// The connections of the callers' process to the program by gRPC.
+// The connections of the callers' process to a service by gRPC.
 const servedConnections = 2
 
-func (*served) cells() (cells []string) {
-	for _, callers := range fewCallers {
-		for _, way := range []string{"grpc", "many", "stream", "json", "envoy"} {
-			cells = append(cells, fmt.Sprintf("served/%s/%d", way, callers))
-		}
-	}
-	return cells
-}
-
-func (s *served) open(ctx context.Context, cells []string) error {
-	s.keys = keyspaces()["uniform"]
-	s.acquire = map[string]acquirer{}
-	pg, err := s.database(ctx, servedDatabase, append(definePolicies(), "vacuum analyze")...)
+// openServed compares pgratelimit serve, by each way to ask it, with Envoy's reference service on Redis. Callers, program and database
+// share the cores of this machine.
+func openServed(ctx context.Context, s *stage, cells []string) (measure, error) {
+	const database = "served"
+	pg, err := s.database(ctx, database, append(definePolicies(), "vacuum analyze")...)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	needs := func(way string) bool {
-		return slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, "served/"+way+"/") })
-	}
-	if needs("envoy") {
+	all := map[string]opponent{}
+	if wants(cells, "served/envoy/") {
 		redis, err := s.redisServer(ctx, false)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		envoy, err := startEnvoy(ctx, redis)
+		envoy, err := startEnvoy(ctx, s, redis)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		s.closers = append(s.closers, func() { _ = envoy.close() })
-		s.acquire["envoy"] = envoy.acquirer()
-		if err := s.keys.askForAll(ctx, s.acquire["envoy"]); err != nil {
-			return err
+		all["served/envoy"] = opponent{acquire: envoy, server: []int{redis.pid}}
+		if err := keyspaces()["uniform"].askForAll(ctx, envoy); err != nil {
+			return nil, err
 		}
 	}
-	program, err := startProgram(ctx, "DATABASE_URL="+pg.URL(servedDatabase), "NO_FLUSH=true")
+	program, err := startProgram(ctx, "DATABASE_URL="+pg.URL(database), "NO_FLUSH=true")
 	if err != nil {
-		return err
+		return nil, err
 	}
-	s.closers = append(s.closers, func() { _ = program.close() })
-	conns, err := s.connect(program)
+	s.atEnd(program.close)
+	conns, err := s.dial(program.grpc)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	s.acquire["grpc"], s.acquire["json"] = overGRPC(conns), s.overJSON(program)
-	s.many, err = manyOverGRPC(ctx, conns)
-	return err
+	for name, o := range map[string]opponent{
+		"grpc": {acquire: overGRPC(conns)}, "many": {many: manyOverGRPC(conns)}, "stream": {many: streamed(ctx, conns)}, "json": {acquire: s.overJSON(program)},
+	} {
+		o.server = []int{pg.pid}
+		all["served/"+name] = o
+	}
+	return loads(ctx, s.window, cells, all)
 }
 
-// overGRPC has callers share connections, as those of a process do.
-func overGRPC(conns [servedConnections]*grpc.ClientConn) acquirer {
-	return func(ctx context.Context, key string) error {
-		conn := conns[int(key[len(key)-1])%servedConnections]
-		d, err := pb.NewRateLimiterClient(conn).Acquire(ctx, &pb.Request{Policy: "durable", LogicalKey: key})
-		return wanted(d.GetVerdict() == pb.Verdict_ALLOWED, err)
-	}
-}
+type connectionsOf [servedConnections]*grpc.ClientConn
 
-func (s *served) connect(p *program) (conns [servedConnections]*grpc.ClientConn, err error) {
+func (s *stage) dial(address string) (conns connectionsOf, err error) {
 	for i := range conns {
-		if conns[i], err = grpc.NewClient(p.grpc, grpc.WithTransportCredentials(insecure.NewCredentials())); err != nil {
+		if conns[i], err = grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials())); err != nil {
 			return conns, err
 		}
-		s.closers = append(s.closers, func() { _ = conns[i].Close() })
+		s.atEnd(conns[i].Close)
 	}
 	return conns, nil
 }
 
-// manyOverGRPC has the requests of many callers in one message: as calls of AcquireMany, or on one stream for each connection.
-func manyOverGRPC(ctx context.Context, conns [servedConnections]*grpc.ClientConn) (map[string]manyAcquirer, error) {
-	streams := make([]*answered, len(conns))
-	for i, conn := range conns {
-		stream, err := pb.NewRateLimiterClient(conn).AcquireStream(ctx)
-		if err != nil {
-			return nil, err
-		}
-		streams[i] = &answered{stream: stream, waiting: make(map[uint64]chan []*pb.Answer)}
-		go streams[i].receive()
+// of has the callers share connections, as those of a process do.
+func (c connectionsOf) of(key string) *grpc.ClientConn { return c[int(key[len(key)-1])%len(c)] }
+
+func overGRPC(conns connectionsOf) acquirer {
+	return func(ctx context.Context, key string) error {
+		d, err := pb.NewRateLimiterClient(conns.of(key)).Acquire(ctx, &pb.Request{Policy: "durable", LogicalKey: key})
+		return wanted(d.GetVerdict() == pb.Verdict_ALLOWED, err)
 	}
-	var turn atomic.Uint64
-	requests := func(keys []string) []*pb.Request {
-		list, all := make([]*pb.Request, len(keys)), make([]pb.Request, len(keys))
-		for i, key := range keys {
-			list[i] = &all[i]
-			list[i].Policy, list[i].LogicalKey = "durable", key
-		}
-		return list
+}
+
+func requestsOf(keys []string) []*pb.Request {
+	list := make([]*pb.Request, len(keys))
+	for i, key := range keys {
+		list[i] = &pb.Request{Policy: "durable", LogicalKey: key}
 	}
-	return map[string]manyAcquirer{
-		"many": func(ctx context.Context, keys []string) error {
-			conn := conns[turn.Add(1)%servedConnections]
-			r, err := pb.NewRateLimiterClient(conn).AcquireMany(ctx, &pb.AcquireManyRequest{Requests: requests(keys)})
-			return cmp.Or(err, allGranted(r.GetAnswers(), len(keys)))
-		},
-		"stream": func(_ context.Context, keys []string) error {
-			id := turn.Add(1)
-			answers, err := streams[id%servedConnections].ask(&pb.AcquireStreamRequest{Id: id, Requests: requests(keys)})
-			return cmp.Or(err, allGranted(answers, len(keys)))
-		},
-	}, nil
+	return list
+}
+
+// manyOverGRPC has the requests of many callers in a call.
+func manyOverGRPC(conns connectionsOf) manyAcquirer {
+	return func(ctx context.Context, keys []string) error {
+		r, err := pb.NewRateLimiterClient(conns.of(keys[0])).AcquireMany(ctx, &pb.AcquireManyRequest{Requests: requestsOf(keys)})
+		return cmp.Or(err, allGranted(r.GetAnswers(), len(keys)))
+	}
+}
+
+// streamed has the requests of many callers in a message. A stream carries one at a time.
+func streamed(ctx context.Context, conns connectionsOf) manyAcquirer {
+	idle := make(chan pb.RateLimiter_AcquireStreamClient, 1000)
+	return func(_ context.Context, keys []string) (err error) {
+		var stream pb.RateLimiter_AcquireStreamClient
+		select {
+		case stream = <-idle:
+		default:
+			if stream, err = pb.NewRateLimiterClient(conns.of(keys[0])).AcquireStream(ctx); err != nil {
+				return err
+			}
+		}
+		defer func() { idle <- stream }()
+		if err := stream.Send(&pb.AcquireStreamRequest{Id: 1, Requests: requestsOf(keys)}); err != nil {
+			return err
+		}
+		r, err := stream.Recv()
+		return cmp.Or(err, allGranted(r.GetAnswers(), len(keys)))
+	}
 }
 
 func allGranted(answers []*pb.Answer, requests int) error {
@@ -148,86 +135,101 @@ func allGranted(answers []*pb.Answer, requests int) error {
 	return nil
 }
 
-// An answered is a stream whose callers wait for their answers.
-type answered struct {
-	stream  pb.RateLimiter_AcquireStreamClient
-	mu      sync.Mutex
-	waiting map[uint64]chan []*pb.Answer
-	err     error // of the stream
-}
-
-func (a *answered) ask(q *pb.AcquireStreamRequest) ([]*pb.Answer, error) {
-	answer := make(chan []*pb.Answer, 1)
-	a.mu.Lock()
-	a.waiting[q.GetId()] = answer
-	err := cmp.Or(a.err, a.stream.Send(q))
-	a.mu.Unlock()
-	if err != nil {
-		return nil, err
-	}
-	return <-answer, nil
-}
-
-func (a *answered) receive() {
-	for {
-		r, err := a.stream.Recv()
-		a.mu.Lock()
-		if err != nil {
-			a.err = err
-			for _, answer := range a.waiting {
-				answer <- nil
-			}
-			a.mu.Unlock()
-			return
-		}
-		answer := a.waiting[r.GetId()]
-		delete(a.waiting, r.GetId())
-		a.mu.Unlock()
-		answer <- r.GetAnswers()
-	}
-}
-
-func (s *served) overJSON(p *program) acquirer {
+func (s *stage) overJSON(p *program) acquirer {
 	// It opens as many connections as it needs: what waits for one is served in order of arrival, and so too late.
 	transport := &http.Transport{MaxIdleConnsPerHost: 10_000}
-	s.closers = append(s.closers, transport.CloseIdleConnections)
-	url := "http://" + p.http + "/v1/acquire"
+	s.atEnd(func() error { transport.CloseIdleConnections(); return nil })
+	callers := http.Client{Transport: transport}
 	return func(ctx context.Context, key string) error {
-		body := strings.NewReader(`{"policy":"durable","key":` + strconv.Quote(key) + `}`)
-		request, err := http.NewRequestWithContext(ctx, http.MethodPost, url, body)
+		request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+p.http+"/v1/acquire",
+			strings.NewReader(`{"policy":"durable","key":`+strconv.Quote(key)+`}`))
 		if err != nil {
 			return err
 		}
-		if until, ok := ctx.Deadline(); ok {
-			request.Header.Set("Request-Timeout", strconv.FormatFloat(max(0.001, time.Until(until).Seconds()), 'f', 3, 64))
-		}
-		response, err := transport.RoundTrip(request)
+		response, err := callers.Do(request)
 		if err != nil {
 			return err
 		}
 		defer response.Body.Close()
-		text, err := io.ReadAll(response.Body)
-		if err != nil {
-			return err
-		}
-		if response.StatusCode != http.StatusOK {
-			return errors.New(response.Status)
-		}
 		var d struct{ Allowed bool }
-		err = json.Unmarshal(text, &d)
+		err = json.NewDecoder(response.Body).Decode(&d)
 		return wanted(d.Allowed, err)
 	}
 }
 
-func (s *served) run(ctx context.Context, cell string) (_ sample, err error) {
-	part := strings.Split(cell, "/")
-	way := part[1]
-	l := load{keys: s.keys, acquire: s.acquire[way], many: s.many[way], servers: []int{s.pg.pid}}
-	if way == "envoy" {
-		l.servers = []int{s.redis[false].pid}
+const envoyModule = "github.com/envoyproxy/ratelimit/src/service_cmd@v1.4.1-0.20260122083618-3fb702589d36"
+
+const envoyRules = `domain: bench
+descriptors:
+  - key: user
+    rate_limit: {unit: day, requests_per_unit: 100000000}
+`
+
+// envoyProgram is where make test-envoy puts it; if it is not there, it is built.
+func envoyProgram(ctx context.Context) (string, error) {
+	dir, err := filepath.Abs(filepath.Join("build", "envoy"))
+	if err != nil {
+		return "", err
 	}
-	if l.callers, err = strconv.Atoi(part[2]); err != nil {
+	program := filepath.Join(dir, "service_cmd")
+	if _, err := os.Stat(program); err == nil {
+		return program, nil
+	}
+	install := exec.CommandContext(ctx, "go", "install", envoyModule)
+	install.Env = append(os.Environ(), "GOBIN="+dir)
+	if text, err := install.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("go install %s: %w\n%s", envoyModule, err, text)
+	}
+	return program, nil
+}
+
+// startEnvoy starts Envoy's reference service of rate limits, on a Redis, with its own defaults. Its windows are fixed: a counter for each
+// day, which a request increases before it is compared, so that denials count, too.
+func startEnvoy(ctx context.Context, s *stage, redis *redisServer) (acquirer, error) {
+	program, err := envoyProgram(ctx)
+	if err != nil {
 		return nil, err
 	}
-	return l.run(ctx, s.window)
+	dir, err := os.MkdirTemp("/tmp", "ratelimit-envoy-")
+	if err != nil {
+		return nil, err
+	}
+	config, socket := filepath.Join(dir, "runtime", "config"), filepath.Join(dir, "grpc")
+	if err := os.MkdirAll(config, 0o700); err != nil {
+		return nil, err
+	}
+	if err := os.WriteFile(filepath.Join(config, "bench.yaml"), []byte(envoyRules), 0o600); err != nil {
+		return nil, err
+	}
+	var ports [2]string
+	for i := range ports {
+		address, err := freeAddress(ctx)
+		if err != nil {
+			return nil, err
+		}
+		_, ports[i], _ = strings.Cut(address, ":")
+	}
+	conns, err := s.dial("unix:" + socket)
+	if err != nil {
+		return nil, err
+	}
+	ask := func(ctx context.Context, key string) error {
+		answer, err := envoypb.NewRateLimitServiceClient(conns.of(key)).ShouldRateLimit(ctx, &envoypb.RateLimitRequest{
+			Domain:      "bench",
+			Descriptors: []*common.RateLimitDescriptor{{Entries: []*common.RateLimitDescriptor_Entry{{Key: "user", Value: key}}}},
+		})
+		if err != nil {
+			return err
+		}
+		// A status without a limit is of a request that no rule is for.
+		return wanted(answer.OverallCode == envoypb.RateLimitResponse_OK && answer.Statuses[0].CurrentLimit != nil, nil)
+	}
+	ready := func(ctx context.Context) error { return ask(ctx, "awaited") }
+	service, err := startChild(ctx, dir, ready, []string{"HOST=127.0.0.1", "PORT=" + ports[0], "DEBUG_HOST=127.0.0.1", "DEBUG_PORT=" + ports[1], "GRPC_UDS=" + socket,
+		"RUNTIME_ROOT=" + dir, "RUNTIME_SUBDIRECTORY=runtime", "RUNTIME_WATCH_ROOT=false",
+		"REDIS_SOCKET_TYPE=unix", "REDIS_URL=" + redis.Options().Addr, "USE_STATSD=false", "DISABLE_STATS=true", "LOG_LEVEL=ERROR"}, program)
+	if err == nil {
+		s.atEnd(service.close)
+	}
+	return ask, err
 }

@@ -3,104 +3,60 @@ package main
 import (
 	"context"
 	"fmt"
-	"os"
-	"strings"
+	"os/exec"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/migrations/packages"
 )
 
-// shardsCost compares what a decision costs the servers by the ways in to several databases, with one database. Its cells are named
-// shards/way/plain and shards/way/combined.
-type shardsCost struct {
-	stage
-	keys    *keyspace
-	servers map[string][]int // by way in: the processes whose CPU time is counted
-	acquire map[string]acquirer
-}
-
-// waysIn are the rows, with the number of databases that the client routes to. The first is what the others are compared with.
-var waysIn = []struct {
-	name   string
-	shards int // 0 of Citus
-}{{"one", 1}, {"client", 4}, {"citus", 0}}
-
-const shardsCallers = 64
-
-func shardsName(way, kind string) string { return "shards/" + way + "/" + kind }
-
-func (*shardsCost) cells() (cells []string) {
-	for _, way := range waysIn {
-		cells = append(cells, shardsName(way.name, "plain"), shardsName(way.name, "combined"))
-	}
-	return cells
-}
-
-func (s *shardsCost) open(ctx context.Context, cells []string) error {
-	s.keys = keyspaces()["uniform"]
-	s.servers, s.acquire = map[string][]int{}, map[string]acquirer{}
-	for _, way := range waysIn {
-		if !strings.Contains(strings.Join(cells, " "), shardsName(way.name, "")) {
+// openShards compares what a decision costs the servers by the ways in to several databases, with one database. As many connections
+// are opened in all, whatever the number of databases.
+func openShards(ctx context.Context, s *stage, cells []string) (measure, error) {
+	all := map[string]opponent{}
+	for name, open := range map[string]func(context.Context, *stage) ([]string, []int, error){
+		"one":    func(ctx context.Context, s *stage) ([]string, []int, error) { return shards(ctx, s, 1) },
+		"client": func(ctx context.Context, s *stage) ([]string, []int, error) { return shards(ctx, s, 4) },
+		"citus":  citus,
+	} {
+		if !wants(cells, "shards/"+name+"/") {
 			continue
 		}
-		create := s.shards
-		if way.shards == 0 {
-			create = s.citus
-		}
-		urls, servers, err := create(ctx, "shards_"+way.name, way.shards)
+		urls, servers, err := open(ctx, s)
 		if err != nil {
-			return fmt.Errorf("%s: %w", way.name, err)
+			return nil, fmt.Errorf("%s: %w", name, err)
 		}
-		s.servers[way.name] = servers
-		if err := s.connect(ctx, way.name, urls); err != nil {
-			return err
+		var pools []*pgxpool.Pool
+		var each []acquirer
+		for _, url := range urls {
+			pool, err := s.pool(ctx, url, false, int32(connections/len(urls)))
+			if err != nil {
+				return nil, err
+			}
+			pools, each = append(pools, pool), append(each, pgratelimit(client.New(pool)))
 		}
+		plain := func(ctx context.Context, key string) error {
+			return each[client.ShardOf(key, len(each))](ctx, key)
+		}
+		combined := pgratelimit(s.combiner(pools[0]))
+		if len(pools) > 1 {
+			sharded, err := client.NewSharded(ctx, pools)
+			if err != nil {
+				return nil, err
+			}
+			s.atEnd(func() error { sharded.Close(); return nil })
+			combined = pgratelimit(sharded)
+		}
+		all["shards/"+name+"/plain"] = opponent{acquire: plain, server: servers}
+		all["shards/"+name+"/combined"] = opponent{acquire: combined, server: servers}
 	}
-	return nil
+	return loads(ctx, s.window, cells, all)
 }
 
-// connect opens as many connections in all, whatever the number of databases.
-func (s *shardsCost) connect(ctx context.Context, way string, urls []string) error {
-	var pools []*pgxpool.Pool
-	for _, url := range urls {
-		pool, err := s.pool(ctx, url, false, int32(connections/len(urls)))
-		if err != nil {
-			return err
-		}
-		pools = append(pools, pool)
-	}
-	plain := make([]acquirer, len(pools))
-	for n, pool := range pools {
-		plain[n] = pgratelimit(client.New(pool))
-	}
-	s.acquire[shardsName(way, "plain")] = func(ctx context.Context, key string) error {
-		return plain[client.ShardOf(key, len(plain))](ctx, key)
-	}
-	if len(pools) == 1 {
-		s.acquire[shardsName(way, "combined")] = pgratelimit(s.combiner(pools[0]))
-		return nil
-	}
-	sharded, err := client.NewSharded(ctx, pools)
-	if err != nil {
-		return err
-	}
-	s.closers = append(s.closers, sharded.Close)
-	s.acquire[shardsName(way, "combined")] = pgratelimit(sharded)
-	return nil
-}
-
-func (s *shardsCost) run(ctx context.Context, cell string) (sample, error) {
-	l := load{callers: shardsCallers, keys: s.keys, acquire: s.acquire[cell], servers: s.servers[strings.Split(cell, "/")[1]]}
-	return l.run(ctx, s.window)
-}
-
-// shards makes as many databases on one server, with the policies, and returns their connection strings. servers are the processes
-// whose CPU time, with their children's, is that of the databases.
-func (s *shardsCost) shards(ctx context.Context, name string, number int) (urls []string, servers []int, err error) {
+// shards makes databases on one server, with the policies, and returns their connection strings and the server's process.
+func shards(ctx context.Context, s *stage, number int) (urls []string, servers []int, err error) {
 	for n := range number {
-		database, setUp := fmt.Sprint(name, "_", n), definePolicies()
+		database, setUp := fmt.Sprintf("shards_%d_%d", number, n), definePolicies()
 		if number > 1 {
 			setUp = append([]string{fmt.Sprintf("select ratelimit_define_shard(%d, %d)", n, number)}, setUp...)
 		}
@@ -114,11 +70,8 @@ func (s *shardsCost) shards(ctx context.Context, name string, number int) (urls 
 }
 
 // citus makes a coordinator, which is asked, and two workers.
-func (s *shardsCost) citus(ctx context.Context, name string, _ int) ([]string, []int, error) {
-	files, err := packages.All(os.DirFS("."))
-	if err != nil {
-		return nil, nil, fmt.Errorf("the benchmark is run in the root of the repository: %w", err)
-	}
+func citus(ctx context.Context, s *stage) ([]string, []int, error) {
+	const name = "shards_citus"
 	var coordinator *postgres
 	var servers []int
 	for n := range 3 {
@@ -126,29 +79,34 @@ func (s *shardsCost) citus(ctx context.Context, name string, _ int) ([]string, [
 		if err != nil {
 			return nil, nil, fmt.Errorf("RATELIMIT_PG_BIN has to name a PostgreSQL that has Citus: %w", err)
 		}
-		s.closers = append(s.closers, func() { _ = node.Close() })
+		s.atEnd(node.Close)
 		servers = append(servers, node.pid)
-		socket, err := queryRow[string](ctx, node, "", "select split_part(current_setting('unix_socket_directories'), ',', 1)")
+		socket, err := node.socket("")
 		if err != nil {
 			return nil, nil, err
 		}
-		add := "select citus_add_node($1, 5432)"
+		add := "citus_add_node"
 		if n == 0 {
-			coordinator, add = node, "select citus_set_coordinator_host($1, 5432)"
+			coordinator, add = node, "citus_set_coordinator_host"
 		}
-		if err := node.exec(ctx, "", fmt.Sprintf("alter system set citus.local_hostname = '%s'", socket), "select pg_reload_conf()", "create database "+name+" template template0",
-			"alter database "+name+" set synchronous_commit = off"); err != nil {
+		err = node.exec(ctx, "", "alter system set citus.local_hostname = '"+socket+"'", "select pg_reload_conf()", "create database "+name+" template template0",
+			"alter database "+name+" set synchronous_commit = off")
+		if err != nil {
 			return nil, nil, err
 		}
 		if err := node.exec(ctx, name, "create extension citus"); err != nil {
 			return nil, nil, err
 		}
-		if err := coordinator.exec(ctx, name, strings.Replace(add, "$1", "'"+socket+"'", 1)); err != nil {
+		if err := coordinator.exec(ctx, name, "select "+add+"('"+socket+"', 5432)"); err != nil {
 			return nil, nil, err
 		}
 	}
-	if err := coordinator.psql(ctx, name, string(files["psql/install.sql"])+string(files["citus/citus.sql"])); err != nil {
+	root, err := repository(ctx)
+	if err != nil {
 		return nil, nil, err
+	}
+	if out, err := exec.CommandContext(ctx, "make", "-C", root, "install-citus", "DATABASE_URL="+coordinator.URL(name)).CombinedOutput(); err != nil {
+		return nil, nil, fmt.Errorf("make install-citus: %w\n%s", err, out)
 	}
 	return []string{coordinator.URL(name)}, servers, coordinator.exec(ctx, name, definePolicies()...)
 }

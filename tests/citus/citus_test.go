@@ -1,11 +1,10 @@
-// Package citus tests the package on a Citus cluster, and the text of its functions there.
+// Package citus tests the package on a Citus cluster.
 package citus
 
 import (
 	"context"
 	"fmt"
 	"os"
-	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -51,6 +50,8 @@ func testCitusInstalls(t *testing.T, c *kit.Citus) {
 	db.Coordinator().Execute("select rebalance_table_shards(shard_transfer_mode => 'block_writes')")
 	require.True(t, db[2].Acquire("before", "k", 3, "ik").Replayed)
 	c.Install(t, "installs") // so that PUBLIC may execute nothing there
+	files := kit.NoError(packages.One(os.DirFS("../.."), "citus"))(t)
+	require.NotRegexp(t, `[^\x00-\x7f]`, string(files["citus/citus.sql"]), "psql takes the file to be in the encoding of its locale")
 	for n, node := range db {
 		require.Equal(t, []string{
 			"acquire_here", "acquire_up_to_here", "charge_here", "decide_here", "hold_here", "pause_here", "peek_here", "refund_here", "release_here", "renew_here",
@@ -493,136 +494,6 @@ func testCitusWorkerDown(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 		require.Equal(t, int64(7), node.Must(kit.Peek(node.Pool, "down e", key[1], 1)).Remaining, "node %d", n)
 	}
 	require.True(t, db[2].Acquire("down d", key[2], 3, "ik").Replayed)
-}
-
-// What sql/ must keep so that Citus can call a function about one bucket on the node that has its shard. The functions that serve
-// many buckets on one server are other ones there: the second list is as they are rendered for Citus.
-func TestCatalog_FunctionsAboutOneBucketFitCitus(t *testing.T) {
-	db := kit.ParallelDB(t)
-	plain := append([]string{"peek"}, kit.HotFunctions...)
-	for _, function := range append([]string{
-		"acquire", "acquire_ephemeral", "acquire_up_to_ephemeral", "charge_ephemeral", "reserve_ephemeral", "settle_ephemeral", "bucket_now",
-		"hold_ephemeral", "renew_ephemeral", "release_ephemeral", "look_at_slots", "look_at_ephemeral_slots", "reset_slots",
-	}, plain...) {
-		lintForCitus(t, db, function, kit.One[string](t, db.Pool, "select string_agg(prosrc, '' order by oid) from pg_proc where proname = $1", function))
-	}
-	require.Empty(t, db.Strings("select p.oid::regprocedure::text from pg_proc as p where p.proname = any ('{"+strings.Join(plain, ",")+`}')
-		   and exists (select from pg_type as t join pg_class as c on c.oid = t.typrelid
-		                where t.oid = any (p.proargtypes || p.prorettype) and c.relkind = 'r')`), "the row type of a table is in the signature")
-
-	files := kit.NoError(packages.One(os.DirFS("../.."), "citus"))(t)
-	rendered := string(files["citus/citus.sql"])
-	require.NotRegexp(t, `[^\x00-\x7f]`, rendered, "psql takes the file to be in the encoding of its locale")
-	for _, function := range []string{
-		"acquire_here", "peek_here", "pause_here", "refund_here", "reset_here", "charge_here", "settle_here", "reserve_here", "acquire_up_to_here",
-		"hold_here", "renew_here", "release_here",
-		"decide_here", "decide_in_order", "look_at_buckets", "rows_of_buckets", "live_idempotency_keys", "lock_buckets", "create_buckets",
-		"write_buckets", "remember_idempotency_keys", // sql/twins.sql makes the ephemeral ones of their text
-	} {
-		found := regexp.MustCompile(`(?s)create or replace function ratelimit\.` + function + `\(.*?as \$\$\n(.*?)\n\$\$;`).FindStringSubmatch(rendered)
-		require.NotNil(t, found, function)
-		lintForCitus(t, db, function, found[1])
-	}
-}
-
-// A linter that has never failed proves nothing.
-func TestCatalog_LintForCitusFindsFaults(t *testing.T) {
-	db := kit.ParallelDB(t)
-	for _, statement := range []string{
-		"select b.level into v_level from buckets as b where b.policy_id = v_policy.id and b.key >= v_key",
-		"select b.level into v_level from buckets as b where b.key = v_key and exists (select from idempotency_keys as k where k.key = b.key)",
-		"update buckets as b set level = 0, key = v_other where b.policy_id = v_policy.id and b.key = v_key",
-		"update buckets as b set level = 0 where b.policy_id = v_policy.id and (b.key = v_key or b.level > 0)",
-		"update ephemeral_buckets as b set level = 0 from unnest(v_keys) as u (key) where b.key = u.key",
-		"delete from buckets as b where b.ctid = v_row and b.key = v_key",
-		"update buckets as b set refilled_at = clock() where b.key = v_key",
-		"update buckets as b set due_at = v_now + duration(1) where b.key = v_key",
-		"delete from idempotency_keys as k where k.key = v_key and k.expires_at < now()",
-		"insert into idempotency_keys (policy_id, idempotency_key) values (v_policy.id, v_idempotency_key)",
-		"insert into buckets (policy_id, key, level) select v_policy.id, u.key, 0 from unnest(v_keys) as u (key)",
-	} {
-		require.NotEmpty(t, faultsForCitus(t, db, "begin\n  "+statement+";\nend;"), statement)
-	}
-	require.Empty(t, faultsForCitus(t, db, "update buckets as b set level = microtokens(b.level) where b.policy_id = v_policy.id and b.key = v_key"))
-}
-
-func lintForCitus(t *testing.T, db *kit.TestDB, function, body string) {
-	require.NotEmpty(t, body, function)
-	require.Empty(t, faultsForCitus(t, db, body), function)
-}
-
-// faultsForCitus checks the statements of a body that are about buckets or idempotency keys.
-func faultsForCitus(t *testing.T, db *kit.TestDB, body string) (faults []string) {
-	for _, statement := range strings.Split(kit.SQLComment.ReplaceAllString(body, ""), ";") {
-		at := kit.SQLTable.FindStringIndex(statement)
-		if at == nil {
-			continue
-		}
-		statement = strings.Join(strings.Fields(statement), " ")
-		fault := func(what string) { faults = append(faults, what+": "+statement) }
-		if strings.Contains(statement, "ctid") {
-			fault("finds a row by its id")
-		}
-		if len(kit.SQLTable.FindAllString(statement, -1)) > 1 {
-			fault("is about two tables")
-		}
-		changing := "" // the clauses whose functions must be immutable
-		if strings.Contains(statement, "insert into") {
-			if !kit.SQLInsert.MatchString(statement) {
-				fault("inserts no single row with a key")
-			}
-			if _, after, found := strings.Cut(statement, " on conflict "); found {
-				changing = after
-			}
-		} else {
-			_, where, _ := strings.Cut(statement, " where ")
-			where = regexp.MustCompile(` (?:returning|for update|order by)\b.*`).ReplaceAllString(where, "")
-			if !slices.ContainsFunc(terms(where), kit.SQLKeyTerm.MatchString) {
-				fault("has no term key = local")
-			}
-			if changing = where; strings.Contains(statement, "update ") {
-				if _, set, found := strings.Cut(statement, " set "); found {
-					changing, _, _ = strings.Cut(set, " returning ")
-					if kit.SQLSetKey.MatchString(" " + strings.TrimSuffix(changing, where)) {
-						fault("changes the key")
-					}
-				}
-			}
-		}
-		if kit.SQLMoved.MatchString(changing) {
-			fault("moves an instant")
-		}
-		for _, call := range kit.SQLCall.FindAllStringSubmatch(changing, -1) {
-			if slices.Contains(kit.SQLNotCalls, call[1]) {
-				continue
-			}
-			var immutable bool
-			err := db.Pool.QueryRow(context.Background(), `select coalesce(bool_and(p.provolatile = 'i'), false) from pg_proc as p
-				where p.proname = $1 and p.pronamespace in ('pg_catalog'::regnamespace, 'ratelimit'::regnamespace)`, call[1]).Scan(&immutable)
-			require.NoError(t, err)
-			if !immutable {
-				fault(call[1] + " is not immutable")
-			}
-		}
-	}
-	return faults
-}
-
-// terms splits a condition at its outermost and.
-func terms(condition string) (all []string) {
-	depth, start := 0, 0
-	for i, c := range condition {
-		switch {
-		case c == '(':
-			depth++
-		case c == ')':
-			depth--
-		case depth == 0 && strings.HasPrefix(condition[i:], " and "):
-			all = append(all, strings.TrimSpace(condition[start:i]))
-			start = i + len(" and ")
-		}
-	}
-	return append(all, strings.TrimSpace(condition[start:]))
 }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -167,7 +167,7 @@ func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
 
 // A call for several buckets and a transaction wait for each other, the transaction first: whoever
 // has waited for deadlock_timeout looks for a deadlock, once, and is its victim.
-func TestCombiner_ADeadlockWithATransaction(t *testing.T) {
+func TestCombiner_RepeatsTheVictimOfADeadlock(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
 	db := pgtest.New(t)

@@ -57,7 +57,7 @@ func TestErrors_AsInEveryLanguage(t *testing.T) {
 	}
 }
 
-func TestErrors_LockTimeout(t *testing.T) {
+func TestErrors_ALockTimeoutIsErrLocked(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
@@ -81,7 +81,7 @@ func TestErrors_LockTimeout(t *testing.T) {
 	require.EqualValues(t, 8, kit.NoError(hasty.Acquire(ctx, "api", "k"))(t).Remaining, "only the two grants that stayed")
 }
 
-func TestErrors_NotInstalled(t *testing.T) {
+func TestErrors_SayThatThePackageIsMissing(t *testing.T) {
 	t.Parallel()
 	require.ErrorContains(t, kit.ErrorOf(client.New(pgtest.Empty(t).Pool).Acquire(t.Context(), "api", "k")), "Install pgratelimit")
 }

@@ -320,7 +320,7 @@ func (p *holderProcess) drain(t *testing.T, until func(holderLine) bool) holderL
 
 // A process that did not run for longer than its lease finds its context ended before it does anything else, and by then its
 // slot was another's.
-func TestHold_AFrozenProcess(t *testing.T) {
+func TestHold_AFrozenProcessFindsItsLeaseLost(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
 	const lease = time.Second

@@ -35,7 +35,7 @@ func TestDenialCache_IsNotForTransactions(t *testing.T) {
 	}
 }
 
-func TestDenialCache_OfACombiner(t *testing.T) {
+func TestDenialCache_ACombinerRepeatsDenials(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	ctx := t.Context()

@@ -1,3 +1,4 @@
+// Package client_test tests the Go client on a server: what its calls do there, in each mode of pgx, and what it leaves behind.
 package client_test
 
 import (

@@ -19,7 +19,7 @@ import (
 
 // Everything the client does, in every way pgx can send it, in sessions that write intervals oddly.
 // Twice on one connection, so that cached statements are used too.
-func TestExecModes(t *testing.T) {
+func TestExecModes_AnswerAlike(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {

@@ -90,7 +90,7 @@ func TestWithTx_IsToldAndDoesNotGuess(t *testing.T) {
 	})
 }
 
-func TestRetry_RealSerializationFailure(t *testing.T) {
+func TestRetry_ASerializationFailureOutsideATransaction(t *testing.T) {
 	t.Parallel()
 	for name, handle := range handles {
 		t.Run(name, func(t *testing.T) {
@@ -121,7 +121,7 @@ func TestRetry_RealSerializationFailure(t *testing.T) {
 	}
 }
 
-func TestRetry_RealDeadlock(t *testing.T) {
+func TestRetry_ADeadlockOutsideATransaction(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"pool", "connection", "transaction of a pool"} {
 		t.Run(name, func(t *testing.T) {

@@ -1,3 +1,4 @@
+// Package concurrency tests decisions beside others: races, crowds, deadlocks, and the plans, locks and writes of grants and denials.
 package concurrency
 
 import (

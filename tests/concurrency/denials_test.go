@@ -24,6 +24,9 @@ var denials = []struct{ name, call string }{
 	{"all of two, one is unknown", "acquire_all(array[@policy, @policy], array['unknown' || i, 'known'])"},
 	{"all of two, never", "acquire_all(array[@policy, @policy], array['unknown' || i, 'half'], array[1, 11], 'X' || i)"},
 	{"all of one that is named twice", "acquire_all(array[@policy, @policy], array['half', 'half'], array[3, 3 + 0 * i])"},
+	{"many", "acquire_many(array[@policy, @policy], array['known', 'known'], array[1 + 0 * i, 1]) limit 1"},
+	{"many, idempotent and not", "acquire_many(array[@policy, @policy, @policy], array['known', 'known', 'known'], array[1 + 0 * i, 1, 1], array['X', null, 'Y']) limit 1"},
+	{"many, idempotent twice", "acquire_many(array[@policy, @policy], array['known', 'known'], array[1 + 0 * i, 1], array['X', 'X']) limit 1"},
 	{"many requests for all", "acquire_many(array[@policy, @policy, @policy], array['half', 'known', 'known'], array[1, 1 + 0 * i, 1], sizes => array[2, 1]) limit 1"},
 }
 

@@ -1,8 +1,8 @@
-// Demo starts a PostgreSQL, installs pgratelimit and shows it at work:
+// Command demo starts a PostgreSQL, installs pgratelimit and shows it at work:
 //
 //	go run ./tests/demo        # from the repository's root
 //	go run ./tests/demo stop   # removes the server, which otherwise stays up
-//	go run ./tests/demo serve  # shows pgratelimit serve on a database of its own, until Ctrl-C
+//	go run ./tests/demo serve  # shows build/pgratelimit serve on a database of its own, until Ctrl-C
 package main
 
 import (
@@ -14,6 +14,7 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+	"text/tabwriter"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -214,7 +215,7 @@ func (d *demo) play(script string) {
 	}
 }
 
-// sql runs a statement, shows it with its answer as psql would, and returns the answer's first row.
+// sql runs a statement, shows it with its answer, which has one row, and returns that.
 func (d *demo) sql(sql string) map[string]string {
 	if d.err == nil {
 		fmt.Printf("=> %s;\n", sql)
@@ -223,18 +224,17 @@ func (d *demo) sql(sql string) map[string]string {
 	if result == nil || len(result.Rows) == 0 {
 		return nil
 	}
-	first := map[string]string{}
-	table := make([][]string, 1+len(result.Rows))
+	first, table := map[string]string{}, tabwriter.NewWriter(os.Stdout, 0, 0, 1, ' ', tabwriter.Debug)
+	var names, values []string
 	for i, field := range result.FieldDescriptions {
-		table[0] = append(table[0], field.Name)
-		for j, row := range result.Rows {
-			table[j+1] = append(table[j+1], string(row[i]))
-		}
+		names, values = append(names, " "+field.Name), append(values, " "+string(result.Rows[0][i]))
 		first[field.Name] = string(result.Rows[0][i])
 	}
-	if strings.Join(table[1], "") != "" { // a function that returns void has nothing to show
-		printTable(table)
+	if strings.TrimSpace(strings.Join(values, "")) == "" { // a function that returns void has nothing to show
+		return nil
 	}
+	fmt.Fprintf(table, "%s\n%s\n", strings.Join(names, "\t"), strings.Join(values, "\t"))
+	d.err = table.Flush()
 	return first
 }
 
@@ -260,26 +260,5 @@ func (d *demo) wait(interval string) {
 	case <-time.After(duration):
 	case <-d.ctx.Done():
 		d.err = d.ctx.Err()
-	}
-}
-
-func printTable(table [][]string) {
-	widths := make([]int, len(table[0]))
-	for _, row := range table {
-		for i, cell := range row {
-			widths[i] = max(widths[i], len(cell))
-		}
-	}
-	for n, row := range table {
-		cells := make([]string, len(row))
-		rule := make([]string, len(row))
-		for i, cell := range row {
-			cells[i] = fmt.Sprintf(" %-*s ", widths[i], cell)
-			rule[i] = strings.Repeat("-", widths[i]+2)
-		}
-		fmt.Println(strings.TrimRight(strings.Join(cells, "|"), " "))
-		if n == 0 {
-			fmt.Println(strings.Join(rule, "+"))
-		}
 	}
 }

@@ -6,13 +6,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
@@ -32,16 +30,6 @@ func serve(ctx context.Context) (err error) {
 			err = nil // it was told to end before it began
 		}
 	}()
-	fmt.Println("Building the server ...")
-	program, err := filepath.Abs("build/pgratelimit")
-	if err != nil {
-		return err
-	}
-	build := exec.CommandContext(ctx, "go", "build", "-o", program, "./server/cmd/pgratelimit")
-	if out, err := build.CombinedOutput(); err != nil {
-		return fmt.Errorf("%s: %w\n%s", build, err, out)
-	}
-
 	fmt.Println("Looking for a PostgreSQL: RATELIMIT_DATABASE_URL, Docker, or one installed here ...")
 	postgres, err := pgtest.Start(ctx)
 	if err != nil {
@@ -57,7 +45,7 @@ func serve(ctx context.Context) (err error) {
 		return err
 	}
 
-	s := served{program: program, database: url, http: address("HTTP_ADDR", "127.0.0.1:8080"), grpc: address("GRPC_ADDR", "127.0.0.1:8081")}
+	s := served{database: url, http: address("HTTP_ADDR", "127.0.0.1:8080"), grpc: address("GRPC_ADDR", "127.0.0.1:8081")}
 	stop, err := s.start(ctx)
 	if err != nil {
 		return err
@@ -103,14 +91,14 @@ func address(setting, usual string) string {
 
 // A served is a server that runs.
 type served struct {
-	program, database string
-	http, grpc        string // addresses
+	database   string
+	http, grpc string // addresses
 }
 
 // start returns when the server answers, and how to stop it. What it logs is kept until there is an error.
 func (s served) start(ctx context.Context) (stop func() error, err error) {
 	var log bytes.Buffer
-	c := exec.Command(s.program, "serve")
+	c := exec.Command("build/pgratelimit", "serve") // make serve-demo has built it
 	c.Env = append(os.Environ(), "STATUS_PAGE=true", "DATABASE_URL="+s.database, "HTTP_ADDR="+s.http, "GRPC_ADDR="+s.grpc)
 	c.Stderr = &log
 	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is for this program, which tells it
@@ -214,19 +202,18 @@ func (s served) ask(ctx context.Context, call, body string) string {
 		return "error"
 	}
 	response, err := http.DefaultClient.Do(request)
+	if ctx.Err() != nil {
+		return ""
+	}
 	if err != nil {
-		if ctx.Err() != nil {
-			return ""
-		}
 		return "error"
 	}
 	defer response.Body.Close()
-	var answer struct{ Allowed bool }
-	text, err := io.ReadAll(response.Body)
-	switch {
-	case err != nil || response.StatusCode != http.StatusOK || json.Unmarshal(text, &answer) != nil:
+	var answer struct{ Allowed *bool }
+	switch err := json.NewDecoder(response.Body).Decode(&answer); {
+	case err != nil || answer.Allowed == nil:
 		return "error"
-	case answer.Allowed:
+	case *answer.Allowed:
 		return "allowed"
 	}
 	return "denied"

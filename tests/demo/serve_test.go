@@ -20,10 +20,11 @@ import (
 )
 
 // make serve-demo: what it tells its reader to run answers, and Ctrl-C ends all of it.
-func TestServe(t *testing.T) {
+func TestServe_WhatItTellsToRunAnswers(t *testing.T) {
 	t.Parallel()
 	root := kit.NoError(filepath.Abs("../.."))(t)
 	program := kit.Built(t, "tests/demo")
+	kit.Run(t, "../..", nil, "make", "build")
 
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute) // a fresh machine compiles the server
 	defer cancel()

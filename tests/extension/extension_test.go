@@ -1,3 +1,4 @@
+// Package extension tests CREATE EXTENSION, the packages for other tools, and pg_upgrade.
 package extension
 
 import (

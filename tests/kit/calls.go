@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -16,8 +17,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/stretchr/testify/require"
 )
-
-func IsReplayed(d Decision) bool { return d.Replayed }
 
 // A Querier is a pool, a connection or a transaction.
 type Querier interface {
@@ -43,7 +42,7 @@ func (db *TestDB) Refused(code, sql string, args ...any) *pgconn.PgError {
 	return PgError(err)
 }
 
-// Take is acquire in a chain.
+// Take is Acquire in a chain.
 func (s *Session) Take(policy, key string, cost int64, idempotencyKey ...string) *Session {
 	s.Acquire(policy, key, cost, idempotencyKey...)
 	return s
@@ -57,19 +56,19 @@ func (s *Session) StartExec(sql string) *Pending {
 	})
 }
 
-// Policy is definePolicy in a chain.
+// Policy is DefinePolicy in a chain.
 func (db *TestDB) Policy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) *TestDB {
 	db.DefinePolicy(name, capacity, refill, every, opts...)
 	return db
 }
 
-// Take is acquire in a chain.
+// Take is Acquire in a chain.
 func (db *TestDB) Take(policy, key string, cost int64, idempotencyKey ...string) *TestDB {
 	db.Acquire(policy, key, cost, idempotencyKey...)
 	return db
 }
 
-// At is setClock in a chain.
+// At is SetClock in a chain.
 func (db *TestDB) At(now time.Time) *TestDB { db.SetClock(now); return db }
 
 // SendBatch sends requests in one call, and fails the test if the call fails.
@@ -218,7 +217,7 @@ func (r NullableRequest) Acquire(q Querier) (Decision, error) {
 }
 
 // Enforce sends the request to ratelimit_enforce, through a function that makes a denial of its error: see
-// catchDenials. The error does not tell reset_after, so a denial has none.
+// CatchDenials. The error does not tell reset_after, so a denial has none.
 func (r Request) Enforce(q Querier) (Decision, error) {
 	n := r.Nullable()
 	return Decide(q, "enforced($1, $2, $3, $4)", n.Policy, n.Key, n.Cost, n.IdempotencyKey)
@@ -243,8 +242,57 @@ func (db *TestDB) CatchDenials() {
 // An Answer is a decision, or the error in its place.
 type Answer struct {
 	Decision *Decision
-	Taken    int64  // by acquire_up_to
-	Error    string // SQLSTATE, message, detail and hint
+	Taken    int64    // by acquire_up_to
+	Error    string   // SQLSTATE, message, detail and hint
+	Rows     []string // of Ask
+}
+
+// Ask makes a call of the call table. Its answer is the rows, as Call.Answer has them, and the decision if they begin with one. By
+// another name than the function's it calls what stands for it.
+func Ask(q RowsQuerier, function, name string, args []any) (a Answer, err error) {
+	sent := []any{pgx.QueryResultFormats{pgx.TextFormatCode}}
+	for _, arg := range args {
+		if s, ok := arg.(Span); ok {
+			arg = pgtype.Interval{Months: s.Months, Days: s.Days, Microseconds: s.Us, Valid: true}
+		}
+		sent = append(sent, arg)
+	}
+	rows, err := q.Query(context.Background(), strings.Replace(Functions[function].Statement(function), "ratelimit_"+function+"(", name+"(", 1), sent...)
+	if err != nil {
+		return a, err
+	}
+	defer rows.Close()
+	var texts []string
+	for rows.Next() {
+		var columns []string
+		for _, value := range rows.RawValues() {
+			columns = append(columns, string(value))
+		}
+		texts = append(texts, strings.Join(columns, "|"))
+	}
+	return AnswerOf(texts), rows.Err()
+}
+
+// AnswerOf reads the decision that rows begin with, if they do. Of a hold ResetAfter is HeldFor, as in Call.Told.
+func AnswerOf(rows []string) Answer {
+	a := Answer{Rows: rows}
+	if len(rows) == 0 || strings.Count(rows[0], "|") < 6 {
+		return a
+	}
+	columns := append(strings.Split(rows[0], "|"), "0")
+	number := func(i int) int64 {
+		if columns[i] == "" {
+			return int64(model.Never)
+		}
+		n, _ := strconv.ParseInt(columns[i], 10, 64) // of what SQL has cast to bigint
+		return n
+	}
+	a.Taken = number(7)
+	a.Decision = &Decision{
+		Allowed: columns[0] == "t", Remaining: number(1), RetryAfter: model.Micros(number(2)), ResetAfter: model.Micros(number(3)), Capacity: number(4),
+		Replayed: columns[5] == "t", Shadowed: columns[6] == "t",
+	}
+	return a
 }
 
 type RowsQuerier interface {
@@ -302,13 +350,6 @@ type InMode struct {
 
 func (q InMode) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	return q.Conn.QueryRow(ctx, sql, append([]any{q.Mode}, args...)...)
-}
-
-// ClockPerSession lets a test set the clock of one session, test.now in microseconds of the Unix epoch.
-func (db *TestDB) ClockPerSession() {
-	db.Execute(`
-		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
-		as $$ select timestamptz 'epoch' + current_setting('test.now')::bigint * interval '1 microsecond' $$`)
 }
 
 // RawDecision makes a call without any function or operator of the session's own.

@@ -8,7 +8,6 @@ import (
 	"os"
 	"os/exec"
 	"path"
-	"regexp"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -22,17 +21,6 @@ func (db *TestDB) Strings(sql string) []string { return Column(db.T, db.DB, sql)
 func (db *TestDB) As(role string) *pgx.Conn {
 	return db.Connect(db.T, func(config *pgx.ConnConfig) { config.User = cmp.Or(role, config.User) })
 }
-
-var (
-	SQLComment  = regexp.MustCompile(`--[^\n]*|'[^']*'`)
-	SQLTable    = regexp.MustCompile(`\b(?:from|update|into|join) (?:ratelimit\.)?(?:ephemeral_)?(?:buckets|idempotency_keys|slots|leases)\b`)
-	SQLKeyTerm  = regexp.MustCompile(`^(?:\w+\.)?key\s*=\s*v_\w+$`)
-	SQLSetKey   = regexp.MustCompile(`[ ,]key\s*=`)
-	SQLInsert   = regexp.MustCompile(`insert into \w+ (?:as \w+\s+)?\(policy_id, key,[^()]*\)\s+values \(`)
-	SQLCall     = regexp.MustCompile(`\b([a-z_]+)\(`)
-	SQLMoved    = regexp.MustCompile(`[-+]\s*(?:duration\(|interval)`) // an instant and an interval: the operator is not immutable
-	SQLNotCalls = []string{"and", "or", "in", "values", "any", "exists", "least", "greatest", "coalesce", "nullif", "row", "when", "then", "else", "not", "array", "case", "key"}
-)
 
 // A Citus is a cluster: a coordinator and two workers. Databases are made in it one by one.
 type Citus struct {
@@ -112,7 +100,7 @@ type CitusDB []*TestDB
 
 func (db CitusDB) Coordinator() *TestDB { return db[0] }
 
-// StopClock lets setClock stop the clock of all nodes.
+// StopClock lets SetClock stop the clock of all nodes.
 func (db CitusDB) StopClock() {
 	db[0].Execute("create table public.test_clock (now timestamptz not null, row integer primary key)")
 	db[0].Execute("select create_reference_table('public.test_clock')")

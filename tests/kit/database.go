@@ -29,15 +29,11 @@ const (
 	Day = 24 * 60 * 60 * 1_000_000 // in microseconds
 )
 
-// A TestDB is the private database of one test. Its clock is the server's until the test first sets
+// A TestDB is the private database of one test, as the example of NewDB shows. Its clock is the server's until the test first sets
 // it; from then on it stands still between calls.
 //
-//	db := newDB(t)
-//	db.definePolicy("p", 3, 10, time.Second) // capacity, refill, every
-//	require.Equal(t, allowed(1, 200*time.Millisecond, 3), db.acquireAt(t0, "p", "k", 2))
-//
 // Its methods fail the test from the test's own goroutine; other goroutines, and tests of errors
-// and transactions, call the functions acquire, peek and refund, which return the error.
+// and transactions, call the functions Acquire, Peek and Refund, which return the error.
 type TestDB struct {
 	*pgtest.DB
 	T     testing.TB
@@ -63,6 +59,13 @@ func (db *TestDB) SetClock(now time.Time) {
 			as $$ select now from public.test_clock where row = 1 $$`)
 	})
 	db.Execute("update public.test_clock set now = $1", now)
+}
+
+// ClockPerSession lets a test set the clock of one session, test.now, which leaves no row versions.
+func (db *TestDB) ClockPerSession() {
+	db.Execute(`
+		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
+		as $$ select pg_catalog.current_setting('test.now')::timestamptz $$`)
 }
 
 // SetTimeZone changes the time zone of the database, for tests of what must not depend on it.

@@ -58,64 +58,55 @@ func (db *TestDB) Guarded(policy, table string) {
 
 // ForReadOnly defines what RequireReadOnly calls about: a policy, a quota and slots.
 func (db *TestDB) ForReadOnly(policy string, durability PolicyOption) {
-	db.Policy(policy, 10, 1, time.Hour, durability).Take(policy, "known", 3, "first")
+	db.Policy(policy, 10, 1, time.Hour, durability).Take(policy, "known", 3, "i1")
 	for name, kind := range map[string]string{policy + " quota": "period => '1 day'", policy + " slots": "lease => '1 day'"} {
 		db.Execute("select ratelimit_define_policy($1, 10, durable => p.durable, "+kind+") from ratelimit_policies() as p where p.policy = $2", name, policy)
 	}
-	db.Take(policy+" quota", "known", 3, "first").Execute("select ratelimit_hold($1, 'known', 'h')", policy+" slots")
+	db.Take(policy+" quota", "known", 3, "i1").Execute("select ratelimit_hold($1, 'known', 'h')", policy+" slots")
 }
 
 // RequireReadOnly calls all that writes, where nothing can be written. Where a standby cannot read the policy either, that is said.
 func RequireReadOnly(t *testing.T, conn *pgx.Conn, policy, detail string, unreadable bool) {
+	require.Empty(t, slices.DeleteFunc(ColumnOf(t, conn, "select distinct substr(p.proname, 11) from "+PackageFunctions+" as p where p.proname ~ '^ratelimit_'"),
+		func(name string) bool { _, known := Functions[name]; return known }), "functions that the call table lacks")
 	writes := []string{"25006", "cannot write in a read-only transaction", detail,
 		"Call it on the primary, in a read-write transaction. ratelimit_peek works here, on a standby for durable policies."}
-	tokens := []string{
-		"acquire($1, 'known')", "acquire($1, 'new', 2, 'i')", "enforce($1, 'known')", "charge($1, 'known', 1)", "charge($1, 'new', 1, 'i')",
-		"acquire_up_to($1, 'known', 2)", "acquire_up_to($1, 'new', 2)", "acquire_up_to($1, 'known', 20)", "acquire_up_to($1, 'new', 20)",
-		"reserve($1, 'known', '1 day', 2)", "reserve($1, 'new', '1 day', 2, 'i')",
-		"settle($1, 'known', 'first', 4)", "refund($1, 'known', 1)", "reset($1, 'known')",
-		"acquire_many(array[$1], '{known}')", "acquire_many(array[$1, $1], '{known,new}', null, '{i,j}')",
-		"acquire_all(array[$1], '{known}')", "acquire_all(array[$1, $1], '{known,new}', null, 'i')",
-		"acquire_many(array[$1, $1], '{known,new}', sizes => '{1,1}')", "acquire_packed(array[$1], '{new}')",
-	}
-	calls := append(slices.Clone(tokens), "pause($1, 'known', '1 second')", "pause($1, 'new', '1 second')",
-		"define_policy($1, 20)", "drop_policy($1)", "override($1, 'known', 20)", "remove_override($1, 'known')",
-		"reset_all($1)", "define_shard(0, 1) where $1 <> ''", "cleanup() where $1 <> ''", "cleanup_all(('1 second' || left($1, 0))::interval)")
-	for _, call := range tokens {
-		calls = append(calls, strings.ReplaceAll(call, "$1", "$1 || ' quota'"))
-	}
-	for _, call := range []string{"hold($1, 'known', 'h')", "hold($1, 'new', 'h')", "renew($1, 'known', 'h')", "release($1, 'known', 'h')", "reset($1, 'known')"} {
-		calls = append(calls, strings.ReplaceAll(call, "$1", "$1 || ' slots'"))
-	}
-	reads := []string{"peek($1, 'known')", "peek($1 || ' slots', 'known')", "status($1)", "holders($1 || ' slots')"}
-	if unreadable {
-		calls = append(calls, reads...)
-	}
-	called := map[string]bool{"doctor": true, "guard": true, "overrides": true, "policies": true, "shard": true, "version": true}
-	for _, call := range append(calls, reads...) {
-		name, _, _ := strings.Cut(call, "(")
-		called[name] = true
-	}
-	require.Empty(t, slices.DeleteFunc(ColumnOf(t, conn, "select distinct substr(p.proname, 11) from "+PackageFunctions+" as p where p.proname ~ '^ratelimit_'"),
-		func(name string) bool { return called[name] }), "functions that the table lacks")
-	for _, call := range calls {
-		verb := "select ratelimit_"
-		if strings.HasPrefix(call, "reset_all") || strings.HasPrefix(call, "cleanup_all") {
-			verb = "call ratelimit_"
+	kinds := map[string][]string{"anything": {""}, "tokens": {"", " quota"}, "slots": {" slots"}, "tokens slots": {"", " quota", " slots"}}
+	for name, f := range Functions {
+		of := kinds[f.Writes]
+		if readsKey := strings.HasPrefix(f.Arguments, "policy"); f.Writes == "" && readsKey && unreadable && name != "overrides" {
+			of = []string{map[bool]string{true: " slots"}[name == "holders"]}
 		}
-		_, err := conn.Exec(t.Context(), verb+call, pgx.QueryExecModeSimpleProtocol, policy)
-		e := PgError(err)
-		require.NotNil(t, e, "%s: %v", call, err)
-		got := []string{e.Code, e.Message, e.Detail, e.Hint}
-		if unreadable && e.Code == "0A000" {
-			of, _, _ := strings.Cut(strings.TrimPrefix(e.Detail, "Policy '"+policy), "'")
-			require.Equal(t, []string{"0A000", "ephemeral buckets cannot be read on a standby",
-				"Policy '" + policy + of + "' is ephemeral. This server is a standby.", "Ask the primary."}, got, call)
-			continue
+		for _, kind := range of {
+			for _, key := range []string{"known", "new"} {
+				if name == "pause" && kind != "" || key == "new" && !createsRow(name, f) {
+					continue
+				}
+				call := strings.NewReplacer("'p'", "'"+policy+kind+"'", "{p,p}", `{"`+policy+kind+`","`+policy+kind+`"}`, "KEY", key).Replace(f.Samples(name)[0])
+				if f.Writes == "" {
+					call = strings.Replace(call, "(null", "('"+policy+kind+"'", 1)
+				}
+				_, err := conn.Exec(t.Context(), call, pgx.QueryExecModeSimpleProtocol)
+				e := PgError(err)
+				require.NotNil(t, e, "%s: %v", call, err)
+				got := []string{e.Code, e.Message, e.Detail, e.Hint}
+				if unreadable && e.Code == "0A000" {
+					require.Equal(t, []string{"0A000", "ephemeral buckets cannot be read on a standby",
+						"Policy '" + policy + kind + "' is ephemeral. This server is a standby.", "Ask the primary."}, got, call)
+					continue
+				}
+				require.Equal(t, writes, got, call)
+				require.NotRegexp(t, `(?i)"(with|update|insert|delete|lock)|\sfrom\s`, e.Where, call)
+			}
 		}
-		require.Equal(t, writes, got, call)
-		require.NotRegexp(t, `(?i)"(with|update|insert|delete|lock)|\sfrom\s`, e.Where, call)
 	}
+}
+
+// createsRow reports whether a function writes about a key that has no row.
+func createsRow(name string, f Function) bool {
+	return name != "refund" && name != "settle" && slices.ContainsFunc(f.List(), func(a Argument) bool {
+		return slices.Contains([]string{"cost", "charge", "slots", "at_most", "pause_for"}, a.Kind)
+	})
 }
 
 // All is a request of one token of each bucket.

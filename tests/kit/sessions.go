@@ -136,7 +136,7 @@ func Crowd(t testing.TB, callers int, call func(caller int) error) {
 // crowds bounds how many tests keep dozens of connections at once; servers take about a hundred.
 var crowds = make(chan struct{}, 2)
 
-// NewCrowdDB is newDB for one of them.
+// NewCrowdDB is NewDB for one of them.
 func NewCrowdDB(t testing.TB, connections int) *TestDB {
 	crowds <- struct{}{}
 	t.Cleanup(func() { <-crowds })

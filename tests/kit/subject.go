@@ -30,7 +30,7 @@ type Subject interface {
 	Spend(s Spending) (Spent, error)
 }
 
-// ParallelDB is newDB for a test that runs beside others. A clock that is given stands still.
+// ParallelDB is NewDB for a test that runs beside others. A clock that is given stands still.
 func ParallelDB(t *testing.T, clock ...time.Time) *TestDB {
 	t.Parallel()
 	db := NewDB(t)
@@ -51,7 +51,7 @@ func InParallel[T any](t *testing.T, cases map[string]T, test func(t *testing.T,
 	}
 }
 
-// OnDBs is inParallel with a database for each case.
+// OnDBs is InParallel with a database for each case.
 func OnDBs[T any](t *testing.T, cases map[string]T, test func(t *testing.T, db *TestDB, of T)) {
 	InParallel(t, cases, func(t *testing.T, of T) { test(t, NewDB(t), of) })
 }
@@ -66,7 +66,7 @@ var Subjects = map[string]func(t testing.TB) Subject{
 	"fake":     func(t testing.TB) Subject { return NewFake(t) },
 }
 
-// OnEachDurability is onEach for durable and for ephemeral policies.
+// OnEachDurability runs a test against each subject, for durable and for ephemeral policies.
 func OnEachDurability(t *testing.T, test func(t *testing.T, db Subject, durability PolicyOption)) {
 	InParallel(t, Subjects, func(t *testing.T, open func(t testing.TB) Subject) {
 		for name, durability := range map[string]PolicyOption{"durable": Durable, "ephemeral": Ephemeral} {

@@ -24,14 +24,14 @@ import (
 // A torture test takes a number of steps in make test. In make torture it has the machine to itself, takes as many at least, and
 // goes on for RATELIMIT_TORTURE_MINUTES. Its name starts with TestTorture_.
 //
-//	func TestTorture_Crash(t *testing.T) {
-//		run := torture(t, 4)
+//	func TestTorture_CrashLosesNoFlushedGrant(t *testing.T) {
+//		run := kit.Torture(t, 4)
 //		crashes := 0
-//		for ; run.goesOn(); crashes++ {
+//		for ; run.GoesOn(); crashes++ {
 //			…
-//			run.progress("%d crashes", crashes)
+//			run.Progress("%d crashes", crashes)
 //		}
-//		run.figure("crashes survived", crashes, "")
+//		run.Figure("crashes survived", crashes, "")
 //	}
 type TortureRun struct {
 	T       *testing.T
@@ -148,7 +148,7 @@ func TestSeed(t testing.TB) uint64 {
 	return seed
 }
 
-// FirstSeed is testSeed for a test that has a seed for each step: this one, and then those that follow it. It names the one that fails.
+// FirstSeed is TestSeed for a test that has a seed for each step: this one, and then those that follow it. It names the one that fails.
 func FirstSeed(t testing.TB) uint64 {
 	s := os.Getenv(seedVariable)
 	if s == "" {

@@ -13,7 +13,7 @@ import (
 )
 
 // A Wire is a session to which any bytes can be sent, also those that a driver would not, and any
-// number of statements at a time. Each is a transaction of its own.
+// number of statements at a time.
 type Wire struct {
 	Conn     net.Conn
 	frontend *pgproto3.Frontend
@@ -32,6 +32,8 @@ type Message []pgproto3.FrontendMessage
 type Response struct {
 	Code, Message string
 	Rows          []string
+	Values        [][]string // of the rows
+	Inside        bool       // a transaction is open after it
 }
 
 func (r Response) String() string {
@@ -77,20 +79,15 @@ func (w *Wire) read(r *Response) error {
 		}
 		switch m := received.(type) {
 		case *pgproto3.DataRow:
-			var columns strings.Builder
-			for i, value := range m.Values {
-				if i > 0 {
-					columns.WriteByte('|')
-				}
-				columns.Write(value)
+			var columns []string
+			for _, value := range m.Values {
+				columns = append(columns, string(value))
 			}
-			r.Rows = append(r.Rows, columns.String())
+			r.Rows, r.Values = append(r.Rows, strings.Join(columns, "|")), append(r.Values, columns)
 		case *pgproto3.ErrorResponse:
 			r.Code, r.Message = m.Code, m.Message
 		case *pgproto3.ReadyForQuery:
-			if m.TxStatus != 'I' {
-				return fmt.Errorf("left in a transaction (%c)", m.TxStatus)
-			}
+			r.Inside = m.TxStatus != 'I'
 			return nil
 		}
 	}

@@ -167,7 +167,7 @@ func TestShards_GrowByCopies(t *testing.T) {
 	}
 }
 
-func TestDefineShard(t *testing.T) {
+func TestDefineShard_NumbersADatabaseOnce(t *testing.T) {
 	db := kit.ParallelDB(t)
 	require.Empty(t, kit.Column(t, db.DB, "select shard::text from ratelimit_shard()"))
 	for _, bad := range []struct{ shard, of, message, detail string }{

@@ -3,7 +3,6 @@ package pgtest
 import (
 	"context"
 	"errors"
-	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -45,7 +44,7 @@ func PrivateWithExtensions(t testing.TB, settings ...string) (server *Server, di
 
 // copyPrograms makes a tree with copies of the programs in bin and of their SHAREDIR, until the test ends. Its libraries are
 // those of bin, by a link.
-func copyPrograms(t testing.TB, bin string) (copied, extensions string, err error) {
+func copyPrograms(t testing.TB, bin string) (copiedBin, extensions string, err error) {
 	root, err := os.MkdirTemp(tempDir, "ratelimit-")
 	if err != nil {
 		return "", "", err
@@ -60,14 +59,13 @@ func copyPrograms(t testing.TB, bin string) (copied, extensions string, err erro
 	err = errors.Join(
 		os.Chmod(root, 0o755), // another user runs it
 		os.MkdirAll(in(bin), 0o755),
-		os.Symlink(filepath.Join(bin, "../lib"), filepath.Join(in(bin), "../lib")),
-		copyTree(share, in(share)))
-	for _, program := range []string{"pg_ctl", "postgres", "initdb", // and what pg_upgrade needs, where it is
-		"pg_controldata", "pg_dump", "pg_dumpall", "pg_resetwal", "pg_restore", "pg_upgrade", "psql", "vacuumdb"} {
-		if failed := copyFile(filepath.Join(bin, program), filepath.Join(in(bin), program)); !errors.Is(failed, fs.ErrNotExist) {
-			err = errors.Join(err, failed)
-		}
-	}
+		os.MkdirAll(filepath.Dir(in(share)), 0o755),
+		os.Symlink(filepath.Join(bin, "../lib"), filepath.Join(in(bin), "../lib")))
+	// What links lead to is copied; one that leads nowhere, and a program that is not there, is left out. pg_upgrade runs most of them.
+	copying := exec.Command("sh", "-c", `cp -RL "$1" "$2"; cd "$3"
+		cp pg_ctl postgres initdb pg_controldata pg_dump pg_dumpall pg_resetwal pg_restore pg_upgrade psql vacuumdb "$4"`,
+		"sh", share, in(share), bin, in(bin))
+	_ = copying.Run()
 	return in(bin), filepath.Join(in(share), "extension"), err
 }
 
@@ -77,29 +75,6 @@ func shareOf(bin string) string {
 		return strings.TrimSpace(string(out))
 	}
 	return filepath.Join(bin, "../share/postgresql")
-}
-
-// copyTree copies a directory, and what links in it lead to.
-func copyTree(from, to string) error {
-	entries, err := os.ReadDir(from)
-	err = errors.Join(err, os.MkdirAll(to, 0o755))
-	for _, entry := range entries {
-		from, to := filepath.Join(from, entry.Name()), filepath.Join(to, entry.Name())
-		if info, absent := os.Stat(from); absent == nil && info.IsDir() {
-			err = errors.Join(err, copyTree(from, to))
-		} else if absent == nil { // else a link that leads nowhere
-			err = errors.Join(err, copyFile(from, to))
-		}
-	}
-	return err
-}
-
-func copyFile(from, to string) error {
-	data, err := os.ReadFile(from)
-	if err != nil {
-		return err
-	}
-	return os.WriteFile(to, data, 0o755)
 }
 
 // CronScript returns a script of pg_cron/ for a client other than psql, without its line for psql.

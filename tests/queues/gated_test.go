@@ -191,7 +191,7 @@ func TestGated_AKilledWorkerLosesNothing(t *testing.T) {
 	}
 }
 
-func TestGated_OneFetch(t *testing.T) {
+func TestGated_AFetchSkipsWhatOthersHave(t *testing.T) {
 	t.Parallel()
 	g := newGated(t)
 	g.DefinePolicy("tenant", 3, 1, kit.ADay)

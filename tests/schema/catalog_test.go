@@ -37,51 +37,11 @@ var hotCalls = []string{
 	"select from ratelimit_acquire_all('{POLICY,POLICY}', '{k,l}', '{1,1}', 's')",
 }
 
-func TestCatalog_PublicFunctions(t *testing.T) {
+// The arguments and the columns of a function are those of docs/reference.md, which tests/docs compares.
+func TestCatalog_FunctionsThatOnlyReadAreStable(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
-	require.Equal(t, []string{
-		"FUNCTION ratelimit_acquire(policy text, key text, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
-		"FUNCTION ratelimit_acquire_all(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], idempotency_key text DEFAULT NULL::text, OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval, OUT capacity bigint, OUT replayed boolean, OUT shadowed boolean, OUT binding integer, OUT decisions ratelimit.decision[]) record",
-		"FUNCTION ratelimit_acquire_many(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], idempotency_keys text[] DEFAULT NULL::text[], sizes integer[] DEFAULT NULL::integer[]) TABLE(request bigint, allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean, binding integer, decisions ratelimit.decision[], error_code text, error_message text, error_detail text, error_hint text)",
-		"FUNCTION ratelimit_acquire_packed(policies text[], keys text[], costs bigint[] DEFAULT NULL::bigint[], sizes integer[] DEFAULT NULL::integer[], idempotency_keys text[] DEFAULT NULL::text[]) ratelimit.packed",
-		"FUNCTION ratelimit_acquire_up_to(policy text, key text, at_most bigint, at_least bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.partial_decision",
-		"FUNCTION ratelimit_charge(policy text, key text, cost bigint, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
-		"FUNCTION ratelimit_cleanup(max_rows integer DEFAULT 10000, OUT buckets_deleted bigint, OUT idempotency_keys_deleted bigint) record",
-		"FUNCTION ratelimit_define_policy(policy text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, stepped boolean DEFAULT NULL::boolean, durable boolean DEFAULT NULL::boolean, remember interval DEFAULT NULL::interval, shadow boolean DEFAULT NULL::boolean, period interval DEFAULT NULL::interval, time_zone text DEFAULT NULL::text, anchor timestamp without time zone DEFAULT NULL::timestamp without time zone, lease interval DEFAULT NULL::interval) void",
-		"FUNCTION ratelimit_define_shard(shard integer, of integer) void",
-		"FUNCTION ratelimit_doctor() TABLE(severity text, finding text, remedy text) STABLE",
-		"FUNCTION ratelimit_drop_policy(policy text) void",
-		"FUNCTION ratelimit_enforce(policy text, key text, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.decision",
-		"FUNCTION ratelimit_guard() trigger",
-		"FUNCTION ratelimit_hold(policy text, key text, holder text, cost bigint DEFAULT 1) ratelimit.hold",
-		"FUNCTION ratelimit_holders(policy text DEFAULT NULL::text, key text DEFAULT NULL::text, max_rows integer DEFAULT 1000) TABLE(policy text, key text, holder text, cost bigint, held_for interval) STABLE",
-		"FUNCTION ratelimit_override(policy text, key text, capacity bigint DEFAULT NULL::bigint, refill bigint DEFAULT NULL::bigint, every interval DEFAULT NULL::interval, expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, time_zone text DEFAULT NULL::text, anchor timestamp without time zone DEFAULT NULL::timestamp without time zone, lease interval DEFAULT NULL::interval) void",
-		"FUNCTION ratelimit_overrides(policy text DEFAULT NULL::text, key text DEFAULT NULL::text, max_rows integer DEFAULT 1000) TABLE(policy text, key text, capacity bigint, refill bigint, every interval, expires_at timestamp with time zone, time_zone text, anchor timestamp without time zone, lease interval) STABLE",
-		"FUNCTION ratelimit_pause(policy text, key text, pause_for interval) ratelimit.decision",
-		"FUNCTION ratelimit_peek(policy text, key text, cost bigint DEFAULT 1) ratelimit.decision STABLE",
-		"FUNCTION ratelimit_policies() TABLE(policy text, capacity bigint, refill bigint, every interval, stepped boolean, durable boolean, remember interval, shadow boolean, period interval, time_zone text, anchor timestamp without time zone, lease interval) STABLE",
-		"FUNCTION ratelimit_refund(policy text, key text, amount bigint) ratelimit.decision",
-		"FUNCTION ratelimit_release(policy text, key text, holder text) boolean",
-		"FUNCTION ratelimit_remove_override(policy text, key text) boolean",
-		"FUNCTION ratelimit_renew(policy text, key text, holder text) interval",
-		"FUNCTION ratelimit_reserve(policy text, key text, max_wait interval, cost bigint DEFAULT 1, idempotency_key text DEFAULT NULL::text) ratelimit.reservation",
-		"FUNCTION ratelimit_reset(policy text, key text) void",
-		"FUNCTION ratelimit_settle(policy text, key text, idempotency_key text, cost bigint) ratelimit.decision",
-		"FUNCTION ratelimit_shard() TABLE(shard integer, of integer) STABLE",
-		"FUNCTION ratelimit_status(policy text DEFAULT NULL::text, max_rows integer DEFAULT 100, key text DEFAULT NULL::text) TABLE(policy text, key text, remaining bigint, retry_after interval, reset_after interval, capacity bigint, overridden boolean) STABLE",
-		"FUNCTION ratelimit_version() text IMMUTABLE",
-		"PROCEDURE ratelimit_cleanup_all(IN budget interval DEFAULT '00:00:50'::interval)",
-		"PROCEDURE ratelimit_reset_all(IN policy text)",
-	}, kit.Column(t, db, `
-		select format('%s %s(%s)', case prokind when 'p' then 'PROCEDURE' else 'FUNCTION' end, proname, pg_get_function_arguments(p.oid))
-		       || coalesce(' ' || pg_get_function_result(p.oid), '')
-		       || case provolatile when 's' then ' STABLE' when 'i' then ' IMMUTABLE' else '' end
-		  from `+kit.PackageFunctions+" as p where not private order by 1"))
-	require.Equal(t, []string{"allowed boolean, remaining bigint, retry_after interval, reset_after interval, capacity bigint, replayed boolean, shadowed boolean"},
-		kit.Column(t, db, `
-			select string_agg(format('%s %s', attname, format_type(atttypid, atttypmod)), ', ' order by attnum)
-			  from pg_attribute where attrelid = 'ratelimit.decision'::regclass`))
+	require.Equal(t, []string{"doctor s", "holders s", "overrides s", "peek s", "policies s", "shard s", "status s", "version i"}, kit.Column(t, pgtest.New(t),
+		"select substr(proname, 11) || ' ' || provolatile::text from "+kit.PackageFunctions+" as p where not private and provolatile <> 'v' order by 1"))
 }
 
 func TestCatalog_SecurityDefinerWithPinnedPath(t *testing.T) {
@@ -253,48 +213,6 @@ func TestCatalog_TwinsDifferInPersistenceOnly(t *testing.T) {
 		durable[i] = "r u"
 		require.Equal(t, durable, ephemeral)
 	}
-}
-
-// Each statement about durable buckets or idempotency keys has a twin about the ephemeral ones. On a standby
-// emptiest_buckets, fullest_slots, leases_of and ratelimit_doctor read the durable ones alone. ratelimit.acquire has the statements of ratelimit_acquire.
-func TestCatalog_StatementsHaveTwins(t *testing.T) {
-	t.Parallel()
-	pairs, alone := twins(kit.Column(t, pgtest.New(t), "select prosrc from "+kit.PackageFunctions+" as p where proname not in ('emptiest_buckets', 'fullest_slots', 'leases_of', 'ratelimit_doctor', 'acquire')"))
-	require.Greater(t, pairs, 50)
-	require.Empty(t, alone)
-
-	statement := "if policy.durable then\n update buckets as b set level = 1 where b.key = v_key;\nelse\n update ephemeral_buckets as b set level = 1 where b.key = v_key;\nend if;"
-	_, alone = twins([]string{statement})
-	require.Empty(t, alone)
-	for _, changed := range []string{"update ephemeral_buckets as b set level = 2 where b.key = v_key", "update buckets as b set level = 1 where b.key = v_key", ""} {
-		_, alone = twins([]string{strings.Replace(statement, "update ephemeral_buckets as b set level = 1 where b.key = v_key", changed, 1)})
-		require.NotEmpty(t, alone, changed)
-	}
-}
-
-var (
-	sqlBreak = regexp.MustCompile(`;|\b(?:then|else|loop|begin|declare)\s*\n|\bleft join lateral\b`) // a join may be with the one and with the other
-	sqlTwins = strings.NewReplacer("ephemeral_", "", "not u.durable", "u.durable", "not p.durable", "p.durable", " as d ", " as b ", " as e ", " as b ", " e.", " b.")
-)
-
-// twins counts the statements with a twin, and lists those without.
-func twins(bodies []string) (pairs int, alone []string) {
-	balance := map[string]int{}
-	for _, body := range bodies {
-		for _, statement := range sqlBreak.Split(kit.SQLComment.ReplaceAllString(body, ""), -1) {
-			of := len(kit.SQLTable.FindAllString(statement, -1))
-			ephemeral := strings.Count(strings.Join(kit.SQLTable.FindAllString(statement, -1), " "), "ephemeral_")
-			twin := sqlTwins.Replace(strings.Join(strings.Fields(statement), " "))
-			balance[twin] += of - 2*ephemeral
-			pairs += ephemeral
-		}
-	}
-	for statement, n := range balance {
-		if n != 0 {
-			alone = append(alone, fmt.Sprintf("%+d %s", n, statement))
-		}
-	}
-	return pairs, alone
 }
 
 // sql/twins.sql takes the functions of the owner, fails rather than make half a twin, and drops what it would not make.

@@ -167,11 +167,12 @@ var uninstallers = map[string]func(t *testing.T, db *pgtest.DB) error{
 	},
 }
 
+// A function of the owner that only shares a name, in another schema, stays.
 func TestUninstall_LeavesNothing(t *testing.T) {
 	kit.InParallel(t, uninstallers, func(t *testing.T, uninstall func(t *testing.T, db *pgtest.DB) error) {
 		caller := kit.NewRole(t)
 		db := pgtest.Empty(t)
-		db.Exec(t, "create schema app; create schema other; create function other.ratelimit_mine() returns integer language sql as 'select 1'")
+		db.Exec(t, "create schema app; create schema other; create function other.ratelimit_acquire(who integer) returns integer language sql as 'select 1'")
 		before := kit.SchemaAndRows(t, db)
 
 		for _, home := range []string{"public", "app"} {
@@ -236,20 +237,6 @@ func TestUninstall_StopsAtObjectsThatDependOnIt(t *testing.T) {
 		require.Equal(t, before, kit.SchemaAndRows(t, db), name)
 	}
 	kit.RequireState(t, "2BP01", uninstallers["Down"](t, db))
-}
-
-func TestDown_KeepsFunctionsOfItsOwnerThatOnlyShareTheName(t *testing.T) {
-	t.Parallel()
-	db := pgtest.Empty(t)
-	db.Exec(t, `
-		create schema app;
-		create function app.ratelimit_acquire(who integer) returns boolean language sql
-		  as $$ select (public.ratelimit_acquire('app', who::text)).allowed $$ set check_function_bodies = off`)
-	before := kit.FingerprintOf(t, db)
-	kit.Installers["Up"](t, db.URL)
-
-	require.NoError(t, migrations.Down(context.Background(), db.Connect(t)))
-	require.Equal(t, before, kit.FingerprintOf(t, db))
 }
 
 func TestUp_NewerSchemaIsLeftAlone(t *testing.T) {
@@ -488,35 +475,17 @@ func TestInstall_RunsNothingOfAPlantedVersionTable(t *testing.T) {
 					require.NoError(t, conn.Close(t.Context()))
 					require.Error(t, kit.ErrorOf(kit.RunPsql(t, url, "--file", "../../migrations/psql/install.sql")))
 				}
+				if schema == "the planter's schema" && strings.HasPrefix(name, "a table with") {
+					// tern itself trusts the version table, so the migration looks whose schema that is in.
+					out, err := kit.Command("../..", nil, kit.Tern(), kit.TernMigrate(db.URL)...).CombinedOutput()
+					require.Error(t, err)
+					require.Contains(t, string(out), "schema ratelimit belongs to another role")
+				}
 				require.Equal(t, before, kit.SchemaAndRows(t, db))
 				require.Equal(t, []string{"false"}, kit.Column(t, db, "select is_called::text from public.escalated"))
 			})
 		}
 	}
-}
-
-// tern itself trusts the version table, so the migration looks whose schema that is in.
-func TestInstall_ByTernIntoAPlantedSchema(t *testing.T) {
-	t.Parallel()
-	planter := kit.NewRole(t)
-	db := pgtest.Empty(t)
-	db.Exec(t, "grant create on database "+db.Name+" to "+planter)
-	kit.Execute(t, kit.ConnectAs(t, db, planter), `
-		create schema lair;
-		create sequence lair.escalated;  -- which no rollback takes back
-		create function lair.escalate() returns trigger language plpgsql as $$ begin perform nextval('lair.escalated'); return new; end $$;
-		create schema ratelimit;
-		create table ratelimit.version as select 0 as version;
-		create trigger escalate before update on ratelimit.version for each row execute function lair.escalate()`,
-		pgx.QueryExecModeSimpleProtocol)
-	before := kit.SchemaAndRows(t, db)
-
-	_, err := kit.Command("../..", nil, kit.Tern(), kit.TernMigrate(db.URL)...).Output()
-	var exit *exec.ExitError
-	require.ErrorAs(t, err, &exit)
-	require.Contains(t, string(exit.Stderr), "schema ratelimit belongs to another role")
-	require.Equal(t, before, kit.SchemaAndRows(t, db))
-	require.Equal(t, []string{"false"}, kit.Column(t, db, "select is_called::text from lair.escalated"))
 }
 
 // A role that finds the newest version installed needs to own nothing.
@@ -595,14 +564,6 @@ func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
 	kit.Execute(t, conn, "set search_path = app")
 	kit.ReinstallCode(t, conn)
 	require.Equal(t, before, kit.SchemaAndRows(t, db))
-}
-
-func TestInstall_LeavesNoTemplateSyntax(t *testing.T) {
-	t.Parallel()
-	require.Empty(t, kit.Column(t, pgtest.New(t), `
-		select p.oid::regprocedure::text from pg_proc as p
-		 where (pronamespace = 'ratelimit'::regnamespace or proname like 'ratelimit\_%')
-		   and prosrc ~ '\{\{|\}\}|<no value>|<nil>'`))
 }
 
 // use creates policies, buckets and idempotency keys.

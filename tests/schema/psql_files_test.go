@@ -60,7 +60,7 @@ func TestPsql_FilesAreSQLForEveryTool(t *testing.T) {
 				continue
 			}
 			require.NotRegexp(t, `@extschema|\$\{|[^\x00-\x7f]`, text, name)
-			require.NotRegexp(t, `(?m)(^|[^:\w\])]):['"{A-Za-z_]`, kit.SQLComment.ReplaceAllString(text, ""), name)
+			require.NotRegexp(t, `(?m)(^|[^:\w\])]):['"{A-Za-z_]`, regexp.MustCompile(`--[^\n]*|'[^']*'`).ReplaceAllString(text, ""), name)
 			if name != "install.sql" && dir == "../../sql" || strings.HasPrefix(name, "0") {
 				require.NotContains(t, text, "{{", name)
 			}

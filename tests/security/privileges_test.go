@@ -2,7 +2,6 @@ package security
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"regexp"
@@ -18,31 +17,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
-
-func TestPrivileges_CallerCanAcquireAndPeekAndNothingElse(t *testing.T) {
-	t.Parallel()
-	caller := kit.NewRole(t)
-	db := kit.NewDB(t)
-	db.DefinePolicy("durable", 10, 1, time.Hour)
-	db.DefinePolicy("ephemeral", 10, 1, time.Hour, kit.Ephemeral)
-	db.Execute("grant execute on function ratelimit_acquire, ratelimit_peek to " + caller)
-
-	conn := kit.ConnectAs(t, db.DB, caller)
-	for _, policy := range []string{"durable", "ephemeral"} {
-		first := kit.NoError(kit.Acquire(conn, policy, "k", 3, "first"))(t)
-		require.EqualValues(t, 7, first.Remaining)
-		again := kit.NoError(kit.Acquire(conn, policy, "k", 3, "first"))(t)
-		require.True(t, again.Replayed)
-		denied := kit.NoError(kit.Acquire(conn, policy, "k", 8))(t)
-		require.False(t, denied.Allowed)
-		seen := kit.NoError(kit.Peek(conn, policy, "k", 7))(t)
-		require.True(t, seen.Allowed)
-		kit.RequireState(t, "RL002", kit.ErrorOf(kit.Acquire(conn, policy, "k", 4, "first")))
-		kit.RequireState(t, "RL001", kit.ErrorOf(kit.Acquire(conn, "nobody", "k", 1)))
-		kit.RequireState(t, "22023", kit.ErrorOf(kit.Acquire(conn, policy, "", 1)))
-	}
-	requireRefused(t, db.DB, caller, "ratelimit_acquire", "ratelimit_peek")
-}
 
 // callsOfUse has a call of each function of use. The policies are p and q, and p has a grant of 1 token under "kept". All
 // other functions are administration, which is granted apart.
@@ -229,7 +203,7 @@ func requireRefused(t *testing.T, db *pgtest.DB, role string, but ...string) {
 	}
 }
 
-// The grant that an error of the client names is the one that helps.
+// The grant that an error of the client names is the one that helps. The client makes it of the statement that it has sent.
 func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
@@ -248,30 +222,12 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 	}
 	for function, call := range map[string]func() error{
 		"ratelimit_acquire(text, text, bigint, text)": func() error { return kit.ErrorOf(limiter.Acquire(ctx, "p", "k")) },
-		"ratelimit_peek(text, text, bigint)":          func() error { return kit.ErrorOf(limiter.Peek(ctx, "p", "k")) },
-		"ratelimit_refund(text, text, bigint)":        func() error { return kit.ErrorOf(limiter.Refund(ctx, "p", "k", 1)) },
-		"ratelimit_pause(text, text, interval)":       func() error { return kit.ErrorOf(limiter.Pause(ctx, "p", "k", time.Second)) },
-		"ratelimit_charge(text, text, bigint, text)":  func() error { return kit.ErrorOf(limiter.Charge(ctx, "p", "k", 1)) },
-		"ratelimit_settle(text, text, text, bigint)": func() error {
-			if _, err := limiter.Settle(ctx, "p", "k", "none", 1); !errors.Is(err, client.ErrNoGrant) {
-				return err
-			}
-			return nil
-		},
-		"ratelimit_reserve(text, text, interval, bigint, text)":     func() error { return kit.ErrorOf(limiter.Reserve(ctx, "p", "k", time.Second)) },
-		"ratelimit_acquire_up_to(text, text, bigint, bigint, text)": func() error { return kit.ErrorOf(limiter.AcquireUpTo(ctx, "p", "k", 1)) },
-		"ratelimit_reset(text, text)":                               func() error { return limiter.Reset(ctx, "p", "k") },
-		"ratelimit_policies()":                                      func() error { return kit.ErrorOf(limiter.Policies(ctx)) },
-		"ratelimit_cleanup(integer)":                                func() error { return kit.ErrorOf(limiter.Cleanup(ctx)) },
-		"ratelimit_drop_policy(text)":                               func() error { return limiter.DropPolicy(ctx, "none") },
 		"ratelimit_acquire_all(text[], text[], bigint[], text)": func() error {
 			return kit.ErrorOf(limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}}))
 		},
 		"ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp, interval)": func() error {
 			return limiter.Override(ctx, client.Override{Policy: "p", Key: "k"})
 		},
-		"ratelimit_remove_override(text, text)":    func() error { return kit.ErrorOf(limiter.RemoveOverride(ctx, "p", "k")) },
-		"ratelimit_overrides(text, text, integer)": func() error { return kit.ErrorOf(limiter.Overrides(ctx)) },
 		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval)": func() error {
 			return limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second})
 		},

@@ -102,7 +102,7 @@ func TestStatus_ListsTheFullestKeys(t *testing.T) {
 	})
 }
 
-func TestHolders_OfAPolicyOrAKey(t *testing.T) {
+func TestHolders_AreListedByPolicyAndKey(t *testing.T) {
 	db := kit.ParallelDB(t, kit.T0).Lend("p", 9, lease).Lend("o", 9, time.Hour, kit.Ephemeral)
 	for n, id := range []string{"p k b", "p k a", "p j c", "o k d"} {
 		f := strings.Fields(id)
@@ -118,7 +118,7 @@ func TestHolders_OfAPolicyOrAKey(t *testing.T) {
 }
 
 // Clean-up removes a lease five minutes after its end, and with the last one the row of its key.
-func TestCleanup_OfLeases(t *testing.T) {
+func TestCleanup_RemovesLeasesFiveMinutesAfterTheirEnd(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
 		db.At(kit.T0).Lend("p", 5, time.Hour, kind)
 		db.Hold("a", 1)
@@ -159,7 +159,7 @@ func TestCleanup_OfLeases(t *testing.T) {
 	})
 }
 
-func TestCleanup_OfManyLeasesIsBounded(t *testing.T) {
+func TestCleanup_RemovesABoundedNumberOfLeases(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
 		db.At(kit.T0).Lend("p", 10_000, lease, kind)
 		db.Execute("select ratelimit_hold('p', 'k' || k, h::text) from generate_series(1, 30) as k, generate_series(1, 20) as h")
@@ -196,7 +196,7 @@ func TestDoctor_KnowsTheTablesOfSlots(t *testing.T) {
 }
 
 // An application role holds, renews and releases; it lists nobody, and touches no table.
-func TestGrants_OfAnApplicationRole(t *testing.T) {
+func TestGrants_AnApplicationHoldsAndListsNobody(t *testing.T) {
 	db := kit.ParallelDB(t).Lend("p", 2, time.Hour).Lend("e", 2, time.Hour, kit.Ephemeral)
 	role := fmt.Sprint("slots_", strings.ToLower(db.Name))
 	db.Execute("create role " + role + " login")

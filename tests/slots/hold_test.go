@@ -137,7 +137,7 @@ func TestHold_ADenialWritesAndLocksNothing(t *testing.T) {
 }
 
 // A step forward ends leases early, a step back lengthens them by the step, and revives none that a grant has counted as ended.
-func TestHold_WhenTheClockSteps(t *testing.T) {
+func TestHold_AClockThatStepsFreesNothingTwice(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
 		db.At(kit.T0).Lend("p", 1, lease, kind)
 		db.Hold("a", 1)

@@ -391,7 +391,7 @@ var races = map[string]race{
 	},
 }
 
-func TestRace(t *testing.T) {
+func TestHold_Races(t *testing.T) {
 	kit.InParallel(t, races, func(t *testing.T, r race) {
 		db := kit.NewDB(t).At(kit.T0).Lend("p", 1, lease)
 		require.Equal(t, r.outcome, r.steps(db))
@@ -429,7 +429,7 @@ func (f *mayFail) Errorf(string, ...any) {}
 func (f *mayFail) FailNow()              { panic(errStepFailed) }
 
 // Under the stricter isolation levels a grant fails if the leases were changed since the snapshot. A mere lock would not tell.
-func TestHold_SnapshotIsolation(t *testing.T) {
+func TestHold_FailsOnASnapshotOlderThanTheLeases(t *testing.T) {
 	t.Parallel()
 	for change, call := range map[string]string{
 		"a grant": "ratelimit_hold('p', 'k', 'b')", "a renewal": "ratelimit_renew('p', 'k', 'a')", "a release": "ratelimit_release('p', 'k', 'a')",
@@ -475,7 +475,7 @@ func TestHold_AStalledTransactionHoldsUpItsKeyOnly(t *testing.T) {
 }
 
 // Of concurrent holds of one key, exactly those that fit are granted.
-func TestHold_Concurrency(t *testing.T) {
+func TestHold_SlotsNeverExceedTheCapacity(t *testing.T) {
 	t.Parallel()
 	for name, kind := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
 		t.Run(name, func(t *testing.T) {

@@ -162,7 +162,7 @@ func TestGuard_CountsWhatIsInserted(t *testing.T) {
 	require.Zero(t, db.Number("select count(*) from orders where customer = 'copied'"))
 }
 
-func TestGuard_KeyColumns(t *testing.T) {
+func TestGuard_KeysOfAnyType(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 100, 1, kit.ADay)
 	for typ, key := range map[string]string{
 		"text": "some text", "varchar(40)": "varying", "uuid": "8c1b7ad0-6c2f-4f5e-9d57-1e5d6b0f4d11", "integer": "-7", "bigint": "9000000000000",
@@ -275,7 +275,7 @@ func TestGuard_ForeignPartitions(t *testing.T) {
 }
 
 // Any number of keys, in the one order of locks: statements with the same keys the other way round wait for each other, and do not deadlock.
-func TestGuard_ManyKeys(t *testing.T) {
+func TestGuard_ManyKeysInAnyOrderAreCountedExactly(t *testing.T) {
 	t.Parallel()
 	db := kit.NewCrowdDB(t, 8).Policy("p", 1_000_000, 1, kit.ADay)
 	db.Guarded("p", "orders")

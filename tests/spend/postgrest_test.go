@@ -150,7 +150,7 @@ func TestPostgREST_BranchesOnWhatTheTransactionMayDo(t *testing.T) {
 	})
 }
 
-func TestPostgREST_Keys(t *testing.T) {
+func TestPostgREST_KeysAreSubjectsOrAddresses(t *testing.T) {
 	t.Parallel()
 	subjects, addresses, both, last := kit.NewRole(t), kit.NewRole(t), kit.NewRole(t), kit.NewRole(t)
 	db, conn := newAPI(t, subjects, addresses, both, last)

@@ -15,7 +15,7 @@ import (
 
 // 500 connections acquire from one bucket all the time. Each token is granted once, each decision tells how many
 // tokens are left, and every connection is served.
-func TestTorture_Contention(t *testing.T) {
+func TestTorture_ContentionGrantsEachTokenOnce(t *testing.T) {
 	run := kit.Torture(t, 0) // each connection has some calls in any case
 	const connections, atLeast, capacity, few = 500, 2, 5_000_000, 750
 	db, _ := kit.NewPrivateDB(t, "max_connections=520")

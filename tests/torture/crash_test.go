@@ -22,7 +22,7 @@ import (
 // The machine survives, and so does everything that PostgreSQL wrote to the kernel. Without a flush, a grant is lost if its WAL
 // was still in PostgreSQL's own buffers. Under load these are few up to PostgreSQL 16, because full pages are written at once.
 // When grants come slowly, the last page waits for the WAL writer. This test does not see what fsync does when the power fails.
-func TestTorture_Crash(t *testing.T) {
+func TestTorture_CrashLosesNoFlushedGrant(t *testing.T) {
 	run := kit.Torture(t, int64(len(crashes)))
 	const walWriterDelay = 200 * time.Millisecond // PostgreSQL's default
 	db, server := kit.NewPrivateDB(t, "synchronous_commit=on", fmt.Sprintf("wal_writer_delay=%dms", walWriterDelay.Milliseconds()))
@@ -148,7 +148,7 @@ func TestCrash_TheAuditFindsWhatIsLost(t *testing.T) {
 }
 
 // The schema is upgraded under load, again and again, to made-up next versions: one with changed functions and one with changed tables.
-func TestTorture_UpgradeUnderLoad(t *testing.T) {
+func TestTorture_UpgradeUnderLoadFailsNoCall(t *testing.T) {
 	run := kit.Torture(t, 1)
 	newest := kit.NewestMigration(t)
 	functions := kit.NextVersion(t, "", "", kit.Edits...)

@@ -18,7 +18,7 @@ import (
 
 // The disk fills up under load, again and again. Either the tables cannot grow, which is an error, or the WAL cannot, which crashes the
 // server. With space again, calls succeed. Every decision was true, and no bucket has more or fewer tokens than the ledger explains.
-func TestTorture_DiskFull(t *testing.T) {
+func TestTorture_DiskFullLeavesEveryDecisionTrue(t *testing.T) {
 	run := kit.Torture(t, 2)
 	server, dir := pgtest.PrivateOnDisk(t, 192, "synchronous_commit=on", "min_wal_size=32MB", "max_wal_size=48MB")
 	db := kit.CreateDB(t, server, kit.PrivateName)

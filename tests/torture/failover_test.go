@@ -17,7 +17,7 @@ import (
 
 // A standby is promoted under load, over and over, and the primary killed just before or just after. Synchronous replication loses no grant
 // that a caller was told of. The loss of asynchronous replication is measured. The clocks of the two nodes differ by up to an hour.
-func TestTorture_CrashFailover(t *testing.T) {
+func TestTorture_CrashFailoverLosesNoGrantOfASynchronousStandby(t *testing.T) {
 	run := kit.Torture(t, 2)
 	db, primary := kit.NewPrivateDB(t, "synchronous_commit=on", "cluster_name=node 0")
 	db.DefineExact()

@@ -30,7 +30,7 @@ import (
 
 // HTTP servers with each way to go without a database, and callers of each, while the database is stopped, started, frozen and thawed. With
 // a database all of them limit. Without, each answers as it says, while there is none. In the end no goroutine is left.
-func TestTorture_HTTP(t *testing.T) {
+func TestTorture_HTTPLimitsWhileThereIsADatabase(t *testing.T) {
 	pgtest.OncePerServer(t)
 	run := kit.Torture(t, 1)
 	db, server := kit.NewPrivateDB(t)
@@ -272,7 +272,7 @@ func (o *httpOutage) end() map[httpPhase]*httpAnswers {
 
 // The key functions of the middleware: what a client writes before what the trusted
 // proxies add changes nothing, two users have two keys, no user has the key of an address, and each key is one that the database takes.
-func TestTorture_HTTPKeys(t *testing.T) {
+func TestTorture_HTTPKeysAreNotTheClientsChoice(t *testing.T) {
 	pgtest.OncePerServer(t)
 	run := kit.Torture(t, 5)
 	random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))

@@ -39,7 +39,6 @@ type operation struct {
 	gone             bool        // the policy was dropped meanwhile
 	enforced         bool        // a denial is an error, which tells neither reset_after nor replayed
 	holder           string      // of slots
-	lent             lent        // the answer of a call about slots
 }
 
 // A wholePart is what an acquire all says about all its buckets.
@@ -48,7 +47,7 @@ type wholePart struct {
 	policies []string // of all its buckets
 }
 
-// Kinds of operations.
+// Kinds of operations, most of them by the names of functions.
 const (
 	acquires = "acquire"
 	shares   = "acquire all"
@@ -56,10 +55,12 @@ const (
 	refunds  = "refund"
 	pauses   = "pause"
 	resets   = "reset"
+	holds    = "hold"
+	renews   = "renew"
+	releases = "release"
+	lists    = "holders"
 	drops    = "drop policy"
 	cleansUp = "clean up"
-
-	// Those of a spending are the names of its functions.
 	charges  = "charge"
 	settles  = "settle"
 	reserves = "reserve"
@@ -71,8 +72,31 @@ func (op *operation) spends() bool {
 	return slices.Contains([]string{charges, settles, reserves, takesAll}, op.kind)
 }
 
-func (op *operation) spending() kit.Spending {
-	return kit.Spending{Function: op.kind, BucketID: op.BucketID, Cost: op.Cost, AtLeast: op.atLeast, MaxWait: op.maxWait, IdempotencyKey: op.IdempotencyKey}
+// args are those of the function.
+func (op *operation) args() (args []any) {
+	values := map[string]any{
+		"policy": op.Policy, "key": op.Key, "cost": op.Cost, "amount": op.Cost, "at_most": op.Cost, "at_least": op.atLeast, "holder": op.holder,
+		"max_wait": kit.SpanOf(op.maxWait), "pause_for": kit.SpanOf(op.maxWait), "max_rows": int64(1000),
+	}
+	if op.IdempotencyKey != "" {
+		values["idempotency_key"] = op.IdempotencyKey
+	}
+	for _, a := range kit.Functions[op.kind].List() {
+		args = append(args, values[a.Name])
+	}
+	return args
+}
+
+// answerOf is what the model says to the call, of a bucket or of slots.
+func (op *operation) answerOf(p model.Policy, s model.State, slots model.Slots, now time.Time) (told kit.Answer, next *model.Model) {
+	next = model.Of(op.BucketID, p, s, slots)
+	c := kit.Call{Function: op.kind, Args: op.args(), Model: next, Now: now}
+	rows, err := c.Answer()
+	if err != nil {
+		told.Error, _ = kit.Refusal(err)
+		return told, next
+	}
+	return kit.AnswerOf(rows), next
 }
 
 // remembers reports whether the answer may say that a grant was stored.
@@ -201,70 +225,72 @@ func (op *operation) thenLeads(at standing, answer *kit.Answer) []model.State {
 
 // leadsTo returns the states that the operation leads to from one state, by one reading of the clock.
 func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *kit.Answer) []model.State {
-	var (
-		left  = []model.State{s}
-		d     kit.Decision
-		taken int64
-		err   error
-		p     = r.at(now)
-	)
+	p := r.at(now)
 	if op.isFar(p, now, s, answer) {
 		return nil
 	}
+	var d kit.Decision
 	switch op.kind {
-	case acquires:
-		left[0], d, err = s.Acquire(p, now, op.Cost, op.IdempotencyKey)
-		if op.met && (d.Replayed || err != nil && op.batch != 0) {
-			left = append(left, s.Touch(p, now))
-		}
+	case cleansUp:
+		return s.CleanUps(r.policy, p, now)
 	case shares:
-		if (answer.Is(model.IdempotencyMismatch) || answer.Is(model.Settled)) && len(op.whole.policies) > 1 { // with another bucket, perhaps
-			return left
-		}
-		d, err = s.Ask(p, now, op.Cost, op.IdempotencyKey)
-		if after := s.AskAfterEnd(p, now, op.Cost, d); answer != nil && answer.Decision != nil && !op.whole.granted && after == *answer.Decision {
-			d = after
-		}
-		if !d.Allowed || answer != nil && !op.whole.granted {
-			break
-		}
+		return op.leadsShare(p, now, s, answer)
+	}
+	told, next := op.answerOf(p, s, model.Slots{}, now)
+	after, _ := next.Left(op.BucketID)
+	left := []model.State{after}
+	if told.Decision != nil {
+		d = *told.Decision
+	}
+	// It may have made the row before it saw the key, or that the grant which it had read has expired.
+	if op.kind == acquires && op.met && (d.Replayed || told.Error != "" && op.batch != 0) ||
+		op.spends() && d.Replayed && (op.met || op.kind == settles && s.HasNoRow()) || op.kind == settles && d.Shadowed && s.HasNoRow() {
+		left = append(left, s.Touch(p, now))
+	}
+	if !op.isTold(told, now, answer) {
+		return nil
+	}
+	return left
+}
+
+// isTold reports whether the answer is what was decided by a reading of the clock. A nil answer stands for any.
+func (op *operation) isTold(told kit.Answer, now time.Time, answer *kit.Answer) bool {
+	switch {
+	case answer == nil:
+		return true
+	case told.Error != "" || answer.Error != "":
+		return told.Error != "" && strings.HasPrefix(answer.Error, told.Error)
+	case told.Decision == nil || answer.Decision == nil:
+		return slices.Equal(told.Rows, answer.Rows)
+	}
+	d := *told.Decision
+	if op.enforced && !d.Allowed {
+		d.ResetAfter, d.Replayed = model.Never, false
+	}
+	return op.tells(d, now, *answer.Decision) && told.Taken == answer.Taken
+}
+
+// leadsShare is leadsTo of a part of a request of several charges.
+func (op *operation) leadsShare(p model.Policy, now time.Time, s model.State, answer *kit.Answer) []model.State {
+	if (answer.Is(model.IdempotencyMismatch) || answer.Is(model.Settled)) && len(op.whole.policies) > 1 { // with another bucket, perhaps
+		return []model.State{s}
+	}
+	left := []model.State{s}
+	d, err := s.Ask(p, now, op.Cost, op.IdempotencyKey)
+	if after := s.AskAfterEnd(p, now, op.Cost, d); answer != nil && answer.Decision != nil && !op.whole.granted && after == *answer.Decision {
+		d = after
+	}
+	if d.Allowed && (answer == nil || op.whole.granted) {
 		left[0], d, err = s.Acquire(p, now, op.Cost, op.IdempotencyKey)
 		if answer == nil {
 			left = append(left, s)
 		}
-	case peeks:
-		d = s.Peek(p, now, op.Cost)
-	case refunds:
-		left[0], d = s.Refund(p, now, op.Cost)
-	case pauses:
-		if err = model.InvalidArgument; p.Refill > 0 {
-			left[0], d = s.Pause(p, now, op.maxWait)
-			err = nil
-		}
-	case cleansUp:
-		return s.CleanUps(r.policy, p, now)
-	case charges:
-		left[0], d, err = s.Charge(p, now, op.Cost, op.IdempotencyKey)
-	case settles:
-		left[0], d, err = s.Settle(p, now, op.IdempotencyKey, op.Cost)
-	case reserves:
-		left[0], d, err = s.Reserve(p, now, op.maxWait, op.Cost, op.IdempotencyKey)
-	case takesAll:
-		left[0], d, taken, err = s.AcquireUpTo(p, now, op.Cost, op.atLeast, op.IdempotencyKey)
 	}
-	// It may have made the row before it saw the key, or that the grant which it had read has expired.
-	if op.spends() && d.Replayed && (op.met || op.kind == settles && s.HasNoRow()) || op.kind == settles && d.Shadowed && s.HasNoRow() {
-		left = append(left, s.Touch(p, now))
+	told := kit.Answer{Decision: &d}
+	if err != nil {
+		told = kit.Answer{Error: err.Error()}
 	}
-	if answer == nil {
-		return left
-	}
-	if op.enforced && err == nil && !d.Allowed {
-		d.ResetAfter, d.Replayed = model.Never, false
-	}
-	if (err == nil) != (answer.Decision != nil) || err == nil && (!op.tells(d, now, *answer.Decision) || taken != answer.Taken) ||
-		err != nil && !strings.HasPrefix(answer.Error, err.Error()) ||
-		op.kind == shares && op.whole.granted && !d.Allowed {
+	if !op.isTold(told, now, answer) || answer != nil && op.whole.granted && !d.Allowed {
 		return nil
 	}
 	return left
@@ -454,7 +480,7 @@ func (op *operation) String() string {
 		fmt.Fprintf(&text, ", at least %d, within %v, taken %v", op.atLeast, op.maxWait, op.answer)
 	}
 	if isSlots(op.Policy) {
-		fmt.Fprintf(&text, ", holder %q, answered %+v", op.holder, op.lent)
+		fmt.Fprintf(&text, ", holder %q, answered %+v", op.holder, op.answer)
 	}
 	if op.then != nil {
 		fmt.Fprintf(&text, "\n    then %s", op.then)

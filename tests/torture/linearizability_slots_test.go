@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -17,8 +16,8 @@ import (
 )
 
 // Holders hold, renew and release slots of few keys at once, by clocks that disagree and jump, and leases end meanwhile. Their calls
-// have an order as those of TestTorture_Linearizability have, each by the last reading of the clock that it took.
-func TestTorture_LinearizabilityOfSlots(t *testing.T) {
+// have an order as those of TestTorture_LinearizabilityOfCallsOnBuckets have, each by the last reading of the clock that it took.
+func TestTorture_LinearizabilityOfCallsOnSlots(t *testing.T) {
 	run := kit.Torture(t, 40)
 	c := newSlotsChronicler(kit.NewDB(t), "slots durable", "slots ephemeral")
 	n := operationCounts{}
@@ -38,11 +37,14 @@ var kindsOfLent = []string{
 
 // kindOfLent is what a call about slots has met.
 func (op *operation) kindOfLent() string {
-	d := op.lent.hold
+	var d kit.Decision
+	if op.answer != nil && op.answer.Decision != nil {
+		d = *op.answer.Decision
+	}
 	switch {
 	case op.answer.Is(model.IdempotencyMismatch):
 		return "holds with another cost"
-	case op.kind == holds && d.Renewed:
+	case op.kind == holds && d.Replayed:
 		return "holds renewed"
 	case op.kind == holds && d.Shadowed:
 		return "holds shadowed"
@@ -50,9 +52,9 @@ func (op *operation) kindOfLent() string {
 		return "holds granted"
 	case op.kind == holds:
 		return "holds denied"
-	case op.kind == renews && op.lent.heldFor == model.Never:
+	case op.kind == renews && op.answer.Rows[0] == "":
 		return "renewals that lost"
-	case op.kind == releases && !op.lent.released:
+	case op.kind == releases && op.answer.Rows[0] == "f":
 		return "releases that held nothing"
 	}
 	return map[string]string{
@@ -83,18 +85,6 @@ func TestLinearizability_FindsPlantedBugsOfSlots(t *testing.T) {
 		bug.plant(db)
 		newSlotsChronicler(db, "slots durable").requireNoOrder(t)
 	})
-}
-
-// bugsOfHolders are found by the order of calls, and by a comparison with the model, too.
-var bugsOfHolders = map[string]plantedBug{
-	"a holder holds at the end of its lease": {"ratelimit_hold", `\(v_own_end > v_now\)`, "(v_own_end >= v_now)"},
-	"a renewal at the end of a lease":        {"ratelimit_renew", `and l\.ends_at > v_now; end if;`, "and l.ends_at >= v_now; end if;"},
-	"a release at the end of a lease":        {"ratelimit_release", `and l\.ends_at > v_now returning`, "and l.ends_at >= v_now returning"},
-	"a release of somebody else's lease":     {"ratelimit_release", `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, "$1"},
-	"a renewal that acquires": {"ratelimit_renew", `if found then if`, `
-		insert into slots values (v_policy.id, 0, 0, '-infinity', v_now, v_key) on conflict on constraint slots_pkey do nothing;
-		insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing;
-		if true then if`},
 }
 
 // newSlotsChronicler has clocks that tick, so that calls meet the very end of a lease.
@@ -132,23 +122,6 @@ func (h *chronicle) defineSlots(random *rand.Rand, q *recorder, policy string) e
 	return err
 }
 
-// Kinds of operations about slots, beside peeks, resets and clean-up.
-const (
-	holds    = "hold"
-	renews   = "renew"
-	releases = "release"
-	lists    = "holders"
-)
-
-// A lent is what a call about slots answers.
-type lent struct {
-	hold     kit.HoldDecision
-	heldFor  model.Micros
-	released bool
-	peek     kit.Decision
-	listed   string
-}
-
 // actOnSlots makes one call. A transaction that is stricter than READ COMMITTED may fail, and has done nothing then.
 func (a *actor) actOnSlots() error {
 	switch n := a.random.IntN(100); {
@@ -165,7 +138,7 @@ func (a *actor) actOnSlots() error {
 	case n < 94 && a.client < len(a.buckets): // as in act
 		return a.override(a.buckets[a.client])
 	case n < 95:
-		return a.reset()
+		return a.decide(resets)
 	case n < 98 || a.client > 0:
 		return a.cleanUp()
 	default:
@@ -182,14 +155,7 @@ func (a *actor) lend(kind string) error {
 	}
 	a.strict = a.random.IntN(2) == 0
 	defer func() { a.strict = false }()
-	_, err := a.transactIn(a.random.IntN(3) == 0, func() (err error) {
-		op.lent, err = op.call(a)
-		op.answer = &kit.Answer{}
-		if e := errorAnswer(err); e != nil {
-			op.answer, err = e, nil
-		}
-		return err
-	}, op)
+	_, err := a.transactIn(a.random.IntN(3) == 0, func() error { return op.sent(a) }, op)
 	if a.strict && kit.SQLState(err) == "40001" {
 		a.mu.Lock()
 		defer a.mu.Unlock()
@@ -197,27 +163,6 @@ func (a *actor) lend(kind string) error {
 		return nil
 	}
 	return err
-}
-
-func (op *operation) call(q kit.RowsQuerier) (l lent, err error) {
-	switch op.kind {
-	case holds:
-		l.hold, err = kit.Hold(q, op.Policy, op.Key, op.holder, op.Cost)
-	case renews:
-		l.heldFor, err = kit.Renew(q, op.Policy, op.Key, op.holder)
-	case releases:
-		l.released, err = kit.Release(q, op.Policy, op.Key, op.holder)
-	case peeks:
-		l.peek, err = kit.Peek(q, op.Policy, op.Key, op.Cost)
-	case lists:
-		var listed []model.Holder
-		listed, err = kit.Holders(q, &op.Policy, &op.Key)
-		for i := range listed {
-			listed[i].BucketID = model.BucketID{} // as op.decide has them
-		}
-		l.listed = fmt.Sprint(listed)
-	}
-	return l, err
 }
 
 // lends returns the slots that the operation may lead to. It decides by the last reading of the clock, and its numbers may be of an
@@ -236,33 +181,11 @@ func (op *operation) lends(s model.Slots, answer *kit.Answer) (left []model.Slot
 	now := op.readings[len(op.readings)-1]
 	for _, r := range op.rules {
 		for _, read := range op.readings {
-			p := r.at(read)
-			next, told, err := op.decide(s, p, now)
-			same := answer == nil || err == nil && answer.Error == "" && told == op.lent || err != nil && strings.HasPrefix(answer.Error, err.Error())
-			if same && !slices.ContainsFunc(left, next.Equal) {
-				left = append(left, next)
+			told, next := op.answerOf(r.at(read), model.State{}, s, now)
+			if _, after := next.Left(op.BucketID); op.isTold(told, now, answer) && !slices.ContainsFunc(left, after.Equal) {
+				left = append(left, after)
 			}
 		}
 	}
 	return left
-}
-
-func (op *operation) decide(s model.Slots, p model.Policy, now time.Time) (next model.Slots, l lent, err error) {
-	next = s
-	switch op.kind {
-	case holds:
-		next, l.hold, err = s.Hold(p, now, op.holder, op.Cost)
-	case renews:
-		var renewed bool
-		if next, l.heldFor, renewed = s.Renew(p, now, op.holder); !renewed {
-			l.heldFor = model.Never
-		}
-	case releases:
-		next, l.released = s.Release(now, op.holder)
-	case peeks:
-		l.peek = s.Peek(p, now, op.Cost)
-	case lists:
-		l.listed = fmt.Sprint(s.Holders(p, now))
-	}
-	return next, l, err
 }

@@ -29,7 +29,7 @@ import (
 
 // Clients call everything there is on few buckets at once, by clocks that disagree and jump. Their calls can be put in an order, within the
 // time that each took, in which the model gives each of them the answer it got, in every field, by a clock reading it took.
-func TestTorture_Linearizability(t *testing.T) {
+func TestTorture_LinearizabilityOfCallsOnBuckets(t *testing.T) {
 	run := kit.Torture(t, 40)
 	c := newChronicler(kit.NewDB(t), "continuous durable", "stepped durable", "quota durable", "continuous ephemeral", "stepped ephemeral", "quota ephemeral")
 	n := operationCounts{}
@@ -236,7 +236,7 @@ var mostly = map[string]func(*actor) error{
 	"ratelimit_reserve":       oneIn(4, (*actor).acquire, (*actor).reserve), // most take what an update finds, without a row that was read
 	"ratelimit_acquire_up_to": acquireOrSpend,
 	"ratelimit.moved_level":   acquireOrSpend,
-	"ratelimit_pause":         oneIn(4, (*actor).pause, (*actor).acquire),
+	"ratelimit_pause":         oneIn(4, func(a *actor) error { return a.decide(pauses) }, (*actor).acquire),
 }
 
 // oneIn makes the first call once in n times, and else the other.
@@ -663,13 +663,13 @@ func (a *actor) act() error {
 	case n < 75:
 		return a.decide(refunds)
 	case n < 76:
-		return a.pause()
+		return a.decide(pauses)
 	case n < 79:
 		return a.acquireAndGiveBack()
 	case n < 90 && a.client < len(a.buckets): // a bucket has one client who sets its override, so that these follow each other
 		return a.override(a.buckets[a.client])
 	case n < 92:
-		return a.reset()
+		return a.decide(resets)
 	case n < 95 || a.client > 0:
 		return a.cleanUp()
 	case n < 97:
@@ -709,9 +709,18 @@ func (a *actor) request(bucket model.BucketID) *operation {
 	return op
 }
 
-// answered records the answer of a call on one bucket. Some errors are answers; others are returned.
-func (op *operation) answered(d kit.Decision, err error) error {
-	op.answer = &kit.Answer{Decision: &d}
+// sent makes the call, and records its answer. ratelimit_enforce is called through a function that makes a denial of its error.
+func (op *operation) sent(q kit.RowsQuerier) error {
+	name := "ratelimit_" + op.kind
+	if op.enforced {
+		name = "enforced"
+	}
+	return op.answered(kit.Ask(q, op.kind, name, op.args()))
+}
+
+// answered records an answer. Some errors are answers; others are returned.
+func (op *operation) answered(a kit.Answer, err error) error {
+	op.answer = &a
 	if a := errorAnswer(err); a != nil {
 		op.answer, err = a, nil
 	}
@@ -736,12 +745,7 @@ func errorAnswer(err error) *kit.Answer {
 func (a *actor) acquire() error {
 	op := a.request(a.bucket())
 	op.enforced = a.random.IntN(5) == 0
-	return a.transact(func() error {
-		if op.enforced {
-			return op.answered(op.Request.Enforce(a))
-		}
-		return op.answered(op.Request.Acquire(a))
-	}, op)
+	return a.transact(func() error { return op.sent(a) }, op)
 }
 
 // transact makes the call of some operations, now and then in a transaction that may be rolled back.
@@ -843,12 +847,12 @@ func TestLinearizability_ReadingsOfTheFirstRound(t *testing.T) {
 // spend charges, settles, reserves, or takes what there is; now and then in a transaction that may be rolled back.
 func (a *actor) spend() error {
 	op := a.spending([]string{charges, settles, settles, reserves, reserves, takesAll}[a.random.IntN(6)], a.bucket())
-	if err := a.transact(func() error { return op.spent(a) }, op); err != nil || op.kind != settles || op.answer.Decision == nil {
+	if err := a.transact(func() error { return op.sent(a) }, op); err != nil || op.kind != settles || op.answer.Decision == nil {
 		return err
 	}
 	again := a.operation(settles, op.BucketID) // as if there had been no answer
 	again.Cost, again.IdempotencyKey = op.Cost, op.IdempotencyKey
-	return a.transact(func() error { return again.spent(a) }, again)
+	return a.transact(func() error { return again.sent(a) }, again)
 }
 
 // reserveOn reserves until a bucket that refills slowly has nothing left.
@@ -857,7 +861,7 @@ func (a *actor) reserveOn() error {
 	for range 6 {
 		op := a.operation(reserves, bucket)
 		op.Cost, op.maxWait = 3, 20*1_000_000
-		if err := a.transact(func() error { return op.spent(a) }, op); err != nil {
+		if err := a.transact(func() error { return op.sent(a) }, op); err != nil {
 			return err
 		}
 	}
@@ -866,7 +870,7 @@ func (a *actor) reserveOn() error {
 
 func (a *actor) reserve() error {
 	op := a.spending(reserves, a.bucket())
-	return a.transact(func() error { return op.spent(a) }, op)
+	return a.transact(func() error { return op.sent(a) }, op)
 }
 
 // spending is one call, mostly about few tokens. Those with a key have the costs of others with this key, but settles have not.
@@ -888,14 +892,6 @@ func (a *actor) spending(kind string, bucket model.BucketID) *operation {
 	return op
 }
 
-// spent makes the call of a spending, and records its answer.
-func (op *operation) spent(q kit.Querier) error {
-	s, err := op.spending().By(q)
-	err = op.answered(s.Decision, err)
-	op.answer.Taken = s.Taken
-	return err
-}
-
 // acquireAndGiveBack refunds or settles what it took. It is one operation if the acquire locks the bucket.
 func (a *actor) acquireAndGiveBack() error {
 	op := a.request(a.bucket())
@@ -905,16 +901,13 @@ func (a *actor) acquireAndGiveBack() error {
 		back.kind, back.IdempotencyKey = settles, op.IdempotencyKey
 	}
 	return kit.ErrorOf(a.transactIn(true, func() error {
-		if err := op.answered(op.Request.Acquire(a)); err != nil || op.answer.Error != "" {
+		if err := op.sent(a); err != nil || op.answer.Error != "" {
 			return err
 		}
 		if op.takes() {
 			op.then = back
 		}
-		if back.kind == settles {
-			return back.spent(a)
-		}
-		return back.answered(kit.Refund(a, back.Policy, back.Key, back.Cost))
+		return back.sent(a)
 	}, op, back))
 }
 
@@ -1090,7 +1083,7 @@ func (a *actor) override(b model.BucketID) error {
 		case kind == 0:
 			return kit.ErrorOf(a.Exec(context.Background(), "select ratelimit_reset($1, $2)", b.Policy, b.Key))
 		}
-		return ops[0].answered(ops[0].Request.Acquire(a))
+		return ops[0].sent(a)
 	}, ops...)
 	switch {
 	case kit.SQLState(err) == string(model.InvalidArgument) && !o.Expires.IsZero(): // too late
@@ -1199,7 +1192,7 @@ func (a *actor) acquireCombined() error {
 		ops[0].called = called
 		var d client.Decision
 		d, err = ops[0].By(ctx, a.combiner)
-		err = ops[0].answered(kit.DecisionOf(d), err)
+		err = ops[0].answered(kit.Answer{Decision: new(kit.DecisionOf(d))}, err)
 	} else {
 		var r kit.WholeRequest
 		var w kit.Whole
@@ -1220,32 +1213,11 @@ func (a *actor) acquireCombined() error {
 	return nil
 }
 
-// decide peeks or refunds.
+// decide makes a call that asks for few tokens, or stops a bucket for some milliseconds.
 func (a *actor) decide(kind string) error {
 	op := a.operation(kind, a.bucket())
-	op.Cost = a.random.Int64N(5)
-	return a.transact(func() error {
-		return op.answered(kit.Decide(a, "ratelimit_"+kind+"($1, $2, $3)", op.Policy, op.Key, op.Cost))
-	}, op)
-}
-
-// pause stops a bucket for some milliseconds, unless its numbers do not refill.
-func (a *actor) pause() error {
-	op := a.operation(pauses, a.bucket())
-	op.maxWait = model.Micros(1_000 + a.random.IntN(10_000))
-	return a.transact(func() error { return op.answered(kit.Pause(a, op.Policy, op.Key, op.maxWait)) }, op)
-}
-
-func (a *actor) reset() error {
-	op := a.operation(resets, a.bucket())
-	return a.transact(func() error {
-		_, err := a.Exec(context.Background(), "select ratelimit_reset($1, $2)", op.Policy, op.Key)
-		op.answer = errorAnswer(err)
-		if op.answer != nil {
-			err = nil
-		}
-		return err
-	}, op)
+	op.Cost, op.maxWait = a.random.Int64N(5), model.Micros(1_000+a.random.IntN(10_000))
+	return a.transact(func() error { return op.sent(a) }, op)
 }
 
 func (a *actor) cleanUp() error {

@@ -26,7 +26,7 @@ import (
 // key that is repeated until it is answered is charged at most once, and ends with the true decision. Without one, no token is
 // missing beyond the costs of requests without an answer. When the faults end, the pool recovers and leaves no goroutine behind.
 // The seed repeats the choice of faults, though not who meets them.
-func TestTorture_Network(t *testing.T) {
+func TestTorture_NetworkFaultsChargeARepeatedRequestOnce(t *testing.T) {
 	run := kit.Torture(t, 1)
 	n := newNetwork(t, rand.New(rand.NewPCG(kit.TestSeed(t), 0)))
 
@@ -319,7 +319,7 @@ func prepare(name, sql string) kit.Message {
 // Callers of the Node client share a pool whose sessions are killed and whose connections are delayed, cut and reset, which loses
 // replies. No token is minted, and none is missing beyond the costs of requests without an answer. No call has a time limit: what
 // happens at its end is tested with a clock that the test moves, in client/node.
-func TestTorture_Node(t *testing.T) {
+func TestTorture_NodeFaultsMintNoToken(t *testing.T) {
 	run := kit.Torture(t, 1)
 	db := kit.NewDB(t)
 	proxy := kit.NewProxy(t, db)

@@ -20,7 +20,7 @@ import (
 // Every parameter that a plain role may set is tried at each of its values, or at both ends of its range. The decisions must be
 // those of a default session, and the parameter must keep its value. First all parameters are set at once, as often as it takes
 // to try each value. Then, while there is time, follow one value at a time and random values of all.
-func TestTorture_Settings(t *testing.T) {
+func TestTorture_SettingsChangeNoDecision(t *testing.T) {
 	run := kit.Torture(t, 10)
 	caller := kit.NewRole(t)
 	first := newSettingsDB(t, caller)
@@ -267,7 +267,7 @@ func (db *settingsDB) decisions(conn *pgx.Conn) (answers []string) {
 	key := fmt.Sprintf("k%d", db.count)
 	for _, policy := range []string{"odd", "stepped"} {
 		for _, now := range []time.Time{kit.T0, kit.T0.Add(25*time.Hour + 7*time.Microsecond)} {
-			if _, err := conn.Exec(ctx, "select pg_catalog.set_config('test.now', $1, false)", fmt.Sprint(now.UnixMicro())); err != nil {
+			if _, err := conn.Exec(ctx, "select pg_catalog.set_config('test.now', $1, false)", now.UTC().Format(time.RFC3339Nano)); err != nil {
 				return []string{err.Error()}
 			}
 			if _, err := conn.Exec(ctx, "select public.ratelimit_override($1, $2, 3, 1, '1 day 00:00:01')", policy, key+" own"); err != nil {

@@ -19,9 +19,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestTorture_Linearizability with a client.Sharded in place of the combiner, in every other history. A database of each
+// TestTorture_LinearizabilityOfCallsOnBuckets with a client.Sharded in place of the combiner, in every other history. A database of each
 // server has histories at a time: with more, so many calls overlap that their orders are too many to try.
-func TestTorture_ShardsLinearizability(t *testing.T) {
+func TestTorture_ShardsLinearizabilityOfCallsOnBuckets(t *testing.T) {
 	pgtest.OncePerServer(t)
 	run := kit.Torture(t, kit.DatabasesOfServer)
 	s := kit.NewShards(t)
@@ -60,7 +60,7 @@ func TestTorture_ShardsLinearizability(t *testing.T) {
 
 // One of the two servers is killed, over and over, under a load that goes through a client.Sharded. On no shard is a grant
 // lost, or a token granted twice, and callers of the other server notice nothing.
-func TestTorture_ShardsCrash(t *testing.T) {
+func TestTorture_ShardsCrashLosesNoGrant(t *testing.T) {
 	pgtest.OncePerServer(t)
 	run := kit.Torture(t, 2)
 	s := kit.NewShards(t, "synchronous_commit=on")
@@ -108,7 +108,7 @@ type shardFault struct {
 
 // A shard is killed, frozen, and cut off without a sign. Calls about its keys fail when their time is over, with an error that names
 // it. Calls about other keys go on and have no error, also while calls about its keys wait that have all the time in the world.
-func TestTorture_ShardsFault(t *testing.T) {
+func TestTorture_ShardsFaultStaysOnItsShard(t *testing.T) {
 	pgtest.OncePerServer(t)
 	run := kit.Torture(t, 20) // answers of each shard in each phase
 	s := kit.NewShards(t)
@@ -261,25 +261,25 @@ func isOf(err error, shards ...int) bool {
 	return errors.As(err, &e) && slices.Contains(shards, e.Shard)
 }
 
-// The fuzzer of TestTorture_Fuzz, through each node of a Citus cluster: the answers are those of the model, and no node crashes.
-func TestTorture_Citus(t *testing.T) {
+// The calls of TestTorture_CallsAgreeWithTheModel, through each node of a Citus cluster: the answers are those of the model, and no node crashes.
+func TestTorture_CitusAgreesWithTheModel(t *testing.T) {
 	pgtest.OncePerServer(t)
-	db := kit.NewCitus(t).Create(t, "fuzzed")
+	db := kit.NewCitus(t).Create(t, "called")
 	db.StopClock()
-	var fuzzers []*fuzzer
+	var callers []*caller
 	inputs := newTally()
 	for _, node := range db {
-		f := &fuzzer{
+		c := &caller{
 			db: node, inputs: inputs, citus: true,
-			setClock: "update public.test_clock set now = timestamptz 'epoch' + %d * interval '1 microsecond'",
+			setClock: "update public.test_clock set now = '%s'",
 		}
-		f.begin(t)
-		fuzzers = append(fuzzers, f)
+		c.begin(t)
+		callers = append(callers, c)
 	}
 	run, seed := kit.Torture(t, 6), kit.FirstSeed(t)
 	rounds := 0
 	for ; run.GoesOn(); rounds++ {
-		require.NoError(t, fuzzers[rounds%len(db)].round(seed), "through node %d\n%s", rounds%len(db), kit.Repeats(t, seed))
+		require.NoError(t, callers[rounds%len(db)].round(seed, badInput), "through node %d\n%s", rounds%len(db), kit.Repeats(t, seed))
 		seed++
 		run.Progress("%d inputs", inputs.total())
 	}

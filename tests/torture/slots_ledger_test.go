@@ -263,10 +263,10 @@ var toMeetOfSlotLoad = []string{
 	"lost, by release", "deaths",
 }
 
-// 64 sessions, some of them in processes of their own, hold, renew, release, roll back and die under eight keys, while a process is
+// Slots never exceed the capacity. 64 sessions, some of them in processes of their own, hold, renew, release, roll back and die under eight keys, while a process is
 // killed, connections are ended, and PostgreSQL is killed with SIGKILL and recovers. At no instant do leases that were certainly live
 // have more slots than there are, and no live one is lost but by a crash that empties its table. When the last has ended, all are free.
-func TestTorture_Slots(t *testing.T) {
+func TestTorture_SlotsNeverExceedTheCapacity(t *testing.T) {
 	run := kit.Torture(t, 2)
 	db, server := kit.NewPrivateDB(t, "synchronous_commit=on")
 	lendNoted(db)

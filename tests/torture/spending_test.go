@@ -22,7 +22,7 @@ import (
 // Jobs take an estimate, under an idempotency key and by every function there is, and settle what they really cost. Each
 // call is sent several times, in any order, at the same moment as others, and again when PostgreSQL was killed under it. In
 // the end each bucket has lost the sum of the real costs, to the token.
-func TestTorture_Spending(t *testing.T) {
+func TestTorture_SpendingIsTheSumOfTheRealCosts(t *testing.T) {
 	run := kit.Torture(t, 1)
 	db, server := kit.NewPrivateDB(t, "synchronous_commit=on")
 	b := newBooks(t, db)

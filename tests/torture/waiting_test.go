@@ -23,7 +23,7 @@ const lineCapacity = 1_000_000
 
 // Callers wait for one bucket of 50 tokens a second, and the last third of them give up. None of the others is served before
 // the instant that it was promised; these are in the order of the calls. What was given up is back. Each caller asks once.
-func TestTorture_WaitingInLine(t *testing.T) {
+func TestTorture_WaitingInLineServesInTheOrderOfTheCalls(t *testing.T) {
 	run := kit.Torture(t, 1)
 	callers := 60
 	if run.Budget > 0 {

@@ -30,6 +30,14 @@ func New() *Model {
 	return &Model{map[string]Policy{}, map[BucketID]Override{}, map[BucketID]State{}, map[BucketID]Slots{}}
 }
 
+// Of is a model of one key: of its policy, with the numbers that apply, and of what calls have left.
+func Of(id BucketID, p Policy, s State, slots Slots) *Model {
+	return &Model{map[string]Policy{id.Policy: p}, nil, map[BucketID]State{id: s}, map[BucketID]Slots{id: slots}}
+}
+
+// Left is what calls have left of a key.
+func (m *Model) Left(id BucketID) (State, Slots) { return m.states[id], m.slots[id] }
+
 // Clone returns the model as it is now, for a transaction to come back to.
 func (m *Model) Clone() *Model {
 	return &Model{maps.Clone(m.policies), maps.Clone(m.overrides), maps.Clone(m.states), maps.Clone(m.slots)}
@@ -353,8 +361,8 @@ func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Tim
 	if !(Override{Expires: expires}).Live(now) {
 		return InvalidArgument
 	}
-	if n.Capacity != nil && n.Refill != nil && n.Every != nil && n.Lease == nil { // wrong for any policy
-		if _, err := n.over(Policy{}); err != nil {
+	if n.Capacity != nil && n.Refill != nil && n.Every != nil { // wrong for any policy
+		if _, err := (Numbers{Capacity: n.Capacity, Refill: n.Refill, Every: n.Every}).over(Policy{}); err != nil {
 			return err
 		}
 	}

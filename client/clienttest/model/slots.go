@@ -183,6 +183,16 @@ func (s Slots) Hash() (sum uint64) {
 // Leases are all leases of a key, also those that have ended and wait for a grant or clean-up.
 func (m *Model) Leases(id BucketID) map[string]Lease { return maps.Clone(m.slots[id].leases) }
 
+// Held are the keys that have leases, also such that have ended.
+func (m *Model) Held() (ids []BucketID) {
+	for id, s := range m.slots {
+		if len(s.leases) > 0 {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
 // Hold lends slots to a holder.
 func (m *Model) Hold(now time.Time, id BucketID, holder string, cost int64) (d HoldDecision, err error) {
 	if cost < 1 {

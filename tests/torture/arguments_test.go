@@ -19,26 +19,12 @@ import (
 // An argument is a value and how it is sent; or what the server refuses before any function is called,
 // because it cannot read it as text, number, interval …
 type argument struct {
-	value  any    // nil, string, int64, bool, span, instant, []*string or []*int64
+	value  any    // as a kit.Call has it
 	text   []byte // nil for null
 	binary []byte // only for the extended protocol, where it is not nil
 
 	// The SQLSTATEs that it may be refused with. None: the value arrives.
 	unreadable []string
-}
-
-// An instant is a timestamptz in microseconds of the Unix epoch.
-type instant int64
-
-const (
-	infinity         instant = math.MaxInt64
-	negativeInfinity instant = math.MinInt64
-)
-
-// A span is an interval as PostgreSQL stores it.
-type span struct {
-	months, days int32
-	micros       int64
 }
 
 // What the server says of bytes that are no value of a type. None of these comes from the package:
@@ -65,35 +51,36 @@ func bad(text string, codes []string) argument {
 	return argument{text: []byte(text), unreadable: codes}
 }
 
-func textArgument(s string) argument {
-	a := argument{value: s, text: []byte(s), binary: []byte(s)}
-	if !utf8.ValidString(s) || strings.Contains(s, "\x00") {
-		a.unreadable = unreadable.text
+// encode is a value of a type of PostgreSQL.
+func encode(of string, value any) argument {
+	a := argument{value: value}
+	switch v := value.(type) {
+	case string:
+		if a.text, a.binary = []byte(v), []byte(v); !utf8.ValidString(v) || strings.Contains(v, "\x00") {
+			a.unreadable = unreadable.text
+		}
+	case int64:
+		a.text, a.binary = strconv.AppendInt(nil, v, 10), binary.BigEndian.AppendUint64(nil, uint64(v))
+		if of == "integer" {
+			a.binary = append32(nil, v)
+		}
+	case bool:
+		if a.text, a.binary = strconv.AppendBool(nil, v), []byte{0}; v {
+			a.binary[0] = 1
+		}
+	case kit.Span:
+		a.text = fmt.Appendf(nil, "%d mons %d days %d microseconds", v.Months, v.Days, v.Us)
+		a.binary = append32(binary.BigEndian.AppendUint64(nil, uint64(v.Us)), int64(v.Days), int64(v.Months))
+	case kit.Instant:
+		text, since2000 := map[kit.Instant]string{kit.Infinity: "infinity", kit.NegativeInfinity: "-infinity"}[v], int64(v)
+		if text == "" { // between the years 1 and 200,000
+			layout := map[string]string{"timestamp": "2006-01-02 15:04:05.999999", "timestamptz": "2006-01-02 15:04:05.999999Z07:00"}[of]
+			text = time.UnixMicro(int64(v)).UTC().Format(layout)
+			since2000 -= time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC).UnixMicro()
+		}
+		a.text, a.binary = []byte(text), binary.BigEndian.AppendUint64(nil, uint64(since2000))
 	}
 	return a
-}
-
-func bigintArgument(n int64) argument {
-	return argument{value: n, text: strconv.AppendInt(nil, n, 10), binary: binary.BigEndian.AppendUint64(nil, uint64(n))}
-}
-
-func integerArgument(n int32) argument {
-	return argument{value: int64(n), text: strconv.AppendInt(nil, int64(n), 10), binary: binary.BigEndian.AppendUint32(nil, uint32(n))}
-}
-
-func booleanArgument(b bool) argument {
-	a := argument{value: b, text: []byte(strconv.FormatBool(b)), binary: []byte{0}}
-	if b {
-		a.binary[0] = 1
-	}
-	return a
-}
-
-func spanArgument(s span) argument {
-	return argument{
-		value: s, text: fmt.Appendf(nil, "%d mons %d days %d microseconds", s.months, s.days, s.micros),
-		binary: append32(binary.BigEndian.AppendUint64(nil, uint64(s.micros)), int64(s.days), int64(s.months)),
-	}
 }
 
 // append32 appends numbers of 32 bits.
@@ -102,17 +89,6 @@ func append32(bytes []byte, numbers ...int64) []byte {
 		bytes = binary.BigEndian.AppendUint32(bytes, uint32(n))
 	}
 	return bytes
-}
-
-// instantArgument has an instant between the years 1 and 9999, or an infinite one.
-func instantArgument(micros int64) argument {
-	infinite := map[instant]string{infinity: "infinity", negativeInfinity: "-infinity"}[instant(micros)]
-	text, since2000 := infinite, micros
-	if infinite == "" {
-		text = time.UnixMicro(micros).UTC().Format("2006-01-02 15:04:05.999999Z07:00")
-		since2000 -= time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC).UnixMicro()
-	}
-	return argument{value: instant(micros), text: []byte(text), binary: binary.BigEndian.AppendUint64(nil, uint64(since2000))}
 }
 
 // A shape is how an array is cut into dimensions and where each begins.
@@ -182,24 +158,24 @@ func (f fuzzed) anyText() argument {
 	case 0:
 		return null
 	case 1:
-		return textArgument("")
+		return encode("text", "")
 	case 2, 3:
-		return textArgument(oneOf(f, kit.OddTexts))
+		return encode("text", oneOf(f, kit.OddTexts))
 	case 4, 5:
-		return textArgument(f.unicode(600)) // mostly too long
+		return encode("text", f.unicode(600)) // mostly too long
 	case 6, 7:
-		return textArgument(f.unicode(40))
+		return encode("text", f.unicode(40))
 	case 8:
-		return textArgument(strings.Repeat("é", 255+f.IntN(3)) + strings.Repeat("x", f.IntN(3))) // about 512 bytes
+		return encode("text", strings.Repeat("é", 255+f.IntN(3))+strings.Repeat("x", f.IntN(3))) // about 512 bytes
 	case 9:
-		return textArgument(f.bytes(1 + f.IntN(20)))
+		return encode("text", f.bytes(1+f.IntN(20)))
 	case 10:
-		return textArgument(f.unicode(20) + oneOf(f, []string{"\x00", "\xff", "\xc0\xaf", "\xed\xa0\x80", "\xf4\x90\x80\x80", "é"[:1]}) + f.unicode(5))
+		return encode("text", f.unicode(20)+oneOf(f, []string{"\x00", "\xff", "\xc0\xaf", "\xed\xa0\x80", "\xf4\x90\x80\x80", "é"[:1]})+f.unicode(5))
 	default:
 		if f.oneIn(40) {
-			return textArgument(strings.Repeat(f.unicode(10)+"x", 1+f.IntN(10_000)))
+			return encode("text", strings.Repeat(f.unicode(10)+"x", 1+f.IntN(10_000)))
 		}
-		return textArgument(string(rune(f.IntN(utf8.MaxRune))))
+		return encode("text", string(rune(f.IntN(utf8.MaxRune))))
 	}
 }
 
@@ -247,7 +223,7 @@ func (f fuzzed) anyBigint() argument {
 	case 2:
 		return f.noBinary(8)
 	default:
-		return bigintArgument(f.integer())
+		return encode("bigint", f.integer())
 	}
 }
 
@@ -260,7 +236,7 @@ func (f fuzzed) anyInteger() argument {
 	case 2:
 		return f.noBinary(4)
 	default:
-		return integerArgument(int32(f.integer()))
+		return encode("integer", int64(int32(f.integer())))
 	}
 }
 
@@ -286,34 +262,34 @@ func (f fuzzed) anyBoolean() argument {
 	case 1, 2:
 		return null
 	default:
-		return booleanArgument(f.oneIn(2))
+		return encode("boolean", f.oneIn(2))
 	}
 }
 
 // The ends of what an interval can hold, which in PostgreSQL 17 and later are infinity and -infinity.
 var (
-	mostSpan  = span{math.MaxInt32, math.MaxInt32, math.MaxInt64}
-	leastSpan = span{math.MinInt32, math.MinInt32, math.MinInt64}
+	mostSpan  = kit.Span{Months: math.MaxInt32, Days: math.MaxInt32, Us: math.MaxInt64}
+	leastSpan = kit.Span{Months: math.MinInt32, Days: math.MinInt32, Us: math.MinInt64}
 )
 
 // Intervals as people write them, and as nobody should.
-var writtenSpans = map[string]span{
+var writtenSpans = map[string]kit.Span{
 	"0":                  {},
-	"1 second":           {0, 0, 1_000_000},
-	"178000000 years":    {months: 178_000_000 * 12},
-	"-178000000 years":   {months: -178_000_000 * 12},
+	"1 second":           {Us: 1_000_000},
+	"178000000 years":    {Months: 178_000_000 * 12},
+	"-178000000 years":   {Months: -178_000_000 * 12},
 	"1 year -12 months":  {},
-	"1 month -30 days":   {months: 1, days: -30},
-	"1 day -24 hours":    {days: 1, micros: -kit.Day},
-	"P1Y2M10DT2H30M":     {14, 10, 9_000_000_000},
-	"-00:00:00.000001":   {micros: -1},
-	"2147483647 days":    {days: math.MaxInt32},
-	"-2147483648 days":   {days: math.MinInt32},
-	"365250 days":        {days: 365_250},
-	"365250 days 1 usec": {days: 365_250, micros: 1},
-	"8766000:00:00":      {micros: kit.MaxSpan},
-	"1 week ago":         {days: -7},
-	"@ 1 century":        {months: 1200},
+	"1 month -30 days":   {Months: 1, Days: -30},
+	"1 day -24 hours":    {Days: 1, Us: -kit.Day},
+	"P1Y2M10DT2H30M":     {Months: 14, Days: 10, Us: 9_000_000_000},
+	"-00:00:00.000001":   {Us: -1},
+	"2147483647 days":    {Days: math.MaxInt32},
+	"-2147483648 days":   {Days: math.MinInt32},
+	"365250 days":        {Days: 365_250},
+	"365250 days 1 usec": {Days: 365_250, Us: 1},
+	"8766000:00:00":      {Us: kit.MaxSpan},
+	"1 week ago":         {Days: -7},
+	"@ 1 century":        {Months: 1200},
 }
 
 var writtenSpanNames = slices.Sorted(maps.Keys(writtenSpans))
@@ -333,31 +309,31 @@ func (f fuzzed) anySpan() argument {
 		return f.extreme()
 	case 4, 5:
 		text := oneOf(f, writtenSpanNames)
-		a := spanArgument(writtenSpans[text])
+		a := encode("interval", writtenSpans[text])
 		a.text = []byte(text)
 		return a
 	default:
-		s := span{micros: f.integer()}
+		s := kit.Span{Us: f.integer()}
 		if f.oneIn(2) {
-			s.days = int32(f.integer())
+			s.Days = int32(f.integer())
 		}
 		if f.oneIn(2) {
-			s.months = int32(f.integer())
+			s.Months = int32(f.integer())
 		}
 		if s == mostSpan || s == leastSpan {
 			return f.extreme()
 		}
-		return spanArgument(s)
+		return encode("interval", s)
 	}
 }
 
-func (f fuzzed) anyInstant(now time.Time) argument {
+func (f fuzzed) anyInstant(of string, now time.Time) argument {
 	switch f.IntN(8) {
 	case 0:
 		return null
 	case 1:
 		return bad(oneOf(f, []string{
-			"", "soon", "2024-02-30", "2024-13-01", "25:00", "294277-01-01", "4714-01-01 BC", "2024-01-01 00:00:00+99", "1", "\x00", "\xff",
+			"", "soon", "2024-02-30", "2024-13-01", "25:00", "294278-01-01", "4714-01-01 BC", "2024-01-01 00:00:00+99", "1", "\x00", "\xff",
 			"☃" + f.unicode(10), "2024-01-01 nowhere",
 		}), slices.Concat(unreadable.instant, unreadable.number, []string{"22023"}))
 	case 2:
@@ -365,15 +341,15 @@ func (f fuzzed) anyInstant(now time.Time) argument {
 		a.unreadable = slices.Concat(a.unreadable, unreadable.instant)
 		return a
 	case 3:
-		return instantArgument(int64(oneOf(f, []instant{infinity, negativeInfinity})))
+		return encode(of, oneOf(f, []kit.Instant{kit.Infinity, kit.NegativeInfinity}))
 	default:
-		return instantArgument(now.UnixMicro() + oneOf(f, []int64{0, 1, -1, 1_000_000, -kit.Day, kit.Day, 365 * kit.Day}))
+		return encode(of, kit.Instant(now.UnixMicro()+oneOf(f, []int64{0, 1, -1, 1_000_000, -kit.Day, kit.Day, 365 * kit.Day})))
 	}
 }
 
 // extreme has no text: what PostgreSQL 17 writes as infinity others cannot read.
 func (f fuzzed) extreme() argument {
-	a := spanArgument(oneOf(f, []span{mostSpan, leastSpan}))
+	a := encode("interval", oneOf(f, []kit.Span{mostSpan, leastSpan}))
 	a.text = []byte("178000000 years")
 	if a.value == leastSpan {
 		a.text = []byte("-178000000 years")

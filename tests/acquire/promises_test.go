@@ -1,4 +1,4 @@
-package kit
+package acquire
 
 import (
 	"context"
@@ -8,13 +8,14 @@ import (
 	"math/rand/v2"
 	"slices"
 
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/stretchr/testify/require"
 )
 
-// A Promise is an acquire of Cost at t0 from a bucket that held Level microtokens Age microseconds
+// A promise is an acquire of Cost at t0 from a bucket that held Level microtokens Age microseconds
 // earlier, or is said to hold them later when Age is below zero. A quota has a Period in place of Refill and Every, and the Level
 // of its row.
-type Promise struct {
+type promise struct {
 	Capacity int64 `json:"capacity"`
 	Refill   int64 `json:"refill"`
 	Every    int64 `json:"every"`
@@ -28,29 +29,24 @@ type Promise struct {
 	Anchor *int64  `json:"anchor"` // microseconds after noon of 30 March 2024, the eve of a change of clocks in Europe
 }
 
-const (
-	MaxTokens = 9_000_000_000_000
-	MaxSpan   = 365_250 * Day // 1000 years
-)
-
-func (c Promise) Valid() bool {
-	return 1 <= c.Capacity && c.Capacity <= MaxTokens &&
-		1 <= c.Refill && c.Refill <= MaxTokens &&
-		1 <= c.Every && c.Every <= MaxSpan &&
-		float64(c.Capacity)*float64(c.Every) < float64(c.Refill)*10*MaxSpan &&
+func (c promise) Valid() bool {
+	return 1 <= c.Capacity && c.Capacity <= kit.MaxTokens &&
+		1 <= c.Refill && c.Refill <= kit.MaxTokens &&
+		1 <= c.Every && c.Every <= kit.MaxSpan &&
+		float64(c.Capacity)*float64(c.Every) < float64(c.Refill)*10*kit.MaxSpan &&
 		1 <= c.Cost && c.Cost <= c.Capacity &&
 		-c.Capacity*1_000_000 <= c.Level && c.Level <= c.Capacity*1_000_000 &&
-		-5*MaxSpan <= c.Age && c.Age <= 5*MaxSpan // PostgreSQL's calendar begins in 4713 BC
+		-5*kit.MaxSpan <= c.Age && c.Age <= 5*kit.MaxSpan // PostgreSQL's calendar begins in 4713 BC
 }
 
-func RandomPromise(random *rand.Rand, most int64) Promise {
+func randomPromise(random *rand.Rand, most int64) promise {
 	upTo := func(limit int64) int64 { // every magnitude is as likely as any other
 		limit = min(limit, most)
 		return min(limit, 1+random.Int64N(1<<(1+random.IntN(bits.Len64(uint64(limit))))))
 	}
-	var c Promise
+	var c promise
 	for !c.Valid() {
-		c = Promise{Capacity: upTo(MaxTokens), Refill: upTo(MaxTokens), Every: upTo(MaxSpan), Stepped: random.IntN(2) == 0}
+		c = promise{Capacity: upTo(kit.MaxTokens), Refill: upTo(kit.MaxTokens), Every: upTo(kit.MaxSpan), Stepped: random.IntN(2) == 0}
 		switch random.IntN(2) {
 		case 0:
 			c.Cost = upTo(c.Capacity)
@@ -74,16 +70,16 @@ func RandomPromise(random *rand.Rand, most int64) Promise {
 		case 3, 4: // around whole intervals
 			c.Age = c.Every*random.Int64N(4) + random.Int64N(3) - 1
 		case 5:
-			c.Age = upTo(MaxSpan)
+			c.Age = upTo(kit.MaxSpan)
 		case 6:
-			c.Age = -upTo(MaxSpan)
+			c.Age = -upTo(kit.MaxSpan)
 		}
 	}
 	return c
 }
 
 // AsQuota is the promise of a quota with the same numbers, in whole tokens.
-func (c Promise) AsQuota(random *rand.Rand, period string) Promise {
+func (c promise) AsQuota(random *rand.Rand, period string) promise {
 	zones := []string{"UTC", "Europe/Berlin", "America/New_York", "America/Sao_Paulo", "Pacific/Auckland", "Asia/Kathmandu"}
 	anchor := random.Int64N(1<<(1+random.IntN(54))) - random.Int64N(1<<(1+random.IntN(54)))
 	c.Refill, c.Every, c.Stepped = 0, 0, false
@@ -92,37 +88,37 @@ func (c Promise) AsQuota(random *rand.Rand, period string) Promise {
 	return c
 }
 
-// RandomPeriod is that of a quota.
-func RandomPeriod(random *rand.Rand) string {
+// randomPeriod is that of a quota.
+func randomPeriod(random *rand.Rand) string {
 	periods := []string{"1 day", "1 day", "7 days", "30 days", "1 month", "1 month", "3 months", "1 year", "1000 years", "365250 days"}
 	return periods[random.IntN(len(periods))]
 }
 
-// ClockInASetting lets SQL move the clock: a table would collect a row version for each move of it.
-func (db *TestDB) ClockInASetting() {
+// clockInASetting is ClockPerSession for SQL that moves the clock.
+func clockInASetting(db *kit.TestDB) {
+	db.ClockPerSession()
 	db.Execute(`
-		create or replace function ratelimit.clock() returns timestamptz language sql volatile as $$ select current_setting('test.now')::timestamptz $$;
 		create function set_clock(now timestamptz) returns void language plpgsql as $$ begin perform set_config('test.now', now::text, true); end $$`)
 }
 
-// Verdicts tries cases with the function of that name.
-func Verdicts[T any](db *TestDB, cases []T) []string {
+// verdicts tries cases with the function of that name.
+func verdicts[T any](db *kit.TestDB, cases []T) []string {
 	ctx := context.Background()
-	input := NoError(json.Marshal(cases))(db.T)
-	tx := NoError(db.Pool.Begin(ctx))(db.T)
+	input := kit.NoError(json.Marshal(cases))(db.T)
+	tx := kit.NoError(db.Pool.Begin(ctx))(db.T)
 	defer tx.Rollback(ctx)
 	// Were an acquire told to wait for nothing and yet find too little, it would try for ever.
-	require.NoError(db.T, ErrorOf(tx.Exec(ctx, "set local statement_timeout = '2min'")))
-	verdicts := ColumnOf(db.T, tx, "select * from verdicts($1)", input)
+	require.NoError(db.T, kit.ErrorOf(tx.Exec(ctx, "set local statement_timeout = '2min'")))
+	verdicts := kit.ColumnOf(db.T, tx, "select * from verdicts($1)", input)
 	require.Len(db.T, verdicts, len(cases))
 	return verdicts
 }
 
-// SimplestBroken looks for a verdict that is not good among cases of ever larger numbers.
-func SimplestBroken[T any](db *TestDB, random *rand.Rand, randomCases func(random *rand.Rand, most int64) []T, good []string) string {
-	for most := int64(10); most < MaxSpan; most *= 10 {
+// simplestBroken looks for a verdict that is not good among cases of ever larger numbers.
+func simplestBroken[T any](db *kit.TestDB, random *rand.Rand, randomCases func(random *rand.Rand, most int64) []T, good []string) string {
+	for most := int64(10); most < kit.MaxSpan; most *= 10 {
 		cases := randomCases(random, most)
-		for i, verdict := range Verdicts(db, cases) {
+		for i, verdict := range verdicts(db, cases) {
 			if !slices.Contains(good, verdict) {
 				return fmt.Sprintf("%+v: %s", cases[i], verdict)
 			}

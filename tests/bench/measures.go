@@ -1,0 +1,411 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/redis/go-redis/v9"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// What is measured: each cell of the experiments by all metrics of its samples, and the ratios. A new measure is a new cell, or a
+// line of ratios, and a row in page.go that shows it. The opponents of a list take turns in its order: those that are compared
+// follow each other.
+var experiments = []experiment{
+	{bareCells, openBare},
+	{slices.Concat(
+		cellsOf(contenders, []string{"uniform"}, 1, 64, 256),
+		cellsOf(contenders, []string{"hot"}, 64),
+		cellsOf(drawn(), []string{"uniform"}, 16),
+		cellsOf(drawn(), []string{"hot"}, 1, 16, 256),
+		cellsOf([]string{"joint-combined-noflush", "joint-script", "joint-script-pipelined"}, []string{"uniform"}, 64, 256),
+		cellsOf(deniedContenders, []string{"uniform"}, 64, 256),
+		cellsOf(deniedContenders, []string{"hot"}, 256),
+		cellsOf([]string{"held", "held-redis"}, keyNames, 64),                // lend slots, to fewer callers than there are slots
+		cellsOf([]string{"keyed-combined-noflush"}, []string{"uniform"}, 64), // Redis' limiters know no idempotency key
+	), openGrid},
+	{cellsOf([]string{"served/grpc", "served/many", "served/stream", "served/json", "served/envoy"}, []string{"uniform"}, 64, 256), openServed},
+	{slices.Concat(
+		cellsOf([]string{"prefetch/prefetcher", "prefetch/redis", "prefetch/combined", "prefetch/prefetcher-1ms", "prefetch/redis-1ms", "prefetch/combined-1ms"}, []string{"hot"}, 64),
+		cellsOf([]string{"prefetch/prefetcher", "prefetch/combined", "prefetch/combined-1ms", "prefetch/redis-1ms", "prefetch/redis-pipelined-1ms"}, []string{"uniform"}, 64),
+	), openPrefetch},
+	{cellsOf([]string{"processes/combined", "processes/redis", "processes/prefetcher", "processes/plain"}, []string{"hot"}, 64), openElsewhere},
+	{cellsOf([]string{"npm/plain", "npm/combined", "npm/rate-limiter-flexible"}, keyNames, 64, 256), openElsewhere},
+	{cellsOf([]string{"python/plain", "python/combined"}, keyNames, 64, 256), openElsewhere},
+	{[]string{"snapshot", "snapshot/held", "snapshot/held-hot", "snapshot/pgbench", "snapshot/pgbench-hot"}, openSnapshot},
+	{[]string{"cleanup"}, openCleanup},
+	{bucketCells, openBuckets},
+	{cellsOf([]string{"shards/one/plain", "shards/one/combined", "shards/client/plain", "shards/client/combined", "shards/citus/plain", "shards/citus/combined"},
+		[]string{"uniform"}, 64), openShards},
+	{cellsOf([]string{"cores/1/combined", "cores/2/combined", "cores/1/plain", "cores/2/plain"}, []string{"uniform"}, 256), openCores},
+}
+
+var contenders = []string{
+	"combined-noflush", "redis", "combined-flush", "redis-pipelined", "redis-aof", "redis-aof-pipelined", "plain-noflush", "plain-flush", "statements",
+}
+
+// deniedContenders are denied a half of their requests, or 99 of 100 in a flood. A cached one remembers denials.
+var deniedContenders = []string{"half-combined", "half-redis", "half-cached", "flood-combined", "flood-redis", "flood-cached"}
+
+// hasToBeAsked tells the cells that are measured only if -only names them: not every server has what shards take, and slots beside a
+// snapshot take minutes.
+func hasToBeAsked(cell string) bool {
+	return strings.HasPrefix(cell, "shards/") || strings.HasPrefix(cell, "snapshot/")
+}
+
+// A ratio is of two metrics from the same round. A metric is named cell/name.
+type ratio struct{ name, over, under string }
+
+var ratios = []ratio{
+	{"acquire_to_bare_update", "bare/acquire/rate", "bare/update/rate"},
+	{"denied_to_bare_select", "bare/denied/rate", "bare/select/rate"},
+	{"keyed_to_unkeyed", "bare/keyed/rate", "bare/acquire/rate"},
+	{"settled_to_keyed", "bare/settled/rate", "bare/keyed/rate"},
+	{"guarded_to_insert", "bare/guarded/rate", "bare/insert/rate"},
+	{"combined_16_many_keys_to_redis", "combined-noflush/uniform/16/rate", "redis/uniform/16/rate"},
+	{"combined_64_many_keys_to_redis", "combined-noflush/uniform/64/rate", "redis/uniform/64/rate"},
+	{"combined_64_p99_to_redis", "combined-noflush/uniform/64/p99", "redis/uniform/64/p99"},
+	{"combined_256_many_keys_to_redis", "combined-noflush/uniform/256/rate", "redis/uniform/256/rate"},
+	{"combined_256_many_keys_flushed_to_redis", "combined-flush/uniform/256/rate", "redis/uniform/256/rate"},
+	{"combined_256_hot_key_to_redis", "combined-noflush/hot/256/rate", "redis/hot/256/rate"},
+	{"combined_256_hot_key_flushed_to_redis", "combined-flush/hot/256/rate", "redis/hot/256/rate"},
+	{"keyed_combined_64_to_unkeyed", "keyed-combined-noflush/uniform/64/rate", "combined-noflush/uniform/64/rate"},
+	{"buckets_10m_to_10k", "buckets/10m/rate", "buckets/10k/rate"},
+	{"acquire_beside_cleanup", "cleanup/with", "cleanup/without"},
+	{"hot_key_under_snapshot", "snapshot/after", "snapshot/before"},
+	{"held_to_keyed", "bare/held/rate", "bare/keyed/rate"},
+	{"held_to_keyed-hot", "bare/held-hot/rate", "bare/keyed-hot/rate"},
+	{"held_to_redis", "held/uniform/64/rate", "held-redis/uniform/64/rate"},
+	{"held_to_redis-hot", "held/hot/64/rate", "held-redis/hot/64/rate"},
+	{"held_under_snapshot", "snapshot/held/after", "snapshot/held/before"},
+	{"held_under_snapshot-hot", "snapshot/held-hot/after", "snapshot/held-hot/before"},
+	{"held_pgbench_under_snapshot", "snapshot/pgbench/after", "snapshot/pgbench/before"},
+	{"held_pgbench_under_snapshot-hot", "snapshot/pgbench-hot/after", "snapshot/pgbench-hot/before"},
+	{"shards_client_plain_to_one", "shards/client/plain/uniform/64/cpu_server", "shards/one/plain/uniform/64/cpu_server"},
+	{"shards_client_combined_to_one", "shards/client/combined/uniform/64/cpu_server", "shards/one/combined/uniform/64/cpu_server"},
+	{"shards_citus_plain_to_one", "shards/citus/plain/uniform/64/cpu_server", "shards/one/plain/uniform/64/cpu_server"},
+	{"shards_citus_combined_to_one", "shards/citus/combined/uniform/64/cpu_server", "shards/one/combined/uniform/64/cpu_server"},
+}
+
+// cells are the two that a ratio needs.
+func (r ratio) cells() []string {
+	over, _ := splitMetric(r.over)
+	under, _ := splitMetric(r.under)
+	return []string{over, under}
+}
+
+func splitMetric(metric string) (cell, name string) {
+	slash := strings.LastIndexByte(metric, '/')
+	return metric[:max(0, slash)], metric[slash+1:]
+}
+
+// choose returns the cells that patterns name, and the ratios of cells that are measured. A pattern that names a ratio names its
+// cells. In a pattern * stands for anything. Without patterns all is chosen but what has to be asked for.
+func choose(only string) (cells []string, chosen []ratio, err error) {
+	var all, named []string
+	for _, e := range experiments {
+		all = append(all, e.cells...)
+	}
+	if only == "" {
+		named = slices.DeleteFunc(slices.Clone(all), hasToBeAsked)
+	} else {
+		for pattern := range strings.SplitSeq(only, ",") {
+			matches := regexp.MustCompile("^" + strings.ReplaceAll(regexp.QuoteMeta(strings.TrimSpace(pattern)), `\*`, ".*") + "$").MatchString
+			before := len(named)
+			named = append(named, slices.DeleteFunc(slices.Clone(all), func(cell string) bool { return !matches(cell) })...)
+			for _, r := range ratios {
+				if matches(r.name) {
+					named = append(named, r.cells()...)
+				}
+			}
+			if len(named) == before {
+				return nil, nil, fmt.Errorf("no cell and no ratio is called %q", pattern)
+			}
+		}
+	}
+	isNamed := func(cell string) bool { return slices.Contains(named, cell) }
+	for _, r := range ratios {
+		if of := r.cells(); isNamed(of[0]) && isNamed(of[1]) {
+			chosen = append(chosen, r)
+		}
+	}
+	return slices.DeleteFunc(all, func(cell string) bool { return !isNamed(cell) }), chosen, nil
+}
+
+// wants is true if cells have an opponent whose name begins so.
+func wants(cells []string, opponent string) bool {
+	return slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, opponent) })
+}
+
+// openGrid has every opponent with every keyspace and number of callers, and those for joint requests with many users.
+func openGrid(ctx context.Context, s *stage, cells []string) (measure, error) {
+	all, members, keys := map[string]opponent{}, newMembership(), keyspaces()
+	setUp := slices.Concat(definePolicies(), defineJointPolicies(), defineSlots(), defineDry(manyKeys),
+		[]string{fmt.Sprintf("select ratelimit_acquire('dry', '%s')", hotKey), limiterTable, fillLimiter(), "vacuum analyze"})
+	pg, err := s.database(ctx, "grid", setUp...)
+	if err != nil {
+		return nil, err
+	}
+	add := func(name string, acquire acquirer) { all[name] = opponent{acquire: acquire, server: []int{pg.pid}} }
+	for _, mode := range []struct {
+		name        string
+		flush       bool
+		connections int32
+	}{{"noflush", false, connections}, {"flush", true, connectionsFlushed}} {
+		pool, err := s.pool(ctx, pg.URL("grid"), mode.flush, mode.connections)
+		if err != nil {
+			return nil, err
+		}
+		combiner := s.combiner(pool)
+		add("plain-"+mode.name, pgratelimit(client.New(pool)))
+		add("combined-"+mode.name, pgratelimit(combiner))
+		if mode.flush {
+			continue
+		}
+		add("joint-combined-noflush", members.pgratelimit(combiner))
+		add("keyed-combined-noflush", keyed(combiner))
+		add("held", held(client.New(pool)))
+		add("statements", statements(pool))
+		cached := s.combiner(pool, client.DenialCache())
+		for name, share := range map[string]int{"half": 50, "flood": 99} {
+			add(name+"-combined", mixed(share, dry(combiner), pgratelimit(combiner)))
+			all[name+"-cached"] = opponent{ // as in an attack that goes on, whatever was measured before
+				acquire: mixed(share, dry(cached), pgratelimit(cached)), server: []int{pg.pid}, before: dry(cached),
+			}
+		}
+	}
+
+	for name, flushed := range map[string]bool{"redis": false, "redis-aof": true} {
+		if !slices.ContainsFunc(cells, func(cell string) bool { return strings.Contains(cell, "redis-aof") == flushed }) {
+			continue
+		}
+		server, err := s.redisServer(ctx, flushed)
+		if err != nil {
+			return nil, err
+		}
+		pipelined, err := server.AutoPipeline()
+		if err != nil {
+			return nil, err
+		}
+		add := func(name string, acquire acquirer, fill ...*keyspace) error {
+			all[name] = opponent{acquire: acquire, server: []int{server.pid}}
+			for _, keys := range fill {
+				if err := keys.askForAll(ctx, acquire); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+		err = add(name, redisRate(server))
+		err = cmp.Or(err, add(name+"-pipelined", redisRate(pipelined), keys["hot"], keys["uniform"]))
+		if !flushed {
+			err = cmp.Or(err,
+				add("joint-script", members.script(server)),
+				add("joint-script-pipelined", members.script(pipelined), keys["uniform"]),
+				add("held-redis", heldRedis(server)),
+				keys["uniform"].askForAll(ctx, emptyRedis(server)), keys["hot"].askForAll(ctx, emptyRedis(server)),
+				add("half-redis", mixed(50, dryRedis(server), redisRate(server))),
+				add("flood-redis", mixed(99, dryRedis(server), redisRate(server))))
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	return loads(ctx, s.window, cells, all)
+}
+
+// openPrefetch compares a prefetching client with redis_rate on keys that are asked for often, near its server and a millisecond away, and with
+// a combining client on keys that are not.
+func openPrefetch(ctx context.Context, s *stage, cells []string) (measure, error) {
+	const database = "prefetch"
+	server, err := s.redisServer(ctx, false)
+	if err != nil {
+		return nil, err
+	}
+	pg, err := s.database(ctx, database, definePrefetchedPolicies()...)
+	if err != nil {
+		return nil, err
+	}
+	all := map[string]opponent{}
+	for name, dial := range map[string]func(context.Context, string, string) (net.Conn, error){"": nil, "-1ms": latency(time.Millisecond).dial} {
+		options := *server.Options()
+		if dial != nil {
+			options.Dialer = dial
+		}
+		rdb := redis.NewClient(&options)
+		s.atEnd(rdb.Close)
+		pipelined, err := rdb.AutoPipeline()
+		if err != nil {
+			return nil, err
+		}
+		pool, err := s.pool(ctx, pg.URL(database), false, connections, func(config *pgxpool.Config) {
+			if dial != nil {
+				config.ConnConfig.DialFunc = dial
+			}
+		})
+		if err != nil {
+			return nil, err
+		}
+		prefetcher := client.NewPrefetcher(pool, client.Prefetch{Policy: "durable"})
+		s.atEnd(func() error { prefetcher.Close(); return nil })
+		all["prefetch/redis"+name] = opponent{acquire: redisRate(rdb), server: []int{server.pid}}
+		all["prefetch/redis-pipelined"+name] = opponent{acquire: redisRate(pipelined), server: []int{server.pid}}
+		all["prefetch/combined"+name] = opponent{acquire: pgratelimit(s.combiner(pool)), server: []int{pg.pid}}
+		all["prefetch/prefetcher"+name] = opponent{acquire: pgratelimit(prefetcher), server: []int{pg.pid}}
+	}
+	return loads(ctx, 2*s.window, cells, all)
+}
+
+// definePrefetchedPolicies defines policies with a larger bucket of the hot key: prefetched tokens answer millions of requests a second for it.
+func definePrefetchedPolicies() []string {
+	return append(definePolicies(),
+		fmt.Sprintf("select ratelimit_define_policy('durable', %d, %d, '1 hour')", 100*capacity/3, 100*refillPerHour/3),
+		fmt.Sprintf("select ratelimit_reset('durable', '%s')", hotKey), "vacuum analyze")
+}
+
+// openCores measures what a core more gives. In cells cores/1 PostgreSQL has one core and the client another, by taskset; in those of
+// cores/2 both have both.
+func openCores(ctx context.Context, s *stage, cells []string) (measure, error) {
+	const database = "cores"
+	pg, err := s.database(ctx, database, append(definePolicies(), "vacuum analyze")...)
+	if err != nil {
+		return nil, err
+	}
+	pool, err := s.pool(ctx, pg.URL(database), false, connections)
+	if err != nil {
+		return nil, err
+	}
+	combined := opponent{acquire: pgratelimit(s.combiner(pool)), server: []int{pg.pid}}
+	plain := opponent{acquire: pgratelimit(client.New(pool)), server: []int{pg.pid}}
+	all := map[string]opponent{"cores/1/combined": combined, "cores/2/combined": combined, "cores/1/plain": plain, "cores/2/plain": plain}
+	measure, err := loads(ctx, s.window, cells, all) // makes the connections, whose processes are pinned
+	pin := func(server, own string) error {
+		for _, process := range family(pg.pid) {
+			_ = exec.Command("taskset", "-pc", server, strconv.Itoa(process.PID)).Run() // it may have ended
+		}
+		if out, err := exec.Command("taskset", "-apc", own, strconv.Itoa(os.Getpid())).CombinedOutput(); err != nil {
+			return fmt.Errorf("taskset, which takes two cores: %w: %s", err, out)
+		}
+		return nil
+	}
+	return func(ctx context.Context, cell string) (sample, error) {
+		server, own := "0-1", "0-1"
+		if strings.HasPrefix(cell, "cores/1/") {
+			server, own = "0", "1"
+		}
+		defer func() { _ = pin("0-1", "0-1") }()
+		if err := pin(server, own); err != nil {
+			return nil, err
+		}
+		return measure(ctx, cell)
+	}, err
+}
+
+// openCleanup measures plain acquires of 64 callers without and with a clean-up beside them that has a million rows to remove.
+func openCleanup(ctx context.Context, s *stage, _ []string) (measure, error) {
+	const database, rows = "cleanup", 1_000_000
+	pg, err := s.database(ctx, database, append(definePolicies(), "select ratelimit_define_policy('idle', 10, 10, '1 second')", "vacuum analyze")...)
+	if err != nil {
+		return nil, err
+	}
+	pool, err := s.pool(ctx, pg.URL(database), false, connections)
+	if err != nil {
+		return nil, err
+	}
+	l := load{64, keyspaces()["uniform"], opponent{acquire: pgratelimit(client.New(pool)), server: []int{pg.pid}}}
+	return func(ctx context.Context, _ string) (sample, error) {
+		if err := pg.exec(ctx, database, fill{policy: "idle", count: rows, ago: "2 hours"}.sql()); err != nil {
+			return nil, err
+		}
+		without, err := l.run(ctx, 2*s.window)
+		if err != nil {
+			return nil, err
+		}
+		with, err := l.during(ctx, 0, func(ctx context.Context) error {
+			return pg.exec(ctx, database, "call ratelimit_cleanup_all('2 minutes')")
+		})
+		if err != nil {
+			return nil, err
+		}
+		left, err := queryRow[int](ctx, pg, database, "select count(*) from ratelimit.buckets where due_at < now()")
+		if err != nil {
+			return nil, err
+		}
+		if left == rows {
+			return nil, fmt.Errorf("clean-up removed nothing")
+		}
+		return sample{"without": without[rate], "with": with[rate]},
+			pg.exec(ctx, database, "delete from ratelimit.buckets where due_at < now()", "vacuum ratelimit.buckets")
+	}, nil
+}
+
+// openSnapshot measures what a session that holds a snapshot costs: no dead version of a row can be removed meanwhile. Cell snapshot is
+// combined acquires of 64 callers on one key, before, and after it was held for a while. The others are cycles of slots, for as long
+// without it and beside it: by 64 callers in Go, or by pgbench.
+func openSnapshot(ctx context.Context, s *stage, _ []string) (measure, error) {
+	const database = "snapshot"
+	pg, err := s.database(ctx, database, slices.Concat(definePolicies(), defineSlots(), []string{"vacuum analyze"})...)
+	if err != nil {
+		return nil, err
+	}
+	pool, err := s.pool(ctx, pg.URL(database), false, connections)
+	if err != nil {
+		return nil, err
+	}
+	combined, cycle := opponent{acquire: pgratelimit(s.combiner(pool))}, opponent{acquire: held(client.New(pool))}
+	wait := func(d time.Duration) func(context.Context) error {
+		return func(ctx context.Context) error { return pause(ctx, d) }
+	}
+	return func(ctx context.Context, cell string) (sample, error) {
+		keys := keyspaces()["uniform"]
+		if cell == "snapshot" || strings.HasSuffix(cell, "-hot") {
+			keys = keyspaces()["hot"]
+		}
+		without := func() (sample, error) { return load{64, keys, cycle}.during(ctx, s.window, wait(s.snapshotHeld)) }
+		beside := without
+		if script, ok := strings.CutPrefix(cell, "snapshot/pgbench"); ok {
+			without = func() (sample, error) {
+				return pg.pgbench(ctx, database, bareScripts["bare/held"+script], s.snapshotHeld/2)
+			}
+			beside = without
+		}
+		if cell == "snapshot" {
+			without = func() (sample, error) { return load{64, keys, combined}.run(ctx, 2*s.window) }
+			beside = func() (sample, error) { return load{64, keys, combined}.during(ctx, s.snapshotHeld, wait(2*s.window)) }
+		}
+
+		vacuum := "vacuum ratelimit.buckets, ratelimit.slots, ratelimit.leases"
+		if err := pg.exec(ctx, database, vacuum); err != nil {
+			return nil, err
+		}
+		before, err := without()
+		if err != nil {
+			return nil, err
+		}
+		if err := pg.exec(ctx, database, vacuum); err != nil {
+			return nil, err
+		}
+		holder, err := pgx.Connect(ctx, pg.URL(database))
+		if err != nil {
+			return nil, err
+		}
+		defer holder.Close(ctx)
+		if _, err := holder.Exec(ctx, "begin isolation level repeatable read; select 1 from ratelimit.policies"); err != nil {
+			return nil, err
+		}
+		after, err := beside()
+		return sample{"before": before[rate], "after": after[rate]}, err
+	}, nil
+}

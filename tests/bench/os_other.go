@@ -1,5 +1,0 @@
-//go:build !linux
-
-package main
-
-func newSleeper() (sleeper, error) { return goSleeper{}, nil }

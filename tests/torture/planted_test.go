@@ -1,0 +1,134 @@
+package torture
+
+import (
+	"testing"
+
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+)
+
+// A plantedBug is a change of a function of SQL: of the one place that a pattern matches, in which a space is any white space.
+type plantedBug struct{ function, pattern, replacement string }
+
+func (b plantedBug) plant(db *kit.TestDB) {
+	db.Mutate(kit.Mutation{Pattern: b.pattern, Replacement: b.replacement}, b.function)
+}
+
+// A checker that has never failed proves nothing: each of these bugs must be found.
+func TestCalls_FindPlantedBugs(t *testing.T) {
+	pgtest.OncePerServer(t)
+	for _, of := range []struct {
+		bugs map[string]plantedBug
+		manner
+	}{{bugsOfInput, badInput}, {bugsOfTokens, tokens}, {bugsOfSlots, slots}, {bugsOfHolders, slots}} {
+		for name, bug := range of.bugs {
+			t.Run(name, func(t *testing.T) {
+				t.Parallel()
+				c := newCaller(t, newTally())
+				bug.plant(c.db)
+				c.find(t, of.manner)
+			})
+		}
+	}
+}
+
+// bugsOfInput are about arguments.
+var bugsOfInput = map[string]plantedBug{
+	"a key of 513 bytes":      {"ratelimit.is_name", `octet_length\(value\) between 1 and 512`, `octet_length(value) between 1 and 513`},
+	"a month in an interval":  {"ratelimit.check_span", `or extract\(month from value\) <> 0`, ``},
+	"a cost checked too late": {"ratelimit_peek", `acceptable\(key, cost\)`, `is_name(key)`},
+	"an internal error":       {"ratelimit.refuse", `errcode = '22023'`, `errcode = 'XX000'`},
+	"an error that leaves something done": {"ratelimit.decide_in_order",
+		`if v_verdict\.refused is not null then`, `$0 update buckets set level = 0;`},
+	"a token too many": {"ratelimit_refund", `least\(amount, v_policy.capacity\)`, `least(amount + 1, v_policy.capacity)`},
+	"a policy that stays": {"ratelimit_drop_policy",
+		`delete from policies as p where p.name = v_name returning p.id`, `update policies as p set name = p.name where p.name = v_name returning p.id`},
+}
+
+// bugsOfTokens are about buckets and quotas.
+var bugsOfTokens = map[string]plantedBug{
+	"the first longest wait":                        {"ratelimit.waits_of_all", "exit when not v_over", "exit"},
+	"a refill that goes back with the clock":        {"ratelimit.refilled_until", `greatest\(refilled_at, now\)`, "now"},
+	"a retry_after a microsecond short":             {"ratelimit.time_below", ` \+ round_up`, ""},
+	"a bucket that is named twice is charged twice": {"ratelimit.decide", `if same\[v_i\] = v_i then`, "if true then"},
+	"a denial keeps what fits":                      {"ratelimit.decide", `if v_granted and fits\[v_i\]`, "if fits[v_i]"},
+	"a repeat in the call is charged":               {"ratelimit.decide", `and fits\[v_i\] and not replayed\[v_i\]`, "and fits[v_i]"},
+	"a repeat with another cost is a repeat":        {"ratelimit.decide", `if known\[v_i\]\.cost <> charges\[v_i\] then`, "if false then"},
+	"a shadow denies":                               {"ratelimit.decide", `\(fits\[v_i\] or numbers\[v_b\]\.shadow\)`, "fits[v_i]"},
+	"an answer is of after the batch":               {"ratelimit.decide", `v_then_level\[v_i\] := levels\[v_b\];`, "v_then_level[v_i] := null;"},
+	"a wait that an override just does not outlast": {"ratelimit.wait_past_end", `v_wait_us < v_left_us`, "v_wait_us <= v_left_us"},
+	"an override that ends denies for ever":         {"ratelimit.wait_past_end", `v_left_us is null or`, "true or"},
+	"a wait is over before the override is": {"ratelimit.wait_after_end",
+		`greatest\(v_wait_us, ratelimit\.left_of_numbers\(numbers, now\)\)`, "v_wait_us"},
+	"no row of a batch is full by the override": {"ratelimit.rows_of_buckets",
+		`greatest\(\(u\.p\)\.capacity, v_policy\.capacity\)`, "(u.p).capacity"},
+	"a cost of 0 waits for debt to be paid": {"ratelimit.decide", `fits\[v_i\] := charges\[v_i\] = 0 or`, "fits[v_i] :="},
+	"a turn is counted from the turn before": {"ratelimit.turning",
+		`\(calendar\.anchor \+ v_turn \* calendar\.period\)([^;]*; calendar\.turns_at := )\(calendar\.anchor \+ \(v_turn \+ 1\) \* calendar\.period\)`,
+		"(calendar.anchor + (v_turn - 1) * calendar.period + calendar.period)${1}(calendar.anchor + v_turn * calendar.period + calendar.period)"},
+	"a turn comes by the clocks of UTC": {"ratelimit.turning",
+		`(calendar\.turned_at := [^;]*) at time zone calendar\.time_zone; (calendar\.turns_at := [^;]*) at time zone calendar\.time_zone`,
+		"$1 at time zone 'UTC'; $2 at time zone 'UTC'"},
+	"another zone fills": {"ratelimit_override",
+		`insert into overrides as o`,
+		`
+			delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key and ratelimit_override.time_zone is not null; $0`},
+	"an abbreviation is a zone": {"ratelimit.check_calendar", `time_zone !~ '/' or`, "false or"},
+	"an upgrade forgets what was used": {"ratelimit_define_policy",
+		`if not found then`,
+		`
+			update buckets as b set level = 0 where b.policy_id = v_id and ratelimit_define_policy.capacity > v_policy.capacity; if v_id is null then`},
+	"a settlement gives back to the period after": {"ratelimit_settle", `v_back := 0;`, "null;"},
+	"clean-up removes a quota's row too early": {"ratelimit.unused",
+		`ratelimit\.turning_if_known\(calendar, now\)`, "ratelimit.turning_if_known(calendar, now + interval '1 hour')"},
+	"a charge that remembers what it did not take": {"ratelimit_charge",
+		`(insert into idempotency_keys [^;]*?)nullif\(v_held - v_level, microtokens\(v_cost\)\)`, "${1}null"},
+	"a partial grant of more than was taken": {"ratelimit.partial_of", `then taken else 0`, `then taken + 1 else 0`},
+	"a pause that a shorter one ends":        {"ratelimit_pause", `greatest\(v_until, (v_now [^;]*)\);`, "$1;"},
+	"a pause leaves its tokens":              {"ratelimit_pause", `v_level := least\(v_level, 0\);`, ""},
+	"a pause that refills":                   {"ratelimit_pause", `greatest\(v_refilled_at, v_until\)`, "refilled_until(v_refilled_at, v_now, v_policy.tick)"},
+	"a pause to the last interval":           {"ratelimit_pause", `greatest\(v_refilled_at, v_until\)`, "refilled_until(v_refilled_at, v_until, v_policy.tick)"},
+	"a pause by numbers that end":            {"ratelimit_pause", `\.ends_at <= v_until`, ".ends_at < v_now"},
+	"a refund that ends a pause": {"ratelimit_refund",
+		`(case )when b\.paused_until > v_now((?s).*?case )when b\.paused_until > v_now`, "${1}when false${2}when false"},
+	"a settlement that ends a pause": {"ratelimit_settle", `v_paused_until > v_now`, "false"},
+	"a wait is the difference of local times": {"ratelimit.wait_for_turn",
+		`\(quota\.calendar\)\.turns_at - now`,
+		"((quota.calendar).turns_at at time zone (quota.calendar).time_zone) - (now at time zone (quota.calendar).time_zone)"},
+}
+
+// bugsOfSlots are about the leases of one key.
+var bugsOfSlots = map[string]plantedBug{
+	"a microsecond short":                           {"ratelimit.look_at_slots", `microseconds\(v_first - v_now\)`, "greatest(microseconds(v_first - v_now) - 1, 1)"},
+	"a microsecond long":                            {"ratelimit.look_at_slots", `microseconds\(v_first - v_now\)`, "microseconds(v_first - v_now) + 1"},
+	"when the last lease ends":                      {"ratelimit.look_at_slots", `select min\(u\.at\)`, "select max(u.at)"},
+	"the capacity of the override only":             {"ratelimit.look_at_slots", `u\.at >= v_ends_at`, "false"},
+	"an end to for ever":                            {"ratelimit.look_at_slots", `if v_first is not null then`, "v_first := coalesce(v_first, v_now + interval '1 day'); if true then"},
+	"a cost of 0 slots":                             {"ratelimit_hold", `cost >= 1`, `cost >= 0`},
+	"a renewal of a lease that has ended":           {"ratelimit_renew", `and l\.ends_at > v_now; end if;`, `; end if;`},
+	"a release of all holders":                      {"ratelimit_release", `and l\.holder = v_holder and l\.ends_at`, `and l.ends_at`},
+	"a lease counts at its end":                     {"ratelimit_hold", `(sum\(l\.cost\) filter \(where l\.ends_at) >`, "$1 >="},
+	"a shorter lease ends behind the sum":           {"ratelimit_hold", `least\(v_until, v_ends_at\)`, "coalesce(v_until, v_ends_at)"},
+	"a renewal that is shorter ends behind the sum": {"ratelimit_renew", `least\(s\.counted_until, v_earlier\)`, "s.counted_until"},
+	"a release of an ended lease lowers the sum":    {"ratelimit_release", `v_released is distinct from v_cost`, "false"},
+	"a release keeps the sum":                       {"ratelimit_release", `held = s\.held - v_cost,`, ""},
+	"a grant keeps the leases that have ended": {"ratelimit_hold",
+		`delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, "$0 l.holder = v_holder and"},
+	"a wait by the override that ends": {"ratelimit.look_at_slots", `u\.at >= v_ends_at`, "u.at > v_ends_at"},
+	"a wait a microsecond short": {"ratelimit.look_at_slots",
+		`microseconds\(v_first - v_now\)`, "microseconds(v_first - v_now) - 1"},
+	"a renewal is denied when capacity was lowered": {"ratelimit_hold",
+		`if not v_renewed and v_cost > v_policy\.capacity - v_held then`, "if v_cost > v_policy.capacity - v_held + v_renewed::integer * v_cost then"},
+}
+
+// bugsOfHolders are found by the order of calls, too.
+var bugsOfHolders = map[string]plantedBug{
+	"a holder holds at the end of its lease": {"ratelimit_hold", `\(v_own_end > v_now\)`, "(v_own_end >= v_now)"},
+	"a renewal at the end of a lease":        {"ratelimit_renew", `and l\.ends_at > v_now; end if;`, "and l.ends_at >= v_now; end if;"},
+	"a release at the end of a lease":        {"ratelimit_release", `and l\.ends_at > v_now returning`, "and l.ends_at >= v_now returning"},
+	"a release of somebody else's lease":     {"ratelimit_release", `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, "$1"},
+	"a renewal that acquires": {"ratelimit_renew", `if found then if`, `
+		insert into slots values (v_policy.id, 0, 0, '-infinity', v_now, v_key) on conflict on constraint slots_pkey do nothing;
+		insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing;
+		if true then if`},
+}

@@ -1,0 +1,359 @@
+package torture
+
+// scripts are calls that meet what no run should leave to its luck. Each is a line: a function of the call table and its arguments in
+// order, by name after those; - is null. A line that begins with ! is 22023, to the model and to SQL.
+var scripts = map[string]string{
+	// Policies d and g are alike, e is their shadow, and f is unknown.
+	"answers": `
+		! define_policy f
+		define_policy d 10 1 1s
+		define_policy e 10 1 1s shadow=true
+		define_policy g 10 1 1s
+		acquire f x 1                      # RL001
+		acquire d x 2 i
+		acquire d x 2 i                    # replayed
+		acquire d x 3 i                    # RL002
+		acquire d x 9                      # denied: 8 are left
+		acquire d x 11                     # denied for ever
+		acquire_all d,d x,y 2,1 i          # granted, in part before
+		acquire_all d,d x,y 2,1 i          # replayed
+		acquire d x 1 j
+		acquire_all d,d x,y 1,10 j         # denied: 9 are left of y
+		acquire_all d,d x,y 1,1
+		acquire_all d,d x,y 1,9
+		acquire_all d,d x,y 1,11
+		enforce e x 6
+		acquire e x 6                      # shadowed: 4 are left
+		acquire_all e,e x,y 6,6
+		acquire d x 5 k
+		settle d x k 1                     # gives back
+		settle d x k 1
+		acquire d x 5 k                    # RL004
+		acquire d x 1 l
+		settle d x l 50                    # into debt
+		settle d x none 1                  # RL003
+		settle e x none 1                  # which a shadow may not have needed
+		charge d y 20 m                    # into debt
+		charge d y 20 m                    # replayed
+		charge d y 9000000000000           # to the floor
+		reserve g x 1d 4 n                 # at once
+		reserve g x 1d 4 n                 # replayed
+		reserve g x 1d 10                  # waits for 4
+		reserve g x 0s 10                  # refused
+		reserve e x 1d 6                   # shadowed
+		acquire_up_to g y 6 1 o            # all
+		acquire_up_to g y 6 1 o            # replayed
+		acquire_up_to g y 6 1              # 4
+		acquire_up_to g y 6 1              # denied
+		acquire_up_to e x 6 5              # shadowed
+		acquire_many d,d x,x 1,1 q,q       # granted, and replayed
+		acquire_many d,d x,x 1,2 r,r       # granted, and RL002
+		acquire_all d,g y,y 0,9            # no tokens of a bucket in debt
+		override g x 20 expires_at=+60s
+		acquire g x 1
+		wait 60s
+		acquire g x 1
+		wait 1h
+		clean_up`,
+
+	// Two days of a quota: the first ends as clocks change.
+	"quotas": `
+		define_policy q 10 remember=7d period=1d time_zone=Europe/Berlin
+		acquire q x 8 i
+		acquire q x 3
+		acquire q x 11
+		define_policy q 5
+		acquire q x 0
+		define_policy q 10
+		at 2024-03-30T22:59:59.999999
+		acquire q x 3
+		at 2024-03-30T23:00:00
+		acquire q x 3
+		settle q x i 1                     # gives nothing back to the day after
+		reserve q x 1d 7
+		reserve q x 1d 7
+		acquire_up_to q y 11 1
+		charge q y 9000000000000
+		at 2024-03-31T01:00:00
+		define_policy q anchor=2024-03-31T01:30:00
+		acquire q x 10
+		override q x time_zone=Europe/London                                     # its turn was an hour after the policy's
+		acquire q x 1
+		override q x expires_at=+1h anchor=2024-03-31T00:15:00                   # none since
+		acquire q x 10
+		at 2024-03-31T01:30:00
+		override q x expires_at=+30m anchor=2024-03-31T02:15:00
+		acquire q x 10
+		define_policy m 10 period=1mon anchor=2024-01-31T00:00:00                # the turn before was on 29 February
+		acquire m x 3
+		acquire m x 9
+		at 2024-04-30T01:00:00
+		acquire m x 9`,
+
+	"pauses of a continuous policy": "define_policy d 10 1 1s\n" + callsOfPauses,
+	"pauses of a stepped policy":    "define_policy d 10 1 1s true\n" + callsOfPauses,
+	"a pause of what is always full": `
+		define_policy d 0 1 1s
+		pause d x 1d
+		wait 12h
+		clean_up`,
+
+	// By the end of the override the policy's refill counts, from the last write.
+	"an end": `
+		define_policy ends 10 1 1h
+		acquire ends x 10
+		override ends x 10 1 1s expires_at=+4s
+		acquire ends x 1
+		acquire ends x 2
+		acquire ends x 3
+		acquire ends x 4
+		acquire ends x 5`,
+
+	// A bucket without a row is full by the policy's capacity when the override has ended.
+	"an end of less": `
+		define_policy d 10 1 1s
+		override d x 5 expires_at=+1s
+		acquire_all d x 8
+		acquire_many d,d x,y 8,8
+		acquire_packed d x 8`,
+
+	// The last bucket fits after 100 s. The override of the first ends before, and its policy fits after 200 s. The override of the
+	// second ends between, and its policy fits after 400 s.
+	"ends before the longest wait": `
+		define_policy a 10 1 200s
+		define_policy b 10 1 400s
+		define_policy c 10 1 100s
+		override a x every=10s expires_at=+50s
+		override b x every=10s expires_at=+150s
+		charge a x 10
+		charge b x 10
+		charge c x 10
+		acquire_all a,b,c x,x,x 1,1,1`,
+
+	// A charge that took a part of its cost, as the bucket was at its floor then.
+	"the floor": `
+		define_policy floor 10 1 1s
+		charge floor x 9000000000000 i
+		settle floor x i 100`,
+
+	"slots": `
+		define_policy s 3 lease=60s
+		define_policy w 1 shadow=true lease=60s
+		hold s x a 2
+		hold s x a 2
+		hold s x b 2
+		hold s x b 4
+		hold w x a 1
+		hold w x b 1
+		renew s x a
+		renew s x b
+		override s x 1 expires_at=+1s lease=60s
+		hold s x a 2                       # which holds, although the capacity is lower by now
+		hold s x b 1
+		hold s x b 2                       # which does not fit when the override ends
+		holders - - 100
+		hold s y a 1
+		hold s y b 1
+		release s y a
+		release s y a
+		holders s y 100
+		wait 1s
+		release s x a
+		release s x a
+		hold s x c 1
+		wait 1h
+		clean_up`,
+
+	// What the row of a key counts until the end of a lease that becomes shorter.
+	"sums of slots": `
+		define_policy s 9 lease=60s
+		hold s x a 1
+		override s x 9 lease=2s
+		renew s x a
+		hold s y a 1
+		override s y 9 lease=2s
+		hold s y b 1
+		wait 2s
+		hold s x b 1
+		hold s y c 1
+		clean_up
+		wait 2s
+		release s x b
+		hold s x c 1`,
+
+	// Definitions, overrides and requests that are just wrong.
+	"bounds": `
+		! define_policy new 1
+		! define_policy new 1 1 1mon
+		! define_policy new 1 1 1s remember=1mon
+		! define_policy new period=1d
+		! define_policy new 1 1 period=1d
+		! define_policy new 1 every=1s period=1d
+		! define_policy new 1 period=0d
+		! define_policy new 1 period=1mon1d
+		! define_policy new 1 period=-1d
+		! define_policy new 1 period=12001mon
+		! define_policy new 1 period=365251d
+		! define_policy new 1 period=24h
+		! define_policy new 1 period=1d time_zone=CET
+		! define_policy new 1 period=1d time_zone=Europe/Atlantis
+		! define_policy new 1 period=1d time_zone=Europe/./Berlin
+		! define_policy new 1 period=1d time_zone=right/Europe/Berlin
+		! define_policy new 1 period=1d time_zone=CST6CDT
+		! define_policy new 1 period=1d stepped=false
+		! define_policy new 1 1 1s time_zone=UTC
+		! define_policy new 1 1 1s anchor=2024-03-30T12:00:00
+		! define_policy new lease=60s
+		! define_policy new 0 lease=60s
+		! define_policy new 10001 lease=60s
+		! define_policy new 1 lease=0s
+		! define_policy new 1 lease=999us
+		! define_policy new 1 lease=365251d
+		! define_policy new 1 1 lease=60s
+		! define_policy new 1 every=1s lease=60s
+		! define_policy new 1 time_zone=UTC lease=60s
+		! define_policy new 1 anchor=2024-03-30T12:00:00 lease=60s
+		! define_policy new 1 period=1d lease=60s
+		! define_policy new 1 stepped=false lease=60s
+		! define_policy new 1 remember=1s lease=60s
+		define_policy most 10000 lease=365250d
+		define_policy least 1 lease=1000us
+		define_policy user 10 1 1s
+		define_policy org 20 2 1s
+		define_policy quota 1 period=1d
+		define_policy jobs 3 lease=5m
+		! define_policy user time_zone=UTC
+		! define_policy user anchor=2024-03-30T12:00:00
+		! define_policy user lease=60s
+		! define_policy jobs refill=1
+		! define_policy jobs every=1s
+		! define_policy jobs time_zone=UTC
+		! define_policy jobs anchor=2024-03-30T12:00:00
+		! define_policy quota refill=0
+		! define_policy quota every=1s
+		! define_policy quota lease=60s
+		! override user x time_zone=UTC
+		! override user x anchor=2024-03-30T12:00:00
+		! override user x lease=60s
+		! override jobs x refill=1
+		! override jobs x every=1s
+		! override jobs x time_zone=UTC
+		! override jobs x anchor=2024-03-30T12:00:00
+		! override quota x refill=0
+		! override quota x every=1s
+		! override quota x lease=60s
+		! define_policy user period=1d
+		! define_policy jobs period=1d
+		! define_policy org durable=false
+		! define_policy least durable=false
+		define_policy jobs durable=true shadow=false
+		! override jobs x lease=999us
+		! override jobs x 10001
+		! override jobs x -1
+		override none x lease=60s          # RL001
+		override none x
+		! override none x -1 1 1s          # which comes before
+		! override user x expires_at=+0s
+		! hold jobs x a 0
+		! hold jobs x a -1
+		! hold jobs x a -9223372036854775808
+		! hold user x a 1
+		! renew user x a
+		! release user x a
+		hold none x a 1
+		renew none x a
+		release none x a
+		! acquire jobs x 1
+		! acquire_all user,jobs x,x 1,0
+		! acquire_all none,jobs x,x 1,1
+		! refund jobs x 1
+		! charge jobs x 1 i
+		! settle jobs x i 1
+		! reserve jobs x 0s 1 i
+		! acquire_up_to jobs x 1 1 i
+		! peek none x -1
+		peek user x 0                      # from which nothing was taken
+		acquire_all user,user x,x 9223372036854775807,9223372036854775807    # the sum is beyond a bigint
+		acquire user x 1 i
+		settle user x i 1
+		acquire org x 2 i
+		acquire_all user,org x,x 1,1 i     # of two errors of a request, that of the cost comes first
+		override quota x expires_at=+60s time_zone=Pacific/Auckland              # which ends with it: the next one is in the policy's
+		override org x expires_at=+60s
+		wait 60s
+		remove_override org x              # which has ended
+		override quota x
+		overrides quota x 10`,
+}
+
+// callsOfPauses come before and after what could end them.
+const callsOfPauses = `
+	acquire d p 3
+	wait 500ms
+	acquire d p 5 p
+	pause d p 10s
+	pause d p 5s
+	settle d p p 1
+	refund d p 2
+	acquire d p 1
+	wait 5s
+	refund d p 2
+	acquire d p 1
+	wait 4999999us
+	refund d p 2
+	acquire d p 1
+	wait 1us
+	refund d p 2
+	acquire d p 1
+	wait 1s
+	refund d p 2
+	acquire d p 1
+	acquire d o 3                          # whose other numbers end in the pause
+	wait 500ms
+	override d o every=300ms expires_at=+1s
+	pause d o 2s
+	wait 500ms
+	acquire d o 1
+	wait 500ms
+	acquire d o 1
+	wait 500ms
+	acquire d o 1
+	wait 500ms
+	acquire d o 1
+	wait 500ms
+	acquire d o 1
+	wait 500ms
+	acquire d o 1
+	wait 500ms
+	acquire d o 1
+	acquire d b 3                          # whose other numbers end in the pause, in debt
+	wait 500ms
+	override d b every=300ms expires_at=+1s
+	charge d b 12
+	pause d b 2s
+	wait 2s
+	acquire d b 1
+	acquire d s 3                          # whose interval becomes shorter
+	wait 500ms
+	pause d s 2s
+	override d s every=100ms
+	wait 1999999us
+	acquire d s 1
+	acquire d n 3                          # whose debt is paid meanwhile
+	wait 500ms
+	charge d n 12
+	pause d n 3s
+	wait 3s
+	acquire d n 1`
+
+// toMeet is what the scripts meet, so that they do not cease to say what they were written for.
+var toMeet = []string{
+	"acquire: granted", "acquire: denied", "acquire: denied for ever", "acquire: replayed", "acquire: shadowed", "answered with RL001", "answered with RL002",
+	"answered with RL003", "answered with RL004", "answered with 22023", "acquire_all: granted", "acquire_all: denied", "acquire_all: denied for ever",
+	"acquire_all: replayed", "acquire_all: shadowed", "charge: debt", "charge: replayed", "settle: granted", "settle: debt", "settle: replayed",
+	"settle: shadowed", "reserve: granted", "reserve: waits", "reserve: denied", "reserve: replayed", "reserve: shadowed", "acquire_up_to: granted",
+	"acquire_up_to: denied", "acquire_up_to: replayed", "acquire_up_to: shadowed", "quota, acquire: granted", "quota, acquire: denied",
+	"quota, acquire: denied for ever", "quota, charge: debt", "quota, reserve: granted", "quota, reserve: denied", "slots, hold: granted", "slots, hold: denied",
+	"slots, hold: denied for ever", "slots, hold: replayed", "slots, hold: shadowed", "slots, renew: granted", "slots, renew: denied for ever",
+	"slots, release: granted", "slots, release: denied",
+}
