@@ -87,11 +87,10 @@ build/node-22: # which some queues need
 
 ENVOY_REFERENCE := https://github.com/envoyproxy/ratelimit
 
-test-envoy: build ## Compare with Envoy's reference service and its rule files, of ENVOY_REFERENCE or as it is now, and call us with its client and grpcurl
+test-envoy: build ## Compare with Envoy's reference service and its rule files, of ENVOY_REFERENCE or as it is now
 	@rm -rf build/envoy/reference
 	@git clone -q --depth 1 $(ENVOY_REFERENCE) build/envoy/reference
-	@cd build/envoy/reference && GOWORK=off go build -o .. ./src/service_cmd ./src/client_cmd
-	@GOBIN=$(CURDIR)/build/envoy go install github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4
+	@cd build/envoy/reference && GOWORK=off go build -o .. ./src/service_cmd
 	@RATELIMIT_ENVOY_PROGRAMS=$(CURDIR)/build/envoy go test -C server -tags reference -count=1 -v -run '^TestReference_' ./internal/server \
 	  | grep -v '^ *\(=== \|--- PASS: .*/domain\)'
 

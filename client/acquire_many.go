@@ -2,7 +2,6 @@ package client
 
 import (
 	"context"
-	"sync"
 	"time"
 )
 
@@ -120,41 +119,6 @@ func (l *Prefetcher) AcquireMany(ctx context.Context, requests []Request) []Answ
 			l.learn(found[i], requests[i].request(), answers[i].Decision)
 		}
 	}
-	return answers
-}
-
-// AcquireMany is [Combiner.AcquireMany] on the shards of the keys, at the same time.
-//
-// Errors: as [Sharded.Acquire].
-func (s *Sharded) AcquireMany(ctx context.Context, requests []Request) []Answer {
-	of := make([][]int, len(s.shards))
-	for i, r := range requests {
-		n := ShardOf(r.Key, len(s.shards))
-		of[n] = append(of[n], i)
-	}
-	answers := make([]Answer, len(requests))
-	var asking sync.WaitGroup
-	for n, shard := range s.shards {
-		if len(of[n]) > 0 {
-			asking.Go(func() {
-				answerSome(answers, requests, of[n], func(own []Request) []Answer {
-					some := make([]Answer, len(own))
-					if err := shard.check(ctx); err == nil {
-						some = shard.AcquireMany(ctx, own)
-					} else {
-						for i, r := range own {
-							some[i] = Answer{Operation: verbAcquire, Policy: r.Policy, Err: err}
-						}
-					}
-					for i := range some {
-						some[i].Err = shard.failed(some[i].Err)
-					}
-					return some
-				})
-			})
-		}
-	}
-	asking.Wait()
 	return answers
 }
 

@@ -119,19 +119,6 @@ func TestAcquireMany_RepeatsDenialsFromMemory(t *testing.T) {
 	}, client.DenialCache())
 }
 
-// Each request goes to the shard of its key, and fails with it.
-func TestAcquireMany_AShardFailsItsOwnRequestsOnly(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		up, down := &numberedShard{fakePool: fakePool{fakeDB{answers: []any{granted(7)}}}}, &numberedShard{err: pgError("57P03")}
-		limiter := noError(openNumbered(t, up, down))(t)
-		answers := limiter.AcquireMany(t.Context(), requests(keyOn(1, 2), keyOn(0, 2), keyOn(1, 2)))
-		shardIs(t, 1, 2, answers[0].Err)
-		require.NoError(t, answers[1].Err)
-		require.EqualValues(t, 7, answers[1].Decision.Remaining)
-		shardIs(t, 1, 2, answers[2].Err)
-	})
-}
-
 // Package clienttest compares what is read of answers that fit.
 func TestAcquireAll_RefusesAMisshapenAnswer(t *testing.T) {
 	t.Parallel()

@@ -40,7 +40,7 @@ type limiter struct {
 	noFlush     bool
 	inTx        bool         // by WithTx
 	denialCache *denialCache // nil without DenialCache
-	alone       *alone       // nil without Alone
+	place       *place       // nil for any database
 	hooks       Hooks        // of Observe
 }
 
@@ -52,7 +52,7 @@ func New(db Querier, opts ...Option) *Limiter {
 }
 
 func newLimiter(db Querier, c config) limiter {
-	l := limiter{db: db, noFlush: c.noFlush, alone: c.alone, hooks: c.hooks}
+	l := limiter{db: db, noFlush: c.noFlush, place: c.place, hooks: c.hooks}
 	if c.schema != "" {
 		l.schema = pgx.Identifier{c.schema}.Sanitize() + "."
 	}
@@ -72,7 +72,7 @@ func newLimiter(db Querier, c config) limiter {
 // all the same, acquire within a savepoint (tx.Begin).
 func (l *limiter) WithTx(tx pgx.Tx) *Limiter {
 	// Only QueryRow of tx is to be seen: else a tx with more methods would be taken for a pool.
-	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema, inTx: true, alone: l.alone, hooks: l.hooks}}
+	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema, inTx: true, place: l.place, hooks: l.hooks}}
 }
 
 // Acquire takes tokens from the bucket of key if it holds enough, and returns the decision. Options are [Cost] and
@@ -237,18 +237,6 @@ func (l *limiter) Cleanup(ctx context.Context, opts ...CallOption) (c Cleaned, e
 // The Limiter must be on a pool, or on a connection of its own that is in no transaction.
 // Panics if every is not positive, as [time.NewTicker] does, and at another option.
 func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...CallOption) {
-	report := runCleanup(every, opts)
-	for ctx.Err() == nil {
-		err := l.query(ctx, newCall("clean up", "ratelimit_cleanup_all($1::text::interval)", interval(max(every, time.Microsecond))))
-		if err != nil && !errors.Is(err, pgx.ErrNoRows) && ctx.Err() == nil { // a procedure returns no row
-			report(err)
-		}
-		_ = sleep(ctx, every)
-	}
-}
-
-// runCleanup checks the arguments, and returns the function that errors are reported to.
-func runCleanup(every time.Duration, opts []CallOption) (report func(error)) {
 	if every <= 0 {
 		panic("client: RunCleanup: every must be positive")
 	}
@@ -256,11 +244,17 @@ func runCleanup(every time.Duration, opts []CallOption) (report func(error)) {
 	if s.read("RunCleanup", opts, "OnError"); s.err != nil {
 		panic(s.err)
 	}
-	report = func(err error) { slog.Warn("rate limit clean-up failed", "error", err) }
+	report := func(err error) { slog.Warn("rate limit clean-up failed", "error", err) }
 	for _, opt := range opts {
 		report = opt.(onError)
 	}
-	return report
+	for ctx.Err() == nil {
+		err := l.query(ctx, newCall("clean up", "ratelimit_cleanup_all($1::text::interval)", interval(max(every, time.Microsecond))))
+		if err != nil && !errors.Is(err, pgx.ErrNoRows) && ctx.Err() == nil { // a procedure returns no row
+			report(err)
+		}
+		_ = sleep(ctx, every)
+	}
 }
 
 // A call selects columns from a function, or without columns calls a procedure. Arguments are text, bigint, arrays of these, or null.
@@ -388,11 +382,8 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	if c.tokens && l.noFlush && !isAutocommit(l.db) {
 		return failed(c.verb, fmt.Errorf("%w: NoFlush is for calls outside a transaction", ErrInvalidArgument))
 	}
-	if l.alone != nil && !l.alone.isChecked.Load() {
-		if err := l.checkAlone(ctx); err != nil {
-			return err
-		}
-		l.alone.isChecked.Store(true)
+	if err := l.checkPlace(ctx); err != nil {
+		return err
 	}
 	sql, mayRun := l.statement(c), false
 	err := retry(ctx, l.db, c.once, func() error {

@@ -87,6 +87,8 @@
 // that are asked for together need the same key, under different policies, and so are in one database.
 //
 //	limiter, err := client.NewSharded(ctx, pools) // of shard 0, shard 1 …
+//	d, err := limiter.Acquire(ctx, "api", key)
+//	d, err = limiter.On(key).Refund(ctx, "api", key, 5)
 //
 // # Guards inside the database
 //

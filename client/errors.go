@@ -54,7 +54,7 @@ var (
 	// The error is an *[OverloadedError].
 	ErrOverloaded = errors.New("too many requests wait")
 
-	// ErrClosed: the [Combiner] or [Sharded] was closed. Nothing was sent.
+	// ErrClosed: the [Combiner] was closed. Nothing was sent.
 	ErrClosed = errors.New("limiter is closed")
 
 	// ErrWrongShard: a database is another shard than it is listed as, or no shard, or a shard that is used [Alone]. Nothing

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"time"
 )
 
@@ -130,7 +129,7 @@ type config struct {
 	schema        string
 	noFlush       bool
 	cachesDenials bool
-	alone         *alone
+	place         *place
 	hooks         Hooks
 	calls         int // of a Combiner
 	waiting       int // of a Combiner
@@ -202,9 +201,7 @@ func Observe(hooks Hooks) Option { return option{set: func(c *config) { c.hooks 
 // Alone makes the first call ask whether the database is one of several shards, and calls fail with [ErrWrongShard] if it is: a
 // program that was given the URL of a shard by mistake would find full buckets there. The role needs EXECUTE on ratelimit_shard.
 // [CheckAlone] asks for each connection. Alone is not for a [Sharded]. Defaults to asking nothing.
-func Alone() Option { return option{set: func(c *config) { c.alone = new(alone) }} }
-
-type alone struct{ isChecked atomic.Bool }
+func Alone() Option { return at(0, alone) }
 
 // CallsInFlight bounds how many calls a [Combiner] has under way at a time, 1 or more, and with it the
 // connections it uses. A call keeps one core of the server busy. Two calls keep the server busy while the

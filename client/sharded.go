@@ -1,56 +1,33 @@
 package client
 
 import (
-	"cmp"
 	"context"
+	"crypto/sha256"
+	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// checkTimeout is how long a database has to return its shard number.
+// checkTimeout is how long NewSharded waits for a shard.
 const checkTimeout = 5 * time.Second
 
-// A Sharded is a limiter that spreads its keys over several databases, each with the package: its shards. [ShardOf] returns
-// the shard of a key. A call about that key is one call there, with the answers of a [Combiner] on that database. Each
-// shard has a Combiner, or with a [Prefetch] a [Prefetcher], and a pool of its own. So a shard that fails, or falls silent, holds up only
-// the callers of that shard.
+// A Sharded spreads keys over several databases, its shards: [ShardOf] returns the shard of a key. Each shard has a Combiner, or
+// with a [Prefetch] a [Prefetcher], and a pool of its own. So a shard that fails, or falls silent, holds up only the callers of its keys.
+// No other shard steps in: a bucket that is elsewhere would be full.
 //
-// It has the methods of a Combiner, but for WithTx: a caller's transaction is in some database, and a key's bucket in another.
-// They return the errors of those methods. An error of a shard is a [*ShardError]. No other shard steps in: a bucket that is
-// elsewhere would be full. A call to all shards joins the errors of those that failed. An error that all shards return alike is
-// returned once, as by one database.
+// [Sharded.On] has all calls about a key, and [Sharded.Each] those about all shards.
 //
 // Close it when it is no longer used.
-type Sharded struct{ shards []*shard }
-
-// A shard has some of the keys.
-type shard struct {
-	*Prefetcher // without a Prefetch it is a Combiner
-	number, of  int
-	known       atomic.Bool // whether its database has returned this shard number
-	open        context.Context
-	shut        context.CancelFunc
-
-	mu       sync.Mutex
-	checking *checking // nil until the database is asked, and after it has failed to answer
-}
-
-// A checking is a call that asks a database which shard it is, for all callers that wait for the answer.
-type checking struct {
-	done chan struct{}
-	err  error
-}
-
-func newShard(prefetcher *Prefetcher, number, of int) *shard {
-	s := &shard{Prefetcher: prefetcher, number: number, of: of}
-	s.open, s.shut = context.WithCancel(context.Background())
-	return s
-}
+type Sharded struct{ shards []*Prefetcher }
 
 // NewSharded returns a Sharded on the databases of pools: shard 0, shard 1 and so on, a power of two of them. Each database
 // must have got its shard number, by ratelimit_define_shard. The role needs EXECUTE on ratelimit_shard, and the rights that
@@ -58,8 +35,8 @@ func newShard(prefetcher *Prefetcher, number, of int) *shard {
 // NewPrefetcher does.
 //
 // It asks every database which shard it is, and fails if a database is another shard, or no shard, or returns an error. A database
-// that cannot be reached within 5 seconds is asked before its first call, once for all callers that wait then. So a program can
-// start beside a shard that is down. It fails if no database can be reached.
+// that cannot be reached within 5 seconds is asked before its first call. So a program can start beside a shard that is down. It
+// fails if no database can be reached.
 //
 // Errors: [ErrWrongShard]; of each shard a [*ShardError].
 func NewSharded[P Pool](ctx context.Context, pools []P, opts ...Option) (*Sharded, error) {
@@ -67,9 +44,9 @@ func NewSharded[P Pool](ctx context.Context, pools []P, opts ...Option) (*Sharde
 	if of < 1 || of > maxShards || of&(of-1) != 0 {
 		return nil, failed("open shards", fmt.Errorf("%w: %d databases are listed, and the number of shards is a power of two", ErrWrongShard, of))
 	}
-	s := &Sharded{make([]*shard, of)}
+	s := &Sharded{make([]*Prefetcher, of)}
 	for i, pool := range pools {
-		s.shards[i] = newShard(NewPrefetcher(pool, opts...), i, of)
+		s.shards[i] = NewPrefetcher(pool, slices.Concat(opts, []Option{at(i, of)})...)
 	}
 	if err := s.check(ctx); err != nil {
 		s.Close()
@@ -82,7 +59,7 @@ func NewSharded[P Pool](ctx context.Context, pools []P, opts ...Option) (*Sharde
 func (s *Sharded) check(ctx context.Context) error {
 	checking, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
-	errs := s.onAll(checking, func(*shard) error { return nil })
+	errs := s.each(func(_ int, on *Prefetcher) error { return on.checkPlace(checking) })
 	refusals := slices.DeleteFunc(slices.Clone(errs), func(err error) bool { return err == nil || isSilence(err) })
 	switch {
 	case len(refusals) > 0:
@@ -95,368 +72,224 @@ func (s *Sharded) check(ctx context.Context) error {
 	return nil
 }
 
-// check makes sure, once, that the database is this shard. It is asked once at a time, however many callers wait.
-func (s *shard) check(ctx context.Context) error {
-	if s.known.Load() {
-		return nil
-	}
-	c := s.askWhich()
-	if c == nil {
-		return failed(verbCheck, ErrClosed)
-	}
-	select {
-	case <-c.done:
-		return c.err
-	case <-ctx.Done():
-		return failed(verbCheck, ctx.Err())
-	}
+// On returns the limiter of the shard that has a key. Its calls are about keys of this shard only: buckets of other keys would be
+// full there. A transaction for its WithTx is one of the shard's pool.
+func (s *Sharded) On(key string) *Prefetcher { return s.shards[ShardOf(key, len(s.shards))] }
+
+// Each calls a function with the number and the limiter of each shard, all at the same time. It returns when all have returned,
+// and joins their errors, each in a [*ShardError].
+func (s *Sharded) Each(call func(shard int, on *Prefetcher) error) error {
+	return errors.Join(s.each(call)...)
 }
 
-// askWhich asks the database which shard it is, unless a call already does, or it is known; after Close it returns nil. No
-// caller's ctx ends the call: other callers wait for it, too.
-func (s *shard) askWhich() *checking {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	switch {
-	case s.open.Err() != nil:
-		return nil
-	case s.checking != nil:
-		return s.checking
-	}
-	c := &checking{done: make(chan struct{})}
-	s.checking = c
-	go func() {
-		defer close(c.done)
-		ctx, cancel := context.WithTimeout(s.open, checkTimeout)
-		defer cancel()
-		c.err = s.checkShard(ctx, s.number, s.of)
-		if c.err == nil {
-			s.known.Store(true)
-			return
-		}
-		if s.open.Err() != nil {
-			c.err = failed(verbCheck, ErrClosed)
-		}
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.checking = nil
-	}()
-	return c
-}
-
-// Close ends the call that asks which shard the database is, and then closes as [Prefetcher.Close] does.
-func (s *shard) Close() {
-	s.shut()
-	s.mu.Lock()
-	c := s.checking
-	s.mu.Unlock()
-	if c != nil {
-		<-c.done
-	}
-	s.Prefetcher.Close()
-}
-
-func (s *shard) failed(err error) error {
-	if err == nil {
-		return nil
-	}
-	return &ShardError{s.number, s.of, err}
-}
-
-// ask makes a call on the shard of a key.
-func ask[A any](ctx context.Context, s *Sharded, key string, call func(*shard) (A, error)) (answer A, err error) {
-	shard := s.shards[ShardOf(key, len(s.shards))]
-	if err = shard.check(ctx); err == nil {
-		answer, err = call(shard)
-	}
-	return answer, shard.failed(err)
-}
-
-// tell is ask for calls that return nothing.
-func (s *Sharded) tell(ctx context.Context, key string, call func(*shard) error) error {
-	_, err := ask(ctx, s, key, func(shard *shard) (struct{}, error) { return struct{}{}, call(shard) })
-	return err
-}
-
-// onAll makes a call on each shard, at the same time, and returns their errors, nil for a shard without error.
-func (s *Sharded) onAll(ctx context.Context, call func(*shard) error) []error {
+// each returns the errors of all shards, nil for a shard without error.
+func (s *Sharded) each(call func(shard int, on *Prefetcher) error) []error {
 	errs := make([]error, len(s.shards))
 	var calls sync.WaitGroup
-	for i, shard := range s.shards {
-		calls.Go(func() {
-			err := shard.check(ctx)
-			if err == nil {
-				err = call(shard)
-			}
-			errs[i] = shard.failed(err)
-		})
+	for n, on := range s.shards {
+		calls.Go(func() { errs[n] = s.failed(n, call(n, on)) })
 	}
 	calls.Wait()
 	return errs
 }
 
-// join makes one error of the errors of all shards. An error that all shards return alike is no shard's own, and returned once.
-func join(errs []error) error {
-	var first *ShardError
-	if !errors.As(errs[0], &first) {
-		return errors.Join(errs...)
+func (s *Sharded) failed(shard int, err error) error {
+	if err == nil {
+		return nil
 	}
-	for _, err := range errs[1:] {
-		var e *ShardError
-		if !errors.As(err, &e) || e.Err.Error() != first.Err.Error() {
-			return errors.Join(errs...)
-		}
-	}
-	return first.Err
+	return &ShardError{shard, len(s.shards), err}
 }
 
-// Close admits no more requests, and waits until all earlier requests are answered: see [Combiner.Close]. Prefetched tokens are given
-// back: see [Prefetcher.Close].
+// Close closes the limiters of all shards at the same time: see [Prefetcher.Close].
 func (s *Sharded) Close() {
-	var closing sync.WaitGroup
-	for _, shard := range s.shards {
-		closing.Go(shard.Close)
-	}
-	closing.Wait()
+	s.each(func(_ int, on *Prefetcher) error { on.Close(); return nil })
 }
 
-// Acquire is [Combiner.Acquire] on the shard of key, or [Prefetcher.Acquire].
+// Acquire is [Prefetcher.Acquire] on the shard of key.
+//
+// Errors: as Prefetcher.Acquire, in a [*ShardError].
 func (s *Sharded) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
-	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Acquire(ctx, policy, key, opts...) })
+	n := ShardOf(key, len(s.shards))
+	d, err := s.shards[n].Acquire(ctx, policy, key, opts...)
+	return d, s.failed(n, err)
 }
 
 // AcquireAll is [Combiner.AcquireAll] if all charges belong to one shard, and as exact. That is so when they have one key, under
 // several policies. Charges of several shards are refused: no transaction spans two databases, so after a crash between them
 // only a part of the tokens would be taken.
 //
-// Errors: [ErrSeveralShards], and those of Combiner.AcquireAll.
+// Errors: [ErrSeveralShards]; as Combiner.AcquireAll, in a [*ShardError].
 func (s *Sharded) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
-	var key string // without charges, any shard returns the error
-	if len(charges) > 0 {
-		key = charges[0].Key
-	}
-	first := ShardOf(key, len(s.shards))
+	n := 0 // without charges, any shard returns the error
 	for i, c := range charges {
-		if this := ShardOf(c.Key, len(s.shards)); this != first {
+		switch of := ShardOf(c.Key, len(s.shards)); {
+		case i == 0:
+			n = of
+		case of != n:
 			return JointDecision{}, failed(verbAcquireAll, fmt.Errorf("%w: charge 0 to shard %d and charge %d to shard %d of %d, and a request is one "+
 				"transaction in one database. Give limits that are asked for together the same key, under different policies; "+
-				"or ask for each alone, and refund when a later one is denied", ErrSeveralShards, first, i, this, len(s.shards)))
+				"or ask for each alone, and refund when a later one is denied", ErrSeveralShards, n, i, of, len(s.shards)))
 		}
 	}
-	return ask(ctx, s, key, func(on *shard) (JointDecision, error) { return on.AcquireAll(ctx, charges, opts...) })
-}
-
-// Peek is [Limiter.Peek] on the shard of key.
-func (s *Sharded) Peek(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
-	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Peek(ctx, policy, key, opts...) })
-}
-
-// Refund is [Limiter.Refund] on the shard of key.
-func (s *Sharded) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
-	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Refund(ctx, policy, key, amount) })
-}
-
-// Pause is [Limiter.Pause] on the shard of key.
-func (s *Sharded) Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (Decision, error) {
-	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Pause(ctx, policy, key, pauseFor) })
-}
-
-// Reset is [Limiter.Reset] on the shard of key.
-func (s *Sharded) Reset(ctx context.Context, policy, key string) error {
-	return s.tell(ctx, key, func(on *shard) error { return on.Reset(ctx, policy, key) })
-}
-
-// ResetAll is [Limiter.ResetAll] on all shards, at the same time.
-func (s *Sharded) ResetAll(ctx context.Context, policy string) error {
-	return join(s.onAll(ctx, func(on *shard) error { return on.ResetAll(ctx, policy) }))
-}
-
-// Charge is [Limiter.Charge] on the shard of key.
-func (s *Sharded) Charge(ctx context.Context, policy, key string, cost int64, opts ...CallOption) (Decision, error) {
-	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Charge(ctx, policy, key, cost, opts...) })
-}
-
-// Settle is [Limiter.Settle] on the shard of key.
-func (s *Sharded) Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (Decision, error) {
-	return ask(ctx, s, key, func(on *shard) (Decision, error) { return on.Settle(ctx, policy, key, idempotencyKey, cost) })
-}
-
-// Reserve is [Limiter.Reserve] on the shard of key.
-func (s *Sharded) Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...CallOption) (Reservation, error) {
-	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Reserve(ctx, policy, key, maxWait, opts...) })
-}
-
-// AcquireUpTo is [Limiter.AcquireUpTo] on the shard of key.
-func (s *Sharded) AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...CallOption) (PartialDecision, error) {
-	return ask(ctx, s, key, func(on *shard) (PartialDecision, error) { return on.AcquireUpTo(ctx, policy, key, atMost, opts...) })
-}
-
-// Wait is [Limiter.Wait] on the shard of key.
-func (s *Sharded) Wait(ctx context.Context, policy, key string, opts ...CallOption) (Reservation, error) {
-	return ask(ctx, s, key, func(on *shard) (Reservation, error) { return on.Wait(ctx, policy, key, opts...) })
-}
-
-// Hold is [Limiter.Hold] on the shard of key.
-func (s *Sharded) Hold(ctx context.Context, policy, key string, opts ...CallOption) (h *Hold, d HoldDecision, err error) {
-	err = s.tell(ctx, key, func(on *shard) (err error) {
-		h, d, err = on.Hold(ctx, policy, key, opts...)
-		return err
-	})
-	return h, d, err
-}
-
-// HoldWait is [Limiter.HoldWait] on the shard of key.
-func (s *Sharded) HoldWait(ctx context.Context, policy, key string, opts ...CallOption) (h *Hold, d HoldDecision, err error) {
-	err = s.tell(ctx, key, func(on *shard) (err error) {
-		h, d, err = on.HoldWait(ctx, policy, key, opts...)
-		return err
-	})
-	return h, d, err
-}
-
-// HoldAs is [Limiter.HoldAs] on the shard of key.
-func (s *Sharded) HoldAs(ctx context.Context, policy, key, holder string, opts ...CallOption) (HoldDecision, error) {
-	return ask(ctx, s, key, func(on *shard) (HoldDecision, error) { return on.HoldAs(ctx, policy, key, holder, opts...) })
-}
-
-// Renew is [Limiter.Renew] on the shard of key.
-func (s *Sharded) Renew(ctx context.Context, policy, key, holder string) (heldFor time.Duration, err error) {
-	return ask(ctx, s, key, func(on *shard) (time.Duration, error) { return on.Renew(ctx, policy, key, holder) })
-}
-
-// Release is [Limiter.Release] on the shard of key.
-func (s *Sharded) Release(ctx context.Context, policy, key, holder string) (held bool, err error) {
-	return ask(ctx, s, key, func(on *shard) (bool, error) { return on.Release(ctx, policy, key, holder) })
-}
-
-// Override is [Limiter.Override] on the shard of the override's key.
-func (s *Sharded) Override(ctx context.Context, o Override) error {
-	return s.tell(ctx, o.Key, func(on *shard) error { return on.Override(ctx, o) })
-}
-
-// RemoveOverride is [Limiter.RemoveOverride] on the shard of key.
-func (s *Sharded) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
-	return ask(ctx, s, key, func(on *shard) (bool, error) { return on.RemoveOverride(ctx, policy, key) })
-}
-
-// Overrides lists the overrides of all shards as [Limiter.Overrides] lists the overrides of one database. With [OfKey], it asks one
-// shard. A copy of a database has overrides of keys that belong to another shard: these are left out.
-// If a shard fails, nothing is listed.
-func (s *Sharded) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {
-	return listKeys(ctx, s, opts, newList("Overrides", opts), (*shard).Overrides, func(o Override) (policy, key string) { return o.Policy, o.Key })
-}
-
-// Holders lists the holders of all shards as [Limiter.Holders] lists the holders of one database. With [OfKey], it asks one
-// shard. A copy of a database has holders of keys that belong to another shard: these are left out.
-// If a shard fails, nothing is listed.
-func (s *Sharded) Holders(ctx context.Context, opts ...CallOption) ([]Holder, error) {
-	return listKeys(ctx, s, opts, newList("Holders", opts), (*shard).Holders, func(h Holder) (policy, key string) { return h.Policy, h.Key })
-}
-
-// listKeys merges the lists of all shards, by policy and key.
-func listKeys[A any](ctx context.Context, s *Sharded, opts []CallOption, wanted settings,
-	list func(*shard, context.Context, ...CallOption) ([]A, error), of func(A) (policy, key string),
-) ([]A, error) {
-	if key, ok := wanted.key.(string); ok {
-		return ask(ctx, s, key, func(on *shard) ([]A, error) { return list(on, ctx, opts...) })
-	}
-	lists, err := listAll(ctx, s, func(on *shard) ([]A, error) { return listOwn(ctx, on, opts, wanted.maxRows, list, of) })
-	if err != nil {
-		return nil, err
-	}
-	all := slices.Concat(lists...)
-	slices.SortStableFunc(all, func(a, b A) int {
-		aPolicy, aKey := of(a)
-		bPolicy, bKey := of(b)
-		return cmp.Or(cmp.Compare(aPolicy, bPolicy), cmp.Compare(aKey, bKey))
-	})
-	return all[:min(len(all), int(wanted.maxRows))], nil
-}
-
-// listOwn lists what a shard has of its own keys. A copy of a larger database has rows of other shards' keys, too. If
-// they fill a list, listOwn asks for a longer list.
-func listOwn[A any](ctx context.Context, s *shard, opts []CallOption, wanted int32,
-	list func(*shard, context.Context, ...CallOption) ([]A, error), of func(A) (policy, key string),
-) ([]A, error) {
-	for rows := wanted; ; rows = 2 * min(rows, math.MaxInt32/2) {
-		all, err := list(s, ctx, append(slices.Clone(opts), MaxRows(rows))...)
-		if err != nil {
-			return nil, err
-		}
-		isAll := len(all) < int(rows)
-		all = slices.DeleteFunc(all, func(row A) bool {
-			_, key := of(row)
-			return ShardOf(key, s.of) != s.number
-		})
-		if isAll || len(all) >= int(wanted) {
-			return all, nil
-		}
-	}
-}
-
-// listAll asks all shards for lists.
-func listAll[A any](ctx context.Context, s *Sharded, list func(*shard) (A, error)) ([]A, error) {
-	lists := make([]A, len(s.shards))
-	err := join(s.onAll(ctx, func(on *shard) (err error) {
-		lists[on.number], err = list(on)
-		return err
-	}))
-	return lists, err
+	d, err := s.shards[n].AcquireAll(ctx, charges, opts...)
+	return d, s.failed(n, err)
 }
 
 // DefinePolicy is [Limiter.DefinePolicy] on all shards, at the same time. It is not one transaction: after an error the policy may
 // be defined on some shards only. Repeat it until it succeeds.
 func (s *Sharded) DefinePolicy(ctx context.Context, p Policy) error {
-	return join(s.onAll(ctx, func(on *shard) error { return on.DefinePolicy(ctx, p) }))
+	return s.Each(func(_ int, on *Prefetcher) error { return on.DefinePolicy(ctx, p) })
 }
 
 // DropPolicy is [Limiter.DropPolicy] on all shards, at the same time. It is not one transaction: after an error some shards may
 // have the policy still. Repeat it until it succeeds, or returns [ErrUnknownPolicy], which it returns only if no shard had the policy.
 func (s *Sharded) DropPolicy(ctx context.Context, name string) error {
-	errs := s.onAll(ctx, func(on *shard) error { return on.DropPolicy(ctx, name) })
-	isUnknown := func(err error) bool { return errors.Is(err, ErrUnknownPolicy) }
-	others := slices.DeleteFunc(slices.Clone(errs), isUnknown)
-	if 0 < len(others) && len(others) < len(errs) { // some shards had it
-		return errors.Join(others...)
+	errs := s.each(func(_ int, on *Prefetcher) error { return on.DropPolicy(ctx, name) })
+	known := slices.DeleteFunc(slices.Clone(errs), func(err error) bool { return errors.Is(err, ErrUnknownPolicy) })
+	if len(known) == 0 {
+		return errors.Join(errs...)
 	}
-	return join(errs)
+	return errors.Join(known...)
 }
 
-// Policies is [Limiter.Policies]: the policies that all shards have.
+// maxShards is the most that ratelimit_define_shard accepts.
+const maxShards = 1 << 16
+
+// verbCheck names the question which shard a database is.
+const verbCheck = "check the shard"
+
+// ShardOf returns the number, from 0, of the shard that has a key, if there are so many shards, a power of two. It is the low bits
+// of the first 8 bytes, big endian, of the SHA-256 of the key. It is the same in every language, and never changes:
+// testdata/shards.json has examples. The policy does not count, so all limits of a user are in one shard.
+func ShardOf(key string, shards int) int {
+	hash := sha256.Sum256([]byte(key))
+	return int(binary.BigEndian.Uint64(hash[:8]) & uint64(shards-1))
+}
+
+// A ShardError is an error of one shard of a [Sharded]. Its other shards may be well.
+type ShardError struct {
+	Shard, Of int   // the shard's number, from 0, and the number of shards
+	Err       error // the error of its [Combiner]
+}
+
+func (e *ShardError) Error() string {
+	return fmt.Sprintf("pgratelimit: shard %d of %d: %s", e.Shard, e.Of, strings.TrimPrefix(e.Err.Error(), "pgratelimit: "))
+}
+
+func (e *ShardError) Unwrap() error { return e.Err }
+
+// CheckShard returns a function that finds out whether a connection leads to the shard of this number. As AfterConnect of
+// a pgxpool.Config it refuses all other connections: after a database was moved, a name or a pooler may
+// still, or already, lead elsewhere. [NewSharded] asks once; this function asks for each connection. The option is [Schema].
 //
-// Errors: a shard with other policies than shard 0, because a DefinePolicy or DropPolicy was not repeated until it succeeded.
-func (s *Sharded) Policies(ctx context.Context) ([]Policy, error) {
-	lists, err := listAll(ctx, s, func(on *shard) ([]Policy, error) { return on.Policies(ctx) })
-	if err != nil {
-		return nil, err
-	}
-	for i, list := range lists {
-		if !slices.Equal(list, lists[0]) {
-			return nil, s.shards[i].failed(failed("list policies", errors.New("its policies differ from those of shard 0: define or drop them again, on all shards")))
+// Errors: [ErrWrongShard], in a [*ShardError].
+func CheckShard(shard, of int, opts ...Option) func(context.Context, *pgx.Conn) error {
+	config := newConfig("CheckShard", aLimiter, opts)
+	return func(ctx context.Context, conn *pgx.Conn) error {
+		l := newLimiter(conn, config)
+		if err := l.checkShard(ctx, shard, of); err != nil {
+			return &ShardError{shard, of, err}
 		}
+		return nil
 	}
-	return lists[0], nil
 }
 
-// Cleanup is [Limiter.Cleanup] on all shards, at the same time: a batch in each. It counts the rows that all shards have removed,
-// also if some have failed.
-func (s *Sharded) Cleanup(ctx context.Context, opts ...CallOption) (sum Cleaned, err error) {
-	all, err := listAll(ctx, s, func(on *shard) (Cleaned, error) { return on.Cleanup(ctx, opts...) })
-	for _, c := range all {
-		sum.Buckets += c.Buckets
-		sum.IdempotencyKeys += c.IdempotencyKeys
+// CheckAlone is CheckShard for a program of one database: it refuses connections to a database that is one of several shards. The
+// option [Alone] asks once.
+//
+// Errors: [ErrWrongShard].
+func CheckAlone(opts ...Option) func(context.Context, *pgx.Conn) error {
+	config := newConfig("CheckAlone", aLimiter, opts)
+	return func(ctx context.Context, conn *pgx.Conn) error {
+		l := newLimiter(conn, config)
+		return l.checkShard(ctx, 0, alone)
 	}
-	return sum, err
 }
 
-// RunCleanup is [Limiter.RunCleanup] on all shards, at the same time, each at its own pace. [OnError] gets a [*ShardError].
-func (s *Sharded) RunCleanup(ctx context.Context, every time.Duration, opts ...CallOption) {
-	report := runCleanup(every, opts) // here, where the caller can recover from a panic
-	var running sync.WaitGroup
-	for _, shard := range s.shards {
-		running.Go(func() {
-			shard.RunCleanup(ctx, every, OnError(func(err error) { report(shard.failed(err)) }))
-		})
+// alone is the number of shards of a database that is not one of several.
+const alone = 0
+
+// A place is the shard that a limiter's database must be. It is checked before the first call.
+type place struct {
+	shard, of int
+	isChecked atomic.Bool
+}
+
+// at is the option of a limiter that must be in a place. Limiters with the same options are each checked.
+func at(shard, of int) Option {
+	return option{set: func(c *config) { c.place = &place{shard: shard, of: of} }}
+}
+
+// checkPlace returns an error if the database is in another place than the limiter's.
+func (l *limiter) checkPlace(ctx context.Context) error {
+	if l.place == nil || l.place.isChecked.Load() {
+		return nil
 	}
-	running.Wait()
+	err := l.checkShard(ctx, l.place.shard, l.place.of)
+	if err == nil {
+		l.place.isChecked.Store(true)
+	}
+	return err
+}
+
+// checkShard returns an error unless the database is the shard of this number, or alone.
+func (l *limiter) checkShard(ctx context.Context, shard, of int) error {
+	where, isShard, isOf, err := l.whichShard(ctx)
+	if err != nil {
+		return err
+	}
+	switch {
+	case of == alone && isOf > 1:
+		err = fmt.Errorf("%w: %s is shard %d of %d: buckets of most keys are elsewhere, and would be full here. List all %d databases, in "+
+			"SHARD_URLS for pgratelimit and for NewSharded in Go", ErrWrongShard, where, isShard, isOf, isOf)
+	case of == alone:
+	case isOf == 0:
+		err = fmt.Errorf("%w: %s is no shard. If it is new and meant to be this one, run there: select ratelimit_define_shard(%d, %d);",
+			ErrWrongShard, where, shard, of)
+	case isOf != of:
+		err = fmt.Errorf("%w: %s is shard %d of %d. List all %d databases, in the order of their numbers",
+			ErrWrongShard, where, isShard, isOf, isOf)
+	case isShard != shard:
+		err = fmt.Errorf("%w: %s is shard %d of %d. List the databases in the order of their numbers, each once",
+			ErrWrongShard, where, isShard, isOf)
+	}
+	return failed(verbCheck, err)
+}
+
+// whichShard returns a name of the database, its shard number, and the number of shards: 0 if it is no shard.
+func (l *limiter) whichShard(ctx context.Context) (where string, shard, of int, err error) {
+	var database string
+	var host pgtype.Text
+	var port, isShard, isOf pgtype.Int8
+	asks := *l
+	asks.place = nil
+	err = asks.query(ctx, call{
+		verb: verbCheck,
+		columns: "pg_catalog.current_database()::text, pg_catalog.host(pg_catalog.inet_server_addr()), pg_catalog.inet_server_port()::bigint, " +
+			"pg_catalog.max(shard)::bigint, pg_catalog.max(of)::bigint", // one row, also without a shard
+		function: "ratelimit_shard()",
+		once:     true,
+	}, &database, &host, &port, &isShard, &isOf)
+	where = fmt.Sprintf("database %q", database)
+	if host.Valid { // it is no Unix socket
+		where += fmt.Sprintf(" of the server at %s:%d", host.String, port.Int64)
+	}
+	return where, int(isShard.Int64), int(isOf.Int64), err
+}
+
+// isSilence reports whether a database that failed to answer may be well later, under any name: it cannot be
+// reached, is starting or stopping, or has no place for another connection.
+func isSilence(err error) bool {
+	if errors.Is(err, ErrWrongShard) {
+		return false
+	}
+	var pgErr *pgconn.PgError
+	if !errors.As(err, &pgErr) {
+		return true
+	}
+	switch pgErr.Code[:min(2, len(pgErr.Code))] {
+	case "08", "53", "57", "58": // connection, resources, operator intervention, system
+		return true
+	}
+	return false
 }

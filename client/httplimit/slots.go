@@ -9,8 +9,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// A Holder lends slots: *[client.Limiter], *[client.Combiner], *[client.Prefetcher], *[client.Sharded] and the fake of package
-// clienttest.
+// A Holder lends slots: *[client.Limiter], *[client.Combiner], *[client.Prefetcher] and the fake of package clienttest.
 type Holder interface {
 	// Hold takes slots of key if enough are free: see [client.Limiter.Hold].
 	Hold(ctx context.Context, policy, key string, opts ...client.CallOption) (*client.Hold, client.HoldDecision, error)

@@ -46,8 +46,7 @@ import (
 // callTimeout bounds a pause, and a call whose request has ended.
 const callTimeout = 5 * time.Second
 
-// A Limiter takes tokens and pauses buckets: *[client.Limiter], *[client.Combiner], *[client.Prefetcher], *[client.Sharded] and the fake of
-// package clienttest.
+// A Limiter takes tokens and pauses buckets: *[client.Limiter], *[client.Combiner], *[client.Prefetcher] and the fake of package clienttest.
 type Limiter interface {
 	AcquireAll(ctx context.Context, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error)
 	Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error)

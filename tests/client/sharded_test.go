@@ -1,11 +1,9 @@
 package client_test
 
 import (
-	"context"
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -57,7 +55,7 @@ func shardIs(t *testing.T, shard, of int, err error) {
 	require.ErrorContains(t, err, fmt.Sprintf("pgratelimit: shard %d of %d: ", shard, of))
 }
 
-// Each method about a key finds the bucket in the database that ShardOf names, and no other.
+// Each call about a key finds the bucket in the database that ShardOf names, and no other.
 func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
@@ -65,100 +63,47 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 	const of = 4
 	s := newShards(t, of)
 	limiter := s.open(t)
-	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 100, Refill: 1, Every: time.Hour}))
-	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "org", Capacity: 100, Refill: 1, Every: time.Hour}))
-	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "jobs", Capacity: 1, Lease: time.Hour}))
-
+	for _, policy := range []string{"api", "org"} {
+		require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: policy, Capacity: 100, Refill: 1, Every: time.Hour}))
+	}
 	for shard := range of {
 		key := keyOn(shard, of)
-		here := client.New(s.pools[shard])
-		left := func(want int64) {
-			for n, pool := range s.pools {
-				of := map[bool]int64{true: want, false: 100}[n == shard]
-				require.Equal(t, of, kit.NoError(client.New(pool).Peek(ctx, "api", key))(t).Remaining, "shard %d, key of shard %d", n, shard)
-			}
-			require.Equal(t, want, kit.NoError(limiter.Peek(ctx, "api", key))(t).Remaining)
-		}
-		require.True(t, kit.NoError(limiter.Acquire(ctx, "api", key, client.Cost(10), client.IdempotencyKey("estimate")))(t).Allowed)
-		left(90)
-		kit.NoError(limiter.Settle(ctx, "api", key, "estimate", 20))(t)
-		left(80)
-		kit.NoError(limiter.Charge(ctx, "api", key, 10))(t)
-		left(70)
-		kit.NoError(limiter.Refund(ctx, "api", key, 5))(t)
-		left(75)
-		require.True(t, kit.NoError(limiter.Reserve(ctx, "api", key, 0, client.Cost(5)))(t).Allowed)
-		left(70)
-		require.True(t, kit.NoError(limiter.Wait(ctx, "api", key, client.Cost(5)))(t).Allowed)
-		left(65)
-		require.EqualValues(t, 5, kit.NoError(limiter.AcquireUpTo(ctx, "api", key, 5))(t).Taken)
-		left(60)
-		joint := kit.NoError(limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: key, Cost: client.Cost(5)}, {Policy: "org", Key: key}}))(t)
-		require.True(t, joint.Allowed)
-		left(55)
-		require.NoError(t, limiter.Override(ctx, client.Override{Policy: "api", Key: key, Capacity: 50, Refill: 1, Every: time.Hour}))
-		require.NoError(t, limiter.Reset(ctx, "api", key))
-		require.EqualValues(t, 50, kit.NoError(here.Peek(ctx, "api", key))(t).Remaining)
-
-		require.Len(t, kit.NoError(limiter.Overrides(ctx, client.OfKey(key)))(t), 1)
-		h, _, err := limiter.Hold(ctx, "jobs", key)
-		require.NoError(t, err)
-		require.Equal(t, h.Holder(), kit.NoError(here.Holders(ctx))(t)[0].Holder)
-		require.NoError(t, h.Release(ctx))
-		require.True(t, kit.NoError(limiter.HoldAs(ctx, "jobs", key, "h"))(t).Allowed)
-		require.Equal(t, time.Hour, kit.NoError(limiter.Renew(ctx, "jobs", key, "h"))(t))
-		require.True(t, kit.NoError(limiter.Release(ctx, "jobs", key, "h"))(t))
-		h, _, err = limiter.HoldWait(ctx, "jobs", key)
-		require.NoError(t, err)
-		require.Equal(t, h.Holder(), kit.NoError(here.Holders(ctx))(t)[0].Holder)
-		require.Len(t, kit.NoError(limiter.Holders(ctx, client.OfKey(key)))(t), 1)
-		defer func() { require.NoError(t, h.Release(ctx)) }()
+		require.True(t, kit.NoError(limiter.Acquire(ctx, "api", key, client.Cost(10)))(t).Allowed)
+		charges := []client.Charge{{Policy: "api", Key: key, Cost: client.Cost(5)}, {Policy: "org", Key: key}}
+		require.True(t, kit.NoError(limiter.AcquireAll(ctx, charges))(t).Allowed)
+		require.EqualValues(t, 65, kit.NoError(limiter.On(key).Charge(ctx, "api", key, 20))(t).Remaining)
+		require.NoError(t, limiter.Each(func(n int, on *client.Prefetcher) error {
+			left := map[bool]int64{true: 65, false: 100}[n == shard]
+			require.Equal(t, left, kit.NoError(on.Peek(ctx, "api", key))(t).Remaining, "shard %d, key of shard %d", n, shard)
+			require.Equal(t, left, kit.NoError(client.New(s.pools[n]).Peek(ctx, "api", key))(t).Remaining)
+			return nil
+		}))
 	}
-	holders := kit.NoError(limiter.Holders(ctx))(t)
-	require.Len(t, holders, of)
-	require.True(t, slices.IsSortedFunc(holders, func(a, b client.Holder) int { return strings.Compare(a.Key, b.Key) }))
-
-	all := kit.NoError(limiter.Overrides(ctx))(t)
-	require.Len(t, all, of)
-	require.True(t, slices.IsSortedFunc(all, func(a, b client.Override) int { return strings.Compare(a.Key, b.Key) }))
-	require.Equal(t, all[:2], kit.NoError(limiter.Overrides(ctx, client.OfPolicy("api"), client.MaxRows(2)))(t))
-	require.True(t, kit.NoError(limiter.RemoveOverride(ctx, "api", keyOn(1, of)))(t))
-	require.Len(t, kit.NoError(limiter.Overrides(ctx))(t), of-1)
 }
 
-func TestSharded_PoliciesAreThoseOfAllShards(t *testing.T) {
+func TestSharded_DefinitionsAreMadeOnAllShards(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
 	ctx := t.Context()
-	const of = 4
-	s := newShards(t, of)
+	s := newShards(t, 4)
 	limiter := s.open(t)
-	policy := client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour, Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour, Shadow: client.No}
+	policy := client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}
 	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
-
-	// A part of the shards, as after an error.
-	for _, pool := range s.pools[:2] {
-		require.NoError(t, client.New(pool).DefinePolicy(ctx, policy))
-	}
-	_, err := limiter.Policies(ctx)
-	shardIs(t, 2, of, err)
-	require.ErrorContains(t, err, "differ")
+	require.NoError(t, client.New(s.pools[2]).DefinePolicy(ctx, policy)) // a part of the shards, as after an error
 	for range 2 {
 		require.NoError(t, limiter.DefinePolicy(ctx, policy))
-		require.Equal(t, []client.Policy{policy}, kit.NoError(limiter.Policies(ctx))(t))
+		for _, pool := range s.pools {
+			require.Len(t, kit.NoError(client.New(pool).Policies(ctx))(t), 1)
+		}
 	}
-
 	require.NoError(t, client.New(s.pools[3]).DropPolicy(ctx, "api"))
 	require.NoError(t, limiter.DropPolicy(ctx, "api"), "what is left of it")
 	require.ErrorIs(t, limiter.DropPolicy(ctx, "api"), client.ErrUnknownPolicy)
 
-	err = limiter.DefinePolicy(ctx, client.Policy{Name: "api"})
-	require.ErrorIs(t, err, client.ErrInvalidArgument)
-	require.NotContains(t, err.Error(), "shard", "they all say so")
 	s.dbs[1].Exec(t, "drop function ratelimit_define_policy")
 	s.dbs[3].Exec(t, "drop function ratelimit_define_policy")
-	err = limiter.DefinePolicy(ctx, policy)
-	shardIs(t, 1, of, err)
+	err := limiter.DefinePolicy(ctx, policy)
+	shardIs(t, 1, 4, err)
 	require.ErrorContains(t, err, "shard 3 of 4: define policy: ")
 }
 
@@ -176,7 +121,7 @@ func TestSharded_ChargesOfSeveralShardsAreRefused(t *testing.T) {
 	require.ErrorContains(t, err, "the same key")
 	require.NotContains(t, err.Error(), here, "who may not see keys may see errors")
 	for _, key := range []string{here, there} {
-		require.EqualValues(t, 10, kit.NoError(limiter.Peek(ctx, "api", key))(t).Remaining)
+		require.EqualValues(t, 10, kit.NoError(limiter.On(key).Peek(ctx, "api", key))(t).Remaining)
 	}
 	_, err = limiter.AcquireAll(ctx, nil)
 	require.ErrorIs(t, err, client.ErrInvalidArgument)
@@ -184,39 +129,6 @@ func TestSharded_ChargesOfSeveralShardsAreRefused(t *testing.T) {
 	_, err = limiter.AcquireAll(ctx, []client.Charge{{Policy: "nobody", Key: there}, {Policy: "api", Key: there}})
 	require.ErrorIs(t, err, client.ErrUnknownPolicy)
 	shardIs(t, 1, 2, err)
-}
-
-func TestSharded_CleanUp(t *testing.T) {
-	pgtest.OncePerServer(t)
-	t.Parallel()
-	const of = 2
-	s := newShards(t, of)
-	limiter := s.open(t)
-	ctx, stop := context.WithCancel(t.Context())
-	defer stop()
-	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 10, Every: time.Microsecond, Remember: time.Microsecond}))
-	use := func() {
-		for shard, db := range s.dbs {
-			db.Exec(t, "select ratelimit_acquire('api', $1, 1, 'x')", keyOn(shard, of))
-			db.Exec(t, "update ratelimit.buckets set due_at = now() - interval '1 day', refilled_at = now() - interval '1 day'")
-			db.Exec(t, "update ratelimit.idempotency_keys set expires_at = now() - interval '1 day'")
-		}
-	}
-	use()
-	require.Equal(t, client.Cleaned{Buckets: of, IdempotencyKeys: of}, kit.NoError(limiter.Cleanup(ctx, client.MaxRows(1)))(t))
-	use()
-	var cleaning sync.WaitGroup
-	cleaning.Go(func() { limiter.RunCleanup(ctx, time.Millisecond) })
-	for _, db := range s.dbs {
-		db.Await(t, time.Minute, "select not exists (select from ratelimit.idempotency_keys)")
-	}
-	stop()
-	cleaning.Wait()
-
-	kit.NoError(s.pools[1].Exec(t.Context(), "drop procedure ratelimit_cleanup_all"))(t)
-	ctx, stop = context.WithCancel(t.Context())
-	var once sync.Once
-	limiter.RunCleanup(ctx, time.Millisecond, client.OnError(func(err error) { once.Do(func() { shardIs(t, 1, of, err); stop() }) }))
 }
 
 // Each way to list the wrong databases is told from the others, with the database and what helps.

@@ -109,7 +109,7 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	again := kit.NoError(limiter.Acquire(t.Context(), "jobs", job, client.Cost(60), client.IdempotencyKey("estimate")))(t)
 	granted.Replayed, granted.ResetAfter, again.ResetAfter = true, 0, 0
 	require.Equal(t, granted, again)
-	require.EqualValues(t, 90, kit.NoError(limiter.Settle(t.Context(), "jobs", job, "estimate", 10))(t).Remaining)
+	require.EqualValues(t, 90, kit.NoError(limiter.On(job).Settle(t.Context(), "jobs", job, "estimate", 10))(t).Remaining)
 }
 
 // One database is copied for each shard, and each shard once more, while nobody takes tokens. Every key finds what its bucket
@@ -155,7 +155,7 @@ func TestShards_GrowByCopies(t *testing.T) {
 		for i := range keys {
 			key := fmt.Sprint("user:", i)
 			for policy, left := range map[string]int{"p": 100 - i, "q": 100 - 2*i} {
-				require.EqualValues(t, left, kit.NoError(limiter.Peek(t.Context(), policy, key))(t).Remaining, "%s of %d shards", key, of)
+				require.EqualValues(t, left, kit.NoError(limiter.On(key).Peek(t.Context(), policy, key))(t).Remaining, "%s of %d shards", key, of)
 			}
 			d := kit.NoError(limiter.Acquire(t.Context(), "p", key, client.Cost(int64(i)), client.IdempotencyKey("once")))(t)
 			require.Equal(t, i > 0, d.Replayed) // a cost of 0 is not remembered

@@ -18,7 +18,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/server/internal/envoy"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
-	"github.com/pgratelimit/pgratelimit/server/policyfile"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
@@ -62,7 +61,7 @@ func FuzzDescriptors(f *testing.F) {
 		limits := service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}
 		asked := &book{}
 		_, _ = envoy.New(asked, rules).ShouldRateLimit(t.Context(), &q)
-		s := envoy.New(service.New(fake, limits, func(service.Call) {}), rules)
+		s := envoy.New(service.New(service.Single{Limiter: fake}, limits, func(service.Call) {}), rules)
 		for range 2 {
 			before := levels(t, fake, asked.charges)
 			answer, err := s.ShouldRateLimit(t.Context(), &q)
@@ -124,35 +123,6 @@ descriptors:
 		areSame := proto.Equal(q.Descriptors[0], q.Descriptors[1])
 		require.Equal(t, areSame, asked.charges[0].Key == asked.charges[1].Key, "%q and %q: %q", a, b, asked.charges[0].Key)
 		require.LessOrEqual(t, len(asked.charges[0].Key), 512)
-	})
-}
-
-// FuzzRules reads whatever bytes there are as rules, and decides by them: a domain that can be read can be asked.
-func FuzzRules(f *testing.F) {
-	f.Add([]byte(fuzzed), "a", "x", "b", "y")
-	f.Add([]byte("domain: d\ndescriptors: [{key: \"*\", rate_limit: {unit: day, requests_per_unit: 4294967295}}]"), "", "*", "_", "_")
-	f.Add([]byte("domain: d\ndescriptors: [{key: a, value: \"_*\", share_threshold: true, rate_limit: {policy: p, overdraw: true}}]"), "a", "_", "a_", "")
-	f.Fuzz(func(t *testing.T, data []byte, key1, value1, key2, value2 string) {
-		domains, err := policyfile.ParseEnvoy("f", data)
-		if err != nil || len(domains) == 0 {
-			return
-		}
-		rules, err := envoy.NewRules(domains)
-		if err != nil {
-			require.NotEmpty(t, err.Error())
-			return
-		}
-		asked := &book{}
-		answer, err := envoy.New(asked, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: domains[0].Name, Descriptors: []*common.RateLimitDescriptor{
-			of(key1, value1), of(key2, value2), of(key1, value1, key2, value2),
-		}})
-		require.NoError(t, err)
-		require.Len(t, answer.GetStatuses(), 3)
-		for _, charge := range asked.charges {
-			require.True(t, 0 < len(charge.Policy) && len(charge.Policy) <= 512, "%q", charge.Policy)
-			require.True(t, 0 < len(charge.Key) && len(charge.Key) <= 512 && utf8.ValidString(charge.Key), "%q", charge.Key)
-			require.NotContains(t, charge.Policy, "\x00")
-		}
 	})
 }
 

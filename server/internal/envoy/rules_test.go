@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -28,6 +29,64 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
+
+func folder(t testing.TB, files map[string]string) string {
+	dir := t.TempDir()
+	for name, text := range files {
+		require.NoError(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o700))
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600))
+	}
+	return dir
+}
+
+// read reads rules that are right.
+func read(t testing.TB, text string) *envoy.Rules {
+	return kit.NoError(envoy.Read(t.Context(), filepath.Join(folder(t, map[string]string{"rules.yaml": text}), "rules.yaml")))(t)
+}
+
+// mistakes are the lines of an error, without the folder.
+func mistakes(t testing.TB, files map[string]string) []string {
+	dir := folder(t, files)
+	_, err := envoy.Read(t.Context(), dir)
+	require.Error(t, err)
+	return strings.Split(strings.ReplaceAll(err.Error(), dir+string(filepath.Separator), ""), "\n")
+}
+
+// A book is a gate that lets everything pass, and has what was asked of it.
+type book struct {
+	charges   []service.GateCharge
+	unmatched []string
+}
+
+func (b *book) Admit(_ context.Context, charges []service.GateCharge, blocked bool) (client.JointDecision, error) {
+	b.charges = charges
+	return client.JointDecision{Decision: client.Decision{Allowed: !blocked}, Decisions: make([]client.Decision, len(charges))}, nil
+}
+
+func (b *book) RefundAll(_ context.Context, charges []service.GateCharge) ([]client.Decision, error) {
+	b.charges = charges
+	return make([]client.Decision, len(charges)), nil
+}
+
+func (b *book) Unmatched(domain, keys string) {
+	b.unmatched = append(b.unmatched, domain+": "+keys)
+}
+
+// ask sends descriptors to rules, and returns what the gate was asked.
+func ask(t testing.TB, rules *envoy.Rules, descriptors ...*common.RateLimitDescriptor) (*pb.RateLimitResponse, *book) {
+	b := &book{}
+	answer := kit.NoError(envoy.New(b, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: "d", Descriptors: descriptors}))(t)
+	return answer, b
+}
+
+// of is a descriptor: keys and values in turns.
+func of(pairs ...string) *common.RateLimitDescriptor {
+	d := &common.RateLimitDescriptor{}
+	for i := 0; i < len(pairs); i += 2 {
+		d.Entries = append(d.Entries, &common.RateLimitDescriptor_Entry{Key: pairs[i], Value: pairs[i+1]})
+	}
+	return d
+}
 
 const matching = `
 domain: d
@@ -146,32 +205,47 @@ descriptors:
 	require.EqualValues(t, math.MaxUint32, answer.Statuses[0].LimitRemaining)
 }
 
-// Its sender would expect the limit to count.
-func TestAnswer_NoDescriptorHasALimitOfItsOwn(t *testing.T) {
+func TestAnswer_AnInvalidRequestIsNotAsked(t *testing.T) {
 	t.Parallel()
 	rules := read(t, matching)
-	for i := range 3 {
-		q := &pb.RateLimitRequest{Domain: "d"}
-		for range 3 {
-			q.Descriptors = append(q.Descriptors, of("any", "x"))
-		}
-		q.Descriptors[i].Limit = &common.RateLimitDescriptor_RateLimitOverride{RequestsPerUnit: 1}
+	back, limited := of("any", "x"), of("any", "x")
+	back.IsNegativeHits, limited.Limit = true, &common.RateLimitDescriptor_RateLimitOverride{RequestsPerUnit: 1} // its sender would expect it to count
+	for _, test := range []struct {
+		domain      string
+		descriptors []*common.RateLimitDescriptor
+		want        string
+	}{
+		{"", []*common.RateLimitDescriptor{of("any", "x")}, "invalid domain"},
+		{"d", nil, "descriptors has 0 elements"},
+		{"d", slices.Repeat([]*common.RateLimitDescriptor{of("any", "x")}, 1001), "descriptors has 1001 elements"},
+		{"d", []*common.RateLimitDescriptor{of("any", "x"), of("any", "x"), limited}, "descriptor 2 has a limit of its own"},
+		{"d", []*common.RateLimitDescriptor{of("any", "x"), back}, "descriptors 0 and 1 have hits of different signs"},
+		{"d", []*common.RateLimitDescriptor{back, of("nobody", "x")}, "descriptors 0 and 1 have hits of different signs"},
+	} {
 		b := &book{}
-		_, err := envoy.New(b, rules).ShouldRateLimit(t.Context(), q)
-		require.ErrorContains(t, err, "invalid limit", i)
+		_, err := envoy.New(b, rules).ShouldRateLimit(t.Context(), &pb.RateLimitRequest{Domain: test.domain, Descriptors: test.descriptors})
+		var e *service.Error
+		require.ErrorAs(t, err, &e)
+		require.Equal(t, service.InvalidArgument, e.Kind)
+		require.ErrorContains(t, err, test.want)
 		require.Empty(t, b.charges)
 	}
 }
 
+// A key is the JSON of the entries. A key that is too long is no error, because Envoy may be told to ignore errors.
 func TestAnswer_AKeyHas512Bytes(t *testing.T) {
 	t.Parallel()
-	for length, isHash := range map[int]bool{511: false, 512: false, 513: true} {
-		_, b := ask(t, read(t, matching), of("any", strings.Repeat("x", length-len(`[["any",""]]`))))
-		require.Equal(t, isHash, strings.HasPrefix(b.charges[0].Key, "sha256:"), length)
-		if !isHash {
-			require.Len(t, b.charges[0].Key, length)
-		}
+	rules := read(t, matching)
+	keyOf := func(value string) string {
+		_, b := ask(t, rules, of("any", value))
+		return b.charges[0].Key
 	}
+	for length, isHash := range map[int]bool{511: false, 512: false, 513: true, 10_000: true} {
+		key := keyOf(strings.Repeat("x", length-len(`[["any",""]]`)))
+		require.Equal(t, isHash, strings.HasPrefix(key, "sha256:"), length)
+		require.Equal(t, !isHash, len(key) == length)
+	}
+	require.Equal(t, `[["any","a\"],[\\ \u0000\n é <&>"]]`, keyOf("a\"],[\\ \x00\n é <&>"))
 }
 
 func TestRead_Mistakes(t *testing.T) {

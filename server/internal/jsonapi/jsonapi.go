@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"reflect"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -24,200 +25,145 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// A call is one of the service, below /v1/.
-type call struct {
-	operation service.Operation
-	endpoint  func(*service.Service, service.Operation, int64) http.HandlerFunc
+// An api has the calls of a service, below /v1/.
+type api struct {
+	mux      *http.ServeMux
+	service  *service.Service
+	maxBytes int64
+	names    []string // of the calls
 }
 
-var calls = []call{
-	{service.Acquire, endpoint[request]((*service.Service).Acquire, NewDecision)},
-	{service.AcquireAll, endpoint[jointRequest]((*service.Service).AcquireAll, newJointDecision)},
-	{service.AcquireMany, endpoint[many[request]]((*service.Service).AcquireMany, newAnswers)},
-	{service.AcquireUpTo, endpoint[upTo]((*service.Service).AcquireUpTo, newPartialDecision)},
-	{service.Reserve, endpoint[reserve]((*service.Service).Reserve, newReservation)},
-	{service.Charge, endpoint[request]((*service.Service).Charge, NewDecision)},
-	{service.Settle, endpoint[request]((*service.Service).Settle, NewDecision)},
-	{service.Peek, endpoint[charge]((*service.Service).Peek, NewDecision)},
-	{service.Refund, endpoint[refund]((*service.Service).Refund, NewDecision)},
-	{service.Pause, endpoint[pause]((*service.Service).Pause, NewDecision)},
-	{service.Hold, endpoint[hold]((*service.Service).Hold, newHoldDecision)},
-	{service.Renew, endpoint[holder]((*service.Service).Renew, newRenewal)},
-	{service.Release, endpoint[holder]((*service.Service).Release, newRelease)},
-}
-
-// Register adds s to mux, below /v1/. maxBytes bounds a request.
+// Register adds s to mux. maxBytes bounds a request.
 func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
-	for _, c := range calls {
-		mux.Handle("/v1/"+string(c.operation), c.endpoint(s, c.operation, maxBytes))
+	a := &api{mux: mux, service: s, maxBytes: maxBytes}
+	handle(a, service.Acquire, "policy key cost idempotency_key", s.Acquire, NewDecision)
+	handle(a, service.AcquireAll, "policy key cost", func(ctx context.Context, r charges) (client.JointDecision, error) {
+		return s.AcquireAll(ctx, service.JointRequest(r))
+	}, newJointDecision)
+	handle(a, service.AcquireMany, "policy key cost idempotency_key", func(ctx context.Context, r requests) ([]service.Answer, error) {
+		return s.AcquireMany(ctx, r.Requests)
+	}, newAnswers)
+	handle(a, service.AcquireUpTo, "policy key at_most at_least idempotency_key", s.AcquireUpTo, newPartialDecision)
+	handle(a, service.Reserve, "policy key cost idempotency_key max_wait", s.Reserve, newReservation)
+	handle(a, service.Charge, "policy key cost idempotency_key", s.Charge, NewDecision)
+	handle(a, service.Settle, "policy key cost idempotency_key", s.Settle, NewDecision)
+	handle(a, service.Peek, "policy key cost", s.Peek, NewDecision)
+	handle(a, service.Refund, "policy key amount", s.Refund, NewDecision)
+	handle(a, service.Pause, "policy key pause_for", s.Pause, NewDecision)
+	handle(a, service.Hold, "policy key holder cost", s.Hold, newHoldDecision)
+	handle(a, service.Renew, "policy key holder", s.Renew, newRenewal)
+	handle(a, service.Release, "policy key holder", s.Release, newRelease)
+	mux.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
+		Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/" + strings.Join(a.names, ", ") + "."}.Write(w)
+	})
+}
+
+// The requests of calls with a list.
+type (
+	charges struct {
+		Charges        []service.Request `json:"charges"`
+		IdempotencyKey *string           `json:"idempotency_key"`
 	}
-}
-
-// NoCall responds where there is none.
-func NoCall(w http.ResponseWriter, _ *http.Request) {
-	names := make([]string, len(calls))
-	for i, c := range calls {
-		names[i] = string(c.operation)
+	requests struct {
+		Requests []service.Request `json:"requests"`
 	}
-	Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/" + strings.Join(names, ", ") + "."}.Write(w)
+)
+
+// fields are those of a request, by their names in JSON. A call knows some of them.
+var fields = map[string]func(*service.Request) any{
+	"policy":          func(r *service.Request) any { return &r.Policy },
+	"key":             func(r *service.Request) any { return &r.Key },
+	"cost":            func(r *service.Request) any { return &r.Cost },
+	"at_most":         func(r *service.Request) any { return &r.Cost },
+	"amount":          func(r *service.Request) any { return &r.Cost },
+	"at_least":        func(r *service.Request) any { return &r.AtLeast },
+	"idempotency_key": func(r *service.Request) any { return &r.IdempotencyKey },
+	"holder":          func(r *service.Request) any { return &r.Holder },
+	"max_wait":        func(r *service.Request) any { return &r.Time },
+	"pause_for":       func(r *service.Request) any { return &r.Time },
 }
 
-type bucket struct {
-	Policy string `json:"policy"`
-	Key    string `json:"key"`
-}
-
-type charge struct {
-	bucket
-	Cost *int64 `json:"cost"`
-}
-
-func (r charge) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost}
-}
-
-type request struct {
-	charge
-	IdempotencyKey *string `json:"idempotency_key"`
-}
-
-func (r request) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost, IdempotencyKey: r.IdempotencyKey}
-}
-
-type upTo struct {
-	bucket
-	AtMost         *int64  `json:"at_most"`
-	AtLeast        *int64  `json:"at_least"`
-	IdempotencyKey *string `json:"idempotency_key"`
-}
-
-func (r upTo) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.AtMost, AtLeast: r.AtLeast, IdempotencyKey: r.IdempotencyKey}
-}
-
-type reserve struct {
-	request
-	MaxWait *float64 `json:"max_wait"` // seconds
-}
-
-func (r reserve) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Cost, IdempotencyKey: r.IdempotencyKey, Time: timeOf(r.MaxWait)}
-}
-
-type refund struct {
-	bucket
-	Amount *int64 `json:"amount"`
-}
-
-func (r refund) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Cost: r.Amount}
-}
-
-type pause struct {
-	bucket
-	PauseFor *float64 `json:"pause_for"` // seconds
-}
-
-func (r pause) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Time: timeOf(r.PauseFor)}
-}
-
-type holder struct {
-	bucket
-	Holder string `json:"holder"`
-}
-
-func (r holder) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Holder: r.Holder}
-}
-
-type hold struct {
-	holder
-	Cost *int64 `json:"cost"`
-}
-
-func (r hold) service() service.Request {
-	return service.Request{Policy: r.Policy, Key: r.Key, Holder: r.Holder, Cost: r.Cost}
-}
-
-type many[R asks[service.Request]] struct {
-	Requests []R `json:"requests"`
-}
-
-func (r many[R]) elements() int { return len(r.Requests) }
-
-func (r many[R]) service() []service.Request {
-	requests := make([]service.Request, len(r.Requests))
-	for i, one := range r.Requests {
-		requests[i] = one.service()
-	}
-	return requests
-}
-
-type jointRequest struct {
-	Charges        []charge `json:"charges"`
-	IdempotencyKey *string  `json:"idempotency_key"`
-}
-
-func (r jointRequest) elements() int { return len(r.Charges) }
-
-func (r jointRequest) service() service.JointRequest {
-	return service.JointRequest{Charges: many[charge]{r.Charges}.service(), IdempotencyKey: r.IdempotencyKey}
-}
-
-func timeOf(seconds *float64) *service.Time {
-	switch {
-	case seconds == nil:
-		return nil
-	case math.Abs(*seconds) > service.MaxTime:
-		return &service.Time{Text: strconv.FormatFloat(*seconds, 'g', -1, 64) + " seconds"}
-	}
-	return &service.Time{Duration: time.Duration(math.Round(1e6**seconds)) * time.Microsecond}
-}
-
-// asks is a request in JSON, which becomes one of the service.
-type asks[Q any] interface{ service() Q }
-
-// endpoint reads a request, and writes the answer or a [Problem].
-func endpoint[R asks[Q], Q, D, A any](ask func(*service.Service, context.Context, Q) (D, error), convert func(D) A) func(*service.Service, service.Operation, int64) http.HandlerFunc {
-	return func(s *service.Service, operation service.Operation, maxBytes int64) http.HandlerFunc {
-		return func(w http.ResponseWriter, r *http.Request) {
-			if !isPost(w, r) {
-				return
-			}
-			var q R
-			size := service.Size{Operation: operation}
-			// This reader rejects invalid UTF-8, lone surrogates, duplicate names, and text after the object. encoding/json would
-			// change such text, and so charge another bucket.
-			err := json.UnmarshalRead(counting{http.MaxBytesReader(w, r.Body, maxBytes), &size.Bytes}, &q, json.RejectUnknownMembers(true), json.WithUnmarshalers(wholeNumbers))
-			if err != nil {
-				Unreadable(err).Write(w)
-				return
-			}
-			if list, ok := any(q).(interface{ elements() int }); ok {
-				size.Elements = list.elements()
-			}
-			place, err := s.Place(nil, size)
-			if err != nil {
-				NewProblem(err).Write(w)
-				return
-			}
-			defer place.Leave()
-			d, err := ask(s, r.Context(), q.service())
-			if err != nil {
-				NewProblem(err).Write(w)
-				return
-			}
-			text, err := json.Marshal(convert(d))
-			if err != nil {
-				NewProblem(err).Write(w)
-				return
-			}
-			w.Header().Set("Content-Type", "application/json")
-			_, _ = w.Write(append(text, '\n')) // an error here means that the client has hung up
+// readRequest reads a request with these names.
+func readRequest(names []string) *json.Unmarshalers {
+	return json.UnmarshalFromFunc(func(from *jsontext.Decoder, to *service.Request) error {
+		if from.PeekKind() != '{' {
+			return errors.ErrUnsupported
 		}
+		*to = service.Request{}
+		_, _ = from.ReadToken() // the brace
+		for from.PeekKind() != '}' {
+			name, err := from.ReadToken()
+			if err != nil {
+				return err
+			}
+			if !slices.Contains(names, name.String()) {
+				return json.ErrUnknownName
+			}
+			if err := json.UnmarshalDecode(from, fields[name.String()](to)); err != nil {
+				return err
+			}
+		}
+		_, err := from.ReadToken()
+		return err
+	})
+}
+
+// readTime reads a time in seconds.
+var readTime = json.UnmarshalFromFunc(func(from *jsontext.Decoder, to *service.Time) error {
+	var seconds float64
+	if err := json.UnmarshalDecode(from, &seconds); err != nil {
+		return err
 	}
+	if math.Abs(seconds) > service.MaxTime {
+		*to = service.Time{Text: strconv.FormatFloat(seconds, 'g', -1, 64) + " seconds"}
+	} else {
+		*to = service.Time{Duration: time.Duration(math.Round(1e6*seconds)) * time.Microsecond}
+	}
+	return nil
+})
+
+// handle adds a call: it reads a request, of which it knows these names, and writes the answer or a [Problem].
+func handle[Q, D, A any](a *api, operation service.Operation, names string, call func(context.Context, Q) (D, error), convert func(D) A) {
+	a.names = append(a.names, string(operation))
+	// This reader rejects invalid UTF-8, lone surrogates, duplicate names, and text after the object. encoding/json would change such
+	// text, and so charge another bucket.
+	read := json.JoinOptions(json.RejectUnknownMembers(true),
+		json.WithUnmarshalers(json.JoinUnmarshalers(wholeNumbers, readTime, readRequest(strings.Fields(names)))))
+	a.mux.HandleFunc("/v1/"+string(operation), func(w http.ResponseWriter, r *http.Request) {
+		if !isPost(w, r) {
+			return
+		}
+		var q Q
+		size := service.Size{Operation: operation}
+		if err := json.UnmarshalRead(counting{http.MaxBytesReader(w, r.Body, a.maxBytes), &size.Bytes}, &q, read); err != nil {
+			Unreadable(err).Write(w)
+			return
+		}
+		switch list := any(q).(type) {
+		case charges:
+			size.Elements = len(list.Charges)
+		case requests:
+			size.Elements = len(list.Requests)
+		}
+		place, err := a.service.Place(nil, size)
+		if err != nil {
+			NewProblem(err).Write(w)
+			return
+		}
+		defer place.Leave()
+		d, err := call(r.Context(), q)
+		if err != nil {
+			NewProblem(err).Write(w)
+			return
+		}
+		text, err := json.Marshal(convert(d))
+		if err != nil {
+			NewProblem(err).Write(w)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = w.Write(append(text, '\n')) // an error here means that the client has hung up
+	})
 }
 
 // A counting reader counts its bytes.

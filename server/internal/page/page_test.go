@@ -89,40 +89,30 @@ func text(t *testing.T, page, selector string) (texts []string) {
 
 const hostile = `</bdi></td><script>alert(1)</script><img src=x onerror="alert(2)"><a href="javascript:alert(3)">&lt;b&gt;'{{.}}`
 
+// The page has the same elements and attributes, whatever the names are.
 func TestPage_EscapesEverything(t *testing.T) {
 	t.Parallel()
-	state := quiet
-	state.Health = func() string { return hostile }
-	p := away(state)
-	_, plain := get(p, "/")
-	p.databases[0].seen = snapshot{
-		policies: section[client.Policy]{rows: []client.Policy{{Name: hostile, Capacity: 1, Refill: client.Zero, Remember: time.Hour}}, at: t0, notice: hostile},
-		buckets:  section[inspect.Bucket]{rows: []inspect.Bucket{{Policy: hostile, Key: hostile, Overridden: true}}, at: t0, notice: hostile},
-		findings: section[inspect.Finding]{rows: []inspect.Finding{{Severity: hostile, Finding: hostile, Remedy: hostile}}, at: t0, notice: hostile},
-	}
-	for _, path := range []string{"/", "/?refresh=off&policy=" + url.QueryEscape(hostile)} {
-		_, page := get(p, path)
-		requireNoMarkup(t, page, plain)
-	}
-}
-
-func requireNoMarkup(t *testing.T, page, plain string) {
-	require.Equal(t, []string{name(hostile) + " override"}, text(t, page, "key"))
-	require.Contains(t, name(hostile), "<script>")
-	kinds := map[string]bool{}
-	elements(t, page, func(n *html.Node) {
-		kinds[n.Data] = true
-		for _, a := range n.Attr {
-			require.False(t, strings.HasPrefix(a.Key, "on") || a.Key == "style", "%s=%s", a.Key, a.Val)
-			if a.Key == "href" {
-				require.Regexp(t, `^(/|/\?refresh=off(#find)?|data:image/svg\+xml,.*)$`, a.Val)
-			}
+	markup := func(word, path string) (all []string) {
+		state := quiet
+		state.Health = func() string { return word }
+		p := away(state)
+		p.databases[0].seen = snapshot{
+			policies: section[client.Policy]{rows: []client.Policy{{Name: word, Capacity: 1, Refill: client.Zero, Remember: time.Hour}}, at: t0, notice: word},
+			buckets:  section[inspect.Bucket]{rows: []inspect.Bucket{{Policy: word, Key: word, Overridden: true}}, at: t0, notice: word},
+			findings: section[inspect.Finding]{rows: []inspect.Finding{{Severity: word, Finding: word, Remedy: word}}, at: t0, notice: word},
 		}
-	})
-	require.Subset(t, text(t, plain, "fine"), []string{"Not seen yet."})
-	elements(t, plain, func(n *html.Node) { require.Contains(t, kinds, n.Data) })
-	for kind := range kinds {
-		require.Regexp(t, "^(html|head|meta|title|link|style|body|header|main|section|div|h1|h2|p|a|span|strong|small|dl|dt|dd|figure|figcaption|svg|path|rect|ul|li|details|summary|form|input|label|datalist|option|button|table|thead|tbody|tr|th|td|bdi)$", kind)
+		_, page := get(p, path+url.QueryEscape(word))
+		require.Equal(t, []string{name(word) + " override"}, text(t, page, "key"))
+		elements(t, page, func(n *html.Node) {
+			all = append(all, n.Data)
+			for _, a := range n.Attr {
+				all = append(all, a.Key)
+			}
+		})
+		return all
+	}
+	for _, path := range []string{"/?x=", "/?refresh=off&policy="} {
+		require.Equal(t, markup("plain", path), markup(hostile, path))
 	}
 }
 

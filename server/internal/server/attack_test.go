@@ -32,6 +32,207 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
+// Calls need one of TOKENS, health and metrics one of MONITORING_TOKENS if there are any. Reflection lists the methods, and needs a
+// token itself. Package auth has the forms of a wrong token.
+func TestTokens_WhichWayNeedsWhich(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	for _, monitoring := range []string{"", "\nMONITORING_TOKENS=watch"} {
+		s := start(t, db.URL, strings.Split("TOKENS=first,second\nENVOY_RULES="+rulesFile(t, edgeRules)+monitoring, "\n")...)
+		with := func(token string) context.Context {
+			return metadata.AppendToOutgoingContext(t.Context(), "authorization", token)
+		}
+		methods := kit.NoError(s.methods(with("Bearer first")))(t)
+		require.Subset(t, methods, []string{
+			"/pgratelimit.v1.RateLimiter/Acquire", "/pgratelimit.v1.RateLimiter/Refund", "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit",
+			"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+			"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
+		})
+		for token, is := range map[string]struct{ caller, monitor bool }{
+			"":              {false, monitoring == ""},
+			"Bearer wrong":  {false, monitoring == ""},
+			"bearer second": {true, monitoring == ""},
+			"Bearer watch":  {false, true},
+		} {
+			for _, method := range methods {
+				admitted := is.caller
+				if strings.HasPrefix(method, "/grpc.health.v1.Health/") {
+					admitted = is.monitor
+				}
+				err := invoke(with(token), s, method)
+				require.Equal(t, admitted, status.Code(err) != codes.Unauthenticated, "%s with %q: %v", method, token, err)
+				if !admitted {
+					requireInfo(t, err, "UNAUTHENTICATED", "")
+				}
+			}
+			authorization := "Authorization: " + token
+			requireStatus(t, is.caller, s.mustPost("/v1/acquire", `{"policy":"budget","key":"k"}`, authorization))
+			requireStatus(t, is.caller, s.mustPost("/v1/nothing", ``, authorization))
+			for _, path := range []string{"/livez", "/healthz", "/metrics"} {
+				requireStatus(t, is.monitor, s.get(path, authorization))
+			}
+		}
+		twice := metadata.AppendToOutgoingContext(with("Bearer first"), "authorization", "Bearer first")
+		_, err := s.call(twice, "acquire", `{"policy":"budget","key":"k"}`)
+		require.Equal(t, codes.Unauthenticated, status.Code(err))
+	}
+	require.EqualValues(t, 2, taken(t, db), "of the second token")
+}
+
+// Another site can point its name to this machine: a browser then treats the calls of its pages as same-origin. Callers with a
+// token, and of other addresses, may use any name.
+func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	const call = `{"policy":"budget","key":"k"}`
+	s := start(t, db.URL, "STATUS_PAGE=true", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
+	status := func(s *testServer, method, path, host string) int {
+		a := s.mustDo(method, path, call, "Host: "+host, "Authorization: Bearer watch")
+		require.Equal(t, a.status == http.StatusForbidden, strings.Contains(a.text, "Without TOKENS"), "%s", a.text)
+		return a.status
+	}
+	for _, host := range []string{"evil.example", "evil.example:8080", "evil.example.", "127.0.0.1.evil.example", "localhost.evil.example:80", "localhost..", "[::1].evil.example"} {
+		for path, method := range map[string]string{"/v1/acquire": "POST", "/v1/charge": "POST", "/json": "POST", "/metrics": "GET", "/": "GET", "/v1/nothing": "POST"} {
+			require.Equal(t, http.StatusForbidden, status(s, method, path, host), "%s at %s", path, host)
+		}
+	}
+	for _, path := range []string{"/livez", "/healthz"} {
+		isWell := func() bool { return status(s, "GET", path, "evil.example") == http.StatusOK }
+		require.Eventually(t, isWell, time.Minute, 10*time.Millisecond, "health has nothing to hide, and may be asked by the name in HTTP_ADDR")
+	}
+	require.Zero(t, taken(t, db))
+	hosts := []string{"localhost", "LocalHost:8080", "localhost.", "localhost.:80", "127.0.0.1", "127.0.0.1:1", "[::1]", "[::1]:8080", "192.0.2.1"}
+	for _, host := range hosts {
+		require.Equal(t, http.StatusOK, status(s, "POST", "/v1/acquire", host), host)
+		require.Equal(t, http.StatusOK, status(s, "GET", "/metrics", host), host)
+	}
+	require.EqualValues(t, len(hosts), taken(t, db))
+	require.Equal(t, http.StatusOK, status(start(t, db.URL, "TOKENS=watch"), "POST", "/v1/acquire", "limits.example"))
+	require.Equal(t, http.StatusOK, status(start(t, db.URL, "HTTP_ADDR=0.0.0.0:0"), "POST", "/v1/acquire", "limits.example"))
+}
+
+func requireStatus(t *testing.T, admitted bool, a answer) {
+	require.Equal(t, admitted, a.status != http.StatusUnauthorized)
+	if !admitted {
+		requireProblem(t, a, http.StatusUnauthorized, "")
+		require.Equal(t, "Bearer", a.header.Get("WWW-Authenticate"))
+	}
+}
+
+func TestJSON_MalformedRequests(t *testing.T) {
+	_, s := parallel(t)
+	for name, body := range map[string]string{
+		"nothing":                 ``,
+		"no JSON":                 `policy=api&key=k`,
+		"half of it":              `{"policy":"api","key":`,
+		"more than it":            `{"policy":"api","key":"k"} {}`,
+		"no object":               `["api","k"]`,
+		"an unknown name":         `{"policy":"api","key":"k","costs":5}`,
+		"a name in capitals":      `{"policy":"api","Key":"k"}`,
+		"a name that comes twice": `{"policy":"api","key":"k","key":"l"}`,
+		"a cost in quotes":        `{"policy":"api","key":"k","cost":"5"}`,
+		"a key that is a number":  `{"policy":"api","key":5}`,
+		"text that is not UTF-8":  "{\"policy\":\"api\",\"key\":\"\xff\"}",
+		"half a surrogate":        `{"policy":"api","key":"\ud800"}`,
+		"a deep one":              strings.Repeat(`{"key":`, 100_000),
+	} {
+		a := s.mustPost("/v1/acquire", body)
+		requireProblem(t, a, http.StatusBadRequest, "")
+		require.NotContains(t, a.body["detail"], "Go ", name)
+	}
+	for path, body := range map[string]string{
+		"hold":    `{"policy":"jobs","key":"k","holder":"h","lease":60}`,
+		"renew":   `{"policy":"jobs","key":"k","holder":"h","cost":1}`,
+		"release": `{"policy":"jobs","key":"k","holder":5}`,
+	} {
+		requireProblem(t, s.mustPost("/v1/"+path, body), http.StatusBadRequest, "")
+	}
+	for _, key := range []string{"k", "l", "\ufffd"} {
+		require.EqualValues(t, 10, s.remaining("api", key), "none of them took anything")
+	}
+}
+
+func TestHTTP_OtherPathsAndMethods(t *testing.T) {
+	_, s := parallel(t)
+	for path := range everyCall {
+		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodDelete, http.MethodOptions, "ODD"} {
+			a := s.mustDo(method, "/v1/"+path, `{"policy":"api","key":"k"}`)
+			requireProblem(t, a, http.StatusMethodNotAllowed, "")
+			require.Equal(t, http.MethodPost, a.header.Get("Allow"))
+		}
+	}
+	for _, path := range []string{"/", "/v1", "/v1/", "/v1/acquire/", "/v2/acquire", "/favicon.ico"} {
+		a := s.mustPost(path, `{"policy":"api","key":"k"}`)
+		requireProblem(t, a, http.StatusNotFound, "")
+		for call := range everyCall {
+			require.Regexp(t, "(/v1/|, )"+call+`[,.]`, a.body["detail"], "the answer lists all calls")
+		}
+	}
+}
+
+// A page of another site can reach the server through a browser, and must not spend tokens.
+func TestHTTP_NotForPagesOfOtherSites(t *testing.T) {
+	_, s := parallel(t)
+	for _, header := range []string{"Sec-Fetch-Site: cross-site", "Origin: https://example.com"} {
+		requireProblem(t, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, header), http.StatusForbidden, "")
+	}
+}
+
+func TestMessages_TooLarge(t *testing.T) {
+	_, s := parallel(t, "MAX_MESSAGE_BYTES=2000")
+	charges := func(n int) string {
+		charge := `{"policy":"api","key":"` + strings.Repeat("k", 500) + `"}`
+		return `{"charges":[` + charge + strings.Repeat(","+charge, n-1) + `]}`
+	}
+	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire_all", charges(3))))
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire_all", charges(3)).status)
+
+	_, err := s.call(t.Context(), "acquire_all", charges(4))
+	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
+	requireProblem(t, s.mustPost("/v1/acquire_all", charges(4)), http.StatusRequestEntityTooLarge, "")
+	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 2001)), http.StatusRequestEntityTooLarge, "")
+	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 1_000_000)), http.StatusRequestEntityTooLarge, "")
+
+	s.acquire("api", "k") // the connection goes on
+}
+
+// Connections without a complete request delay no caller, and are closed.
+func TestListeners_SlowConnections(t *testing.T) {
+	t.Parallel()
+	db := newDB(t)
+	s, brief := start(t, db.URL), start(t, db.URL, "CALL_TIMEOUT=1s") // which ends a call whose body does not come
+	var slow []net.Conn
+	open := func(address net.Addr, begin string) {
+		conn := dial(t, address)
+		require.NoError(t, conn.SetDeadline(time.Now().Add(time.Minute)))
+		require.NoError(t, kit.ErrorOf(io.WriteString(conn, begin)))
+		slow = append(slow, conn)
+	}
+	for range 300 {
+		open(s.GRPCAddr(), "")
+		open(s.GRPCAddr(), "PRI * HTTP/2.0\r\n")
+		open(s.HTTPAddr(), "POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\n")
+	}
+	const half = "POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: 30\r\n\r\n{\"policy\":\"api\""
+	for range 300 {
+		open(brief.HTTPAddr(), half)
+	}
+	s.acquire("api", "k")
+	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status)
+
+	var ended sync.WaitGroup
+	for _, conn := range slow {
+		ended.Go(func() {
+			_, err := io.Copy(io.Discard, conn)
+			if timeout, ok := err.(net.Error); ok && timeout.Timeout() { //nolint:errorlint // it is not wrapped
+				t.Error("the server did not end the connection")
+			}
+		})
+	}
+	ended.Wait()
+	require.NotContains(t, s.log.String()+brief.log.String(), "level=ERROR", "strangers do not fill the log")
+}
+
 // underAttack lets ordinary callers of both protocols go on while attack does what it does. Each of them is answered, memory
 // stays bounded, nothing panics, and nobody got tokens that the database did not lose: what callers were told they got,
 // what the server counted as granted, and what is gone agree as far as answers can be lost.
@@ -131,96 +332,58 @@ func (p *peer) call(message []byte) error {
 	return nil
 }
 
-// swallow reads what the server says until it has ended the connection.
-func (p *peer) swallow() (ended <-chan struct{}) {
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		_, _ = io.Copy(io.Discard, p.Conn)
-	}()
-	return done
-}
-
 func acquireMessage(t *testing.T, key string) []byte {
 	return kit.NoError(proto.Marshal(&pb.Request{Policy: "budget", LogicalKey: key}))(t)
-}
-
-// many writes frames until the server ends the connection.
-func many(n int, write func(p *peer, i int) error) func(*peer) error {
-	return func(p *peer) (err error) {
-		for i := 0; i < n && err == nil; i++ {
-			err = write(p, i)
-		}
-		return err
-	}
-}
-
-// after writes the header of a call first.
-func after(ends bool, flood func(*peer) error, more ...string) func(*peer) error {
-	return func(p *peer) error {
-		if err := p.begin(ends, more...); err != nil {
-			return err
-		}
-		return flood(p)
-	}
 }
 
 // A peer writes frames for as long as the server reads them. The server ends some of these connections.
 func TestAttack_HTTP2Floods(t *testing.T) {
 	message := acquireMessage(t, "reset")
-	bomb := []string{"bomb", strings.Repeat("a", 4000)}
-	var bombs []string
-	for range 1000 {
-		bombs = append(bombs, bomb...)
+	bomb := strings.Split(strings.Repeat("bomb,"+strings.Repeat("a", 4000)+",", 1000), ",")
+	type flood struct {
+		times        int
+		begin, write func(*peer) error
 	}
-	random := rand.New(rand.NewPCG(7, 8))
-	kit.InParallel(t, map[string]func(*peer) error{
-		"rapid reset": many(20_000, func(p *peer, _ int) error {
+	kit.InParallel(t, map[string]flood{
+		"rapid reset": {20_000, nil, func(p *peer) error {
 			if err := p.call(message); err != nil {
 				return err
 			}
 			return p.WriteRSTStream(p.stream-2, http2.ErrCodeCancel)
-		}),
-		"settings": many(20_000, func(p *peer, i int) error {
-			return p.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: uint32(i)})
-		}),
-		"pings":      many(20_000, func(p *peer, _ int) error { return p.WritePing(false, [8]byte{}) }),
-		"empty data": after(true, many(20_000, func(p *peer, _ int) error { return p.WriteData(p.stream, false, nil) })),
-		"headers that never end": after(false, many(20_000, func(p *peer, _ int) error {
+		}},
+		"pings": {20_000, nil, func(p *peer) error { return p.WritePing(false, [8]byte{}) }},
+		"headers that never end": {20_000, func(p *peer) error { return p.begin(false) }, func(p *peer) error {
 			return p.WriteContinuation(p.stream, false, bytes.Repeat([]byte{0, 1, 'a', 1, 'a'}, 200))
-		})),
-		"headers that are a bomb": after(true, many(200, func(p *peer, _ int) error {
+		}},
+		"headers that are a bomb": {200, func(p *peer) error { return p.begin(true, bomb[:2]...) }, func(p *peer) error {
 			p.stream += 2
-			return p.begin(true, bombs...)
-		}), bomb...),
-		"priorities": many(20_000, func(p *peer, i int) error {
-			return p.WritePriority(uint32(2*i+1), http2.PriorityParam{StreamDep: uint32(2 * i)})
-		}),
-		"window updates": many(20_000, func(p *peer, _ int) error { return p.WriteWindowUpdate(0, 1<<31-1) }),
-		"a message that says it is long": many(1000, func(p *peer, _ int) error {
+			return p.begin(true, bomb[:2000]...)
+		}},
+		"a message that says it is long": {1000, nil, func(p *peer) error {
 			p.stream += 2
 			if err := p.begin(true); err != nil {
 				return err
 			}
 			return p.WriteData(p.stream, false, []byte{0, 0xff, 0xff, 0xff, 0xff})
-		}),
-		"unknown frames": many(20_000, func(p *peer, i int) error {
-			return p.WriteRawFrame(http2.FrameType(0x20+i%100), 0xff, uint32(i), []byte("?"))
-		}),
-		"noise": many(20_000, func(p *peer, _ int) error {
-			noise := make([]byte, random.IntN(30))
-			for j := range noise {
-				noise[j] = byte(random.Uint32())
-			}
-			return p.WriteRawFrame(http2.FrameType(random.IntN(11)), http2.Flags(random.IntN(256)), random.Uint32N(64), noise)
-		}),
-	}, func(t *testing.T, flood func(*peer) error) {
+		}},
+	}, func(t *testing.T, f flood) {
 		db := newDB(t)
 		s := start(t, db.URL)
 		underAttack(t, s, db, func() {
 			p := newPeer(t, s)
-			ended := p.swallow()
-			if err := flood(p); err == nil {
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				_, _ = io.Copy(io.Discard, p.Conn) // until the server has ended the connection
+			}()
+			var err error
+			if f.begin != nil {
+				err = f.begin(p)
+			}
+			for n := 0; n < f.times && err == nil; n++ {
+				err = f.write(p)
+			}
+			if err == nil {
 				p.Close() // it was let do all of that
 			} else if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
 				t.Error("the server neither reads nor ends the connection")
@@ -283,21 +446,15 @@ func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 	long := strings.Repeat("k", 1_000_000)
 	bad := []*pb.Request{
 		{Policy: "budget", LogicalKey: ""},
-		{Policy: "budget", LogicalKey: "\x00"},
 		{Policy: "budget", LogicalKey: "a\x00b"},
 		{Policy: "budget", LogicalKey: long},
 		{Policy: "budget", LogicalKey: strings.Repeat("k", 513)},
 		{Policy: "budget", LogicalKey: "k", RequestId: new("")},
-		{Policy: "budget", LogicalKey: "k", RequestId: new("\x00")},
 		{Policy: "budget", LogicalKey: "k", RequestId: new(long)},
-		{Policy: "budget", LogicalKey: "k", Cost: new(int64(-1))},
 		{Policy: "budget", LogicalKey: "k", Cost: new(int64(-1 << 63))},
 		{Policy: long, LogicalKey: "k"},
-		{Policy: "\x00", LogicalKey: "k"},
 		{Policy: "BUDGET", LogicalKey: "k"},
-		{Policy: "budget ", LogicalKey: "k"},
 		{Policy: "budget'; select ratelimit_reset('budget', 'ordinary 0'); --", LogicalKey: "k"},
-		{Policy: `{"policy":"budget"}`, LogicalKey: "k"},
 		{Policy: "{budget}", LogicalKey: "{k,l}"},
 	}
 	underAttack(t, s, db, func() {
@@ -317,87 +474,41 @@ func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
 	})
 	of := kit.One[int64](t, db.Pool, "select count(*) from ratelimit_status('budget', 10000) where key !~ '^ordinary [0-7]$'")
 	require.Zero(t, of, "a bad request has a bucket")
-	for sample := range scrape(s) {
-		require.Less(t, len(sample), 200, "what callers send is in no label")
-	}
 }
 
-// nearTokens are what one who does not know the token "first" may try.
-var nearTokens = []string{
-	"", "Bearer", "Bearer ", "Bearer  first", "Bearer firs", "Bearer first1", "Bearer irst", "Bearer First", "Bearer first,second", "Bearer first second",
-	"BearerBearer first", "Bearer Bearer first", "first", "Basic first", "Basic OmZpcnN0", "Token first", "Bearer *", "Bearer null",
-	"Bearer fffff", "Bearer " + strings.Repeat("first", 1000), `Bearer "first"`, "Bearer watch",
-}
-
-// Reflection lists the methods, and needs a token itself.
-func TestAttack_TokensOfEveryMethod(t *testing.T) {
-	db, s := parallel(t, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
-	methods := kit.NoError(s.methods(metadata.AppendToOutgoingContext(t.Context(), "authorization", "Bearer first")))(t)
-	require.Subset(t, methods, []string{
-		"/pgratelimit.v1.RateLimiter/Acquire", "/pgratelimit.v1.RateLimiter/Refund", "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit",
-		"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-		"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
-	})
-	message := acquireMessage(t, "k")
-	for _, method := range methods {
-		isHealth := strings.HasPrefix(method, "/grpc.health.v1.Health/")
-		for _, token := range append(nearTokens, "Bearer first") {
-			if isHealth == (token == "Bearer watch") && (isHealth || token == "Bearer first") {
-				require.NotEqual(t, codes.Unauthenticated, status.Code(invoke(metadata.AppendToOutgoingContext(t.Context(), "authorization", token), s, method, nil)))
-				continue
-			}
-			err := invoke(metadata.AppendToOutgoingContext(t.Context(), "authorization", token), s, method, message)
-			require.Equal(t, codes.Unauthenticated, status.Code(err), "%s with %q: %v", method, token, err)
-		}
-		for header, value := range map[string]string{"authorization-bin": "Bearer first", "x-authorization": "Bearer first", "cookie": "Bearer first"} {
-			err := invoke(metadata.AppendToOutgoingContext(t.Context(), header, value), s, method, message)
-			require.Equal(t, codes.Unauthenticated, status.Code(err), "%s with %s: %v", method, header, err)
-		}
-	}
-	require.Zero(t, taken(t, db))
-}
-
-// The requests go over the wire as they are written: no client cleans the paths.
+// The client sends each path as it is written. Package auth has the forms of a wrong token.
 func TestAttack_TokensOfEveryPath(t *testing.T) {
 	db, s := parallel(t, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
-	const body = `{"policy":"budget","key":"k"}`
-	targets := []string{
-		"/v1/acquire", "/v1/acquire_all", "/v1/charge", "/v1/settle", "/v1/peek", "/v1/refund", "/json", "/livez", "/healthz", "/metrics", "/",
-		"//v1/acquire", "/v1//acquire", "/./v1/acquire", "/v1/./acquire", "/x/../v1/acquire", "/livez/../v1/acquire", "/metrics/../v1/acquire",
-		"/livez/..%2fv1/acquire", "/livez%2f..%2fv1%2facquire", "/%76%31/acquire", "/v1%2facquire", "/V1/ACQUIRE", "/v1/acquire/", "/v1/acquire;x", "/v1/acquire?x",
-		"/v1/acquire%00", "/livez;/v1/acquire", "http://x/v1/acquire", "http://livez/v1/acquire", "//livez/v1/acquire", "/livez?/v1/acquire", "/livez#/v1/acquire", `\v1\acquire`, "*",
+	send := func(method, path, token string) int {
+		r := kit.NoError(http.NewRequestWithContext(t.Context(), method, s.url, strings.NewReader(`{"policy":"budget","key":"k"}`)))(t)
+		r.URL.Opaque = path
+		r.Header.Set("Authorization", token)
+		response, err := s.http.Do(r)
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		return response.StatusCode
 	}
-	conn := &wire{t: t, address: s.HTTPAddr()}
-	for _, target := range targets {
-		for _, method := range []string{"POST", "GET", "HEAD", "OPTIONS", "PUT", "CONNECT", "TRACE"} {
-			tokens := []string{"", "Bearer wrong"}
-			if method == "POST" || method == "GET" {
-				tokens = nearTokens
-			}
-			for _, token := range tokens {
-				code := conn.send(method, target, body, "Authorization: "+token)
-				isMonitor := method != "POST" && token == "Bearer watch" && (strings.HasPrefix(target, "/livez") || target == "/healthz" || target == "/metrics")
-				if code == http.StatusOK && !isMonitor && (method != "OPTIONS" || target != "*") {
-					t.Errorf("%s %s with %q: %d", method, target, token, code)
+	for _, path := range []string{
+		"/v1/acquire", "/v1/acquire_all", "/v1/charge", "/v1/settle", "/v1/peek", "/v1/refund", "/json", "/livez", "/healthz", "/metrics", "/",
+		"/v1//acquire", "/./v1/acquire", "/v1/./acquire", "/x/../v1/acquire", "/livez/../v1/acquire", "/metrics/../v1/acquire", "http://x/v1/acquire",
+		"/livez/..%2fv1/acquire", "/livez%2f..%2fv1%2facquire", "/%76%31/acquire", "/v1%2facquire", "/V1/ACQUIRE", "/v1/acquire/", "/v1/acquire;x",
+		"/v1/acquire%00", "/livez;/v1/acquire", "//livez/v1/acquire", "/livez?/v1/acquire", "/livez#/v1/acquire", `\v1\acquire`,
+	} {
+		for _, method := range []string{"POST", "GET", "HEAD", "OPTIONS", "PUT", "TRACE"} {
+			for _, token := range []string{"", "Bearer firs", "Bearer first,second", "Basic OmZpcnN0", "Bearer watch"} {
+				code := send(method, path, token)
+				isMonitor := method != "POST" && token == "Bearer watch" && (strings.HasPrefix(path, "/livez") || path == "/healthz" || path == "/metrics")
+				if !isMonitor {
+					require.NotEqual(t, http.StatusOK, code, "%s %s with %q", method, path, token)
 				}
-				if strings.HasPrefix(target, "/v1/a") && method == "POST" && !strings.Contains(target, "%00") {
-					require.Equal(t, http.StatusUnauthorized, code, "%s with %q", target, token)
+				if strings.HasPrefix(path, "/v1/a") && method == "POST" && !strings.Contains(path, "%00") {
+					require.Equal(t, http.StatusUnauthorized, code, "%s with %q", path, token)
 				}
 			}
 		}
 	}
-	for _, headers := range []string{
-		"Authorization: Bearer wrong\r\nAuthorization: Bearer first", "Authorization: Bearer first\r\nAuthorization: Bearer wrong",
-		"Authorization: Bearer first\r\nauthorization: Bearer first",
-		"X-Authorization: Bearer first", "Proxy-Authorization: Bearer first", "Cookie: Authorization=Bearer first", "X: y\r\n Authorization: Bearer first",
-		"Authorization : Bearer first", "authorization\x00: Bearer first", "Authorization_: Bearer first", "X-Original-URL: /livez\r\nX-Rewrite-URL: /livez",
-		"X-HTTP-Method-Override: GET",
-	} {
-		require.NotEqual(t, http.StatusOK, conn.send("POST", "/v1/acquire", body, headers), "%q", headers)
-	}
 	require.Zero(t, taken(t, db))
-	require.Equal(t, http.StatusOK, conn.send("POST", "/v1/acquire", body, "Authorization: Bearer first"))
-	require.EqualValues(t, 1, taken(t, db))
+	require.Equal(t, http.StatusOK, send("POST", "/v1/acquire", "Bearer first"))
 }
 
 // A proxy and this server must not read two different requests.
@@ -407,13 +518,8 @@ func TestAttack_SmuggledRequests(t *testing.T) {
 	for name, request := range map[string]string{
 		"a length and chunks":    "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: 29\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + inner,
 		"two lengths":            "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: 29\r\nContent-Length: 5\r\n\r\n12345" + inner,
-		"a length with a plus":   "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nContent-Length: +5\r\n\r\n12345" + inner,
 		"chunks that are hidden": "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + inner,
 		"chunks of two kinds":    "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + inner,
-		"a chunk that is long":   "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n" + inner,
-		"a bare line feed":       "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nX: y\n\nTransfer-Encoding: chunked\r\n\r\n" + inner,
-		"no host":                "POST /v1/peek HTTP/1.1\r\nContent-Length: 0\r\n\r\n",
-		"two hosts":              "POST /v1/peek HTTP/1.1\r\nHost: localhost\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n",
 	} {
 		conn := dial(t, s.HTTPAddr())
 		require.NoError(t, conn.SetDeadline(time.Now().Add(30*time.Second)))
@@ -423,49 +529,4 @@ func TestAttack_SmuggledRequests(t *testing.T) {
 		require.NotContains(t, string(text), " 200 OK", name)
 	}
 	require.Zero(t, taken(t, db))
-}
-
-// A wire sends requests as they are written.
-type wire struct {
-	t       *testing.T
-	address net.Addr
-	conn    net.Conn
-	reader  *bufio.Reader
-}
-
-// send returns the status of the answer, or 0 if there was none.
-func (w *wire) send(method, target, body, headers string) int {
-	w.t.Helper()
-	for range 2 { // the server may have ended the connection after the last answer
-		isNew := w.conn == nil
-		if isNew {
-			w.conn = dial(w.t, w.address)
-			w.reader = bufio.NewReader(w.conn)
-		}
-		require.NoError(w.t, w.conn.SetDeadline(time.Now().Add(20*time.Second)))
-		_, err := fmt.Fprintf(w.conn, "%s %s HTTP/1.1\r\nHost: x\r\n%s\r\nContent-Length: %d\r\n\r\n%s", method, target, headers, len(body), body)
-		var response *http.Response
-		if err == nil {
-			response, err = http.ReadResponse(w.reader, &http.Request{Method: method})
-		}
-		if err == nil {
-			_, err = io.Copy(io.Discard, response.Body)
-			response.Body.Close()
-		}
-		if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
-			w.t.Errorf("%s %s: no answer", method, target)
-		}
-		if err == nil && !response.Close {
-			return response.StatusCode
-		}
-		w.conn.Close()
-		w.conn = nil
-		if response != nil {
-			return response.StatusCode
-		}
-		if isNew {
-			return 0
-		}
-	}
-	return 0
 }

@@ -5,14 +5,13 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"math/rand/v2"
 	"net/http"
 	"strings"
 	"testing"
-	"time"
+	"unicode/utf8"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -21,7 +20,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
-	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // freeze makes time stand still, so that answers are exact.
@@ -180,67 +178,18 @@ func TestDeadline_EndsTheWorkOfTheDatabase(t *testing.T) {
 	}, "JSON")
 }
 
-// The deadline of the call, and CALL_TIMEOUT for a call without one.
-func TestDeadline_OfTheCallOrOfTheServer(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	defer lock(t, db)()
-	for _, setting := range []string{"CALL_TIMEOUT=1m", "CALL_TIMEOUT=50ms"} {
-		s := start(t, db.URL, setting)
-		for _, path := range []string{"acquire", "peek"} {
-			ctx := t.Context()
-			if setting == "CALL_TIMEOUT=1m" {
-				var cancel func()
-				ctx, cancel = context.WithTimeout(ctx, 50*time.Millisecond)
-				t.Cleanup(cancel)
-			}
-			_, err := s.call(ctx, path, `{"policy":"api","key":"k"}`)
-			require.Equal(t, codes.DeadlineExceeded, status.Code(err), "%v", err)
-			awaitBlocked(t, db, 0)
-		}
-	}
-}
-
 // Request-Timeout is a deadline. TestTimeout_TakesADecimalNumberOfSeconds has its forms.
 func TestDeadline_InAHeader(t *testing.T) {
 	db, s := parallel(t, "CALL_TIMEOUT=1m")
-	unlock := lock(t, db)
+	a := s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, "Request-Timeout: 1s")
+	require.Equal(t, http.StatusBadRequest, a.status)
+	require.Contains(t, a.body["detail"], "Request-Timeout is in seconds")
+	defer lock(t, db)()
 	for _, path := range []string{"/v1/acquire", "/v1/peek"} {
 		a := s.mustPost(path, `{"policy":"api","key":"k"}`, "Request-Timeout: 0.05")
 		require.Equal(t, http.StatusGatewayTimeout, a.status, "%s: %v", path, a.body)
 		awaitBlocked(t, db, 0)
 	}
-	unlock()
-	for text, status := range map[string]int{"30": http.StatusOK, "0.000000001": http.StatusGatewayTimeout, "1s": http.StatusBadRequest} {
-		a := s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, "Request-Timeout: "+text)
-		require.Equal(t, status, a.status, "%s: %v", text, a.body)
-		if status == http.StatusBadRequest {
-			require.Contains(t, a.body["detail"], "Request-Timeout is in seconds")
-		}
-	}
-}
-
-// Requests that share a call with the one that is given up are still answered.
-func TestDeadline_LeavesTheOthersAlone(t *testing.T) {
-	db, s := parallel(t, "DATABASE_CALLS=1")
-	unlock := lock(t, db)
-	const callers = 20
-	var staying, leaving [callers]<-chan error
-	early, giveUp := context.WithCancel(t.Context())
-	for i := range callers {
-		staying[i] = s.begin(t.Context(), "acquire", `{"policy":"budget","key":"k"}`)
-		leaving[i] = s.begin(early, "acquire", `{"policy":"budget","key":"k"}`)
-	}
-	awaitBlocked(t, db, 1)
-	giveUp()
-	for _, answered := range leaving {
-		require.Equal(t, codes.Canceled, status.Code(<-answered))
-	}
-	unlock()
-	for _, answered := range staying {
-		require.NoError(t, <-answered)
-	}
-	require.GreaterOrEqual(t, taken(t, db), int64(callers))
 }
 
 // A refusal is the same by gRPC and by JSON, and takes nothing.
@@ -248,56 +197,34 @@ func TestErrors_OfRequests(t *testing.T) {
 	_, s := parallel(t)
 	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)))
 	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "hold", `{"policy":"jobs","key":"k","holder":"used"}`)))
-	long := strings.Repeat("k", 513)
 	for name, r := range map[string]struct {
 		path, body     string
 		kind           service.Kind
 		sqlState, says string
 	}{
-		"unknown policy":              {"acquire", `{"policy":"nobody","key":"k"}`, service.UnknownPolicy, "RL001", "unknown policy"},
-		"no policy":                   {"acquire", `{"key":"k"}`, service.UnknownPolicy, "RL001", "unknown policy"},
-		"unknown policy among others": {"acquire_all", `{"charges":[{"policy":"api","key":"k"},{"policy":"nobody","key":"k"}]}`, service.UnknownPolicy, "RL001", "unknown policy"},
-		"another cost":                {"acquire", `{"policy":"api","key":"k","cost":2,"idempotency_key":"used"}`, service.IdempotencyMismatch, "RL002", "idempotency key used before with another cost"},
-		"no grant":                    {"settle", `{"policy":"api","key":"k","cost":2,"idempotency_key":"unused"}`, service.NoGrant, "RL003", "no live grant"},
-		"no key":                      {"acquire", `{"policy":"api"}`, service.InvalidArgument, "22023", "invalid key"},
-		"long key":                    {"acquire", `{"policy":"api","key":"` + long + `"}`, service.InvalidArgument, "22023", "invalid key"},
-		"long key among others":       {"acquire_all", `{"charges":[{"policy":"api","key":"` + long + `"}]}`, service.InvalidArgument, "22023", "invalid key"},
-		"zero byte":                   {"acquire", `{"policy":"api","key":"a\u0000b"}`, service.InvalidArgument, "22023", "key has a zero byte"},
-		"negative cost":               {"acquire", `{"policy":"api","key":"k","cost":-1}`, service.InvalidArgument, "22023", "invalid cost"},
-		"empty idempotency key":       {"acquire", `{"policy":"api","key":"k","idempotency_key":""}`, service.InvalidArgument, "22023", "invalid idempotency_key"},
-		"no charges":                  {"acquire_all", `{}`, service.InvalidArgument, "22023", "invalid charges"},
-		"too many charges":            {"acquire_all", `{"charges":[` + strings.Repeat(`{"policy":"api","key":"k"},`, 1000) + `{"policy":"api","key":"k"}]}`, service.InvalidArgument, "22023", ""},
-		"charge without a cost":       {"charge", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid cost"},
-		"settlement without a cost":   {"settle", `{"policy":"api","key":"k","idempotency_key":"used"}`, service.InvalidArgument, "22023", "invalid cost"},
-		"settlement of nothing":       {"settle", `{"policy":"api","key":"k","cost":1}`, service.InvalidArgument, "22023", "invalid idempotency_key"},
-		"many of none":                {"acquire_many", `{}`, service.InvalidArgument, "22023", "requests has 0 elements. Send 1 to 1000"},
-		"too many requests":           {"acquire_many", `{"requests":[` + strings.Repeat(`{"policy":"api","key":"k"},`, 1000) + `{"policy":"api","key":"k"}]}`, service.InvalidArgument, "22023", "requests has 1001 elements"},
-		"up to nothing":               {"acquire_up_to", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid at_most"},
-		"more than at most":           {"acquire_up_to", `{"policy":"api","key":"k","at_most":2,"at_least":3}`, service.InvalidArgument, "22023", "invalid at_least"},
-		"reservation without an end":  {"reserve", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid max_wait"},
-		"reservation in the past":     {"reserve", `{"policy":"api","key":"k","max_wait":-1}`, service.InvalidArgument, "22023", "invalid max_wait"},
-		"reservation for ever":        {"reserve", `{"policy":"api","key":"k","max_wait":31536000.000001}`, service.InvalidArgument, "22023", "invalid max_wait"},
-		"reservation of 317 years":    {"reserve", `{"policy":"api","key":"k","max_wait":10000000000}`, service.InvalidArgument, "22023", "max_wait is 1"},
-		"pause of 317 years":          {"pause", `{"policy":"api","key":"k","pause_for":10000000000}`, service.InvalidArgument, "22023", "pause_for is 1"},
-		"pause that ended":            {"pause", `{"policy":"api","key":"k","pause_for":-10000000000}`, service.InvalidArgument, "22023", "pause_for is -1"},
-		"hold of an unknown policy":   {"hold", `{"policy":"nobody","key":"k","holder":"h"}`, service.UnknownPolicy, "RL001", "unknown policy"},
-		"hold at another cost":        {"hold", `{"policy":"jobs","key":"k","holder":"used","cost":2}`, service.IdempotencyMismatch, "RL002", "the holder holds with another cost"},
-		"hold of nothing":             {"hold", `{"policy":"jobs","key":"k","holder":"h","cost":0}`, service.InvalidArgument, "22023", "invalid cost"},
-		"hold of tokens":              {"hold", `{"policy":"api","key":"k","holder":"h"}`, service.InvalidArgument, "22023", "invalid policy"},
-		"tokens of slots":             {"acquire", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "ratelimit_hold"},
-		"no holder":                   {"hold", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "invalid holder"},
-		"long holder":                 {"hold", `{"policy":"jobs","key":"k","holder":"` + long + `"}`, service.InvalidArgument, "22023", "invalid holder"},
-		"zero byte in a holder":       {"hold", `{"policy":"jobs","key":"k","holder":"a\u0000b"}`, service.InvalidArgument, "22023", "holder has a zero byte"},
-		"renewal of nobody":           {"renew", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "invalid holder"},
-		"renewal of tokens":           {"renew", `{"policy":"api","key":"k","holder":"h"}`, service.InvalidArgument, "22023", "invalid policy"},
-		"renewal without a policy":    {"renew", `{"key":"k","holder":"h"}`, service.UnknownPolicy, "RL001", "unknown policy"},
-		"release by nobody":           {"release", `{"policy":"jobs","key":"k"}`, service.InvalidArgument, "22023", "invalid holder"},
-		"release without a key":       {"release", `{"policy":"jobs","holder":"h"}`, service.InvalidArgument, "22023", "invalid key"},
-		"release of an unknown one":   {"release", `{"policy":"nobody","key":"k","holder":"h"}`, service.UnknownPolicy, "RL001", "unknown policy"},
-		"pause without end":           {"pause", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid pause_for"},
-		"pause of a microsecond":      {"pause", `{"policy":"api","key":"k","pause_for":0.000001}`, service.InvalidArgument, "22023", "1 millisecond to 365 days"},
-		"pause of a budget":           {"pause", `{"policy":"budget","key":"k","pause_for":1}`, service.InvalidArgument, "22023", "ratelimit_override"},
-		"refund of nothing":           {"refund", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid amount"},
+		"unknown policy":             {"acquire", `{"policy":"nobody","key":"k"}`, service.UnknownPolicy, "RL001", "unknown policy"},
+		"no policy":                  {"acquire", `{"key":"k"}`, service.UnknownPolicy, "RL001", "unknown policy"},
+		"another cost":               {"acquire", `{"policy":"api","key":"k","cost":2,"idempotency_key":"used"}`, service.IdempotencyMismatch, "RL002", "idempotency key used before with another cost"},
+		"no grant":                   {"settle", `{"policy":"api","key":"k","cost":2,"idempotency_key":"unused"}`, service.NoGrant, "RL003", "no live grant"},
+		"no key":                     {"acquire", `{"policy":"api"}`, service.InvalidArgument, "22023", "invalid key"},
+		"zero byte":                  {"acquire", `{"policy":"api","key":"a\u0000b"}`, service.InvalidArgument, "22023", "key has a zero byte"},
+		"negative cost":              {"acquire", `{"policy":"api","key":"k","cost":-1}`, service.InvalidArgument, "22023", "invalid cost"},
+		"no charges":                 {"acquire_all", `{}`, service.InvalidArgument, "22023", "invalid charges"},
+		"charge without a cost":      {"charge", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid cost"},
+		"settlement without a cost":  {"settle", `{"policy":"api","key":"k","idempotency_key":"used"}`, service.InvalidArgument, "22023", "invalid cost"},
+		"settlement of nothing":      {"settle", `{"policy":"api","key":"k","cost":1}`, service.InvalidArgument, "22023", "invalid idempotency_key"},
+		"many of none":               {"acquire_many", `{}`, service.InvalidArgument, "22023", "requests has 0 elements. Send 1 to 1000"},
+		"too many requests":          {"acquire_many", `{"requests":[` + strings.Repeat(`{"policy":"api","key":"k"},`, 1000) + `{"policy":"api","key":"k"}]}`, service.InvalidArgument, "22023", "requests has 1001 elements"},
+		"up to nothing":              {"acquire_up_to", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid at_most"},
+		"reservation without an end": {"reserve", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid max_wait"},
+		"reservation of 317 years":   {"reserve", `{"policy":"api","key":"k","max_wait":10000000000}`, service.InvalidArgument, "22023", "max_wait is 1"},
+		"pause of 317 years":         {"pause", `{"policy":"api","key":"k","pause_for":10000000000}`, service.InvalidArgument, "22023", "pause_for is 1"},
+		"pause that ended":           {"pause", `{"policy":"api","key":"k","pause_for":-10000000000}`, service.InvalidArgument, "22023", "pause_for is -1"},
+		"hold at another cost":       {"hold", `{"policy":"jobs","key":"k","holder":"used","cost":2}`, service.IdempotencyMismatch, "RL002", "the holder holds with another cost"},
+		"hold of nothing":            {"hold", `{"policy":"jobs","key":"k","holder":"h","cost":0}`, service.InvalidArgument, "22023", "invalid cost"},
+		"zero byte in a holder":      {"hold", `{"policy":"jobs","key":"k","holder":"a\u0000b"}`, service.InvalidArgument, "22023", "holder has a zero byte"},
+		"pause without end":          {"pause", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid pause_for"},
+		"refund of nothing":          {"refund", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid amount"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a, err := requireError(t, s, r.path, r.body, r.kind, r.sqlState)
@@ -328,39 +255,19 @@ func requireFault(t *testing.T, s *testServer, kind service.Kind, sqlState strin
 
 func TestErrors_OfTheDatabase(t *testing.T) {
 	type testCase struct {
-		server   string // its setting
-		database string // its setting, for sessions that begin later
-		isLocked bool
+		setting  string
 		kind     service.Kind
 		sqlState string
 	}
 	kit.InParallel(t, map[string]testCase{
-		"a lock is held too long": {"LOCK_TIMEOUT=10ms", "", true, service.Contended, "55P03"},
-		"the call has no time":    {"CALL_TIMEOUT=20ms", "", true, service.DeadlineExceeded, ""},
-		"statement_timeout":       {"LOCK_TIMEOUT=1m", "statement_timeout = '20ms'", true, service.DeadlineExceeded, "57014"},
-		"the server is read-only": {"LOCK_TIMEOUT=1m", "default_transaction_read_only = on", false, service.Unavailable, "25006"},
+		"a lock is held too long": {"LOCK_TIMEOUT=10ms", service.Contended, "55P03"},
+		"the call has no time":    {"CALL_TIMEOUT=20ms", service.DeadlineExceeded, ""},
 	}, func(t *testing.T, test testCase) {
 		db := newDB(t)
-		s := start(t, db.URL, test.server)
-		if test.isLocked {
-			defer lock(t, db)()
-		}
-		if test.database != "" {
-			reconnect(t, s, db, test.database, test.sqlState)
-		}
+		s := start(t, db.URL, test.setting)
+		defer lock(t, db)()
 		requireFault(t, s, test.kind, test.sqlState)
 	})
-}
-
-// reconnect lets the server's sessions end, so that a setting of the database holds for the next ones. It does when calls fail
-// with sqlState: a connection that has just ended is noticed by its next call.
-func reconnect(t *testing.T, s *testServer, db *pgtest.DB, setting, sqlState string) {
-	db.Exec(t, "alter database "+pgx.Identifier{db.Name}.Sanitize()+" set "+setting)
-	db.Exec(t, "select pg_terminate_backend(pid, 10000) from pg_stat_activity where application_name = 'pgratelimit' and datname = current_database()")
-	require.Eventually(t, func() bool {
-		_, err := s.call(t.Context(), "acquire", `{"policy":"api","key":"k"}`)
-		return strings.Contains(fmt.Sprint(err), "no answer") && strings.Contains(fmt.Sprint(status.Convert(err).Details()...), sqlState)
-	}, 20*time.Second, time.Millisecond)
 }
 
 // A cost that was denied is denied without the database until retry_after. What this server gives back counts at once; what SQL
@@ -422,4 +329,28 @@ func TestErrors_TooManyCalls(t *testing.T) {
 	unlock()
 	require.NoError(t, <-answered)
 	require.EqualValues(t, 1, taken(t, db))
+}
+
+// A key names the same bucket by gRPC, by JSON and by SQL.
+func TestKeys_OfEveryKind(t *testing.T) {
+	db, s := parallel(t)
+	keys := []string{" ", "\x01\x7f", "\ufffd", "é", "e\u0301", "\u202e", "😀", `"\`, "'; drop table ratelimit.buckets; --", "$1", "null", "{}", "%00", "a/b?c#d", strings.Repeat("é", 256)}
+	random := rand.New(rand.NewPCG(3, 4))
+	for range 50 {
+		var key strings.Builder
+		for range 8 {
+			if r := rune(1 + random.IntN(utf8.MaxRune)); utf8.ValidRune(r) {
+				key.WriteRune(r)
+			}
+		}
+		keys = append(keys, key.String()+"!")
+	}
+	for _, key := range keys {
+		require.EqualValues(t, 999_999, s.acquire("budget", key).GetRemaining(), "%q: a bucket of its own", key)
+		text := kit.NoError(json.Marshal(key))(t)
+		a := s.mustPost("/v1/acquire", fmt.Sprintf(`{"policy":"budget","key":%s}`, text))
+		require.EqualValues(t, 999_998, a.body["remaining"], "%q", key)
+		remaining := kit.One[int64](t, db.Pool, "select remaining from ratelimit_peek('budget', $1)", key)
+		require.EqualValues(t, 999_998, remaining, "%q", key)
+	}
 }

@@ -74,16 +74,17 @@ func (d *databases) close() {
 	}
 }
 
-// limiter returns a limiter for the databases. It checks the numbers of shards.
-func (d *databases) limiter(ctx context.Context, options []client.Option) (limiter, error) {
+// limiters returns the limiters of all keys, and what closes them. It checks the numbers of shards.
+func (d *databases) limiters(ctx context.Context, options []client.Option) (service.Databases, func(), error) {
 	if !d.shards {
-		return client.NewPrefetcher(d.pools[0], options...), nil // without a Prefetch it is a Combiner
+		prefetcher := client.NewPrefetcher(d.pools[0], options...) // without a Prefetch it is a Combiner
+		return service.Single{Limiter: prefetcher}, prefetcher.Close, nil
 	}
 	sharded, err := client.NewSharded(ctx, d.pools, options...)
 	if err != nil {
-		return nil, err // and no limiter, where a nil *client.Sharded would be one
+		return nil, nil, err
 	}
-	return sharded, nil
+	return service.Shards{Sharded: sharded}, sharded.Close, nil
 }
 
 // of adds the number of the shard to an error.

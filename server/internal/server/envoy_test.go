@@ -227,16 +227,9 @@ func TestEnvoy_NegativeHitsGiveBack(t *testing.T) {
 		ok(userLimit, 7, 3*day/10), ok(addressLimit, 3598, 2*time.Second), ok(blockedLimit, 0, 0), none)
 	e.requireStatuses(list{back(times(math.MaxUint64, of("user", "ann")))}, ok(userLimit, 10, 0))
 
-	for _, mixed := range []list{
-		{of("user", "ann"), back(of("address", "::1"))},
-		{back(of("address", "::1")), of("user", "ann")},
-		{back(of("address", "::1")), times(0, of("user", "ann"))},
-		{back(of("address", "::1")), of("nobody", "x")},
-	} {
-		_, err := e.ask(mixed...)
-		require.Equal(t, codes.InvalidArgument, status.Code(err), "%v", err)
-		requireInfo(t, err, "INVALID_ARGUMENT", "22023")
-	}
+	_, err := e.ask(back(of("address", "::1")), of("user", "ann"))
+	require.Equal(t, codes.InvalidArgument, status.Code(err), "%v", err)
+	requireInfo(t, err, "INVALID_ARGUMENT", "22023")
 	e.requireStatuses(list{times(0, of("user", "ann")), times(0, of("address", "::1"))}, ok(userLimit, 10, 0), ok(addressLimit, 3598, 2*time.Second))
 }
 
@@ -296,40 +289,6 @@ func TestEnvoy_RemainingIsClamped(t *testing.T) {
 	e.requireStatuses(list{times(0, of("llm", "ann"))}, ok(per(0, math.MaxUint32, ""), math.MaxUint32, 0))
 	e.db.Exec(t, `select ratelimit_define_policy('budget', 1)`)
 	e.requireStatuses(list{times(7, of("llm", "ann"))}, ok(per(0, 1, ""), 0, never))
-}
-
-func TestEnvoy_Invalid(t *testing.T) {
-	e := startEdge(t, edgeRules)
-	many := make(list, 1001)
-	for i := range many {
-		many[i] = of("user", strings.Repeat("x", i))
-	}
-	for name, q := range map[string]*envoypb.RateLimitRequest{
-		"no domain":      {Descriptors: list{of("user", "ann")}},
-		"no descriptors": {Domain: "edge"},
-		"too many":       {Domain: "edge", Descriptors: many},
-	} {
-		_, err := e.envoy.ShouldRateLimit(t.Context(), q)
-		require.Equal(t, codes.InvalidArgument, status.Code(err), name)
-		requireInfo(t, err, "INVALID_ARGUMENT", "22023")
-	}
-	e.requireStatuses(list{times(0, of("user", "ann"))}, ok(userLimit, 10, 0))
-}
-
-// A key is the JSON of the entries. A key that is too long is no error, because Envoy may be told to ignore errors.
-func TestEnvoy_Keys(t *testing.T) {
-	e := startEdge(t, edgeRules)
-	long := strings.Repeat("x", 10_000)
-	odd := "a\"],[\\ \x00\n é <&>"
-	for _, user := range []string{"ann", odd, long, long + "x", ""} {
-		e.requireStatuses(list{of("user", user)}, ok(userLimit, 9, day/10))
-	}
-	e.requireStatuses(list{times(9, of("user", long))}, ok(userLimit, 0, day))
-	e.requireStatuses(list{of("user", long)}, over(userLimit, 0, day/10))
-	keys := kit.Column(t, e.db, `select key from ratelimit_status('edge.user') order by length(key), key`)
-	require.Len(t, keys, 5)
-	require.Equal(t, []string{`[["user",""]]`, `[["user","ann"]]`, `[["user","a\"],[\\ \u0000\n é <&>"]]`}, keys[:3])
-	require.Contains(t, keys[3], "sha256:")
 }
 
 func TestEnvoy_JSON(t *testing.T) {

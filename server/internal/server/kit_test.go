@@ -28,6 +28,7 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
 	"google.golang.org/protobuf/types/dynamicpb"
+	"google.golang.org/protobuf/types/known/emptypb"
 
 	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/server/internal/config"
@@ -360,22 +361,19 @@ func (s *testServer) methods(ctx context.Context) (methods []string, err error) 
 	return methods, stream.CloseSend()
 }
 
-// invoke sends one message by a method of any kind, and returns the first error.
-func invoke(ctx context.Context, s *testServer, method string, message []byte) error {
+// invoke sends an empty message by a method of any kind, and returns the first error.
+func invoke(ctx context.Context, s *testServer, method string) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	stream, err := s.conn.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, method, grpc.ForceCodec(raw{}))
+	stream, err := s.conn.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, method)
 	if err != nil {
 		return err
 	}
-	if err := stream.SendMsg(&message); err != nil && !errors.Is(err, io.EOF) { // whose reason the next one tells
+	if err := stream.SendMsg(&emptypb.Empty{}); err != nil && !errors.Is(err, io.EOF) { // whose reason the next one tells
 		return err
 	}
-	if err := stream.CloseSend(); err != nil {
-		return err
-	}
-	var reply []byte
-	return stream.RecvMsg(&reply)
+	_ = stream.CloseSend() // likewise
+	return stream.RecvMsg(&emptypb.Empty{})
 }
 
 // startError is why a server does not start.

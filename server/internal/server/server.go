@@ -40,18 +40,11 @@ const (
 	idle             = 5 * time.Minute // after which a connection without calls is closed
 )
 
-// A limiter is closed when the server stops.
-type limiter interface {
-	service.Limiter
-	Close()
-}
-
 // A Server answers calls.
 type Server struct {
 	config    config.Config
 	log       *slog.Logger
 	databases *databases
-	limiter   limiter
 	service   *service.Service
 	envoy     *envoy.Service // nil for none
 	metrics   *metrics.Metrics
@@ -62,11 +55,12 @@ type Server struct {
 	http                       *http.Server
 	grpcListener, httpListener net.Listener // nil for none
 
-	endMonitor func()
-	stopping   context.Context // ends when Stop begins
-	beginStop  func()
-	running    sync.WaitGroup
-	failed     chan error // gets the error of a listener
+	endLimiters func() // nil before there are some
+	endMonitor  func()
+	stopping    context.Context // ends when Stop begins
+	beginStop   func()
+	running     sync.WaitGroup
+	failed      chan error // gets the error of a listener
 }
 
 // Start returns a Server that answers calls. It returns an error if the database does not answer, or lacks what the configuration
@@ -89,11 +83,13 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	if s.metrics, err = metrics.New(otlp...); err != nil {
 		return nil, err
 	}
-	if s.limiter, err = s.databases.limiter(ctx, s.limiterOptions()); err != nil {
+	limiters, end, err := s.databases.limiters(ctx, s.limiterOptions())
+	if err != nil {
 		return nil, err
 	}
+	s.endLimiters = end
 	calls := newCallLog(log, time.Now)
-	s.service = service.New(s.limiter, s.limits(), func(call service.Call) {
+	s.service = service.New(limiters, s.limits(), func(call service.Call) {
 		s.metrics.Observe(call)
 		calls.observe(call)
 	})
@@ -243,7 +239,6 @@ func (s *Server) newHTTP() *http.Server {
 	if s.envoy != nil {
 		calls.Handle("/json", envoy.Handler(s.envoy, int64(c.MaxMessageBytes)))
 	}
-	calls.HandleFunc("/", jsonapi.NoCall)
 	local := func(next http.Handler) http.Handler { return next } // health tells strangers nothing, and the page sees to itself
 	if len(c.Tokens) == 0 && s.httpListener.Addr().(*net.TCPAddr).IP.IsLoopback() {
 		local = jsonapi.UnderNoName
@@ -355,8 +350,8 @@ func (s *Server) close() {
 		}
 	}
 	s.running.Wait()
-	if s.limiter != nil {
-		s.limiter.Close()
+	if s.endLimiters != nil {
+		s.endLimiters()
 	}
 	if s.metrics != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), lastMetrics)

@@ -84,6 +84,7 @@ func TestShards_OneIsDown(t *testing.T) {
 		requireProblem(t, s.mustPost("/v1/acquire", `{"policy":"api","key":"`+down+`"}`), http.StatusServiceUnavailable, "")
 		require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"`+well+`"}`).status)
 	}
+	require.Regexp(t, `"call failed".*shard 1 of 2: `, s.log.String())
 	require.Eventually(t, func() bool { return strings.Contains(s.log.String(), "a shard is not healthy") }, time.Minute, 10*time.Millisecond)
 	require.Eventually(t, func() bool { return s.get("/healthz").status == http.StatusOK }, time.Minute, 10*time.Millisecond)
 	var page string

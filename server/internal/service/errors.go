@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/http"
 	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -88,17 +87,17 @@ var kinds = [...]struct {
 	sqlState        string
 	err             error
 }{
-	UnknownPolicy:       {"UNKNOWN_POLICY", "unknown policy", codes.NotFound, http.StatusNotFound, "RL001", client.ErrUnknownPolicy},
-	IdempotencyMismatch: {"IDEMPOTENCY_MISMATCH", "idempotency key used before with another cost", codes.AlreadyExists, http.StatusConflict, "RL002", client.ErrIdempotencyMismatch},
-	NoGrant:             {"NO_GRANT", "no live grant under this idempotency key", codes.FailedPrecondition, http.StatusNotFound, "RL003", client.ErrNoGrant},
-	Settled:             {"SETTLED", "the grant under this idempotency key was settled", codes.FailedPrecondition, http.StatusConflict, "RL004", client.ErrSettled},
-	InvalidArgument:     {"INVALID_ARGUMENT", "invalid argument", codes.InvalidArgument, http.StatusUnprocessableEntity, "22023", client.ErrInvalidArgument},
-	Contended:           {"CONTENDED", "the bucket is locked by others; nothing was taken", codes.Aborted, http.StatusServiceUnavailable, "", client.ErrLocked},
-	DeadlineExceeded:    {"DEADLINE_EXCEEDED", "no answer in time", codes.DeadlineExceeded, http.StatusGatewayTimeout, "", nil},
+	UnknownPolicy:       {"UNKNOWN_POLICY", "unknown policy", codes.NotFound, 404, "RL001", client.ErrUnknownPolicy},
+	IdempotencyMismatch: {"IDEMPOTENCY_MISMATCH", "idempotency key used before with another cost", codes.AlreadyExists, 409, "RL002", client.ErrIdempotencyMismatch},
+	NoGrant:             {"NO_GRANT", "no live grant under this idempotency key", codes.FailedPrecondition, 404, "RL003", client.ErrNoGrant},
+	Settled:             {"SETTLED", "the grant under this idempotency key was settled", codes.FailedPrecondition, 409, "RL004", client.ErrSettled},
+	InvalidArgument:     {"INVALID_ARGUMENT", "invalid argument", codes.InvalidArgument, 422, "22023", client.ErrInvalidArgument},
+	Contended:           {"CONTENDED", "the bucket is locked by others; nothing was taken", codes.Aborted, 503, "", client.ErrLocked},
+	DeadlineExceeded:    {"DEADLINE_EXCEEDED", "no answer in time", codes.DeadlineExceeded, 504, "", nil},
 	Canceled:            {"CANCELED", "the caller has left", codes.Canceled, 499, "", nil},
-	Overloaded:          {"OVERLOADED", "too many calls under way; nothing was taken", codes.ResourceExhausted, http.StatusServiceUnavailable, "", client.ErrOverloaded},
-	Unavailable:         {"UNAVAILABLE", "no answer from the database", codes.Unavailable, http.StatusServiceUnavailable, "", nil},
-	Internal:            {"INTERNAL", "the database failed", codes.Internal, http.StatusInternalServerError, "", nil},
+	Overloaded:          {"OVERLOADED", "too many calls under way; nothing was taken", codes.ResourceExhausted, 503, "", client.ErrOverloaded},
+	Unavailable:         {"UNAVAILABLE", "no answer from the database", codes.Unavailable, 503, "", nil},
+	Internal:            {"INTERNAL", "the database failed", codes.Internal, 500, "", nil},
 }
 
 // Reason names the kind for programs.
@@ -125,17 +124,22 @@ func missing(argument string) *Error {
 	return Invalid("invalid "+argument, argument+" is missing.", "")
 }
 
-// errorOf returns the Error of a call under ctx, or nil.
-func errorOf(ctx context.Context, err error) *Error {
-	var known *Error
-	if err != nil && !errors.As(err, &known) {
-		known = classify(ctx, err)
+// errorOf returns the Error of a call to the shard under ctx, or nil.
+func (s *shard) errorOf(ctx context.Context, err error) *Error {
+	if err == nil {
+		return nil
 	}
-	return known
+	if known, ok := errors.AsType[*Error](err); ok {
+		return known
+	}
+	if _, isNumbered := errors.AsType[*client.ShardError](err); s.of > 1 && !isNumbered {
+		err = &client.ShardError{Shard: s.number, Of: s.of, Err: err}
+	}
+	return classify(ctx, err)
 }
 
-// of adds to an error about an argument the number of its request.
-func (e *Error) of(request int) *Error {
+// inRequest adds to an error about an argument the number of its request in the list.
+func (e *Error) inRequest(request int) *Error {
 	if e == nil || e.Kind != InvalidArgument {
 		return e
 	}

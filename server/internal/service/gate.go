@@ -3,6 +3,7 @@ package service
 import (
 	"context"
 	"math"
+	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
 )
@@ -33,24 +34,25 @@ const mostOverdrawn = 9_000_000_000_000
 // Buckets of cost 0 are read before tokens are taken elsewhere. Charges that overdraw come last, since they cannot be denied: an
 // error then leaves tokens taken, but never allows a request that has not paid.
 func (s *Service) Admit(ctx context.Context, charges []GateCharge, blocked bool) (d client.JointDecision, err error) {
-	err = s.do(ctx, Gate, keyOf(charges), true, func(ctx context.Context) (policy string, whole client.Decision, err error) {
+	call, begin := Call{Operation: Gate}, time.Now()
+	call.Err = s.limitCall(ctx, s.shardOf(keyOf(charges)), true, func(ctx context.Context) (err error) {
 		d, err = s.admit(ctx, charges, blocked)
-		whole.Allowed = d.Allowed
-		for i, one := range d.Decisions {
-			if d.Allowed && one.Shadowed && !whole.Shadowed {
-				whole.Shadowed, d.Binding = true, i // the policy in shadow counts the request
-			}
-			whole.Estimated = whole.Estimated || one.Estimated
-		}
-		if len(charges) > 0 {
-			policy = charges[d.Binding].Policy
-		}
-		return policy, whole, err
+		return err
 	})
-	if err != nil {
-		return client.JointDecision{}, err
+	if call.Err != nil {
+		return client.JointDecision{}, s.observeCall(call, begin, client.Decision{})
 	}
-	return d, nil
+	whole := client.Decision{Allowed: d.Allowed}
+	for i, decision := range d.Decisions {
+		if d.Allowed && decision.Shadowed && !whole.Shadowed {
+			whole.Shadowed, d.Binding = true, i // the policy in shadow counts the request
+		}
+		whole.Estimated = whole.Estimated || decision.Estimated
+	}
+	if len(charges) > 0 {
+		call.Policy = charges[d.Binding].Policy
+	}
+	return d, s.observeCall(call, begin, whole)
 }
 
 // Unmatched observes a request that no rule of the gate matches.
@@ -66,7 +68,7 @@ func (s *Service) admit(ctx context.Context, charges []GateCharge, blocked bool)
 		overdraws = overdraws || c.Cost > 0 && c.Overdraw
 	}
 	if reads || blocked && len(charges) > 0 {
-		seen, err := s.limiter.AcquireAll(ctx, withCost(charges, func(GateCharge) int64 { return 0 }))
+		seen, err := s.databases.AcquireAll(ctx, withCost(charges, func(GateCharge) int64 { return 0 }))
 		if err != nil {
 			return d, err
 		}
@@ -118,14 +120,14 @@ func overQuota(charges []GateCharge, decisions []client.Decision) int {
 
 // giveBack returns what a request has taken that its quotas deny. They themselves have taken nothing.
 func (s *Service) giveBack(ctx context.Context, charges []GateCharge, decisions []client.Decision) error {
-	release, err := s.of(keyOf(charges)).own(ctx)
+	release, err := s.shardOf(keyOf(charges)).takeConnection(ctx)
 	if err != nil {
 		return err
 	}
 	defer release()
 	for i, c := range charges {
 		if c.Cost > 0 && !c.Overdraw && !c.Quota && !decisions[i].Shadowed {
-			if decisions[i], err = s.limiter.Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
+			if decisions[i], err = s.databases.On(c.Key).Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
 				return err
 			}
 		}
@@ -136,10 +138,10 @@ func (s *Service) giveBack(ctx context.Context, charges []GateCharge, decisions 
 // take takes the cost of all charges that can be denied, and reads the buckets of the rest.
 func (s *Service) take(ctx context.Context, charges []GateCharge) (client.JointDecision, error) {
 	if len(charges) == 1 {
-		d, err := s.limiter.Acquire(ctx, charges[0].Policy, charges[0].Key, client.Cost(charges[0].Cost))
+		d, err := s.databases.On(charges[0].Key).Acquire(ctx, charges[0].Policy, charges[0].Key, client.Cost(charges[0].Cost))
 		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, err
 	}
-	return s.limiter.AcquireAll(ctx, withCost(charges, func(c GateCharge) int64 {
+	return s.databases.AcquireAll(ctx, withCost(charges, func(c GateCharge) int64 {
 		if c.Overdraw {
 			return 0
 		}
@@ -149,7 +151,7 @@ func (s *Service) take(ctx context.Context, charges []GateCharge) (client.JointD
 
 // overdraw takes the cost of the charges that cannot be denied, and keeps the decisions of the rest.
 func (s *Service) overdraw(ctx context.Context, charges []GateCharge, decisions []client.Decision) ([]client.Decision, error) {
-	release, err := s.of(keyOf(charges)).own(ctx)
+	release, err := s.shardOf(keyOf(charges)).takeConnection(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -159,7 +161,7 @@ func (s *Service) overdraw(ctx context.Context, charges []GateCharge, decisions 
 	}
 	for i, c := range charges {
 		if c.Overdraw && c.Cost > 0 {
-			if decisions[i], err = s.limiter.Charge(ctx, c.Policy, c.Key, min(c.Cost, mostOverdrawn)); err != nil {
+			if decisions[i], err = s.databases.On(c.Key).Charge(ctx, c.Policy, c.Key, min(c.Cost, mostOverdrawn)); err != nil {
 				return nil, err
 			}
 		}
@@ -172,7 +174,7 @@ func (s *Service) explain(ctx context.Context, charges []GateCharge, seen []clie
 	if len(charges) == 0 {
 		return nil
 	}
-	release, err := s.of(keyOf(charges)).own(ctx)
+	release, err := s.shardOf(keyOf(charges)).takeConnection(ctx)
 	if err != nil {
 		return err
 	}
@@ -189,7 +191,7 @@ func (s *Service) explain(ctx context.Context, charges []GateCharge, seen []clie
 		if c.Shadow && !c.Quota || c.Overdraw && c.Cost > 0 || seen[i].Remaining >= cost {
 			continue
 		}
-		d, err := s.limiter.Peek(ctx, c.Policy, c.Key, client.Cost(cost))
+		d, err := s.databases.On(c.Key).Peek(ctx, c.Policy, c.Key, client.Cost(cost))
 		if err != nil {
 			return err
 		}
@@ -201,17 +203,19 @@ func (s *Service) explain(ctx context.Context, charges []GateCharge, seen []clie
 
 // RefundAll gives the cost of the charges back, one bucket after the other. An error leaves the refunds before it in place.
 func (s *Service) RefundAll(ctx context.Context, charges []GateCharge) (decisions []client.Decision, err error) {
-	err = s.do(ctx, Refund, keyOf(charges), false, func(ctx context.Context) (policy string, d client.Decision, err error) {
-		decisions = make([]client.Decision, len(charges))
-		for i, c := range charges {
-			if decisions[i], err = s.limiter.Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
-				return c.Policy, d, err
+	call, begin := Call{Operation: Refund}, time.Now()
+	var d client.Decision
+	call.Err = s.limitCall(ctx, s.shardOf(keyOf(charges)), false, func(ctx context.Context) (err error) {
+		for _, c := range charges {
+			call.Policy = c.Policy
+			if d, err = s.databases.On(c.Key).Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
+				return err
 			}
-			policy, d = c.Policy, decisions[i]
+			decisions = append(decisions, d)
 		}
-		return policy, d, nil
+		return nil
 	})
-	return decisions, err
+	return decisions, s.observeCall(call, begin, d)
 }
 
 // keyOf returns the key of one of the charges. The keys of a request are all of one shard.

@@ -1,7 +1,6 @@
 package service
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"sync"
@@ -21,47 +20,37 @@ type Answer struct {
 
 // AcquireMany answers each request as Acquire does, in their order. The requests of a shard are one call within its limits.
 func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer, error) {
-	if err := s.checkCount(requests); err != nil {
-		return nil, err
+	if n := len(requests); n == 0 || n > MaxRequests {
+		err := Invalid("invalid requests", fmt.Sprintf("requests has %d elements.", n), fmt.Sprintf("Send 1 to %d requests in a call.", MaxRequests))
+		return nil, s.observeCall(Call{Operation: AcquireMany, Err: err}, time.Now(), client.Decision{})
 	}
 	answers := make([]Answer, len(requests))
-	of := make([][]int, len(s.shards))
+	of := make(map[*shard][]int) // the numbers of the requests
 	for i, r := range requests {
-		n := 0
-		if len(of) > 1 {
-			n = client.ShardOf(r.Key, len(of))
-		}
-		of[n] = append(of[n], i)
+		shard := s.shardOf(r.Key)
+		of[shard] = append(of[shard], i)
 	}
-	var asking sync.WaitGroup
-	for n, numbers := range of[1:] {
-		if len(numbers) > 0 {
-			asking.Go(func() { s.some(ctx, &s.shards[1+n], requests, numbers, answers) })
-		}
+	var calls sync.WaitGroup
+	for shard, numbers := range of {
+		calls.Go(func() { s.callShard(ctx, shard, requests, numbers, answers) })
 	}
-	if len(of[0]) > 0 {
-		s.some(ctx, &s.shards[0], requests, of[0], answers)
-	}
-	asking.Wait()
+	calls.Wait()
 	return answers, nil
 }
 
-// some answers the requests of a shard.
-func (s *Service) some(ctx context.Context, shard *shard, requests []Request, numbers []int, answers []Answer) {
+// callShard answers the requests of a shard.
+func (s *Service) callShard(ctx context.Context, shard *shard, requests []Request, numbers []int, answers []Answer) {
 	begin := time.Now()
-	some := make([]client.Request, len(numbers))
+	asked := make([]client.Request, len(numbers))
 	shares := true
 	for i, n := range numbers {
-		r := requests[n]
-		some[i] = client.Request{Policy: cmp.Or(r.Policy, DefaultPolicy), Key: r.Key, IdempotencyKey: r.IdempotencyKey}
-		if r.Cost != nil {
-			some[i].Cost = client.Cost(*r.Cost)
-		}
-		shares = shares && r.canShare()
+		charge := requests[n].charge()
+		asked[i] = client.Request{Policy: charge.Policy, Key: charge.Key, Cost: charge.Cost, IdempotencyKey: requests[n].IdempotencyKey}
+		shares = shares && requests[n].canShare()
 	}
-	err := s.within(ctx, shard, shares, func(ctx context.Context) error {
-		for i, a := range s.limiter.AcquireMany(ctx, some) {
-			answers[numbers[i]] = Answer{Decision: a.Decision, Err: errorOf(ctx, a.Err).of(numbers[i])}
+	err := s.limitCall(ctx, shard, shares, func(ctx context.Context) error {
+		for i, a := range s.databases.On(asked[0].Key).AcquireMany(ctx, asked) {
+			answers[numbers[i]] = Answer{Decision: a.Decision, Err: shard.errorOf(ctx, a.Err).inRequest(numbers[i])}
 		}
 		return nil
 	})
@@ -69,16 +58,6 @@ func (s *Service) some(ctx context.Context, shard *shard, requests []Request, nu
 		if err != nil {
 			answers[n].Err = err
 		}
-		s.finish(Call{Operation: AcquireMany, Policy: some[i].Policy, Err: answers[n].Err}, begin, answers[n].Decision)
+		_ = s.observeCall(Call{Operation: AcquireMany, Policy: asked[i].Policy, Err: answers[n].Err}, begin, answers[n].Decision)
 	}
-}
-
-func (s *Service) checkCount(requests []Request) error {
-	n := len(requests)
-	if 0 < n && n <= MaxRequests {
-		return nil
-	}
-	err := Invalid("invalid requests", fmt.Sprintf("requests has %d elements.", n), fmt.Sprintf("Send 1 to %d requests in a call.", MaxRequests))
-	s.finish(Call{Operation: AcquireMany, Err: err}, time.Now(), client.Decision{})
-	return err
 }

@@ -68,9 +68,7 @@ func (s *Service) Place(of *Connection, size Size) (*Place, error) {
 	}
 	s.room.mu.Unlock()
 	if !hasRoom {
-		err := newError(Overloaded)
-		s.finish(Call{Operation: size.Operation, Err: err}, time.Now(), client.Decision{})
-		return nil, err
+		return nil, s.observeCall(Call{Operation: size.Operation, Err: newError(Overloaded)}, time.Now(), client.Decision{})
 	}
 	return p, nil
 }

@@ -1,4 +1,0 @@
-package envoy
-
-// NewRules makes rules of domains.
-var NewRules = newRules
