@@ -42,7 +42,7 @@ declare
   v_rows        boolean;     -- all buckets have rows
   v_n           integer;
   v_policy      policies;
-  v_override    overrides;
+  v_numbers     numbers;
   v_key         text collate "C";
   v_cost        bigint;
   v_now         timestamptz;
@@ -67,7 +67,7 @@ begin
     select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
       into v_order, v_sorted, v_keys, v_costs, v_enough
       from (select u.n, p as policy, u.key, u.cost,
-                   case when u.cost between 1 and p.capacity and not p.overridden then
+                   case when u.cost between 1 and p.capacity and not p.special then
                      case
                        when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
                        else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
@@ -98,13 +98,11 @@ begin
         v_cost   := v_costs[v_i];
         v_simple := (v_policy.id is not null and acceptable(v_key, v_cost) and v_cost > 0) is true;
         exit when not v_simple;
-        if v_policy.overridden then
-          select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
-          if found then
-            v_policy := with_override(v_policy, v_override);
-          end if;
+        if v_policy.special then
+          v_numbers     := numbers_of_key(v_policy, v_key, v_now);
+          v_policy      := v_numbers.policy;
           v_sorted[v_i] := v_policy;
-          v_simple      := (v_policy.calendar).ends_at is null;  -- an element may fit now, and not when the others do
+          v_simple      := v_policy.kind = 'tokens' and v_numbers.ends_at is null;  -- an element may fit now, and not when the others do
           exit when not v_simple;
         end if;
         if v_policy.durable then

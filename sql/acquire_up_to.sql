@@ -24,18 +24,16 @@ begin
     perform check_bounds(at_most, at_least);                 -- likewise
   end if;
   select p.* into v_policy from policies as p where p.name = policy collate "C";
-  if not found then
-    perform check_name('policy', policy);
-    perform refuse_unknown(policy);
-  end if;
-  if not v_policy.durable then
-    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+  if v_policy.durable is not true then
+    if not found or pg_is_in_recovery() then
+      perform refuse_policy(policy, v_policy);  -- raises 22023, RL001 or 0A000
+    end if;
     return acquire_up_to_ephemeral(v_policy, key, at_most, at_least, idempotency_key);  -- what follows, on the twin tables
   end if;
 
   declare
     v_key             text collate "C" := key;
-    v_idempotency_key text collate "C" := idempotency_key;
+    v_idempotency_key text collate "C";  -- null without one
     v_now             timestamptz := clock();
     v_taken           bigint := at_most;
     v_wanted          bigint;       -- the tokens to take in microtokens; 0 if at_most never fits
@@ -50,23 +48,26 @@ begin
     v_answer          ratelimit.decision;
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_ends_at         timestamptz;  -- when the numbers of the override end; null: they do not
+    v_numbers         ratelimit.numbers;
   begin
-    if v_policy.overridden then
-      if (v_policy.calendar).ends_at is not null then  -- no bucket that refills
-        if (v_policy.calendar).lease is not null then
-          perform refuse_slots(v_policy.name);  -- raises 22023
-        end if;
-        return take_quota_of_buckets(v_policy, v_key, at_most, at_least, v_idempotency_key);
+    if v_policy.special then
+      if v_policy.kind = 'slots' then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      elsif v_policy.kind = 'quota' then
+        return take_quota_of_buckets(v_policy, v_key, at_most, at_least, idempotency_key);
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
-        v_policy := with_override(v_policy, v_override);
+        v_policy  := with_override(v_policy, v_override);
+        v_ends_at := nullif(v_override.expires_at, 'infinity');
       end if;
     end if;
     v_wanted := case when at_most <= v_policy.capacity then microtokens(at_most) else 0 end;
 
     -- 1. The idempotency key.
-    if v_idempotency_key is not null then
+    if idempotency_key is not null then
+      v_idempotency_key := idempotency_key;
       select k.* into v_first
         from idempotency_keys as k
        where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
@@ -91,8 +92,10 @@ begin
 
       -- 3. The bucket, as of now: the update may have waited.
       v_now := clock();
-      if v_policy.overridden then
-        v_policy := numbers_again(v_policy, v_key, v_now);
+      if v_policy.special then
+        v_numbers := numbers_again(v_policy, v_key, v_now);
+        v_policy  := v_numbers.policy;
+        v_ends_at := v_numbers.ends_at;
       end if;
       select refilled(b.level, b.refilled_at, v_now, v_policy),
              case when at_least <= v_policy.capacity then wait_until(microtokens(at_least), b.level, b.refilled_at, v_now, v_policy) end,
@@ -104,7 +107,12 @@ begin
          and b.key       = v_key;
       v_has_row := found;
       if not v_has_row then  -- full, by the newest numbers
-        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_policy := own_numbers(v_policy);
+        if v_policy.special then
+          v_numbers := numbers_of_key(v_policy, v_key, v_now);
+          v_policy  := v_numbers.policy;
+          v_ends_at := v_numbers.ends_at;
+        end if;
         v_level    := microtokens(v_policy.capacity);
         v_retry_us := case when at_least <= v_policy.capacity then 0::bigint end;
         v_reset_us := 0;
@@ -112,9 +120,9 @@ begin
 
       -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
-        if (v_policy.calendar).ends_at is not null then
-          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
-          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, own_numbers(v_policy));
+        if v_ends_at is not null then
+          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, own_numbers(v_policy));
+          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, own_numbers(v_policy));
         end if;
         if v_idempotency_key is not null then
           select k.* into v_first
@@ -165,8 +173,8 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if (v_policy.calendar).ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+    if v_ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, own_numbers(v_policy));
     end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.

@@ -198,7 +198,7 @@ as $$
 begin
   perform ratelimit.check_request(policy, key, cost, idempotency_key);
   if granted is null then
-    perform ratelimit.refuse_slots(p.name) from ratelimit.policies as p where p.name = refusal.policy collate "C" and (p.calendar).lease is not null;
+    perform ratelimit.refuse_slots(p.name) from ratelimit.policies as p where p.name = refusal.policy collate "C" and p.kind = 'slots';
     perform ratelimit.refuse_unknown(policy);
   else
     perform ratelimit.refuse_repeat(granted, cost);

@@ -25,19 +25,17 @@ begin
     perform check_charge(policy, key, cost, idempotency_key);  -- raises 22023
   end if;
   select p.* into v_policy from policies as p where p.name = policy collate "C";
-  if not found then
-    perform check_name('policy', policy);
-    perform refuse_unknown(policy);
-  end if;
-  if not v_policy.durable then
-    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+  if v_policy.durable is not true then
+    if not found or pg_is_in_recovery() then
+      perform refuse_policy(policy, v_policy);  -- raises 22023, RL001 or 0A000
+    end if;
     return charge_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
 
   declare
     v_key             text collate "C" := key;
     v_cost            alias for cost;
-    v_idempotency_key text collate "C" := idempotency_key;
+    v_idempotency_key text collate "C";  -- null without one
     v_now             timestamptz := clock();
     v_level           bigint;       -- microtokens in the bucket
     v_stored          bigint;       -- what the row of a quota has for that
@@ -47,24 +45,29 @@ begin
     v_has_row         boolean;      -- a bucket without a row is full
     v_first           ratelimit.idempotency_keys;  -- the charge that is remembered under the idempotency key
     v_override        ratelimit.overrides;
+    v_ends_at         timestamptz;      -- when the numbers of the override end; null: they do not
+    v_turns           ratelimit.turns;  -- of a quota
+    v_numbers         ratelimit.numbers;
   begin
-    if v_policy.overridden then
-      if (v_policy.calendar).lease is not null then
+    if v_policy.special then
+      if v_policy.kind = 'slots' then
         perform refuse_slots(v_policy.name);  -- raises 22023
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
-        v_policy := with_override(v_policy, v_override);
+        v_policy  := with_override(v_policy, v_override);
+        v_ends_at := nullif(v_override.expires_at, 'infinity');
       end if;
     end if;
     if v_cost = 0 then
-      select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
+      select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_key, v_now) as n;
       return spent_of(v_level, v_reset_us, v_policy.capacity, false);
     end if;
 
     loop
       -- 1. The idempotency key.
-      if v_idempotency_key is not null then
+      if idempotency_key is not null then
+        v_idempotency_key := idempotency_key;
         select k.* into v_first
           from idempotency_keys as k
          where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
@@ -86,10 +89,13 @@ begin
            for update;
         v_has_row := found;
         v_now     := clock();  -- the lock may have waited
-        if v_policy.overridden or not v_has_row then
-          v_policy := numbers_again(v_policy, v_key, v_now);
-          if (v_policy.calendar).period is not null then
-            v_level := level_now(v_level, v_refilled_at, v_now, v_policy);
+        if v_policy.special or not v_has_row then
+          v_numbers := numbers_again(v_policy, v_key, v_now);
+          v_policy  := v_numbers.policy;
+          v_ends_at := v_numbers.ends_at;
+          v_turns   := v_numbers.turns;
+          if v_policy.kind = 'quota' then
+            v_level := level_now(v_level, v_refilled_at, v_now, v_policy, v_turns);
           end if;
         end if;
         exit when v_has_row;
@@ -107,19 +113,19 @@ begin
       v_level       := moved_level(v_held, -microtokens(v_cost), v_policy.full_level, floor_level(v_policy.gain, v_policy.every_us));
       v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
       v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-      if (v_policy.calendar).ends_at is not null then
-        if (v_policy.calendar).period is not null then
+      if v_policy.special then
+        if v_policy.kind = 'quota' then
           v_level  := greatest(v_level, lowest_level_of_quota(v_policy.capacity));
           v_stored := v_level - microtokens(v_policy.capacity);
         end if;
-        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, own_numbers(v_policy));
       end if;
       exit when v_idempotency_key is null;
       insert into idempotency_keys as k
              (policy_id, key, idempotency_key, cost, taken, remaining, reset_after, capacity, expires_at, granted_at)
       values (v_policy.id, v_key, v_idempotency_key, v_cost, nullif(v_held - v_level, microtokens(v_cost)),
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us),
-              case when (v_policy.calendar).period is not null then v_now end)
+              case when v_policy.kind = 'quota' then v_now end)
       on conflict on constraint idempotency_keys_pkey do update
            set cost        = excluded.cost,
                remaining   = excluded.remaining,

@@ -467,6 +467,20 @@ $$;
 comment on function ratelimit.too_many_rounds(text, text) is
   'Raises 40001: other sessions were faster a thousand times.';
 
+create or replace function ratelimit.refuse_policy(name text, policy ratelimit.policies)
+  returns void language plpgsql stable
+as $$
+begin
+  perform ratelimit.check_name('policy', name);
+  if policy.id is null then
+    perform ratelimit.refuse_unknown(name);
+  end if;
+  perform ratelimit.refuse_ephemeral(policy);
+end;
+$$;
+comment on function ratelimit.refuse_policy(text, ratelimit.policies) is
+  'Raises RL001 for a policy that was not found, 22023 for a bad name, and 0A000 for an ephemeral policy, on a standby.';
+
 create or replace function ratelimit.policy_named(policy text)
   returns ratelimit.policies language plpgsql stable
 as $$

@@ -14,9 +14,10 @@ begin
       select b.ctid as row_id,
              p.id is null
              or (b.paused_until > $1) is not true and case
-                  when (p.calendar).period is not null then
-                    unused(p.calendar, b.level, b.refilled_at, $1)
-                    and (o.key is null or unused(with_calendar(p.calendar, o.calendar, o.expires_at), b.level, b.refilled_at, $1))
+                  when p.kind = 'quota' then
+                    used_level(b.level, b.refilled_at, (turning_if_known(p.period, p.months, p.time_zone, p.anchor, $1)).turned_at) = 0
+                    and (o.key is null
+                         or used_level(b.level, b.refilled_at, (turning_if_known(p.period, p.months, o.time_zone, o.anchor, $1)).turned_at) = 0)
                   else
                     wait_for(p.full_level, b.level, b.refilled_at, $1, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
                     and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, $1, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0)
@@ -35,10 +36,10 @@ begin
     ), postponed as (
       update %1$s as b
          set due_at = (select case
-                                when (p.calendar).period is not null then
-                                  coalesce(greatest((turning_if_known(p.calendar, $1)).turns_at,
+                                when p.kind = 'quota' then
+                                  coalesce(greatest((turning_if_known(p.period, p.months, p.time_zone, p.anchor, $1)).turns_at,
                                                     case when o.key is not null then
-                                                      (turning_if_known(with_calendar(p.calendar, o.calendar, o.expires_at), $1)).turns_at
+                                                      (turning_if_known(p.period, p.months, o.time_zone, o.anchor, $1)).turns_at
                                                     end),
                                            $1 + duration(86400000000))
                                 else

@@ -3,7 +3,7 @@
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
 -- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with
--- the numbers that apply; own, the policy without those of an override, null where a policy has had none; levels and refilled_at,
+-- the numbers that apply; ends_at, when these end, null: they do not; turns, of a quota; own, the policy without those of an override, null where a policy has had none; levels and refilled_at,
 -- as stored, and after it as they are to be stored; levels_now, the level now.
 --
 -- wanted tells the buckets that are charged. The answers are parallel to the elements: remaining, retry_us, reset_us, capacities,
@@ -18,7 +18,7 @@
 -- Then the answers are worked out, from the buckets as they were after each request.
 create or replace function ratelimit.decide(
     in    requests bigint[], in idempotency_keys text[], in charges bigint[], in buckets integer[], in same integer[], in twins integer[], in bad boolean[],
-    inout known ratelimit.idempotency_keys[], in numbers ratelimit.policies[], in own ratelimit.policies[], inout levels bigint[], inout refilled_at timestamptz[],
+    inout known ratelimit.idempotency_keys[], in numbers ratelimit.policies[], in ends_at timestamptz[], in turns ratelimit.turns[], in own ratelimit.policies[], inout levels bigint[], inout refilled_at timestamptz[],
     in    levels_now bigint[], in now timestamptz,
     out wanted boolean[], out remaining bigint[], out retry_us bigint[], out reset_us bigint[], out capacities bigint[],
     out replayed boolean[], out shadowed boolean[], out granted boolean[], out charged boolean[], out fits boolean[], out kept boolean[],
@@ -58,7 +58,7 @@ begin
     -- 1. Each element.
     for v_i in v_start..v_end loop
       v_b := buckets[v_i];
-      if bad[v_i] or own is not null and (own[v_b].calendar).lease is not null then
+      if bad[v_i] or numbers[v_b].kind = 'slots' then
         v_errors[1] := coalesce(v_errors[1], v_i);
         continue;
       elsif numbers[v_b].id is null then
@@ -144,25 +144,25 @@ begin
                  case
                    when e.fits or (e.p).shadow then 0
                    when (e.known).cost is not null then left_us(e.known, decide.now)
-                   when ((e.p).calendar).ends_at is not null then wait_past_end(e.charge, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
+                   when e.is_special then wait_past_end(e.charge, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, ends_at[e.bucket], turns[e.bucket], own[e.bucket])
                    when e.charge <= (e.p).capacity then wait_until(microtokens(e.charge), e.level, e.refilled_at, decide.now, e.p)
                  end as retry_us,
                  case
                    when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
-                   when ((e.p).calendar).ends_at is not null then wait_past_end(null, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, own[e.bucket])
+                   when e.is_special then wait_past_end(null, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, ends_at[e.bucket], turns[e.bucket], own[e.bucket])
                    else wait_until((e.p).full_level, e.level, e.refilled_at, decide.now, e.p)
                  end as reset_us,
                  coalesce((e.known).capacity, (e.p).capacity) as capacity
-            from (select u.*, numbers[u.bucket] as p, decide.known[u.place] as known
+            from (select u.*, numbers[u.bucket] as p, decide.known[u.place] as known, numbers[u.bucket].kind = 'quota' or ends_at[u.bucket] is not null as is_special
                     from unnest(decide.buckets, charges, decide.fits, v_then_level, v_then_at)
                          with ordinality as u (bucket, charge, fits, level, refilled_at, place)
                   offset 0) as e) as a;
   if own is not null then
-    retry_us := waits_of_all(requests, charges, buckets, replayed, numbers, own, granted, v_then_level, v_then_at, now, retry_us);
+    retry_us := waits_of_all(requests, charges, buckets, replayed, numbers, ends_at, own, granted, v_then_level, v_then_at, now, retry_us);
   end if;
 end;
 $$;
-comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], integer[], integer[], boolean[], ratelimit.idempotency_keys[], ratelimit.policies[], ratelimit.policies[], bigint[], timestamptz[], bigint[], timestamptz) is
+comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], integer[], integer[], boolean[], ratelimit.idempotency_keys[], ratelimit.policies[], timestamptz[], ratelimit.turns[], ratelimit.policies[], bigint[], timestamptz[], bigint[], timestamptz) is
   'Decides the requests of a batch one after another, from buckets and idempotency keys as they were read.';
 
 -- retry_us, where overrides end: the longest wait of a denied request is to be the first instant at which all its elements fit. An
@@ -170,7 +170,7 @@ comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], inte
 -- by the numbers of the policy.
 create or replace function ratelimit.waits_of_all(
     requests bigint[], charges bigint[], buckets integer[], replayed boolean[], numbers ratelimit.policies[],
-    own ratelimit.policies[], granted boolean[], levels bigint[], refilled_at timestamptz[], now timestamptz, retry_us bigint[])
+    ends_at timestamptz[], own ratelimit.policies[], granted boolean[], levels bigint[], refilled_at timestamptz[], now timestamptz, retry_us bigint[])
   returns bigint[] language plpgsql immutable
 as $$
 declare
@@ -184,8 +184,8 @@ declare
 begin
   for v_i in 1..v_count loop
     v_policy := numbers[buckets[v_i]];
-    if (v_policy.calendar).ends_at is not null and replayed[v_i] is false and charges[v_i] > 0 and not v_policy.shadow then
-      v_left_us[v_i] := left_of_numbers(v_policy, now);
+    if ends_at[buckets[v_i]] is not null and replayed[v_i] is false and charges[v_i] > 0 and not v_policy.shadow then
+      v_left_us[v_i] := left_of_numbers(ends_at[buckets[v_i]], now);
     end if;
   end loop;
   while v_left_us is not null and v_end < v_count loop
@@ -201,7 +201,7 @@ begin
         continue when (v_left_us[v_i] <= v_longest) is not true;
         v_over         := true;
         v_left_us[v_i] := null;
-        retry_us[v_i]  := wait_after_end(charges[v_i], stored_level(levels[v_i], numbers[buckets[v_i]]), refilled_at[v_i], now, numbers[buckets[v_i]], own[buckets[v_i]]);
+        retry_us[v_i]  := wait_after_end(charges[v_i], stored_level(levels[v_i], numbers[buckets[v_i]]), refilled_at[v_i], now, ends_at[buckets[v_i]], own[buckets[v_i]]);
       end loop;
       exit when not v_over;
     end loop;
@@ -209,5 +209,5 @@ begin
   return retry_us;
 end;
 $$;
-comment on function ratelimit.waits_of_all(bigint[], bigint[], integer[], boolean[], ratelimit.policies[], ratelimit.policies[], boolean[], bigint[], timestamptz[], timestamptz, bigint[]) is
+comment on function ratelimit.waits_of_all(bigint[], bigint[], integer[], boolean[], ratelimit.policies[], timestamptz[], ratelimit.policies[], boolean[], bigint[], timestamptz[], timestamptz, bigint[]) is
   'The waits of the elements of a batch, where an override may end before all elements of a request fit.';

@@ -111,7 +111,7 @@ begin
 
       -- 3. Decide.
       v_verdict := decide(requests, idempotency_keys, v_batch.charges, v_batch.bucket_numbers, v_batch.same, v_batch.twins, v_batch.bad, v_look.known,
-                          v_numbers, v_look.own, v_look.levels, v_look.refilled_at, v_look.levels_now, v_now);
+                          v_numbers, v_look.ends_at, v_look.turns, v_look.own, v_look.levels, v_look.refilled_at, v_look.levels_now, v_now);
 
       -- 4. To be done so?
       if not true = any (v_verdict.wanted) then

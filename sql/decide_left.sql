@@ -51,7 +51,7 @@ begin
     v_names := array(select distinct denied.policies[u.place] collate "C" from unnest(places) as u (place));
   end if;
   foreach v_name in array v_names loop
-    select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow and (p.calendar).period is null;
+    select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow and p.kind <> 'quota';
     continue when not found;
     if v_policy.durable then
       v_part := denied_in_buckets(v_policy, policies, keys, costs, places, now);

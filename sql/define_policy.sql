@@ -33,21 +33,21 @@ begin
   perform check_name('policy', v_name);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
-  if v_policy.id is not null and (v_policy.calendar).lease is null and ratelimit_define_policy.lease is not null then
+  if v_policy.id is not null and v_policy.kind <> 'slots' and ratelimit_define_policy.lease is not null then
     perform refuse('lease', ratelimit_define_policy.lease::text, 'The policy has tokens. Drop it and define it anew, or choose another name.');
   end if;
-  v_lease := coalesce(ratelimit_define_policy.lease, (v_policy.calendar).lease);
+  v_lease := coalesce(ratelimit_define_policy.lease, v_policy.lease);
   if v_lease is not null then
     perform check_only_slots(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped,
                              ratelimit_define_policy.remember, ratelimit_define_policy.period, ratelimit_define_policy.time_zone,
                              ratelimit_define_policy.anchor);
     perform check_lease(coalesce(ratelimit_define_policy.capacity, v_policy.capacity), 1, v_lease);
-  elsif v_policy.id is not null and (v_policy.calendar).period is null and ratelimit_define_policy.period is not null then
+  elsif v_policy.id is not null and v_policy.kind <> 'quota' and ratelimit_define_policy.period is not null then
     perform refuse('period', ratelimit_define_policy.period::text, 'The policy refills. Drop it and define it anew; its buckets will be full.');
   end if;
-  v_period    := coalesce(ratelimit_define_policy.period, (v_policy.calendar).period);
-  v_time_zone := coalesce(ratelimit_define_policy.time_zone, (v_policy.calendar).time_zone, case when v_period is not null then 'UTC' end);
-  v_anchor    := coalesce(ratelimit_define_policy.anchor, (v_policy.calendar).anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
+  v_period    := coalesce(ratelimit_define_policy.period, v_policy.period);
+  v_time_zone := coalesce(ratelimit_define_policy.time_zone, v_policy.time_zone, case when v_period is not null then 'UTC' end);
+  v_anchor    := coalesce(ratelimit_define_policy.anchor, v_policy.anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
   perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, ratelimit_define_policy.time_zone, v_anchor);
   if v_period is not null or v_lease is not null then
     refill := 0;  -- as of calendar.sql
@@ -59,7 +59,7 @@ begin
   if ratelimit_define_policy.remember is not null then
     perform check_span('remember', ratelimit_define_policy.remember);
   end if;
-  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, calendar)
+  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, period, time_zone, anchor, lease)
   values (hashtextextended(gen_random_uuid()::text, 0),
           v_name,
           coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
@@ -69,10 +69,7 @@ begin
           coalesce(ratelimit_define_policy.durable, true),
           coalesce(ratelimit_define_policy.remember, interval '24 hours'),
           coalesce(ratelimit_define_policy.shadow, false),
-          v_period is not null or v_lease is not null,
-          case when v_period is not null or v_lease is not null then
-            row('infinity', false, v_period, extract(year from v_period) * 12 + extract(month from v_period), v_time_zone, v_anchor, null, null, v_lease)::calendar
-          end)
+          false, v_period, v_time_zone, v_anchor, v_lease)
   on conflict on constraint policies_pkey do update
      set capacity  = excluded.capacity,
          refill    = excluded.refill,
@@ -80,14 +77,11 @@ begin
          stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
          remember  = coalesce(ratelimit_define_policy.remember, p.remember),
          shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
-         calendar  = case when not excluded.calendar is null then
-                       row((p.calendar).ends_at, (p.calendar).overridden,  -- another session may have created the policy, and an override
-                           (excluded.calendar).period, (excluded.calendar).months, coalesce(ratelimit_define_policy.time_zone, (p.calendar).time_zone),
-                           coalesce(ratelimit_define_policy.anchor, (p.calendar).anchor), null, null,
-                           coalesce(ratelimit_define_policy.lease, (p.calendar).lease))::calendar
-                     end
-   where ((p.calendar).period is null) = ((excluded.calendar).period is null)
-     and ((p.calendar).lease is null) = ((excluded.calendar).lease is null)
+         period    = excluded.period,
+         time_zone = coalesce(ratelimit_define_policy.time_zone, p.time_zone),  -- another session may have created the policy
+         anchor    = coalesce(ratelimit_define_policy.anchor, p.anchor),
+         lease     = coalesce(ratelimit_define_policy.lease, p.lease)
+   where p.kind = excluded.kind
   returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
   if not found then  -- another session has created the policy meanwhile
     perform refuse(case when v_lease is not null then 'lease' else 'period' end, coalesce(v_lease, v_period)::text,

@@ -255,13 +255,13 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
            format('The server does not know the time zone %L of %s, so calls about them fail.', z.time_zone, z.users),
            'Install the time zone data that has it (tzdata-legacy on Debian), or name another zone with ratelimit_define_policy or ratelimit_override.' || v_where
       from (select u.time_zone, string_agg(u.name, ', ' order by u.name) as users
-              from (select (p.calendar).time_zone, format('policy %L', p.name) as name from policies as p where (p.calendar).period is not null
+              from (select p.time_zone, format('policy %L', p.name) as name from policies as p where p.kind = 'quota'
                     union all
-                    select (o.calendar).time_zone, format('%s overrides of policy %L', count(*), p.name)
+                    select o.time_zone, format('%s overrides of policy %L', count(*), p.name)
                       from policies as p
                       join overrides as o on o.policy_id = p.id
-                     where (p.calendar).overridden and (p.calendar).period is not null
-                     group by (o.calendar).time_zone, p.name) as u
+                     where p.overridden and p.kind = 'quota'
+                     group by o.time_zone, p.name) as u
              group by u.time_zone) as z
      where (select count(*) from pg_timezone_names as n where n.name = z.time_zone) = 0  -- a scan for each zone, and none without quotas
      order by z.time_zone;
@@ -303,7 +303,7 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
         from pre_request as s
         left join policies as p on p.name = s.policy
        where p.id is null
-          or (p.calendar).lease is not null
+          or p.kind = 'slots'
        order by s.role
     $sql$, 'pre_request as s', 'ratelimit.' || quote_ident(v_requests) || ' as s') using v_where;
   end if;

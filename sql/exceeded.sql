@@ -14,12 +14,12 @@ declare
   v_token_s    numeric;  -- until there is more, as if a bucket that refills did so evenly
   v_is_quota   boolean;
 begin
-  select case when p.capacity = denial.capacity and (p.calendar).overridden is not true then  -- a key may have another calendar
+  select case when p.capacity = denial.capacity and (p.kind <> 'quota' or not p.overridden) then  -- a key may have another calendar
            ceil(coalesce(extract(epoch from t.turns_at - t.turned_at), short_wait(p.full_level, 0, 0, p) / 1000000.0))
-         end, (p.calendar).period is not null
+         end, p.kind = 'quota'
     into v_window_s, v_is_quota
     from policies as p
-    left join lateral turning(p.calendar, clock()) as t on (p.calendar).period is not null
+   cross join lateral turns_of(p, clock()) as t
    where p.name = http_fields.policy collate "C";
   v_token_s := case when v_reset_s is not null then
                  least(v_retry_s, greatest(1, ceil(v_reset_s / case when v_is_quota then 1 else greatest(1, denial.capacity - denial.remaining) end)))

@@ -35,11 +35,11 @@ begin
     perform check_hold(policy, key, holder, cost);  -- raises 22023
   end if;
   select p.* into v_policy from policies as p where p.name = policy collate "C";
-  if not found then
-    perform check_name('policy', policy);
-    perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
-  end if;
-  if (v_policy.calendar).lease is null then
+  if v_policy.kind is distinct from 'slots' then
+    if v_policy.id is null then
+      perform check_name('policy', policy);
+      perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
+    end if;
     perform refuse_tokens(policy);  -- raises 22023
   end if;
   if not v_policy.durable then
@@ -68,11 +68,14 @@ begin
     v_written      boolean;
     v_rounds       integer;
     v_override     ratelimit.overrides;
+    v_numbers      ratelimit.numbers;
+    v_numbers_end  timestamptz;  -- of the override; null: it does not end
   begin
-    if (v_policy.calendar).overridden then
+    if v_policy.overridden then
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
-        v_policy := with_override(v_policy, v_override);
+        v_policy      := with_override(v_policy, v_override);
+        v_numbers_end := v_override.expires_at;
       end if;
     end if;
 
@@ -98,7 +101,7 @@ begin
          where l.policy_id = v_policy.id and l.key = v_key;
       end if;
       v_renewed  := (v_own_end > v_now) is true;
-      v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+      v_lease_us := microseconds(v_policy.lease)::bigint;
       if v_renewed and v_own_cost <> v_cost then
         perform held_with_another_cost(v_holder, v_own_cost, v_cost);  -- raises RL002
       end if;
@@ -139,7 +142,7 @@ begin
         v_written := found;
         v_seen_at := v_now;
         v_now     := clock();  -- it may have waited; if the clock went back, leases may be live that had ended
-        exit when v_written and v_now >= v_seen_at and (v_until > v_now and (v_policy.calendar).ends_at > v_now) is not false;
+        exit when v_written and v_now >= v_seen_at and (v_until > v_now and v_numbers_end > v_now) is not false;
 
         -- 4. The lock. A row that was written counts a lease that this call may not grant any more.
         if v_written then
@@ -158,8 +161,10 @@ begin
       if v_rounds = 1000 then
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
       end if;
-      v_now    := clock();
-      v_policy := numbers_again(v_policy, v_key, v_now);
+      v_now         := clock();
+      v_numbers     := numbers_again(v_policy, v_key, v_now);
+      v_policy      := v_numbers.policy;
+      v_numbers_end := v_numbers.ends_at;
     end loop;
 
     -- 5. The lease.

@@ -10,10 +10,10 @@ as $$
 declare
   v_rows constant text := $sql$
     select s.name, s.key, s.holder, s.cost::bigint, duration(least(microseconds(s.ends_at - $4), microseconds(s.lease))::bigint)
-      from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce((o.calendar).lease, (p.calendar).lease) as lease
+      from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce(o.lease, p.lease) as lease
               from policies as p
               join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
-              left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > $4
+              left join overrides as o on p.overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > $4
              where l.ends_at > $4
                and ($1 is null or p.name = $1 collate "C")
                and ($2 is null or l.key = $2 collate "C")
@@ -81,7 +81,7 @@ declare
                                                       groups between unbounded preceding and 1 preceding), 0) as later
                       from policies as p
                       join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
-                      left join overrides as o on (p.calendar).overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > $4
+                      left join overrides as o on p.overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > $4
                      cross join lateral (values (l.ends_at, l.cost), (nullif(o.expires_at, 'infinity'), 0)) as e (at, cost)
                      where l.ends_at > $4
                        and e.at is not null

@@ -46,39 +46,34 @@ begin
   v_capacity := coalesce(ratelimit_override.capacity, v_policy.capacity);
   v_refill   := coalesce(ratelimit_override.refill, v_policy.refill);
   v_every    := coalesce(ratelimit_override.every, v_policy.every);
-  if (v_policy.calendar).period is not null then
-    select (o.calendar).time_zone, (o.calendar).anchor into v_time_zone, v_anchor from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > clock();
+  if v_policy.kind = 'quota' then
+    select o.time_zone, o.anchor into v_time_zone, v_anchor from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > clock();
   end if;
-  v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, (v_policy.calendar).time_zone);
-  v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, (v_policy.calendar).anchor);
-  if (v_policy.calendar).lease is not null then
+  v_time_zone := coalesce(ratelimit_override.time_zone, v_time_zone, v_policy.time_zone);
+  v_anchor    := coalesce(ratelimit_override.anchor, v_anchor, v_policy.anchor);
+  if v_policy.kind = 'slots' then
     perform check_only_slots(ratelimit_override.refill, ratelimit_override.every, null, null, null, ratelimit_override.time_zone, ratelimit_override.anchor);
-    perform check_lease(v_capacity, 0, coalesce(ratelimit_override.lease, (v_policy.calendar).lease));
+    perform check_lease(v_capacity, 0, coalesce(ratelimit_override.lease, v_policy.lease));
   elsif ratelimit_override.lease is not null then
     perform refuse('lease', ratelimit_override.lease::text, 'Only a policy that lends slots has a lease. Leave it out, or drop the policy and define it anew with one.');
   else
-    perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, (v_policy.calendar).period, ratelimit_override.time_zone, v_anchor);
+    perform check_calendar(ratelimit_override.refill, ratelimit_override.every, null, v_policy.period, ratelimit_override.time_zone, v_anchor);
     perform check_numbers(v_capacity, v_refill, v_every);
   end if;
 
-  if v_policy.calendar is null then
-    update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
-  elsif not (v_policy.calendar).overridden then
-    v_policy.calendar.overridden := true;
-    update policies as p set calendar = v_policy.calendar where p.id = v_policy.id;
-  end if;
-  insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, calendar)
-  values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at,
-          case when (v_policy.calendar).ends_at is not null then
-            row(null, null, null, null, v_time_zone, v_anchor, null, null, coalesce(ratelimit_override.lease, (v_policy.calendar).lease))::calendar
-          end)
+  update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
+  insert into overrides as o (policy_id, key, capacity, refill, every, stepped, expires_at, time_zone, anchor, lease)
+  values (v_policy.id, v_key, v_capacity, v_refill, v_every, v_policy.stepped, v_expires_at, v_time_zone, v_anchor,
+          coalesce(ratelimit_override.lease, v_policy.lease))
   on conflict on constraint overrides_pkey do update
      set capacity   = excluded.capacity,
          refill     = excluded.refill,
          every      = excluded.every,
          stepped    = excluded.stepped,
          expires_at = excluded.expires_at,
-         calendar   = excluded.calendar;
+         time_zone  = excluded.time_zone,
+         anchor     = excluded.anchor,
+         lease      = excluded.lease;
 end;
 $$;
 comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp, interval) is
@@ -161,8 +156,8 @@ create or replace function ratelimit_overrides(policy text default null, key tex
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, $2, $3);
-  select p.name, o.key, o.capacity, case when p.calendar is null then o.refill end, case when p.calendar is null then o.every end,
-         nullif(o.expires_at, 'infinity'), (o.calendar).time_zone, (o.calendar).anchor, (o.calendar).lease
+  select p.name, o.key, o.capacity, case when p.kind = 'tokens' then o.refill end, case when p.kind = 'tokens' then o.every end,
+         nullif(o.expires_at, 'infinity'), o.time_zone, o.anchor, o.lease
     from policies as p
    cross join lateral (select o.* from overrides as o where o.policy_id = p.id and o.key = $2 collate "C"  -- through the primary key
                        union all

@@ -27,6 +27,7 @@ begin
     v_until       timestamptz;  -- the end of the pause
     v_level       bigint;       -- microtokens in the bucket
     v_refilled_at timestamptz;  -- when the bucket held v_level
+    v_numbers     ratelimit.numbers;
     v_own         ratelimit.policies;  -- the policy without the numbers of an override
   begin
     if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
@@ -36,8 +37,10 @@ begin
        where b.policy_id = v_policy.id
          and b.key       = v_key
          for update;
-      v_now    := clock();  -- the lock may have waited
-      v_policy := numbers_again(v_policy, v_key, v_now);
+      v_now     := clock();  -- the lock may have waited
+      v_own     := own_numbers(v_policy);
+      v_numbers := numbers_of_key(v_own, v_key, v_now);
+      v_policy  := v_numbers.policy;
       if v_policy.refill = 0 then
         perform refuse_pause(v_policy.name, v_key);  -- raises 22023
       end if;
@@ -50,8 +53,7 @@ begin
       exit when found;
     end loop;
     v_until := greatest(v_until, v_now + duration(microseconds(pause_for)::bigint));  -- a day is 24 hours
-    v_own   := own_numbers(v_policy);
-    if (v_policy.calendar).ends_at <= v_until then
+    if v_numbers.ends_at <= v_until then
       v_level := refilled(v_level, v_refilled_at, v_now, v_policy);
       v_level := refilled(v_level, refilled_until(v_refilled_at, v_now, v_policy.tick), v_until, v_own);
     else
@@ -63,8 +65,8 @@ begin
        set level = v_level, refilled_at = v_refilled_at, room = null, paused_until = v_until
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    return answer_of(v_level, wait_past_end(1, v_level, v_refilled_at, v_now, v_policy, v_own),
-                     wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_own), v_policy.capacity);
+    return answer_of(v_level, wait_past_end(1, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_own),
+                     wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_own), v_policy.capacity);
   end;
 end;
 $$;

@@ -10,6 +10,8 @@ as $$
 declare
   v_policy   ratelimit.policies;
   v_override ratelimit.overrides;
+  v_ends_at  timestamptz;  -- when the numbers of the override end; null: they do not
+  v_past_end boolean;      -- they end, or the bucket has turns
   v_key      text collate "C" := key;
   v_cost     alias for cost;
   v_now      timestamptz := clock();
@@ -21,21 +23,23 @@ begin
     perform check_request(policy, key, cost, null);  -- raises 22023
   end if;
   select p.* into v_policy from policies as p where p.name = policy collate "C";
-  if not found then
-    perform check_name('policy', policy);
-    perform refuse_unknown(policy);
-  end if;
-  if v_policy.overridden then
-    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
-    if found then
-      v_policy := with_override(v_policy, v_override);
+  if v_policy.special is not false then
+    if v_policy.id is null then
+      perform check_name('policy', policy);
+      perform refuse_unknown(policy);
     end if;
-    if (v_policy.calendar).lease is not null then
+    if v_policy.kind = 'slots' then
       return peek_slots(v_policy, v_key, v_cost, v_now);
     end if;
+    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+    if found then
+      v_policy  := with_override(v_policy, v_override);
+      v_ends_at := nullif(v_override.expires_at, 'infinity');
+    end if;
+    v_past_end := v_policy.kind = 'quota' or v_ends_at is not null;
   end if;
-  if (v_policy.calendar).ends_at is not null then
-    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_key, v_now, v_cost) as b;
+  if v_past_end then
+    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_key, v_now, v_cost) as b;
   elsif v_policy.durable then
     select refilled(b.level, b.refilled_at, v_now, v_policy),
            case
@@ -80,15 +84,16 @@ Writes: nothing.
 Role: application.';
 
 -- The level of a bucket, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
--- apply to the key.
-create or replace function ratelimit.bucket_now(in policy ratelimit.policies, in key text, in now timestamptz, out level bigint, out reset_us bigint)
+-- apply to the key until ends_at.
+create or replace function ratelimit.bucket_now(
+    in policy ratelimit.policies, in ends_at timestamptz, in key text, in now timestamptz, out level bigint, out reset_us bigint)
   language plpgsql stable
 as $$
 declare
   v_key text collate "C" := key;
 begin
-  if (policy.calendar).ends_at is not null then
-    select b.level, b.reset_us into level, reset_us from look_past_end(policy, v_key, now, 0) as b;
+  if policy.kind = 'quota' or ends_at is not null then
+    select b.level, b.reset_us into level, reset_us from look_past_end(policy, ends_at, v_key, now, 0) as b;
   elsif policy.durable then
     select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
       into level, reset_us
@@ -108,5 +113,5 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.bucket_now(ratelimit.policies, text, timestamptz) is
+comment on function ratelimit.bucket_now(ratelimit.policies, timestamptz, text, timestamptz) is
   'What a bucket holds, and how long until it is full.';

@@ -7,9 +7,9 @@ create or replace function ratelimit_policies()
   security definer
   set search_path = ratelimit, pg_temp
 as $$
-  select p.name, p.capacity, case when p.calendar is null then p.refill end, case when p.calendar is null then p.every end,
-         case when p.calendar is null then p.stepped end, p.durable, case when (p.calendar).lease is null then p.remember end, p.shadow,
-         (p.calendar).period, (p.calendar).time_zone, (p.calendar).anchor, (p.calendar).lease
+  select p.name, p.capacity, case when p.kind = 'tokens' then p.refill end, case when p.kind = 'tokens' then p.every end,
+         case when p.kind = 'tokens' then p.stepped end, p.durable, case when p.kind <> 'slots' then p.remember end, p.shadow,
+         p.period, p.time_zone, p.anchor, p.lease
     from policies as p
    order by p.name
 $$;

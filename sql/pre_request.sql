@@ -45,7 +45,7 @@ begin
   end if;
 
   v_policy := ratelimit.policy_named(policy);
-  if (v_policy.calendar).lease is not null then
+  if v_policy.kind = 'slots' then
     perform ratelimit.refuse_slots(v_policy.name);  -- raises 22023; peek would not
   end if;
   if current_setting('transaction_read_only') = 'off' then

@@ -9,9 +9,11 @@ declare
   v_key             text collate "C" := key;
   v_idempotency_key text collate "C" := idempotency_key;
   v_now             timestamptz := clock();
-  v_capacity        bigint;              -- these two apply to the key
-  v_calendar        ratelimit.calendar;
-  v_quota           ratelimit.policies;  -- with the numbers of the key, once the bucket was looked at
+  v_capacity        bigint;                        -- these apply to the key
+  v_ends_at         timestamptz;                   -- when they end; null: they do not
+  v_turns           ratelimit.turns;
+  v_quota           ratelimit.policies;            -- with the numbers of the key, once the bucket was looked at
+  v_numbers         ratelimit.numbers;
   v_taken           bigint := at_most;
   v_wanted          bigint;
   v_level           bigint;       -- as the row has it
@@ -25,15 +27,16 @@ declare
   v_rounds          integer;
   v_override        ratelimit.overrides;
 begin
-  if (policy.calendar).overridden then
+  if policy.overridden then
     select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > v_now;
   end if;
   if v_override.key is null then
     v_capacity := policy.capacity;
-    v_calendar := turning(policy.calendar, v_now);
+    v_turns    := turning(policy.period, policy.months, policy.time_zone, policy.anchor, v_now);
   else
     v_capacity := v_override.capacity;
-    v_calendar := turning(with_calendar(policy.calendar, v_override.calendar, v_override.expires_at), v_now);
+    v_turns    := turning(policy.period, policy.months, v_override.time_zone, v_override.anchor, v_now);
+    v_ends_at  := nullif(v_override.expires_at, 'infinity');
   end if;
 
   -- 1. The idempotency key.
@@ -51,12 +54,12 @@ begin
     if v_taken between 1 and v_capacity and current_setting('transaction_read_only') = 'off' then
       v_wanted := microtokens(v_taken);
       update buckets as b
-         set level       = used_level(b.level, b.refilled_at, v_calendar.turned_at) - v_wanted,
+         set level       = used_level(b.level, b.refilled_at, v_turns.turned_at) - v_wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
        where b.policy_id = policy.id
          and b.key       = v_key
-         and used_level(b.level, b.refilled_at, v_calendar.turned_at) >= v_wanted - microtokens(v_capacity)
+         and used_level(b.level, b.refilled_at, v_turns.turned_at) >= v_wanted - microtokens(v_capacity)
          and (v_taken = at_most or b.level = v_level and b.refilled_at = v_refilled_at)  -- fewer only from the bucket as it was read
       returning b.level, b.refilled_at into v_level, v_refilled_at;
       exit when found;
@@ -65,22 +68,24 @@ begin
     -- 3. The bucket, as of now: the update may have waited.
     v_now      := clock();
     policy     := own_numbers(policy);
-    v_quota    := quota_of_key(policy, v_key, v_now);
+    v_numbers  := numbers_of_key(policy, v_key, v_now);
+    v_quota    := v_numbers.policy;
     v_capacity := v_quota.capacity;
-    v_calendar := v_quota.calendar;
+    v_ends_at  := v_numbers.ends_at;
+    v_turns    := v_numbers.turns;
     select b.level, b.refilled_at into v_level, v_refilled_at
       from buckets as b
      where b.policy_id = policy.id
        and b.key       = v_key;
     v_has_row := found;
-    v_held    := microtokens(v_capacity) + coalesce(used_level(v_level, v_refilled_at, v_calendar.turned_at), 0);
+    v_held    := microtokens(v_capacity) + coalesce(used_level(v_level, v_refilled_at, v_turns.turned_at), 0);
     v_taken   := least(at_most, whole_tokens(v_held));
 
     -- 3a. Too few tokens.
     if at_most = 0 or v_taken < at_least then
       v_retry_us := case when at_most = 0 then 0
-                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, policy) end;
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, policy) end;
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, policy);
       if v_idempotency_key is not null then
         select k.* into v_first
           from idempotency_keys as k
@@ -104,7 +109,7 @@ begin
       v_level       := -v_wanted;
       v_refilled_at := v_now;
       insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (policy.id, v_key, v_level, v_refilled_at, v_calendar.turns_at)
+      values (policy.id, v_key, v_level, v_refilled_at, v_turns.turns_at)
       on conflict on constraint buckets_pkey do nothing;
       exit when found;
     end if;
@@ -115,14 +120,13 @@ begin
       perform too_many_rounds(policy.name, v_key);  -- raises 40001
     end if;
   end loop;
-  if v_refilled_at = v_now and v_calendar.turns_at < v_calendar.ends_at then
-    v_reset_us := microseconds(v_calendar.turns_at - v_now)::bigint;
+  if v_refilled_at = v_now and (v_turns.turns_at < v_ends_at) is not false then
+    v_reset_us := microseconds(v_turns.turns_at - v_now)::bigint;
   else
     if v_has_row is null then
       v_quota := case when v_override.key is null then policy else with_override(policy, v_override) end;
     end if;
-    v_quota.calendar := v_calendar;
-    v_reset_us       := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, policy);
   end if;
   v_held := microtokens(v_capacity) + v_level;
 
@@ -170,17 +174,18 @@ as $$
 declare
   v_policy alias for policy;
   v_now    alias for now;
-  v_quota  ratelimit.policies := policy;
+  v_turns  ratelimit.turns := turns_of(policy, now);
 begin
-  v_quota.calendar := turning(policy.calendar, v_now);
   with taken as (
       update buckets as b
-         set level       = used_level(b.level, b.refilled_at, ((u.p).calendar).turned_at) - u.wanted,
+         set level       = used_level(b.level, b.refilled_at, (u.turns).turned_at) - u.wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
-        from (select u.*, case when (v_policy.calendar).overridden then quota_of_key(v_policy, u.key, v_now) else v_quota end as p
-                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
-               where (select p = v_policy from policies as p where p.id = v_policy.id)
+        from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at, coalesce((u.n).turns, v_turns) as turns
+                from (select u.*, case when v_policy.overridden then numbers_of_key(v_policy, u.key, v_now) end as n
+                        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+                       where (select p = v_policy from policies as p where p.id = v_policy.id)
+                      offset 0) as u
               offset 0) as u
        where b.ctid = coalesce(u.row_id, (select b.ctid
                          from buckets as b
@@ -190,14 +195,14 @@ begin
                          order by b.key desc
                          limit 1))
          and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
-         and used_level(b.level, b.refilled_at, ((u.p).calendar).turned_at) >= u.wanted - microtokens((u.p).capacity)
+         and used_level(b.level, b.refilled_at, (u.turns).turned_at) >= u.wanted - microtokens((u.p).capacity)
       returning u.*, b.level, b.refilled_at
     )
     select array_agg(u.place), array_agg(whole_tokens(microtokens((u.p).capacity) + u.level)),
-           array_agg(wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)),
+           array_agg(wait_past_end(null, u.level, u.refilled_at, v_now, u.p, u.ends_at, u.turns, v_policy)),
            array_agg((u.p).capacity)
       into places, remaining, reset_us, capacities
-      from (select e.place, t.p, t.refilled_at,
+      from (select e.place, t.p, t.ends_at, t.turns, t.refilled_at,
                    t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
               from taken as t
              cross join lateral unnest(t.places) as e (place)) as u;
@@ -212,7 +217,9 @@ as $$
 declare
   v_key         text collate "C" := key;
   v_now         timestamptz := clock();
-  v_quota       ratelimit.policies := quota_of_key(policy, v_key, v_now);
+  v_numbers     ratelimit.numbers  := numbers_of_key(policy, v_key, v_now);
+  v_quota       ratelimit.policies := v_numbers.policy;
+  v_turns       ratelimit.turns    := v_numbers.turns;
   v_given       bigint := microtokens(least(amount, 9000000000000));  -- more may be used than the capacity is by now
   v_level       bigint;
   v_refilled_at timestamptz;
@@ -220,14 +227,14 @@ declare
 begin
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   update buckets as b
-     set level       = least(used_level(b.level, b.refilled_at, (v_quota.calendar).turned_at), -v_given) + v_given,
+     set level       = least(used_level(b.level, b.refilled_at, v_turns.turned_at), -v_given) + v_given,
          refilled_at = greatest(b.refilled_at, v_now),
          room        = null,
          due_at      = least(b.due_at, v_now)  -- as in ratelimit_refund
    where b.policy_id = policy.id
      and b.key       = v_key
   returning b.level, b.refilled_at into v_level, v_refilled_at;
-  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, policy);
+  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_numbers.ends_at, v_turns, policy);
   return answer_of(microtokens(v_quota.capacity) + coalesce(v_level, 0), 0, v_reset_us, v_quota.capacity);
 end;
 $$;

@@ -10,6 +10,7 @@ declare
   v_key         text collate "C" := key;
   v_policy      policies;
   v_override    overrides;
+  v_ends_at     timestamptz;  -- when the numbers of the override end; null: they do not
   v_amount      bigint;
   v_now         timestamptz := clock();
   v_level       bigint;       -- microtokens in the bucket
@@ -22,21 +23,22 @@ begin
     perform check_tokens('amount', amount);
   end if;
   select p.* into v_policy from policies as p where p.name = policy collate "C";
-  if not found then
-    perform check_name('policy', policy);
-    perform refuse_unknown(policy);
-  end if;
-  if v_policy.overridden then
-    if (v_policy.calendar).lease is not null then
+  if v_policy.special is not false then
+    if v_policy.id is null then
+      perform check_name('policy', policy);
+      perform refuse_unknown(policy);
+    end if;
+    if v_policy.kind = 'slots' then
       perform refuse_slots(v_policy.name);  -- raises 22023
-    elsif (v_policy.calendar).period is not null and v_policy.durable then
+    elsif v_policy.kind = 'quota' and v_policy.durable then
       return refund_quota_of_buckets(v_policy, v_key, amount);
-    elsif (v_policy.calendar).period is not null then
+    elsif v_policy.kind = 'quota' then
       return refund_quota_of_ephemeral_buckets(v_policy, v_key, amount);
     end if;
     select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
     if found then
-      v_policy := with_override(v_policy, v_override);
+      v_policy  := with_override(v_policy, v_override);
+      v_ends_at := nullif(v_override.expires_at, 'infinity');
     end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
@@ -66,8 +68,8 @@ begin
     return answer_of(microtokens(v_policy.capacity), 0, 0, v_policy.capacity);
   end if;
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-  if (v_policy.calendar).ends_at is not null then
-    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+  if v_ends_at is not null then
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, own_numbers(v_policy));
   end if;
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;

@@ -14,11 +14,11 @@ begin
     perform check_hold(policy, key, holder, 1);  -- raises 22023
   end if;
   select p.* into v_policy from policies as p where p.name = policy collate "C";
-  if not found then
-    perform check_name('policy', policy);
-    perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
-  end if;
-  if (v_policy.calendar).lease is null then
+  if v_policy.kind is distinct from 'slots' then
+    if v_policy.id is null then
+      perform check_name('policy', policy);
+      perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
+    end if;
     perform refuse_tokens(policy);  -- raises 22023
   end if;
   if not v_policy.durable then

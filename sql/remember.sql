@@ -25,7 +25,7 @@ begin
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
            g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
-           case when (v_policy.calendar).period is not null then v_now end
+           case when v_policy.kind = 'quota' then v_now end
       from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place]);
   else
@@ -33,7 +33,7 @@ begin
            (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at, granted_at)
     select v_policy.id, keys[g.place], v_all[g.place], costs[g.place],
            g.remaining, duration(g.reset_us), g.capacity, v_now + duration(v_policy.remember_us),
-           case when (v_policy.calendar).period is not null then v_now end
+           case when v_policy.kind = 'quota' then v_now end
       from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place])
     on conflict on constraint idempotency_keys_pkey do update

@@ -21,11 +21,11 @@ begin
     perform check_hold(policy, key, holder, 1);  -- raises 22023
   end if;
   select p.* into v_policy from policies as p where p.name = policy collate "C";
-  if not found then
-    perform check_name('policy', policy);
-    perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
-  end if;
-  if (v_policy.calendar).lease is null then
+  if v_policy.kind is distinct from 'slots' then
+    if v_policy.id is null then
+      perform check_name('policy', policy);
+      perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
+    end if;
     perform refuse_tokens(policy);  -- raises 22023
   end if;
   if not v_policy.durable then
@@ -42,14 +42,15 @@ begin
     v_lease_us bigint;
     v_locked   boolean;
     v_override ratelimit.overrides;
+    v_numbers  ratelimit.numbers;
   begin
-    if (v_policy.calendar).overridden then
+    if v_policy.overridden then
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
         v_policy := with_override(v_policy, v_override);
       end if;
     end if;
-    v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+    v_lease_us := microseconds(v_policy.lease)::bigint;
 
     -- 1. Has it a lease?
     perform l.cost from leases as l
@@ -71,9 +72,10 @@ begin
 
       -- 3. The lease, by the clock and the numbers of now.
       v_now := clock();
-      if (v_policy.calendar).ends_at <= v_now then
-        v_policy   := numbers_again(v_policy, v_key, v_now);
-        v_lease_us := microseconds((v_policy.calendar).lease)::bigint;
+      if v_override.expires_at <= v_now then
+        v_numbers  := numbers_again(v_policy, v_key, v_now);
+        v_policy   := v_numbers.policy;
+        v_lease_us := microseconds(v_policy.lease)::bigint;
       end if;
       v_ends_at := v_now + duration(v_lease_us);
       if v_ends_at < v_earlier then  -- the clock went back, or an override with a longer lease has ended

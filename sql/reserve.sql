@@ -38,19 +38,17 @@ begin
     end if;
   end if;
   select p.* into v_policy from policies as p where p.name = policy collate "C";
-  if not found then
-    perform check_name('policy', policy);
-    perform refuse_unknown(policy);
-  end if;
-  if not v_policy.durable then
-    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+  if v_policy.durable is not true then
+    if not found or pg_is_in_recovery() then
+      perform refuse_policy(policy, v_policy);  -- raises 22023, RL001 or 0A000
+    end if;
     return reserve_ephemeral(v_policy, key, max_wait, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
 
   declare
     v_key             text collate "C" := key;
     v_cost            alias for cost;
-    v_idempotency_key text collate "C" := idempotency_key;
+    v_idempotency_key text collate "C";  -- null without one
     v_now             timestamptz := clock();
     v_until           timestamptz;  -- when the wait must be over
     v_wanted          bigint;       -- cost in microtokens; 0 if nothing can be taken
@@ -65,25 +63,28 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
+    v_ends_at         timestamptz;  -- when the numbers of the override end; null: they do not
     v_own             ratelimit.policies;  -- the policy without the numbers of the override
+    v_numbers         ratelimit.numbers;
   begin
-    if v_policy.overridden then
-      if (v_policy.calendar).ends_at is not null then  -- no bucket that refills
-        if (v_policy.calendar).lease is not null then
-          perform refuse_slots(v_policy.name);  -- raises 22023
-        end if;
-        return reservation_by(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key));
+    if v_policy.special then
+      if v_policy.kind = 'slots' then
+        perform refuse_slots(v_policy.name);  -- raises 22023
+      elsif v_policy.kind = 'quota' then
+        return reservation_by(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, idempotency_key));
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
-        v_own    := v_policy;
-        v_policy := with_override(v_policy, v_override);
+        v_own     := v_policy;
+        v_policy  := with_override(v_policy, v_override);
+        v_ends_at := nullif(v_override.expires_at, 'infinity');
       end if;
     end if;
     v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
 
     -- 1. The idempotency key.
-    if v_idempotency_key is not null then
+    if idempotency_key is not null then
+      v_idempotency_key := idempotency_key;
       select k.* into v_first
         from idempotency_keys as k
        where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
@@ -98,7 +99,7 @@ begin
       --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
       --    Where an override ends within max_wait, step 3c decides.
       v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
-      if v_wanted > 0 and ((v_policy.calendar).ends_at <= v_until) is not true and current_setting('transaction_read_only') = 'off' then
+      if v_wanted > 0 and (v_ends_at <= v_until) is not true and current_setting('transaction_read_only') = 'off' then
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -113,9 +114,11 @@ begin
 
       -- 3. The bucket, as of now: the update may have waited.
       v_now := clock();
-      if v_policy.overridden then
-        v_policy := numbers_again(v_policy, v_key, v_now);
-        v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+      if v_policy.special then
+        v_numbers := numbers_again(v_policy, v_key, v_now);
+        v_policy  := v_numbers.policy;
+        v_ends_at := v_numbers.ends_at;
+        v_wanted  := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
       end if;
       select refilled(b.level, b.refilled_at, v_now, v_policy),
              wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy),
@@ -126,7 +129,12 @@ begin
          and b.key       = v_key;
       v_has_row := found;
       if not v_has_row then  -- full, by the newest numbers
-        v_policy   := numbers_again(v_policy, v_key, v_now);
+        v_policy := own_numbers(v_policy);
+        if v_policy.special then
+          v_numbers := numbers_of_key(v_policy, v_key, v_now);
+          v_policy  := v_numbers.policy;
+          v_ends_at := v_numbers.ends_at;
+        end if;
         v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
         v_level    := microtokens(v_policy.capacity);
         v_reset_us := 0;
@@ -136,13 +144,13 @@ begin
                          when v_cost = 0 then 0::bigint
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
-      if (v_policy.calendar).ends_at is not null then
+      if v_ends_at is not null then
         v_own      := own_numbers(v_policy);
-        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_own);
+        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_own);
         if v_wanted = 0 or not v_has_row then
-          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_own) end;
+          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_own) end;
         else  -- as the row will be stored
-          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_own);
+          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_own);
         end if;
       end if;
 
@@ -191,10 +199,10 @@ begin
     end loop;
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
-    if (v_policy.calendar).ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_own);
+    if v_ends_at is not null then
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_own);
       if v_level < 0 then
-        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_own));
+        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_own));
       end if;
     end if;
 
@@ -233,7 +241,7 @@ begin
 
     -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
-      if (v_policy.calendar).ends_at is not null then
+      if v_ends_at is not null then
         return waiting_of(v_level, greatest(0, microseconds(v_ready_at - clock()))::double precision, v_reset_us, v_policy.capacity, v_policy.shadow);
       end if;
       return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,

@@ -7,25 +7,27 @@ create or replace function ratelimit_reset(policy text, key text)
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_key    text collate "C" := ratelimit_reset.key;
-  v_policy policies;
+  v_key     text collate "C" := ratelimit_reset.key;
+  v_id      bigint;
+  v_durable boolean;
+  v_lease   interval;
 begin
   if is_name(key) is not true then
     perform check_name('policy', policy);  -- either raises 22023
     perform check_name('key', key);
   end if;
-  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  select p.id, p.durable, p.lease into v_id, v_durable, v_lease from policies as p where p.name = policy collate "C";
   if not found then
     perform check_name('policy', policy);
     perform refuse_unknown(policy);
   end if;
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  if (v_policy.calendar).lease is not null then
-    perform reset_slots(v_policy, v_key);
-  elsif v_policy.durable then
-    delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+  if v_lease is not null then
+    perform reset_slots(v_id, v_durable, v_key);
+  elsif v_durable then
+    delete from buckets as b where b.policy_id = v_id and b.key = v_key;
   else
-    delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+    delete from ephemeral_buckets as b where b.policy_id = v_id and b.key = v_key;
   end if;
 end;
 $$;
@@ -39,31 +41,32 @@ Role: administrator.';
 
 -- Frees all slots of a key. Where the key has no row, nobody held by then, and a later lease is none that this call has locked.
 -- Locks and writes: the row of the key; deletes its leases.
-create or replace function ratelimit.reset_slots(policy ratelimit.policies, key text)
+create or replace function ratelimit.reset_slots(policy_id bigint, durable boolean, key text)
   returns void language plpgsql volatile
 as $$
 declare
+  v_id  alias for policy_id;
   v_key text collate "C" := key;
   v_now timestamptz := clock();
 begin
-  if policy.durable then
+  if durable then
     update slots as s
        set changes = s.changes + 1, counted_until = '-infinity', due_at = least(s.due_at, v_now)
-     where s.policy_id = policy.id and s.key = v_key;
+     where s.policy_id = v_id and s.key = v_key;
     if found then
-      delete from leases as l where l.policy_id = policy.id and l.key = v_key;
+      delete from leases as l where l.policy_id = v_id and l.key = v_key;
     end if;
   else
     update ephemeral_slots as s
        set changes = s.changes + 1, counted_until = '-infinity', due_at = least(s.due_at, v_now)
-     where s.policy_id = policy.id and s.key = v_key;
+     where s.policy_id = v_id and s.key = v_key;
     if found then
-      delete from ephemeral_leases as l where l.policy_id = policy.id and l.key = v_key;
+      delete from ephemeral_leases as l where l.policy_id = v_id and l.key = v_key;
     end if;
   end if;
 end;
 $$;
-comment on function ratelimit.reset_slots(ratelimit.policies, text) is
+comment on function ratelimit.reset_slots(bigint, boolean, text) is
   'The steps of ratelimit_reset for slots.';
 
 -- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
@@ -86,12 +89,12 @@ declare
   v_keys   text[];
 begin
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  if (v_policy.calendar).lease is not null then
+  if v_policy.lease is not null then
     v_keys := case when v_policy.durable
                    then array(select s.key from slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000)
                    else array(select s.key from ephemeral_slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000) end;
     foreach v_key in array v_keys loop
-      perform reset_slots(v_policy, v_key);
+      perform reset_slots(v_policy.id, v_policy.durable, v_key);
     end loop;
   elsif v_policy.durable then
     v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);

@@ -26,12 +26,10 @@ begin
     perform check_name('idempotency_key', idempotency_key);    -- likewise
   end if;
   select p.* into v_policy from policies as p where p.name = policy collate "C";
-  if not found then
-    perform check_name('policy', policy);
-    perform refuse_unknown(policy);
-  end if;
-  if not v_policy.durable then
-    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
+  if v_policy.durable is not true then
+    if not found or pg_is_in_recovery() then
+      perform refuse_policy(policy, v_policy);  -- raises 22023, RL001 or 0A000
+    end if;
     return settle_ephemeral(v_policy, key, idempotency_key, cost);  -- what follows, on the twin tables
   end if;
 
@@ -49,14 +47,18 @@ begin
     v_back            bigint;       -- microtokens that the settlement gives back; below zero: that it takes
     v_first           ratelimit.idempotency_keys;  -- the grant
     v_override        ratelimit.overrides;
+    v_ends_at         timestamptz;      -- when the numbers of the override end; null: they do not
+    v_turns           ratelimit.turns;  -- of a quota
+    v_numbers         ratelimit.numbers;
   begin
-    if v_policy.overridden then
-      if (v_policy.calendar).lease is not null then
+    if v_policy.special then
+      if v_policy.kind = 'slots' then
         perform refuse_slots(v_policy.name);  -- raises 22023
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
       if found then
-        v_policy := with_override(v_policy, v_override);
+        v_policy  := with_override(v_policy, v_override);
+        v_ends_at := nullif(v_override.expires_at, 'infinity');
       end if;
     end if;
     loop
@@ -69,7 +71,7 @@ begin
         if not v_policy.shadow then
           perform no_grant(v_policy.name, v_idempotency_key);  -- raises RL003
         end if;
-        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
+        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_key, v_now) as n;
         select k.* into v_first
           from idempotency_keys as k
          where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
@@ -82,7 +84,7 @@ begin
           perform another_cost(format('%L was settled with cost %s and is settled again with cost %s.', v_idempotency_key, v_first.settled, v_cost),
                                'The first settlement stands: charge or refund the difference.');
         end if;
-        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_key, v_now) as n;
+        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_key, v_now) as n;
         return spent_of(v_level, v_reset_us, v_policy.capacity, true);
       end if;
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
@@ -97,11 +99,14 @@ begin
            for update;
         v_has_row := found;
         v_now     := clock();  -- the lock may have waited
-        if v_policy.overridden or not v_has_row then
-          v_policy := numbers_again(v_policy, v_key, v_now);
-          if (v_policy.calendar).period is not null then
-            v_level := level_now(v_level, v_refilled_at, v_now, v_policy);
-            if v_back > 0 and v_first.granted_at < (v_policy.calendar).turned_at then
+        if v_policy.special or not v_has_row then
+          v_numbers := numbers_again(v_policy, v_key, v_now);
+          v_policy  := v_numbers.policy;
+          v_ends_at := v_numbers.ends_at;
+          v_turns   := v_numbers.turns;
+          if v_policy.kind = 'quota' then
+            v_level := level_now(v_level, v_refilled_at, v_now, v_policy, v_turns);
+            if v_back > 0 and v_first.granted_at < v_turns.turned_at then
               v_back := 0;  -- the period of the grant is over
             end if;
           end if;
@@ -134,12 +139,12 @@ begin
                                  case when v_back > 0 and v_paused_until > v_now then 0 else v_policy.full_level end, floor_level(v_policy.gain, v_policy.every_us));
     v_refilled_at := refilled_until(v_refilled_at, v_now, v_policy.tick);
     v_reset_us    := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-    if (v_policy.calendar).ends_at is not null then
-      if (v_policy.calendar).period is not null then
+    if v_policy.special then
+      if v_policy.kind = 'quota' then
         v_level  := greatest(v_level, lowest_level_of_quota(v_policy.capacity));
         v_stored := v_level - microtokens(v_policy.capacity);
       end if;
-      v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, own_numbers(v_policy));
+      v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, own_numbers(v_policy));
     end if;
     update buckets as b
        set level = coalesce(v_stored, v_level), refilled_at = v_refilled_at, room = null

@@ -24,18 +24,28 @@ declare
   v_now          alias for now;
   v_cost         alias for cost;
   v_holder       text collate "C" := holder;  -- null: nobody is asked for
-  v_numbers      ratelimit.policies := numbers_again(policy, key, now);
+  v_own_capacity bigint;
+  v_overridden   boolean;
   v_ends_at      timestamptz;  -- of the override; null if it has no end
-  v_own_capacity bigint;       -- from then on
   v_last         timestamptz;
   v_first        timestamptz;
+  v_override     ratelimit.overrides;
 begin
-  capacity := v_numbers.capacity;
-  lease    := (v_numbers.calendar).lease;
-  shadow   := v_numbers.shadow;
-  if isfinite((v_numbers.calendar).ends_at) then
-    v_ends_at      := (v_numbers.calendar).ends_at;
-    v_own_capacity := (own_numbers(v_numbers)).capacity;
+  select p.capacity, p.capacity, p.lease, p.shadow, p.overridden
+    into capacity, v_own_capacity, lease, shadow, v_overridden
+    from policies as p
+   where p.id = policy.id;
+  if not found then  -- dropped meanwhile: as it was
+    capacity := policy.capacity;
+    lease    := policy.lease;
+    shadow   := policy.shadow;
+  elsif v_overridden then
+    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > v_now;
+    if found then
+      capacity  := v_override.capacity;
+      lease     := v_override.lease;
+      v_ends_at := nullif(v_override.expires_at, 'infinity');
+    end if;
   end if;
   select coalesce(sum(l.cost), 0), max(l.ends_at), coalesce(bool_or(l.holder = v_holder), false)
     into held, v_last, holds

@@ -43,12 +43,12 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if policy.overridden
+  if policy.special
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
     if asked is null then
       asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);
     end if;
-    if (policy.calendar).period is not null then
+    if policy.kind = 'quota' then
       select t.* into places, remaining, reset_us, capacities from take_quotas_from_buckets(policy, costs, asked, row_ids, v_now) as t;
     else
       select t.* into places, remaining, reset_us, capacities from take_any_from_buckets(policy, costs, asked, row_ids, v_now) as t;
@@ -145,10 +145,12 @@ begin
          set level       = refilled(b.level, b.refilled_at, v_now, u.p) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick),
              room        = null
-        from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
-                                     where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
-                from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
-               where (select p = v_policy from policies as p where p.id = v_policy.id)
+        from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at
+                from (select u.*, (select row(with_override(v_policy, o), nullif(o.expires_at, 'infinity'), null)::numbers from overrides as o
+                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now) as n
+                        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+                       where (select p = v_policy from policies as p where p.id = v_policy.id)
+                      offset 0) as u
               offset 0) as u
        where b.ctid = coalesce(u.row_id, (select b.ctid
                          from buckets as b
@@ -163,12 +165,12 @@ begin
     )
     select array_agg(u.place), array_agg(whole_tokens(u.level)),
            array_agg(case
-                       when ((u.p).calendar).ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
-                       else wait_past_end(null, u.level, u.refilled_at, v_now, u.p, v_policy)
+                       when u.ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
+                       else wait_past_end(null, u.level, u.refilled_at, v_now, u.p, u.ends_at, null, v_policy)
                      end),
            array_agg((u.p).capacity)
       into places, remaining, reset_us, capacities
-      from (select e.place, t.p, t.refilled_at,
+      from (select e.place, t.p, t.ends_at, t.refilled_at,
                    t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
               from taken as t
              cross join lateral unnest(t.places) as e (place)) as u;

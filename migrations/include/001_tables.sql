@@ -60,19 +60,12 @@ requests_shadowed: as shadowed of ratelimit_acquire_all.
 bindings: the binding element, counted within the request from 1.
 refused: the numbers of the requests that have an error, from 1. null if there is none.
 error_codes: SQLSTATE.';
-create type ratelimit.calendar as (
-  ends_at    timestamptz,
-  overridden boolean,
-  period     interval,
-  months     integer,
-  time_zone  text collate "C",
-  anchor     timestamp,
-  turned_at  timestamptz,
-  turns_at   timestamptz,
-  lease      interval
+create type ratelimit.turns as (
+  turned_at timestamptz,
+  turns_at  timestamptz
 );
-comment on type ratelimit.calendar is
-  'When numbers end, infinity for those of a quota or of slots; of these whether some key has had an override; of a quota its period, also in months or 0, its time zone and the local time of one turn, and in a call its last turn and the next; of slots the lease.';
+comment on type ratelimit.turns is
+  'The turns of a quota around an instant: the last one not after it, and the next one.';
 create type ratelimit.charged as (
   places      bigint[],
   wanted      bigint,
@@ -144,28 +137,33 @@ comment on type ratelimit.asked is
 -- name. The generated columns are operands of sql/arithmetic.sql. They are stored, because computing them
 -- would make every decision slower.
 create table ratelimit.policies (
-  id          bigint   not null,
-  name        text     collate "C" not null,
-  capacity    bigint   not null,
-  refill      bigint   not null,
-  every       interval not null,
-  stepped     boolean  not null,
-  durable     boolean  not null,
-  remember    interval not null,
-  tick        interval not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
-  every_us    numeric  not null generated always as (extract(epoch from every) * 1000000.0) stored,
-  tick_us     numeric  not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
-  full_level  numeric  not null generated always as (capacity * 1000000) stored,
-  gain        numeric  not null generated always as (refill::numeric * 1000000000000::numeric) stored,
-  tick_gain   numeric  not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
-  round_up    numeric  not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
-  remember_us bigint   not null generated always as ((extract(epoch from remember) * 1000000.0)::bigint) stored,
-  overridden  boolean  not null default false,
-  shadow      boolean  not null default false,
-  calendar    ratelimit.calendar,
+  id          bigint    not null,
+  name        text      collate "C" not null,
+  capacity    bigint    not null,
+  refill      bigint    not null,
+  every       interval  not null,
+  stepped     boolean   not null,
+  durable     boolean   not null,
+  remember    interval  not null,
+  shadow      boolean   not null,
+  overridden  boolean   not null,
+  period      interval,
+  time_zone   text      collate "C",
+  anchor      timestamp,
+  lease       interval,
+  tick        interval  not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
+  every_us    numeric   not null generated always as (extract(epoch from every) * 1000000.0) stored,
+  tick_us     numeric   not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  full_level  numeric   not null generated always as (capacity * 1000000) stored,
+  gain        numeric   not null generated always as (refill::numeric * 1000000000000::numeric) stored,
+  tick_gain   numeric   not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
+  round_up    numeric   not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
+  remember_us bigint    not null generated always as ((extract(epoch from remember) * 1000000.0)::bigint) stored,
+  months      integer   generated always as ((extract(year from period) * 12.0 + extract(month from period))::integer) stored,
+  kind        text      collate "C" not null generated always as (case when lease is not null then 'slots' when period is not null then 'quota' else 'tokens' end) stored,
+  special     boolean   not null generated always as (overridden or period is not null or lease is not null) stored,
   constraint policies_pkey primary key (name),
-  constraint policies_id_key unique (id),
-  constraint policies_calendar_check check ((calendar).period is not null or (calendar).lease is not null or calendar is null)
+  constraint policies_id_key unique (id)
 );
 comment on table ratelimit.policies is
   'One row per policy; changed by ratelimit_define_policy and ratelimit_drop_policy only.';
@@ -185,12 +183,31 @@ comment on column ratelimit.policies.round_up is
   'tick_gain - 1, in microtokens * microseconds: added before a division by tick_gain, it rounds the quotient up.';
 comment on column ratelimit.policies.remember_us is
   'remember, in microseconds.';
-comment on column ratelimit.policies.overridden is
-  'Some key has had an override, or the policy is a quota or lends slots; until then nothing looks for an override.';
 comment on column ratelimit.policies.shadow is
   'The policy watches: what it would deny is allowed, and marked shadowed.';
-comment on column ratelimit.policies.calendar is
-  'Of a quota, whose buckets are full at each turn, or of slots, which have a lease; either has refill 0. null for a policy that refills.';
+comment on column ratelimit.policies.overridden is
+  'Some key has had an override; until then nothing looks for one.';
+comment on column ratelimit.policies.period is
+  'Of a quota, the time from turn to turn: whole days or whole months. Its refill is 0.';
+comment on column ratelimit.policies.anchor is
+  'Of a quota, the local time of one turn.';
+comment on column ratelimit.policies.lease is
+  'Of slots, how long they are held unless the holder renews. Their refill is 0.';
+comment on column ratelimit.policies.months is
+  'period, in months; 0 for days.';
+comment on column ratelimit.policies.kind is
+  'tokens: buckets that refill. quota: buckets that are full at each turn of a calendar. slots: leases.';
+comment on column ratelimit.policies.special is
+  'Not plain tokens: a call about the policy looks at its kind, and for an override of the key.';
+
+-- What applies to a key in a call.
+create type ratelimit.numbers as (
+  policy  ratelimit.policies,
+  ends_at timestamptz,
+  turns   ratelimit.turns
+);
+comment on type ratelimit.numbers is
+  'The policy with the numbers of the override of the key that is live, when these end (null: they do not), and the turns of a quota.';
 
 create type ratelimit.part as (
   policy  ratelimit.policies,
@@ -216,7 +233,9 @@ create table ratelimit.overrides (
   gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
   tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
   round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
-  calendar   ratelimit.calendar,
+  time_zone  text        collate "C",
+  anchor     timestamp,
+  lease      interval,
   constraint overrides_pkey primary key (policy_id, key)
 );
 create index overrides_expires_at_idx on ratelimit.overrides (expires_at);
@@ -226,8 +245,10 @@ comment on column ratelimit.overrides.expires_at is
   'From when on the override is as good as absent; infinity for never.';
 comment on column ratelimit.overrides.stepped is
   'That of the policy.';
-comment on column ratelimit.overrides.calendar is
-  'Of a quota''s key the time zone and the anchor; of a key of slots the lease.';
+comment on column ratelimit.overrides.time_zone is
+  'Of a key of a quota, as anchor is.';
+comment on column ratelimit.overrides.lease is
+  'Of a key of slots.';
 
 -- An acquire changes no indexed column, so its updates can be HOT. Clean-up finds rows by the index on due_at,
 -- which an acquire sets in a new row and never changes. The columns of fixed width come first, because

@@ -383,7 +383,7 @@ func TestPolicyChange_TwoAtATimeAreCheckedTogether(t *testing.T) {
 func TestPolicyChange_ChecksOnlyATimeZoneThatItNames(t *testing.T) {
 	db := kit.ParallelDB(t)
 	db.Execute("select ratelimit_define_policy('p', 10, period => '1 day', time_zone => 'Europe/Berlin')")
-	db.Execute("update ratelimit.policies set calendar.time_zone = 'Europe/Atlantis'")
+	db.Execute("update ratelimit.policies set time_zone = 'Europe/Atlantis'")
 	db.Execute("select ratelimit_override('p', 'k', capacity => 20), ratelimit_define_policy('p', 15)")
 	_ = db.Refused("22023", "select ratelimit_override('p', 'k', time_zone => 'Europe/Atlantis')")
 	db.Execute("select ratelimit_override('p', 'k', capacity => 20, time_zone => 'UTC')")

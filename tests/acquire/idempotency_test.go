@@ -150,12 +150,12 @@ type removal struct {
 }
 
 var (
-	withoutFirstLook    = kit.Mutation{Pattern: kit.FirstLook, Replacement: "end if; loop"}
+	withoutFirstLook    = kit.Mutation{Pattern: kit.FirstLook, Replacement: "end if; v_wanted"}
 	withoutReadAgain    = kit.Mutation{Pattern: kit.ReadAgain, Replacement: "end if; if v_policy.shadow and"}
 	withoutGiveBack     = kit.Mutation{Pattern: kit.GiveBack, Replacement: ""}
 	withoutCondition    = kit.Mutation{Pattern: kit.StillFits, Replacement: "$1 returning"}
 	withoutFirstUse     = kit.Mutation{Pattern: kit.WhenGone, Replacement: "$1"}
-	withoutExpiry       = kit.Mutation{Pattern: `(` + kit.ReadKey + ` if )v_first\.expires_at > v_now(` + kit.Replay + ` end if; loop)`, Replacement: "${1}found$2"}
+	withoutExpiry       = kit.Mutation{Pattern: `(` + kit.ReadKey + ` if )v_first\.expires_at > v_now(` + kit.Replay + ` end if; v_wanted)`, Replacement: "${1}found$2"}
 	overwritingLiveKeys = kit.Mutation{Pattern: kit.Overwrite, Replacement: "$1"}
 	overwritingNoKeys   = kit.Mutation{Pattern: kit.Overwrite, Replacement: "$1 where false"}
 	keyReadBeforeBucket = kit.Mutation{Pattern: `(` + kit.NotFitted + `(?s:.*?))(` + kit.FindKey + `)( end if; if v_policy\.shadow and)`, Replacement: "if v_idempotency_key is not null then $2 end if; $1$3"}

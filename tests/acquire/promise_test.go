@@ -94,7 +94,7 @@ func newPromises(t *testing.T) *kit.TestDB {
 		  perform ratelimit_define_policy(c.policy, c.capacity, period => c.period,
 		                                  anchor => timestamp '2024-03-30 12:00' + (c.anchor || ' microseconds')::interval)
 		     from c where c.period is not null;
-		  update ratelimit.policies as p set calendar.time_zone = c.zone from c where c.policy = p.name and c.period is not null;  -- a call would check it for 25 ms
+		  update ratelimit.policies as p set time_zone = c.zone from c where c.policy = p.name and c.period is not null;  -- a call would check it for 25 ms
 		  insert into ratelimit.buckets (policy_id, key, level, refilled_at, due_at)
 		  select p.id, 'k', c.level, v_now - (c.age || ' microseconds')::interval, v_now from c join ratelimit.policies as p on p.name = c.policy;
 		  return query select verdict(c.policy, c.cost, c.capacity, v_now) from c order by c.i;

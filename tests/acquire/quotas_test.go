@@ -83,7 +83,7 @@ func TestQuota_TurnsAgreeWithTheModel(t *testing.T) {
 		var got instant
 		require.NoError(t, db.Pool.QueryRow(t.Context(), `
 			select $5::timestamptz, t.turned_at, t.turns_at
-			  from ratelimit.turning(row(null, false, make_interval(months => $1, days => $2), $1, $3, $4::timestamp, null, null, null)::ratelimit.calendar, $5) as t`, c...).
+			  from ratelimit.turning(make_interval(months => $1, days => $2), $1, $3, $4::timestamp, $5) as t`, c...).
 			Scan(&got.At, &got.Turned, &got.Turns))
 		require.True(t, got.Turns.Equal(want[i].Turns), "%v: %v instead of %v", c, got.Turns.UTC(), want[i].Turns)
 		require.False(t, got.Turned.After(got.At), "%v: the last turn is at %v", c, got.Turned.UTC())

@@ -135,7 +135,7 @@ const (
 	ReadKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*;`
 	Replay    = ` then return answer_again\(v_first, v_cost, v_now, v_policy\.shadow\); end if;`
 	FindKey   = ReadKey + ` if v_first\.expires_at > v_now` + Replay
-	FirstLook = FindKey + ` end if; loop`
+	FirstLook = FindKey + ` end if; v_wanted`
 	AfterLook = `if v_wanted > 0 and [^;]* then update buckets`
 	ReadAgain = FindKey + ` end if; if v_policy\.shadow and`
 	GiveBack  = `update buckets as b set level = b\.level \+ v_wanted [^;]*;`

@@ -103,7 +103,7 @@ var Edits = []Edit{
 }
 
 // NextColumn goes with a migration that adds the column next to ratelimit.policies: overridden makes whole rows of it.
-var NextColumn = Edit{"sql/expiring_numbers.sql", "override.expires_at))::", "override.expires_at), policy.next)::"}
+var NextColumn = Edit{"sql/expiring_numbers.sql", "policy.special)::", "policy.special, policy.next)::"}
 
 func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
 	db := &TestDB{DB: pgtest.Empty(t), T: t}

@@ -171,8 +171,8 @@ func TestCleanup_GoesOnWhereATimeZoneIsGone(t *testing.T) {
 		db.Take(quota, "k", 1)
 	}
 	db.Execute(`
-		update ratelimit.policies set calendar.time_zone = 'Asia/Gone' where name = 'gone';
-		update ratelimit.overrides set calendar.time_zone = 'Asia/Past'`)
+		update ratelimit.policies set time_zone = 'Asia/Gone' where name = 'gone';
+		update ratelimit.overrides set time_zone = 'Asia/Past'`)
 	require.Equal(t, []string{
 		"The server does not know the time zone 'Asia/Gone' of policy 'gone', so calls about them fail.",
 		"The server does not know the time zone 'Asia/Past' of 1 overrides of policy 'gone', 1 overrides of policy 'known', so calls about them fail.",

@@ -221,7 +221,7 @@ func TestShow_NumbersLinesAsErrorsDo(t *testing.T) {
 	var pgErr *pgconn.PgError
 	require.True(t, errors.As(err, &pgErr))
 	frames := regexp.MustCompile(`function ([\w.]+)\(.* line (\d+) at (\w+)`).FindAllStringSubmatch(pgErr.Where, -1)
-	require.Len(t, frames, 2, pgErr.Where)
+	require.Len(t, frames, 3, pgErr.Where)
 	for _, frame := range frames {
 		function, line, statement := frame[1], frame[2], strings.ToLower(frame[3])
 		shown, err := kit.Command("../..", nil, "make", "--silent", "show", "FUNCTION="+function).CombinedOutput()

@@ -212,7 +212,7 @@ func TestGrants_AnApplicationHoldsAndListsNobody(t *testing.T) {
 		require.Equal(t, kit.Micros(time.Hour), kit.NoError(kit.Renew(conn, policy, "k", "a"))(t))
 		require.True(t, kit.NoError(kit.Release(conn, policy, "k", "a"))(t))
 	}
-	for _, sql := range []string{"select ratelimit_holders()", "table ratelimit.leases", "table ratelimit.slots", "select ratelimit.reset_slots(null, 'k')"} {
+	for _, sql := range []string{"select ratelimit_holders()", "table ratelimit.leases", "table ratelimit.slots", "select ratelimit.reset_slots(1, true, 'k')"} {
 		kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(t.Context(), sql)))
 	}
 }

@@ -87,7 +87,7 @@ var races = map[string]race{
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
 		outcome:  fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
-		function: "ratelimit_hold", without: kit.Mutation{Pattern: `v_policy := numbers_again\(v_policy, v_key, v_now\);`, Replacement: ""},
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `v_policy := v_numbers\.policy;`, Replacement: ""},
 	},
 	"an override that ends while a hold waits does not apply any more": {
 		steps: func(db *kit.TestDB) string {
@@ -101,7 +101,7 @@ var races = map[string]race{
 			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
 		},
 		outcome:  fmt.Sprint(kit.NotHeld(0, lease-30*time.Second, 1)) + " [a:1]",
-		function: "ratelimit_hold", without: kit.Mutation{Pattern: `and \(v_policy\.calendar\)\.ends_at > v_now\)`, Replacement: ")"},
+		function: "ratelimit_hold", without: kit.Mutation{Pattern: `and v_numbers_end > v_now\)`, Replacement: ")"},
 	},
 	"a lease that ends while its holder waits to hold again is no renewal": {
 		steps: func(db *kit.TestDB) string {
@@ -282,7 +282,7 @@ var races = map[string]race{
 			db.SetClock(at(time.Hour))
 			first := db.Begin()
 			require.Equal(db.T, kit.Deleted{Buckets: 1}, db.Swept(first, 100))
-			gate := db.GateBefore(`v_now := clock\(\); if \(v_policy\.calendar\)\.ends_at`, "ratelimit_renew")
+			gate := db.GateBefore(`v_now := clock\(\); if v_override\.expires_at`, "ratelimit_renew")
 			defer gate.Remove()
 			second := gate.Session().StartRenew("a").BlockedBy(first)
 			first.Execute("commit")

@@ -68,7 +68,7 @@ func TestLinearizability_FindsPlantedBugsOfSlots(t *testing.T) {
 	bugs := map[string]plantedBug{
 		"a lease from before the wait": {"ratelimit_hold", `v_seen_at := v_now; v_now := clock\(\);`, "v_seen_at := v_now; perform clock();"},
 		"a renewed lease from before the wait": {"ratelimit_renew",
-			`v_now := clock\(\);( if \(v_policy\.calendar\)\.ends_at <= v_now)`, "perform clock();$1"},
+			`v_now := clock\(\);( if v_override\.expires_at <= v_now)`, "perform clock();$1"},
 		// The sum of a grant is not among them: a lease that has ended at the last reading of the clock has it count again.
 		"a lease counts at its end": {"ratelimit.look_at_slots",
 			`(into held, v_last, holds from leases as l where [^;]*?)l\.ends_at > v_now;`, "${1}l.ends_at >= v_now;"},

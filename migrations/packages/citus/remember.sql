@@ -15,7 +15,7 @@ declare
   v_policy_id   bigint := policy.id;
   v_reset_after interval;
   v_expires_at  timestamptz;
-  v_granted_at  timestamptz := case when (policy.calendar).period is not null then now end;
+  v_granted_at  timestamptz := case when policy.kind = 'quota' then now end;
 begin
   for v_n in 1..cardinality(places) loop
     v_named       := v_all[places[v_n]];

@@ -2,33 +2,27 @@
 -- term of its own, with a local.
 create or replace function ratelimit.rows_of_buckets(
     in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
-    out numbers ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
+    out numbers ratelimit.policies[], out ends_at timestamptz[], out turns ratelimit.turns[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
   language plpgsql volatile
 as $$
 declare
   v_key         text collate "C"   := keys[1];
-  v_numbers     ratelimit.policies := policy;
-  v_override    ratelimit.overrides;
+  v_numbers     ratelimit.numbers  := numbers_of_key(policy, v_key, now);
+  v_policy      ratelimit.policies := v_numbers.policy;
   v_level       bigint;
   v_refilled_at timestamptz;
 begin
-  if (policy.calendar).period is not null then
-    v_numbers := quota_of_key(policy, v_key, now);
-  elsif policy.overridden then
-    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > now;
-    if found then
-      v_numbers := with_override(policy, v_override);
-    end if;
-  end if;
   if created[1] is not true then
     select b.level, b.refilled_at into v_level, v_refilled_at from buckets as b where b.policy_id = policy.id and b.key = v_key;
   end if;
-  numbers     := array[v_numbers];
-  levels      := array[coalesce(v_level, microtokens(greatest(v_numbers.capacity, policy.capacity)))];
-  levels_now  := array[case when v_level is null then microtokens(v_numbers.capacity) else level_now(v_level, v_refilled_at, now, v_numbers) end];
-  if (policy.calendar).period is not null then
-    numbers := array[filling(v_numbers, v_refilled_at)];
-    levels  := array[microtokens(v_numbers.capacity) + coalesce(v_level, 0)];
+  numbers     := array[v_policy];
+  ends_at     := array[v_numbers.ends_at];
+  turns       := array[v_numbers.turns];
+  levels      := array[coalesce(v_level, microtokens(greatest(v_policy.capacity, policy.capacity)))];
+  levels_now  := array[case when v_level is null then microtokens(v_policy.capacity) else level_now(v_level, v_refilled_at, now, v_policy, v_numbers.turns) end];
+  if policy.kind = 'quota' then
+    numbers := array[filling(v_policy, v_numbers.turns, v_refilled_at)];
+    levels  := array[microtokens(v_policy.capacity) + coalesce(v_level, 0)];
   end if;
   refilled_at := array[coalesce(v_refilled_at, now)];
   has_row     := array[v_level is not null];
