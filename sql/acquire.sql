@@ -119,7 +119,7 @@ begin
       -- 3. The bucket, as of now: the update may have waited.
       v_now := clock();
       if v_policy.special then
-        v_numbers := numbers_again(v_policy, v_key, v_now);
+        v_numbers := numbers_now(v_policy, v_key, v_now);
         v_policy  := v_numbers.policy;
         v_ends_at := v_numbers.ends_at;
         v_wanted  := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
@@ -136,7 +136,7 @@ begin
          and b.key       = v_key;
       v_has_row := found;
       if not v_has_row then  -- full, by the newest numbers
-        v_policy := own_numbers(v_policy);
+        v_policy := policy_now(v_policy);
         if v_policy.special then
           v_numbers := numbers_of_key(v_policy, v_key, v_now);
           v_policy  := v_numbers.policy;
@@ -189,7 +189,7 @@ begin
     v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
 
     if v_ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, own_numbers(v_policy));
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, policy_now(v_policy));
     end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.

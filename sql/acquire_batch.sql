@@ -3,7 +3,7 @@
 --
 -- There are two ways. The fast path is for requests that fit, and most do. take.sql charges the buckets of one policy; a batch of
 -- several policies is split into parts, in the order in which buckets are locked: durable policies first, then by name. The other
--- way is decide_left: plain denials take one look at the bucket (deny.sql), and decide_in_order decides all other requests. The
+-- way is decide_left: plain denials take one look at the bucket (denials.sql), and decide_in_order decides all other requests. The
 -- fast path is a subtransaction, and this is what follows it:
 --
 --   all elements are charged             the answers
@@ -25,7 +25,7 @@
 -- Writes: buckets and idempotency keys of granted requests.
 --
 -- The settings of this function are for all statements about many buckets: also those of the functions in
--- asked_of.sql, take.sql, deny.sql, look_at_buckets.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
+-- demand.sql, take.sql, denials.sql, look_at_buckets.sql, rows.sql, remember.sql and decide_in_order.sql, which nobody else calls.
 create or replace function ratelimit.acquire_batch(
     policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
   returns ratelimit.packed
@@ -46,7 +46,7 @@ declare
   v_requests bigint[];  -- for each element, the number of its request; null without sizes: its own number
   v_misfits  bigint[];  -- requests of a size that is refused
   v_policy   policies;  -- that of all elements, or of a part
-  v_asked    record;
+  v_demands    record;
   v_parts    part[];    -- the batch by policy; null if all elements have one
   v_seen     record;
   v_row_ids  tid[];
@@ -90,17 +90,17 @@ begin
                     null, null, null, null, null, null, null, null, null, null)::packed;
           end if;
         else
-          v_asked   := parts_of(policies, keys, costs, v_requests);
-          v_parts   := v_asked.parts;
-          v_covered := sizes is null or (v_asked.size = v_count and not v_asked.twice) is true;
+          v_demands   := parts_of(policies, keys, costs, v_requests);
+          v_parts   := v_demands.parts;
+          v_covered := sizes is null or (v_demands.size = v_count and not v_demands.twice) is true;
         end if;
         if sizes is not null and v_covered then
           for v_n in 1..cardinality(v_parts) loop
             v_policy := (v_parts[v_n]).policy;
             if v_policy.durable then
-              v_seen := covered_in_buckets(v_policy, (v_parts[v_n]).asked, v_now);
+              v_seen := covered_in_buckets(v_policy, (v_parts[v_n]).demands, v_now);
             else
-              v_seen := covered_in_ephemeral_buckets(v_policy, (v_parts[v_n]).asked, v_now);
+              v_seen := covered_in_ephemeral_buckets(v_policy, (v_parts[v_n]).demands, v_now);
             end if;
             v_covered := v_seen.row_ids is not null;
             exit when not v_covered;
@@ -111,9 +111,9 @@ begin
             for v_n in 1..cardinality(v_parts) loop
               v_policy := (v_parts[v_n]).policy;
               if v_policy.durable then
-                v_row_ids := lock_asked_of_buckets(v_policy, (v_parts[v_n]).asked);
+                v_row_ids := lock_demanded_buckets(v_policy, (v_parts[v_n]).demands);
               else
-                v_row_ids := lock_asked_of_ephemeral_buckets(v_policy, (v_parts[v_n]).asked);
+                v_row_ids := lock_demanded_ephemeral_buckets(v_policy, (v_parts[v_n]).demands);
               end if;
               if v_row_ids is null then
                 raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
@@ -132,9 +132,9 @@ begin
             if v_parts is not null then
               v_policy := (v_parts[v_n]).policy;
               if v_policy.durable then
-                v_taken := take_from_buckets(v_policy, keys, costs, (v_parts[v_n]).asked, (v_parts[v_n]).row_ids, v_now);
+                v_taken := take_from_buckets(v_policy, keys, costs, (v_parts[v_n]).demands, (v_parts[v_n]).row_ids, v_now);
               else
-                v_taken := take_from_ephemeral_buckets(v_policy, keys, costs, (v_parts[v_n]).asked, (v_parts[v_n]).row_ids, v_now);
+                v_taken := take_from_ephemeral_buckets(v_policy, keys, costs, (v_parts[v_n]).demands, (v_parts[v_n]).row_ids, v_now);
               end if;
             end if;
             continue when v_taken.places is null;
@@ -197,7 +197,7 @@ begin
                   v_answers.requests, array_fill(true, array[cardinality(v_answers.requests)]), array_fill(false, array[cardinality(v_answers.requests)]),
                   array_fill(false, array[cardinality(v_answers.requests)]), v_answers.bindings, null, null, null, null, null)::packed;
   elsif v_places is not null then
-    return both_of((v_places, v_remaining, array_fill(0::bigint, array[cardinality(v_places)]), v_reset_us, v_capacity, null, null,
+    return concatenated((v_places, v_remaining, array_fill(0::bigint, array[cardinality(v_places)]), v_reset_us, v_capacity, null, null,
                     null, null, null, null, null, null, null, null, null, null)::packed, v_answers);
   elsif v_count > 0 then
     v_left    := array(select generate_series(1, v_count));

@@ -90,7 +90,7 @@ begin
         v_has_row := found;
         v_now     := clock();  -- the lock may have waited
         if v_policy.special or not v_has_row then
-          v_numbers := numbers_again(v_policy, v_key, v_now);
+          v_numbers := numbers_now(v_policy, v_key, v_now);
           v_policy  := v_numbers.policy;
           v_ends_at := v_numbers.ends_at;
           v_turns   := v_numbers.turns;
@@ -118,7 +118,7 @@ begin
           v_level  := greatest(v_level, lowest_level_of_quota(v_policy.capacity));
           v_stored := v_level - microtokens(v_policy.capacity);
         end if;
-        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, own_numbers(v_policy));
+        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, policy_now(v_policy));
       end if;
       exit when v_idempotency_key is null;
       insert into idempotency_keys as k

@@ -2,7 +2,7 @@
 -- that it needs, and its answer has the buckets and idempotency keys as they are to be stored.
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
--- bad, as of numbered; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with
+-- bad, as of number_buckets; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with
 -- the numbers that apply; ends_at, when these end, null: they do not; turns, of a quota; own, the policy without those of an override, null where a policy has had none; levels and refilled_at,
 -- as stored, and after it as they are to be stored; levels_now, the level now.
 --

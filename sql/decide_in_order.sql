@@ -38,7 +38,7 @@ create or replace function ratelimit.decide_in_order(
   returns ratelimit.packed language plpgsql volatile
 as $$
 declare
-  v_batch       record;             -- the requests, as of numbered
+  v_batch       record;             -- the requests, as of number_buckets
   v_look        record;             -- what look_at_buckets has read
   v_verdict     record;             -- what decide has decided
   v_now         timestamptz;
@@ -63,7 +63,7 @@ declare
   v_over        boolean   := false; -- nothing is taken, and the locks are to be rolled back
   v_packed      ratelimit.packed;
 begin
-  v_batch := numbered(policies, keys, costs, idempotency_keys, requests);
+  v_batch := number_buckets(policies, keys, costs, idempotency_keys, requests);
   v_lock  := array_fill(false, array[cardinality(v_batch.bucket_keys)]);
 
   -- Taken here, and not by the reads of a round: a round that is rolled back would give it back, and the next one would lock

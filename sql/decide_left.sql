@@ -29,7 +29,7 @@ begin
       idempotency_keys := array(select decide_left.idempotency_keys[u.n] from unnest(v_rest) as u (n));
     end if;
   end if;
-  return both_of(v_denied, decide_in_order(policies, keys, costs, requests, idempotency_keys, v_rest, joint, taken));
+  return concatenated(v_denied, decide_in_order(policies, keys, costs, requests, idempotency_keys, v_rest, joint, taken));
 end;
 $$;
 comment on function ratelimit.decide_left(text[], text[], bigint[], bigint[], text[], bigint[], boolean, boolean) is
@@ -62,7 +62,7 @@ begin
     if v_all.elements is null then
       v_all := v_part;
     else
-      v_all := both_of(v_all, v_part);
+      v_all := concatenated(v_all, v_part);
     end if;
   end loop;
   return v_all;
@@ -72,7 +72,7 @@ comment on function ratelimit.denied(text[], text[], bigint[], bigint[], timesta
   'The single requests of a batch that are plainly denied.';
 
 -- Two parts of an answer as one. If neither has requests of several elements, the columns about them are null.
-create or replace function ratelimit.both_of(a ratelimit.packed, b ratelimit.packed)
+create or replace function ratelimit.concatenated(a ratelimit.packed, b ratelimit.packed)
   returns ratelimit.packed language plpgsql immutable
 as $$
 begin
@@ -89,5 +89,5 @@ begin
   return b;
 end;
 $$;
-comment on function ratelimit.both_of(ratelimit.packed, ratelimit.packed) is
+comment on function ratelimit.concatenated(ratelimit.packed, ratelimit.packed) is
   'The answers to grants or denials that are neither replayed nor shadowed, and to other requests.';

@@ -84,7 +84,7 @@ declare
   v_bucket ratelimit.buckets;
 begin
   if ends_at is not null then
-    v_own := own_numbers(policy);
+    v_own := policy_now(policy);
   end if;
   if v_policy.durable then
     select b.* into v_bucket from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
@@ -100,7 +100,7 @@ $$;
 comment on function ratelimit.look_past_end(ratelimit.policies, timestamptz, text, timestamptz, bigint) is
   'The level of a bucket now, and the waits for tokens and until it is full, where an override may end first.';
 
-create or replace function ratelimit.own_numbers(policy ratelimit.policies)
+create or replace function ratelimit.policy_now(policy ratelimit.policies)
   returns ratelimit.policies language plpgsql stable
 as $$
 declare
@@ -113,7 +113,7 @@ begin
   return v_policy;
 end;
 $$;
-comment on function ratelimit.own_numbers(ratelimit.policies) is
+comment on function ratelimit.policy_now(ratelimit.policies) is
   'The policy of a key as it is now, without the numbers of an override; it stays as it was if it was dropped.';
 
 -- What applies to a key: the policy with the numbers of the override that is live, when these end, and the turns of a quota.
@@ -138,10 +138,10 @@ comment on function ratelimit.numbers_of_key(ratelimit.policies, text, timestamp
 
 -- A call that may have waited for a session that changed the numbers reads them again, if the policy is special or the bucket has no
 -- row.
-create or replace function ratelimit.numbers_again(policy ratelimit.policies, key text, now timestamptz)
+create or replace function ratelimit.numbers_now(policy ratelimit.policies, key text, now timestamptz)
   returns ratelimit.numbers language sql stable
 as $$
-  select ratelimit.numbers_of_key(ratelimit.own_numbers(policy), key, now)
+  select ratelimit.numbers_of_key(ratelimit.policy_now(policy), key, now)
 $$;
-comment on function ratelimit.numbers_again(ratelimit.policies, text, timestamptz) is
+comment on function ratelimit.numbers_now(ratelimit.policies, text, timestamptz) is
   'The numbers that apply to a key, by the policy as it is now; a policy that was dropped stays as it was.';

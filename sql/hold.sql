@@ -162,7 +162,7 @@ begin
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
       end if;
       v_now         := clock();
-      v_numbers     := numbers_again(v_policy, v_key, v_now);
+      v_numbers     := numbers_now(v_policy, v_key, v_now);
       v_policy      := v_numbers.policy;
       v_numbers_end := v_numbers.ends_at;
     end loop;

@@ -58,12 +58,12 @@
 
 -- Many requests, or many buckets, in one call.
 {{ template "batch_form.sql" . }}
-{{ template "asked_of.sql" . }}
+{{ template "demand.sql" . }}
 {{ template "take.sql" . }}
-{{ template "deny.sql" . }}
+{{ template "denials.sql" . }}
 {{ template "remember.sql" . }}
 {{ template "rows.sql" . }}
-{{ template "numbered.sql" . }}
+{{ template "number_buckets.sql" . }}
 {{ template "look_at_buckets.sql" . }}
 {{ template "decide.sql" . }}
 {{ template "decide_in_order.sql" . }}

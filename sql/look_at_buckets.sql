@@ -3,7 +3,7 @@
 -- The function is STABLE, so all of it is as of one snapshot. If a second statement read the idempotency keys, it could find
 -- one whose tokens the bucket had not lost yet. (ratelimit_acquire may read twice: it asks about one bucket, and denies.)
 --
--- names, first, keys (bucket_keys), buckets (bucket_numbers) and charges are those of numbered, and idempotency_keys those of the elements; null for none.
+-- names, first, keys (bucket_keys), buckets (bucket_numbers) and charges are those of number_buckets, and idempotency_keys those of the elements; null for none.
 -- created are the buckets whose rows the caller has just created, which stand for none.
 --
 -- policies is parallel to names, and known to the elements: the grant that a live idempotency key remembers. The others are

@@ -38,7 +38,7 @@ begin
          and b.key       = v_key
          for update;
       v_now     := clock();  -- the lock may have waited
-      v_own     := own_numbers(v_policy);
+      v_own     := policy_now(v_policy);
       v_numbers := numbers_of_key(v_own, v_key, v_now);
       v_policy  := v_numbers.policy;
       if v_policy.refill = 0 then

@@ -67,7 +67,7 @@ begin
 
     -- 3. The bucket, as of now: the update may have waited.
     v_now      := clock();
-    policy     := own_numbers(policy);
+    policy     := policy_now(policy);
     v_numbers  := numbers_of_key(policy, v_key, v_now);
     v_quota    := v_numbers.policy;
     v_capacity := v_quota.capacity;
@@ -167,7 +167,7 @@ comment on function ratelimit.take_quota_of_buckets(ratelimit.policies, text, bi
 
 -- Does what take_from_buckets does, for a quota.
 create or replace function ratelimit.take_quotas_from_buckets(
-    in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    in  policy ratelimit.policies, in costs bigint[], in demands ratelimit.demand[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
   language plpgsql volatile
 as $$
@@ -183,7 +183,7 @@ begin
              room        = null
         from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at, coalesce((u.n).turns, v_turns) as turns
                 from (select u.*, case when v_policy.overridden then numbers_of_key(v_policy, u.key, v_now) end as n
-                        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+                        from unnest(demands, row_ids) as u (key, wanted, places, size, row_id)
                        where (select p = v_policy from policies as p where p.id = v_policy.id)
                       offset 0) as u
               offset 0) as u
@@ -208,7 +208,7 @@ begin
              cross join lateral unnest(t.places) as e (place)) as u;
 end;
 $$;
-comment on function ratelimit.take_quotas_from_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+comment on function ratelimit.take_quotas_from_buckets(ratelimit.policies, bigint[], ratelimit.demand[], tid[], timestamptz) is
   'Charges the buckets of one quota that cover all that is asked of them, and answers their elements.';
 
 create or replace function ratelimit.refund_quota_of_buckets(policy ratelimit.policies, key text, amount bigint)

@@ -69,7 +69,7 @@ begin
   end if;
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
   if v_ends_at is not null then
-    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, own_numbers(v_policy));
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, policy_now(v_policy));
   end if;
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;

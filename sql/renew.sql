@@ -73,7 +73,7 @@ begin
       -- 3. The lease, by the clock and the numbers of now.
       v_now := clock();
       if v_override.expires_at <= v_now then
-        v_numbers  := numbers_again(v_policy, v_key, v_now);
+        v_numbers  := numbers_now(v_policy, v_key, v_now);
         v_policy   := v_numbers.policy;
         v_lease_us := microseconds(v_policy.lease)::bigint;
       end if;

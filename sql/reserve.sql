@@ -115,7 +115,7 @@ begin
       -- 3. The bucket, as of now: the update may have waited.
       v_now := clock();
       if v_policy.special then
-        v_numbers := numbers_again(v_policy, v_key, v_now);
+        v_numbers := numbers_now(v_policy, v_key, v_now);
         v_policy  := v_numbers.policy;
         v_ends_at := v_numbers.ends_at;
         v_wanted  := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
@@ -129,7 +129,7 @@ begin
          and b.key       = v_key;
       v_has_row := found;
       if not v_has_row then  -- full, by the newest numbers
-        v_policy := own_numbers(v_policy);
+        v_policy := policy_now(v_policy);
         if v_policy.special then
           v_numbers := numbers_of_key(v_policy, v_key, v_now);
           v_policy  := v_numbers.policy;
@@ -145,7 +145,7 @@ begin
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
       if v_ends_at is not null then
-        v_own      := own_numbers(v_policy);
+        v_own      := policy_now(v_policy);
         v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_own);
         if v_wanted = 0 or not v_has_row then
           v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_own) end;

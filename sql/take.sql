@@ -10,8 +10,8 @@
 -- order of the pages, and the newest version is nearly always on the last page. So the index is read backwards, up to the first
 -- version that is visible. With key = ... the planner would drop the order by.
 --
--- asked has the sums. If it is null, all elements of the batch are about this policy, and the update sums them, which costs less
--- than to pass sums. row_ids is parallel to asked, and has the row ids of the buckets if the caller knows them. A bucket that was
+-- demands has the sums. If it is null, all elements of the batch are about this policy, and the update sums them, which costs less
+-- than to pass sums. row_ids is parallel to demands, and has the row ids of the buckets if the caller knows them. A bucket that was
 -- changed since is left alone, too. By now its row id may be that of another bucket, so the policy and the key are compared.
 --
 -- places is null if no bucket was charged, and capacities if all buckets have that of the policy.
@@ -21,7 +21,7 @@
 --         planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
 -- Writes: these rows.
 create or replace function ratelimit.take_from_buckets(
-    in  policy ratelimit.policies, in keys text[], in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    in  policy ratelimit.policies, in keys text[], in costs bigint[], in demands ratelimit.demand[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
   language plpgsql volatile
 as $$
@@ -45,26 +45,26 @@ begin
   -- 1. Are the numbers small?
   if policy.special
      or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
-    if asked is null then
-      asked := array(select row(a.*)::asked from asked_of(keys, costs) as a);
+    if demands is null then
+      demands := array(select row(a.*)::demand from demands_of_batch(keys, costs) as a);
     end if;
     if policy.kind = 'quota' then
-      select t.* into places, remaining, reset_us, capacities from take_quotas_from_buckets(policy, costs, asked, row_ids, v_now) as t;
+      select t.* into places, remaining, reset_us, capacities from take_quotas_from_buckets(policy, costs, demands, row_ids, v_now) as t;
     else
-      select t.* into places, remaining, reset_us, capacities from take_any_from_buckets(policy, costs, asked, row_ids, v_now) as t;
+      select t.* into places, remaining, reset_us, capacities from take_any_from_buckets(policy, costs, demands, row_ids, v_now) as t;
     end if;
     return;
   end if;
   v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
 
   -- 2. Charge. Most buckets cover by their stored level, which is cheaper to tell.
-  if asked is null then
+  if demands is null then
     with taken as (
       update buckets as b
          set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
              room        = null
-        from asked_of(keys, costs) as u
+        from demands_of_batch(keys, costs) as u
        where b.ctid = (select b.ctid
                          from buckets as b
                         where b.policy_id = v_policy.id
@@ -89,7 +89,7 @@ begin
          set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
              room        = null
-        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+        from unnest(demands, row_ids) as u (key, wanted, places, size, row_id)
        where b.ctid = coalesce(u.row_id, (select b.ctid
                          from buckets as b
                         where b.policy_id = v_policy.id
@@ -126,13 +126,13 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.take_from_buckets(ratelimit.policies, text[], bigint[], ratelimit.asked[], tid[], timestamptz) is
+comment on function ratelimit.take_from_buckets(ratelimit.policies, text[], bigint[], ratelimit.demand[], tid[], timestamptz) is
   'Charges the buckets of one policy that cover all that is asked of them, and answers their elements.';
 
 -- As take_from_buckets, whatever the numbers of the policy and its overrides are; it costs more for a bucket. Nothing is
 -- charged if the policy has changed since it was read: it and its overrides, which this reads, are as of one instant.
 create or replace function ratelimit.take_any_from_buckets(
-    in  policy ratelimit.policies, in costs bigint[], in asked ratelimit.asked[], in row_ids tid[], in now timestamptz,
+    in  policy ratelimit.policies, in costs bigint[], in demands ratelimit.demand[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
   language plpgsql volatile
 as $$
@@ -148,7 +148,7 @@ begin
         from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at
                 from (select u.*, (select row(with_override(v_policy, o), nullif(o.expires_at, 'infinity'), null)::numbers from overrides as o
                                    where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now) as n
-                        from unnest(asked, row_ids) as u (key, wanted, places, size, row_id)
+                        from unnest(demands, row_ids) as u (key, wanted, places, size, row_id)
                        where (select p = v_policy from policies as p where p.id = v_policy.id)
                       offset 0) as u
               offset 0) as u
@@ -176,14 +176,14 @@ begin
              cross join lateral unnest(t.places) as e (place)) as u;
 end;
 $$;
-comment on function ratelimit.take_any_from_buckets(ratelimit.policies, bigint[], ratelimit.asked[], tid[], timestamptz) is
+comment on function ratelimit.take_any_from_buckets(ratelimit.policies, bigint[], ratelimit.demand[], tid[], timestamptz) is
   'Does what take_from_buckets does, for a policy with overrides or large numbers.';
 
 -- For requests of several elements, which are granted only if every bucket covers what is charged to it. row_ids is null if a
 -- bucket does not cover what is asked of it. contended is a guess that another session changes or locks a bucket: xmax is
 -- set, and is not the lock of the transaction that wrote this row. A lock that was rolled back leaves it set, too.
 create or replace function ratelimit.covered_in_buckets(
-    in  policy ratelimit.policies, in asked ratelimit.asked[], in now timestamptz,
+    in  policy ratelimit.policies, in demands ratelimit.demand[], in now timestamptz,
     out row_ids tid[], out contended boolean)
   language plpgsql stable
 as $$
@@ -196,7 +196,7 @@ begin
       into row_ids, contended
       from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
                                    where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
-              from unnest(asked) as u (key, wanted, places, size)
+              from unnest(demands) as u (key, wanted, places, size)
             offset 0) as u
       left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended,
                                 least(b.level, (u.p).capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, u.p) >= u.wanted as covers
@@ -209,7 +209,7 @@ begin
   else
     select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
       into row_ids, contended
-      from unnest(asked) as u (key, wanted, places, size)
+      from unnest(demands) as u (key, wanted, places, size)
       left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended,
                                 least(b.level, v_policy.capacity * 1000000) >= u.wanted or refilled(b.level, b.refilled_at, v_now, v_policy) >= u.wanted as covers
                            from buckets as b
@@ -221,13 +221,13 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.covered_in_buckets(ratelimit.policies, ratelimit.asked[], timestamptz) is
+comment on function ratelimit.covered_in_buckets(ratelimit.policies, ratelimit.demand[], timestamptz) is
   'The row ids of the buckets of one policy if all cover what is asked of them, and whether other sessions are at them.';
 
 -- For requests of several elements, of which others may be waiting for the same bucket: the update would not charge a bucket that
 -- it waited for. This waits first, and the update no longer needs to. The answer is null if a bucket has no row: one that is
 -- created later would be locked after higher keys.
-create or replace function ratelimit.lock_asked_of_buckets(policy ratelimit.policies, asked ratelimit.asked[])
+create or replace function ratelimit.lock_demanded_buckets(policy ratelimit.policies, demands ratelimit.demand[])
   returns tid[] language plpgsql volatile
 as $$
 declare
@@ -236,7 +236,7 @@ declare
 begin
   select case when bool_and(b.ctid is not null) then array_agg(b.ctid) end
     into v_row_ids
-    from unnest(asked) as u (key, wanted, places, size)
+    from unnest(demands) as u (key, wanted, places, size)
     left join lateral (select b.ctid
                          from buckets as b
                         where b.policy_id = v_policy.id
@@ -248,5 +248,5 @@ begin
   return v_row_ids;
 end;
 $$;
-comment on function ratelimit.lock_asked_of_buckets(ratelimit.policies, ratelimit.asked[]) is
+comment on function ratelimit.lock_demanded_buckets(ratelimit.policies, ratelimit.demand[]) is
   'Locks the buckets of one policy, in order, and answers with their row ids.';

@@ -10,7 +10,7 @@ declare
   v_path    text := pg_catalog.current_setting('search_path');
   v_home    text := pg_catalog.current_schema();
   v_about   constant text[] := '{take_quota_of_buckets, take_quotas_from_buckets, refund_quota_of_buckets, look_at_slots, take_from_buckets,
-    take_any_from_buckets, covered_in_buckets, lock_asked_of_buckets, denied_in_buckets, denied_in_any_buckets, remember_idempotency_keys,
+    take_any_from_buckets, covered_in_buckets, lock_demanded_buckets, denied_in_buckets, denied_in_any_buckets, remember_idempotency_keys,
     rows_of_buckets, live_idempotency_keys, lock_buckets, create_buckets, write_buckets}';
   v_ends    constant text[] := '{acquire, charge, settle, reserve, acquire_up_to, pause, hold, renew, release}';
   v_tables  constant text   := '(buckets|idempotency_keys|slots|leases)';

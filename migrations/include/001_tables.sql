@@ -124,13 +124,13 @@ held_for: how long the lease lasts from now. Zero for a denial.
 capacity: the slots of the key, by the policy or the override of the key.
 renewed: the holder held them before the call.
 shadowed: a shadow policy would have denied if it were enforced. Then nothing is held.';
-create type ratelimit.asked as (
+create type ratelimit.demand as (
   key    text collate "C",
   wanted bigint,
   places bigint[],
   size   bigint
 );
-comment on type ratelimit.asked is
+comment on type ratelimit.demand is
   'What a batch asks of one bucket: the microtokens, and for which elements. See ratelimit.take_from_buckets.';
 
 -- Each new policy draws a random id, so rows of a dropped policy never count for a new policy of the same
@@ -211,7 +211,7 @@ comment on type ratelimit.numbers is
 
 create type ratelimit.part as (
   policy  ratelimit.policies,
-  asked   ratelimit.asked[],
+  demands ratelimit.demand[],
   row_ids tid[]
 );
 comment on type ratelimit.part is

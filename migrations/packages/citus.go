@@ -19,7 +19,7 @@ import (
 var citusSQL embed.FS
 
 // The files of sql/ of which Citus needs nothing: acquire_batch does without them.
-var withoutCitus = []string{"take.sql", "asked_of.sql", "deny.sql", "decide_left.sql"}
+var withoutCitus = []string{"take.sql", "demand.sql", "denials.sql", "decide_left.sql"}
 
 // The passages of sql/ that are others on Citus, by the names of their files.
 var onlyCitus = map[string]struct {

@@ -58,12 +58,12 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_next from ratelimit.ver
 \ir ../../sql/reserve.sql
 \ir ../../sql/acquire_up_to.sql
 \ir ../../sql/batch_form.sql
-\ir ../../sql/asked_of.sql
+\ir ../../sql/demand.sql
 \ir ../../sql/take.sql
-\ir ../../sql/deny.sql
+\ir ../../sql/denials.sql
 \ir ../../sql/remember.sql
 \ir ../../sql/rows.sql
-\ir ../../sql/numbered.sql
+\ir ../../sql/number_buckets.sql
 \ir ../../sql/look_at_buckets.sql
 \ir ../../sql/decide.sql
 \ir ../../sql/decide_in_order.sql

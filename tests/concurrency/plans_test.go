@@ -130,7 +130,7 @@ func TestPlans_LockInOrder(t *testing.T) {
 				locking[plan.statement] = true
 				require.Regexp(t, want, plan.nodes, "%s, %s: %s", rows, setting, plan.statement)
 			}
-			require.Len(t, locking, 18, "take, with and without what was seen, take_any, lock_asked_of, lock, drop_policy; durable and ephemeral")
+			require.Len(t, locking, 18, "take, with and without what was seen, take_any, lock_demanded, lock, drop_policy; durable and ephemeral")
 		}
 	}
 }
@@ -140,8 +140,8 @@ var lockingCalls = []string{
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,new}')",
 	"select from ratelimit_acquire_many('{POLICY,o}', '{k1,k1}')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,k1}', '{1,5000}')",
-	"select case when durable then ratelimit.lock_asked_of_buckets(p, asked) else ratelimit.lock_asked_of_ephemeral_buckets(p, asked) end" +
-		" from ratelimit.policies as p, cast(array[row('k1', 1, '{1}', 1)] as ratelimit.asked[]) as asked where name = 'POLICY'",
+	"select case when durable then ratelimit.lock_demanded_buckets(p, asked) else ratelimit.lock_demanded_ephemeral_buckets(p, asked) end" +
+		" from ratelimit.policies as p, cast(array[row('k1', 1, '{1}', 1)] as ratelimit.demand[]) as asked where name = 'POLICY'",
 	"select from ratelimit_override('POLICY', 'another', 5)",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k1,new}')",
 	"select from ratelimit_drop_policy('POLICY')",

@@ -72,7 +72,7 @@ func TestCatalog_NoOverloads(t *testing.T) {
 	require.Equal(t, slices.Compact(slices.Clone(defined)), defined)
 
 	made := strings.Fields(`acquire acquire_ephemeral acquire_up_to_ephemeral charge_ephemeral covered_in_ephemeral_buckets create_ephemeral_buckets
-		denied_in_any_ephemeral_buckets denied_in_ephemeral_buckets hold_ephemeral live_ephemeral_idempotency_keys lock_asked_of_ephemeral_buckets
+		denied_in_any_ephemeral_buckets denied_in_ephemeral_buckets hold_ephemeral live_ephemeral_idempotency_keys lock_demanded_ephemeral_buckets
 		lock_ephemeral_buckets look_at_ephemeral_slots pause_ephemeral peek refund_quota_of_ephemeral_buckets
 		release_ephemeral remember_ephemeral_idempotency_keys renew_ephemeral reserve_ephemeral rows_of_ephemeral_buckets settle_ephemeral
 		take_any_from_ephemeral_buckets take_from_ephemeral_buckets take_quota_of_ephemeral_buckets take_quotas_from_ephemeral_buckets write_ephemeral_buckets`) // by sql/twins.sql
@@ -299,7 +299,7 @@ func TestCatalog_HelpersAreInlined(t *testing.T) {
 	} {
 		require.Contains(t, helpers, name)
 	}
-	require.ElementsMatch(t, []string{"clock", "due_after", "numbers_again"}, kit.Column(t, db, `
+	require.ElementsMatch(t, []string{"clock", "due_after", "numbers_now"}, kit.Column(t, db, `
 		select proname::text from `+kit.PackageFunctions+` as p join pg_language as l on l.oid = prolang
 		 where private and lanname = 'sql' and provolatile <> 'i' and not proretset`))
 
@@ -373,7 +373,7 @@ func TestCatalog_PlpgsqlCheckHasNothingToSay(t *testing.T) {
 			 cross join plpgsql_check.plpgsql_check_function_tb(p.oid,
 			         case p.prorettype when 'trigger'::regtype then 'public.orders'::regclass else 0::regclass end, other_warnings => true, extra_warnings => true,
 			         performance_warnings => true, security_warnings => true, compatibility_warnings => true) as c`+where+`
-			   and not (p.proname ~ '^lock_asked_of_|^cleanup_(slots|buckets|idempotency_keys|orphans)$' and c.message like '%VOLATILE%') -- it overlooks FOR UPDATE in a subquery, and EXECUTE
+			   and not (p.proname ~ '^lock_demanded_|^cleanup_(slots|buckets|idempotency_keys|orphans)$' and c.message like '%VOLATILE%') -- it overlooks FOR UPDATE in a subquery, and EXECUTE
 			   and c.detail is distinct from 'cannot to determine result of dynamic SQL'`))
 	}
 }

@@ -169,8 +169,8 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 				`v_numbers := v_look\.numbers;`, "v_numbers := case when v_round = 1 then v_look.numbers else v_numbers end;"},
 		},
 		"buckets are locked in an order of the caller's": {
-			{"ratelimit.numbered", `dense_rank\(\) over \(order by e.policy, e.key\)`, "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
-			{"ratelimit.numbered", `array_agg\(b.key order by b.policy, b.key\)`, "array_agg(b.key order by b.policy, md5(b.key || pg_backend_pid()))"},
+			{"ratelimit.number_buckets", `dense_rank\(\) over \(order by e.policy, e.key\)`, "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
+			{"ratelimit.number_buckets", `array_agg\(b.key order by b.policy, b.key\)`, "array_agg(b.key order by b.policy, md5(b.key || pg_backend_pid()))"},
 			pauseBefore("ratelimit.lock_buckets", `perform from buckets as b`),
 		},
 		"a pause by an unlocked read": {

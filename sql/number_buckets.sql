@@ -1,6 +1,6 @@
 -- Prepares a batch for decide_in_order: numbers its policies and buckets, in the order in which buckets are locked within their
 -- kind, and relates each element to earlier elements on its bucket. It reads no table. The arguments are parallel to the elements.
-create or replace function ratelimit.numbered(
+create or replace function ratelimit.number_buckets(
     in  policies text[], in keys text[], in costs bigint[], in idempotency_keys text[], in requests bigint[],
     out names          text[],     -- of the policies, in order
     out first          integer[],  -- for each policy, the number of its first bucket; one more: the number after the last
@@ -39,10 +39,10 @@ begin
            group by 1) as p;
 end;
 $$;
-comment on function ratelimit.numbered(text[], text[], bigint[], text[], bigint[]) is
+comment on function ratelimit.number_buckets(text[], text[], bigint[], text[], bigint[]) is
   'The policies and buckets of a batch, numbered in order, and how its elements are related.';
 
--- The order in which the buckets of policies are locked: durable policies first, then by name, as numbered has them. Policies that are
+-- The order in which the buckets of policies are locked: durable policies first, then by name, as number_buckets has them. Policies that are
 -- not known have no place in it.
 create or replace function ratelimit.in_locking_order(policies ratelimit.policies[])
   returns integer[] language plpgsql immutable

@@ -46,7 +46,7 @@ begin
                          end as reset_us
                     from (select u.*, b.level, microseconds(v_now - b.refilled_at)::bigint as elapsed_us,
                                  refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
-                            from sought(v_policy.name, policies, keys, costs, places) as u
+                            from demands_of_places(v_policy.name, policies, keys, costs, places) as u
                            cross join lateral (select b.level, b.refilled_at
                                                  from buckets as b
                                                 where b.policy_id = v_policy.id
@@ -92,7 +92,7 @@ begin
                     from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at
                             from (select u.*, (select row(with_override(v_policy, o), nullif(o.expires_at, 'infinity'), null)::numbers from overrides as o
                                                where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now) as n
-                                    from sought(v_policy.name, policies, keys, costs, places) as u
+                                    from demands_of_places(v_policy.name, policies, keys, costs, places) as u
                                   offset 0) as u
                           offset 0) as u
                    cross join lateral (select b.level, b.refilled_at
