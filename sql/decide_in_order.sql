@@ -8,10 +8,11 @@
 --   1. Lock the buckets that this round may write, and create their rows. The first round locks none.
 --   2. Read the clock, and then by one snapshot the policies, overrides, buckets and idempotency keys.
 --   3. Decide all requests in order, in memory.
---   4. Is it to be done so? If nothing is taken, the answers stand, and locks and rows of step 1 are rolled back. The first round
---      creates rows and remembers their grants, and changes no row. If one is to change, a second round locks the buckets that are wanted. So it does if an
---      element with an idempotency key is denied by a bucket whose row would be created: since the read, its first grant may have
---      been committed, and the row removed. A later round that wants a bucket that is not locked makes the next one lock all.
+--   4. Is it to be done so? If nothing is taken, the answers stand, and locks and rows of step 1 are rolled back. Round 1
+--      only creates rows, and remembers the grants of their buckets. Round 2 locks the granted buckets. It is needed if one of
+--      them has a row, or if a request with an idempotency key is denied on a bucket that would be created, because a grant of
+--      that key may have come and gone since the read. A later round that grants from a bucket it has not locked makes the next
+--      one lock all.
 --   5. Write each bucket once, and remember the grants. If another session created a row or stored an idempotency key first, the
 --      next round locks all. Each round after the second is due to another session, or to refill meanwhile.
 --   6. After the last round: the answer.

@@ -96,7 +96,7 @@ begin
     loop
       -- 2. The update. max_wait counts without days, which may have 23 or 25 hours. The update rounds the refill down to whole
       --    microtokens, so the debt may be paid a microtoken later than the bucket as it was would have covered the cost: the
-      --    bucket counts for one less. That the debt ends above the floor shows in the stored level.
+      --    bucket counts for one less. The condition compares the stored level with the floor of debt.
       --    Where an override ends within max_wait, step 3c decides.
       v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
       if v_wanted > 0 and (v_ends_at <= v_until) is not true and current_setting('transaction_read_only') = 'off' then

@@ -3,8 +3,9 @@
 --
 -- Elements for the same bucket are summed: it charges a bucket that covers the sum, and so grants all its elements. It leaves
 -- alone a bucket that covers less, one without a row, one with an element that is not about 1 to 2147483647 tokens, and one that
--- another session changed while the statement waited for it. (Some minor releases of PostgreSQL charge the changed row, if
--- it still covers the sum.)
+-- another session changed while the statement waited for it. Before 15.15
+-- PostgreSQL rechecks the condition against the new version of the row, and charges that if it covers the sum; later releases
+-- skip the row. Both are correct here.
 --
 -- While an old snapshot is held, the index keeps an entry for each page that has versions of a bucket's row. These entries are in the
 -- order of the pages, and the newest version is nearly always on the last page. So the index is read backwards, up to the first
@@ -17,8 +18,8 @@
 -- places is null if no bucket was charged, and capacities if all buckets have that of the policy.
 --
 -- Locks:  the bucket rows that it charges, and those that it has waited for, in the order of key. Under the settings of
--- acquire_batch the order does not depend on a choice of the
---         planner: a row found by ctid is read on the inside of a nested loop, and the outside comes sorted.
+--         acquire_batch the planner has no other choice: a row found by ctid is read on the inside of a nested loop, and the
+--         outside comes sorted.
 -- Writes: these rows.
 create or replace function ratelimit.take_from_buckets(
     in  policy ratelimit.policies, in keys text[], in costs bigint[], in demands ratelimit.demand[], in row_ids tid[], in now timestamptz,
