@@ -86,10 +86,6 @@ func Refund(q Querier, policy, key string, amount int64) (Decision, error) {
 	return Decide(q, "ratelimit_refund($1, $2, $3)", policy, key, amount)
 }
 
-func Pause(q Querier, policy, key string, pauseFor model.Micros) (Decision, error) {
-	return Decide(q, "ratelimit_pause($1, $2, $3)", policy, key, IntervalOfDays(pauseFor))
-}
-
 // Decide reads the decision of a call.
 func Decide(q Querier, call string, args ...any) (Decision, error) {
 	var row decisionRow

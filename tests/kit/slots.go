@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/stretchr/testify/require"
 )
@@ -62,16 +61,6 @@ func Renew(q Querier, policy, key, holder string) (model.Micros, error) {
 func Release(q Querier, policy, key, holder string) (held bool, err error) {
 	err = q.QueryRow(context.Background(), "select ratelimit_release($1, $2, $3)", policy, key, holder).Scan(&held)
 	return held, err
-}
-
-// Holders lists those of a policy and a key. Nil is any.
-func Holders(q RowsQuerier, policy, key *string) ([]model.Holder, error) {
-	rows, err := q.Query(context.Background(), `
-		select policy, key, holder, cost, (extract(epoch from held_for) * 1000000)::bigint from ratelimit_holders($1, $2)`, policy, key)
-	if err != nil {
-		return nil, err
-	}
-	return pgx.AppendRows([]model.Holder(nil), rows, pgx.RowToStructByPos[model.Holder])
 }
 
 // Hold, Renew and Release are calls about key k of policy p that must not fail.
