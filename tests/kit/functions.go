@@ -94,25 +94,30 @@ func init() {
 		 order by r.kind, r.n`
 
 	Functions = map[string]Function{
-		"define_policy": {2, "policy capacity? refill? every? stepped? durable? remember? shadow? period? time_zone? anchor? lease?", "", "anything", true, func(c *Call) ([]string, error) {
-			return nothing, c.Model.Define(c.text(0), model.Definition{
-				Numbers: c.numbers(1, 9), Stepped: pointerTo[bool](c.Args[4]), Durable: pointerTo[bool](c.Args[5]), Remember: c.micros(6),
-				Shadow: pointerTo[bool](c.Args[7]), Period: c.period(8),
-			})
-		}},
+		"define_policy": {2, "policy capacity? refill? every? stepped? durable? remember? shadow? period? time_zone? anchor? lease?",
+			"", "anything", true, func(c *Call) ([]string, error) {
+				return nothing, c.Model.Define(c.text(0), model.Definition{
+					Numbers: c.numbers(1, 9), Stepped: pointerTo[bool](c.Args[4]), Durable: pointerTo[bool](c.Args[5]), Remember: c.micros(6),
+					Shadow: pointerTo[bool](c.Args[7]), Period: c.period(8),
+				})
+			}},
 		"drop_policy": {1, "policy", "", "anything", false, func(c *Call) ([]string, error) { return nothing, c.Model.Drop(c.text(0)) }},
-		"policies": {1, "", "policy, capacity, refill, " + us("every") + ", stepped, durable, " + us("remember") + ", shadow, period, " + calendar, "", false, func(c *Call) ([]string, error) {
-			return policyRows(c.Model.Policies()), nil
-		}},
-		"override": {2, "policy key capacity? refill? every? expires_at? time_zone? anchor? lease?", "", "anything", true, func(c *Call) ([]string, error) {
-			return nothing, c.Model.Override(c.Now, c.bucket(), c.numbers(2, 6), c.expires(5))
-		}},
+		"policies": {1, "",
+			"policy, capacity, refill, " + us("every") + ", stepped, durable, " + us("remember") + ", shadow, period, " + calendar,
+			"", false, func(c *Call) ([]string, error) {
+				return policyRows(c.Model.Policies()), nil
+			}},
+		"override": {2, "policy key capacity? refill? every? expires_at? time_zone? anchor? lease?",
+			"", "anything", true, func(c *Call) ([]string, error) {
+				return nothing, c.Model.Override(c.Now, c.bucket(), c.numbers(2, 6), c.expires(5))
+			}},
 		"remove_override": {1, "policy key", "*", "anything", false, func(c *Call) ([]string, error) {
 			return c.flag(c.Model.RemoveOverride(c.Now, c.bucket()))
 		}},
-		"overrides": {1, "policy? key? max_rows", "policy, key, capacity, refill, " + us("every") + ", " + us("expires_at") + ", " + calendar, "", true, func(c *Call) ([]string, error) {
-			return c.listed(c.overrideRows(), 2)
-		}},
+		"overrides": {1, "policy? key? max_rows",
+			"policy, key, capacity, refill, " + us("every") + ", " + us("expires_at") + ", " + calendar, "", true, func(c *Call) ([]string, error) {
+				return c.listed(c.overrideRows(), 2)
+			}},
 
 		"acquire": {3, "policy key cost idempotency_key?", decision, "tokens", false, func(c *Call) ([]string, error) {
 			return c.decided(c.Model.Acquire(c.Now, c.bucket(), c.num(2), c.text(3)))
@@ -140,9 +145,10 @@ func init() {
 		"settle": {2, "policy key idempotency_key:granted cost:charge", decision, "tokens", false, func(c *Call) ([]string, error) {
 			return c.decided(c.Model.Settle(c.Now, c.bucket(), c.text(2), c.num(3)))
 		}},
-		"reserve": {2, "policy key max_wait cost idempotency_key?", strings.Replace(decision, "retry_after", "wait", 1), "tokens", false, func(c *Call) ([]string, error) {
-			return c.decided(c.Model.Reserve(c.Now, c.bucket(), c.Args[2].(Span).Micros(), c.num(3), c.text(4)))
-		}},
+		"reserve": {2, "policy key max_wait cost idempotency_key?",
+			strings.Replace(decision, "retry_after", "wait", 1), "tokens", false, func(c *Call) ([]string, error) {
+				return c.decided(c.Model.Reserve(c.Now, c.bucket(), c.Args[2].(Span).Micros(), c.num(3), c.text(4)))
+			}},
 		"acquire_up_to": {2, "policy key at_most at_least idempotency_key?", decision + ", taken", "tokens", false, func(c *Call) ([]string, error) {
 			if c.num(3) > c.num(2) {
 				return nil, refusal("invalid at_least")
@@ -156,20 +162,27 @@ func init() {
 			w, err := c.whole(request{c.charges(), c.Args[3]})
 			return []string{wholeInColumns(w)}, err
 		}},
-		"acquire_many": {3, "policies:policy[] keys:key[] costs:cost[]? idempotency_keys:idempotency_key[]? sizes:size[]?", wholes, "tokens", true, func(c *Call) ([]string, error) {
-			return c.wholes()
-		}},
-		"acquire_packed": {2, "policies:policy[] keys:key[] costs:cost[]? sizes:size[]? idempotency_keys:idempotency_key[]?", packed, "tokens", true, func(c *Call) ([]string, error) {
-			return c.packed()
-		}},
+		"acquire_many": {3, "policies:policy[] keys:key[] costs:cost[]? idempotency_keys:idempotency_key[]? sizes:size[]?",
+			wholes, "tokens", true, func(c *Call) ([]string, error) {
+				return c.wholes()
+			}},
+		"acquire_packed": {2, "policies:policy[] keys:key[] costs:cost[]? sizes:size[]? idempotency_keys:idempotency_key[]?",
+			packed, "tokens", true, func(c *Call) ([]string, error) {
+				return c.packed()
+			}},
 
-		"hold": {3, "policy key holder cost:slots", "allowed, remaining, " + us("retry_after") + ", " + us("held_for") + ", capacity, renewed, shadowed", "slots", false, func(c *Call) ([]string, error) {
-			d, err := c.Model.Hold(c.Now, c.bucket(), c.text(2), c.num(3))
-			if errors.Is(err, model.IdempotencyMismatch) {
-				err = errHeldOtherwise
-			}
-			return c.decided(Decision{Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: d.RetryAfter, ResetAfter: d.HeldFor, Capacity: d.Capacity, Replayed: d.Renewed, Shadowed: d.Shadowed}, err)
-		}},
+		"hold": {3, "policy key holder cost:slots",
+			"allowed, remaining, " + us("retry_after") + ", " + us("held_for") + ", capacity, renewed, shadowed",
+			"slots", false, func(c *Call) ([]string, error) {
+				d, err := c.Model.Hold(c.Now, c.bucket(), c.text(2), c.num(3))
+				if errors.Is(err, model.IdempotencyMismatch) {
+					err = errHeldOtherwise
+				}
+				return c.decided(Decision{
+					Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: d.RetryAfter, ResetAfter: d.HeldFor, Capacity: d.Capacity,
+					Replayed: d.Renewed, Shadowed: d.Shadowed,
+				}, err)
+			}},
 		"renew": {1, "policy key holder", us("ratelimit_renew"), "slots", false, func(c *Call) ([]string, error) {
 			heldFor, holds, err := c.Model.Renew(c.Now, c.bucket(), c.text(2))
 			if !holds {
@@ -186,9 +199,10 @@ func init() {
 			}
 			return c.listed(rows, 2)
 		}},
-		"status": {1, "policy? max_rows key?", "policy, key, remaining, " + us("retry_after") + ", " + us("reset_after") + ", capacity, overridden", "", true, func(c *Call) ([]string, error) {
-			return c.listed(c.statusRows(), 1)
-		}},
+		"status": {1, "policy? max_rows key?",
+			"policy, key, remaining, " + us("retry_after") + ", " + us("reset_after") + ", capacity, overridden", "", true, func(c *Call) ([]string, error) {
+				return c.listed(c.statusRows(), 1)
+			}},
 		"reset_all":   {1, "policy", "call @", "anything", false, func(c *Call) ([]string, error) { return nil, c.Model.ResetAll(c.text(0)) }},
 		"cleanup":     {1, "max_rows", "buckets_deleted >= 0, idempotency_keys_deleted >= 0", "anything", false, says("t|t")},
 		"cleanup_all": {1, "budget", "call @", "anything", false, says()},
@@ -216,7 +230,7 @@ type Kind struct {
 
 // arraySamples are those of an array of a kind.
 var arraySamples = map[string]string{
-	"policy": "'{p,p}'", "key": "'{KEY,KEY.}'|'{KEY,KEY}'", "cost": "null|'{1,2}'|'{1,4000}'", "at_most": "'{1,1}'|'{1,4000}'", "size": "null|'{1,1}'|'{2}'",
+	"policy": "'{p,p}'", "key": "'{KEY,KEY.}'|'{KEY,KEY}'", "cost": "null|'{1,2}'|'{1,4000}'", "size": "null|'{1,1}'|'{2}'",
 	"idempotency_key": "null|'{i1,i2}'|'{j1,j2}'",
 }
 

@@ -351,9 +351,14 @@ const (
 		select coalesce(p.name, 'gone'), b.key
 		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b left join ratelimit.policies as p on p.id = b.policy_id`
 
+	keptQuery = `
+		select (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
+		       (select count(*) from ratelimit.overrides)`
+
 	// Leases, also those that have ended; then leases without their lock, and sums in the rows of keys that are not those of their leases.
 	leasesQuery = `
-		with l as (select l.*, p.name from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l left join ratelimit.policies as p on p.id = l.policy_id),
+		with l as (select l.*, p.name
+		             from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l left join ratelimit.policies as p on p.id = l.policy_id),
 		     s as (table ratelimit.slots union all table ratelimit.ephemeral_slots)
 		select concat_ws(' ', coalesce(l.name, 'gone'), l.key, l.holder, l.cost, (extract(epoch from l.ends_at) * 1000000)::bigint) collate "C" from l
 		 union all
@@ -379,8 +384,7 @@ func (r *round) cleanUp() error {
 	}
 	slices.Sort(leases)
 	r.look(leasesQuery, leases...)
-	r.look("select (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys), (select count(*) from ratelimit.overrides)",
-		fmt.Sprintf("%d|%d", r.Grants(), len(r.Overrides())))
+	r.look(keptQuery, fmt.Sprintf("%d|%d", r.Grants(), len(r.Overrides())))
 	responses, err := r.flush()
 	if err != nil {
 		return err

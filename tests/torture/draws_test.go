@@ -110,7 +110,8 @@ func (d *drawn) zone() any {
 // anchor is mostly about when the clock begins, on the eve of a change of clocks in Europe.
 func (d *drawn) anchor() kit.Instant {
 	day := oneOfThese(d.fuzzed, one(0), func() int { return d.IntN(141) - 70 }, func() int { return d.IntN(40_001) - 20_000 })
-	minutes := oneOfThese(d.fuzzed, one(0), func() int { return oneOf(d.fuzzed, []int{-12 * 60, -9*60 - 30, -11*60 - 30}) }, func() int { return d.IntN(1441) - 720 })
+	odd := func() int { return oneOf(d.fuzzed, []int{-12 * 60, -9*60 - 30, -11*60 - 30}) }
+	minutes := oneOfThese(d.fuzzed, one(0), odd, func() int { return d.IntN(1441) - 720 })
 	return kit.Instant(kit.T0.AddDate(0, 0, day).Add(time.Duration(minutes) * time.Minute).UnixMicro())
 }
 
@@ -337,8 +338,8 @@ func (d *drawn) value(kind, policy, key string, before []any) any {
 	case "cost":
 		return d.amount(policy)
 	case "charge":
-		return oneOfThese(d.fuzzed, d.upTo(2), func() int64 { return min(kit.MaxTokens, d.amount(policy)) }, func() int64 { return min(kit.MaxTokens, d.amount(policy)) },
-			one[int64](kit.MaxTokens))
+		amount := func() int64 { return min(kit.MaxTokens, d.amount(policy)) }
+		return oneOfThese(d.fuzzed, d.upTo(2), amount, amount, one[int64](kit.MaxTokens))
 	case "slots":
 		return oneOfThese(d.fuzzed, func() int64 { return 1 + d.Int64N(3) }, one[int64](1), func() int64 { return d.Int64N(10_003) - 1 })
 	case "idempotency_key":
@@ -372,7 +373,7 @@ func (d *drawn) arrays(arguments []kit.Argument) []any {
 	named := func(name string) bool {
 		return slices.ContainsFunc(arguments, func(a kit.Argument) bool { return a.Name == name })
 	}
-	sized := named("sizes") && (!d.oneIn(2) || slices.ContainsFunc(arguments, func(a kit.Argument) bool { return a.Kind == "size" && !a.Nullable }))
+	sized := named("sizes") && d.oneIn(2)
 	most, charges := 5, 1
 	if d.oneIn(16) {
 		most = 200

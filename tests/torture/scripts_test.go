@@ -348,12 +348,14 @@ const callsOfPauses = `
 
 // toMeet is what the scripts meet, so that they do not cease to say what they were written for.
 var toMeet = []string{
-	"acquire: granted", "acquire: denied", "acquire: denied for ever", "acquire: replayed", "acquire: shadowed", "answered with RL001", "answered with RL002",
-	"answered with RL003", "answered with RL004", "answered with 22023", "acquire_all: granted", "acquire_all: denied", "acquire_all: denied for ever",
-	"acquire_all: replayed", "acquire_all: shadowed", "charge: debt", "charge: replayed", "settle: granted", "settle: debt", "settle: replayed",
-	"settle: shadowed", "reserve: granted", "reserve: waits", "reserve: denied", "reserve: replayed", "reserve: shadowed", "acquire_up_to: granted",
-	"acquire_up_to: denied", "acquire_up_to: replayed", "acquire_up_to: shadowed", "quota, acquire: granted", "quota, acquire: denied",
-	"quota, acquire: denied for ever", "quota, charge: debt", "quota, reserve: granted", "quota, reserve: denied", "slots, hold: granted", "slots, hold: denied",
-	"slots, hold: denied for ever", "slots, hold: replayed", "slots, hold: shadowed", "slots, renew: granted", "slots, renew: denied for ever",
+	"acquire: granted", "acquire: denied", "acquire: denied for ever", "acquire: replayed", "acquire: shadowed",
+	"answered with RL001", "answered with RL002", "answered with RL003", "answered with RL004", "answered with 22023",
+	"acquire_all: granted", "acquire_all: denied", "acquire_all: denied for ever", "acquire_all: replayed", "acquire_all: shadowed",
+	"charge: debt", "charge: replayed", "settle: granted", "settle: debt", "settle: replayed", "settle: shadowed",
+	"reserve: granted", "reserve: waits", "reserve: denied", "reserve: replayed", "reserve: shadowed", "acquire_up_to: granted",
+	"acquire_up_to: denied", "acquire_up_to: replayed", "acquire_up_to: shadowed", "quota, acquire: granted",
+	"quota, acquire: denied", "quota, acquire: denied for ever", "quota, charge: debt", "quota, reserve: granted",
+	"quota, reserve: denied", "slots, hold: granted", "slots, hold: denied", "slots, hold: denied for ever",
+	"slots, hold: replayed", "slots, hold: shadowed", "slots, renew: granted", "slots, renew: denied for ever",
 	"slots, release: granted", "slots, release: denied",
 }

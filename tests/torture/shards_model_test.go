@@ -103,7 +103,8 @@ func (c *shardsCaller) send(t *testing.T, met map[string]int, function string, a
 	case "acquire":
 		var d client.Decision
 		id, _ := args[3].(string)
-		d, err = kit.Request{BucketID: model.BucketID{Policy: args[0].(string), Key: args[1].(string)}, Cost: args[2].(int64), IdempotencyKey: id}.By(ctx, c.limiter)
+		of := kit.ChargeOf(args[0].(string), args[1].(string), args[2].(int64))
+		d, err = kit.Request{BucketID: of.BucketID, Cost: of.Cost, IdempotencyKey: id}.By(ctx, c.limiter)
 		told = []kit.Decision{kit.DecisionOf(d)}
 	case "acquire_all":
 		var w kit.Whole
@@ -123,7 +124,8 @@ func (c *shardsCaller) send(t *testing.T, met map[string]int, function string, a
 	default:
 		want, wantErr := call.Answer()
 		code, _ := kit.Refusal(wantErr)
-		got := kit.NoError(c.wires[client.ShardOf(args[1].(string), c.Of())].Ask([]kit.Message{simple(c.sql(function, encodedArgs(function, args)))}))(t)[0]
+		wire := c.wires[client.ShardOf(args[1].(string), c.Of())]
+		got := kit.NoError(wire.Ask([]kit.Message{simple(c.sql(function, encodedArgs(function, args)))}))(t)[0]
 		require.Equal(t, code, got.Code, name)
 		if code == "" {
 			require.Equal(t, want, got.Rows, name)
@@ -161,7 +163,8 @@ func policyOf(args []any) client.Policy {
 		return client.Keep
 	}
 	return client.Policy{
-		Name: args[0].(string), Capacity: field(1), Refill: field(2), Every: length(3), Stepped: choice(4), Durable: choice(5), Remember: length(6), Shadow: choice(7),
+		Name: args[0].(string), Capacity: field(1), Refill: field(2), Every: length(3),
+		Stepped: choice(4), Durable: choice(5), Remember: length(6), Shadow: choice(7),
 	}
 }
 
