@@ -32,8 +32,13 @@ type Argument struct {
 	Array, Nullable bool
 }
 
-func (f Function) List() (all []Argument) {
-	for _, word := range strings.Fields(f.Arguments) {
+// List are the arguments, which are read once.
+func (f Function) List() []Argument { return lists[f.Arguments] }
+
+var lists = map[string][]Argument{}
+
+func listOf(arguments string) (all []Argument) {
+	for _, word := range strings.Fields(arguments) {
 		var a Argument
 		word, a.Nullable = strings.CutSuffix(word, "?")
 		word, a.Array = strings.CutSuffix(word, "[]")
@@ -212,6 +217,9 @@ func init() {
 
 		"define_shard": {0, "shard of:number", "", "anything", false, nil}, // once in a database
 		"guard":        {0, "", "", "", false, nil},                        // a trigger
+	}
+	for _, f := range Functions {
+		lists[f.Arguments] = listOf(f.Arguments)
 	}
 }
 

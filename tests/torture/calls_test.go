@@ -612,29 +612,29 @@ func (r *round) message(function string, args []argument) kit.Message {
 }
 
 // sql is a call with its arguments.
-func (r fuzzed) sql(function string, args []argument) string {
+func (f fuzzed) sql(function string, args []argument) string {
 	var sql strings.Builder
 	rest := kit.Functions[function].Statement(function)
 	for i, a := range args {
 		before, after, _ := strings.Cut(rest, fmt.Sprintf("$%d", i+1))
 		sql.WriteString(before)
-		sql.WriteString(r.literal(a))
+		sql.WriteString(f.literal(a))
 		rest = after
 	}
 	return sql.String() + rest
 }
 
 // literal writes an argument in one of the ways that SQL has.
-func (r fuzzed) literal(a argument) string {
+func (f fuzzed) literal(a argument) string {
 	s := string(a.text)
 	switch n, isNumber := a.value.(int64); {
 	case a.text == nil:
 		return "null"
-	case isNumber && 0 <= n && n <= math.MaxInt32 && r.oneIn(2):
+	case isNumber && 0 <= n && n <= math.MaxInt32 && f.oneIn(2):
 		return s
-	case !strings.Contains(s, "$") && r.oneIn(3):
+	case !strings.Contains(s, "$") && f.oneIn(3):
 		return "$q$" + s + "$q$"
-	case r.oneIn(2):
+	case f.oneIn(2):
 		return "E'" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(s) + "'"
 	}
 	return "'" + strings.ReplaceAll(s, "'", "''") + "'"
