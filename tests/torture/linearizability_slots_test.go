@@ -65,21 +65,7 @@ func (op *operation) kindOfLent() string {
 // A bug about slots planted in SQL is found.
 func TestLinearizability_FindsPlantedBugsOfSlots(t *testing.T) {
 	pgtest.OncePerServer(t)
-	bugs := map[string]plantedBug{
-		"a lease from before the wait": {"ratelimit_hold", `v_seen_at := v_now; v_now := clock\(\);`, "v_seen_at := v_now; perform clock();"},
-		"a renewed lease from before the wait": {"ratelimit_renew",
-			`v_now := clock\(\);( if v_override\.expires_at <= v_now)`, "perform clock();$1"},
-		// The sum of a grant is not among them: a lease that has ended at the last reading of the clock has it count again.
-		"a lease counts at its end": {"ratelimit.look_at_slots",
-			`(into held, v_last, holds from leases as l where [^;]*?)l\.ends_at > v_now;`, "${1}l.ends_at >= v_now;"},
-		"a sum from before the lock": {"ratelimit_hold",
-			`(update slots as s set changes = v_changes [^;]*?) and s\.changes = v_changes;`, "$1;"},
-		// Nothing is wrong with it under READ COMMITTED.
-		"a lock that is not written": {"ratelimit_hold", `(?s)( loop)( .*? )update slots as s set changes = v_changes \+ 1, [^;]*? ` +
-			`where (s\.policy_id = v_policy\.id and s\.key = v_key) and s\.changes = v_changes;`,
-			`$1 perform s.changes from slots as s where $3 for update;
-				$2 perform s.changes from slots as s where $3;`},
-	}
+	bugs := maps.Clone(bugsOfSlotHistories)
 	maps.Copy(bugs, bugsOfHolders)
 	kit.OnDBs(t, bugs, func(t *testing.T, db *kit.TestDB, bug plantedBug) {
 		bug.plant(db)

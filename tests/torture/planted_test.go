@@ -132,3 +132,86 @@ var bugsOfHolders = map[string]plantedBug{
 		insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing;
 		if true then if`},
 }
+
+// bugsOfHistories show in the order of calls alone. Each may take several changes.
+var bugsOfHistories = map[string][]plantedBug{
+	"a grant by an unlocked read": {
+		{"ratelimit_acquire",
+			`(update buckets as b set level = [^;]*? and )refilled\(b.level, b.refilled_at(, [^)]*\) >= v_wanted)`,
+			`$1 (select refilled(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key)`},
+	},
+	"a batch that decides by an unlocked read": {
+		{"ratelimit.lock_buckets", `(from buckets as b [^;]* limit 1 )for update`, "$1"},
+		pauseBefore("ratelimit.write_buckets", `update buckets as b set level = u.level`),
+	},
+	"a clock that goes back": {{"ratelimit.refilled_until", `greatest\(refilled_at, now\)`, "now"}},
+	"a concurrent repeat is charged again": {
+		{"ratelimit_acquire", `(update buckets as b set level = b.level) \+ v_wanted`, "$1"},
+		pauseBefore("ratelimit_acquire", `insert into idempotency_keys as k`),
+	},
+	"a denial by the clock before the wait": {{"ratelimit_acquire", `(?s)v_now := clock\(\);( .*? from buckets as b)`, "$1"}},
+	"a denial of a batch by the clock before the wait": {
+		{"ratelimit.decide_left", `costs, places, clock\(\)`, "costs, places, statement_timestamp()"},
+	},
+	"a bucket that is named twice is charged twice": {{"ratelimit.decide", `if same\[v_i\] = v_i then`, "if true then"}},
+	"a denial keeps the first charge":               {{"ratelimit.decide", `if v_granted and fits\[v_i\]`, "if (v_granted or v_i = v_start) and fits[v_i]"}},
+	"a replay is charged": {
+		{"ratelimit.decide", `and fits\[v_i\] and not replayed\[v_i\]`, "and fits[v_i]"},
+		{"ratelimit.decide", `kept\[v_i\] := (idem.*?);`, "kept[v_i] := $1 and not replayed[v_i];"},
+	},
+	"an override is read before the lock, and not again": {
+		{"ratelimit.decide_in_order",
+			`v_numbers := v_look\.numbers;`, "v_numbers := case when v_round = 1 then v_look.numbers else v_numbers end;"},
+	},
+	"buckets are locked in an order of the caller's": {
+		{"ratelimit.number_buckets", `dense_rank\(\) over \(order by e.policy, e.key\)`, "dense_rank() over (order by e.policy, md5(e.key || pg_backend_pid()))"},
+		{"ratelimit.number_buckets", `array_agg\(b.key order by b.policy, b.key\)`, "array_agg(b.key order by b.policy, md5(b.key || pg_backend_pid()))"},
+		pauseBefore("ratelimit.lock_buckets", `perform from buckets as b`),
+	},
+	"a pause by an unlocked read": {
+		{"ratelimit_pause", ` for update;`, ";"},
+		pauseBefore("ratelimit_pause", `update buckets as b set level = v_level`),
+	},
+	"a settlement counts twice": {settleTwice, pauseBefore("ratelimit_settle", `update idempotency_keys as k set settled =`)},
+	"a settlement moves the level without its mark": {
+		{"ratelimit_settle", `(update idempotency_keys as k set settled = [^;]*;) exit when found;`, "$1 exit;"},
+		pauseBefore("ratelimit_settle", `update idempotency_keys as k set settled =`),
+	},
+	"a settlement above full":         {{"ratelimit.moved_level", `least\(full_level, (level::numeric \+ change)\)`, "$1"}},
+	"a settlement that stops at zero": {{"ratelimit.moved_level", `least\(level, floor_level\)`, "least(level, 0)"}},
+	"a charge by an unlocked read": {
+		{"ratelimit_charge", `(from buckets as b where b.policy_id = v_policy.id and b.key = v_key) for update`, "$1"},
+	},
+	"as many tokens as a stale row had": {
+		{"ratelimit_acquire_up_to",
+			`(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1"},
+		pauseBefore("ratelimit_acquire_up_to", `update buckets as b set level = v_level`),
+	},
+	"a denial of many by the clock before the wait": {
+		{"ratelimit.decide_left", `costs, places, clock\(\)`, "costs, places, statement_timestamp()"},
+	},
+	"a reservation by a stale row": {
+		{"ratelimit_reserve", `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1"},
+		pauseBefore("ratelimit_reserve", `update buckets as b set level = v_level`),
+	},
+	"clean-up ignores overrides": {
+		{"ratelimit.cleanup_buckets", `and \(o.key is null or wait_for[^;]*? = 0\)( end as removable from %1)`, "$1"},
+	},
+}
+
+// bugsOfSlotHistories are those about slots.
+var bugsOfSlotHistories = map[string]plantedBug{
+	"a lease from before the wait": {"ratelimit_hold", `v_seen_at := v_now; v_now := clock\(\);`, "v_seen_at := v_now; perform clock();"},
+	"a renewed lease from before the wait": {"ratelimit_renew",
+		`v_now := clock\(\);( if v_override\.expires_at <= v_now)`, "perform clock();$1"},
+	// The sum of a grant is not among them: a lease that has ended at the last reading of the clock has it count again.
+	"a lease counts at its end": {"ratelimit.look_at_slots",
+		`(into held, v_last, holds from leases as l where [^;]*?)l\.ends_at > v_now;`, "${1}l.ends_at >= v_now;"},
+	"a sum from before the lock": {"ratelimit_hold",
+		`(update slots as s set changes = v_changes [^;]*?) and s\.changes = v_changes;`, "$1;"},
+	// Nothing is wrong with it under READ COMMITTED.
+	"a lock that is not written": {"ratelimit_hold", `(?s)( loop)( .*? )update slots as s set changes = v_changes \+ 1, [^;]*? ` +
+		`where (s\.policy_id = v_policy\.id and s\.key = v_key) and s\.changes = v_changes;`,
+		`$1 perform s.changes from slots as s where $3 for update;
+				$2 perform s.changes from slots as s where $3;`},
+}
