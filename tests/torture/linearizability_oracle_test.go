@@ -236,9 +236,19 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *kit.
 	case shares:
 		return op.leadsShare(p, now, s, answer)
 	}
-	told, next := op.answerOf(p, s, model.Slots{}, now)
-	after, _ := next.Left(op.BucketID)
-	left := []model.State{after}
+	var told kit.Answer
+	left := []model.State{s}
+	if op.kind == acquires { // most are, and need no tables of a model
+		var err error
+		told.Decision = new(kit.Decision)
+		if left[0], *told.Decision, err = s.Acquire(p, now, op.Cost, op.IdempotencyKey); err != nil {
+			told = kit.Answer{Error: err.Error()}
+		}
+	} else {
+		var next *model.Model
+		told, next = op.answerOf(p, s, model.Slots{}, now)
+		left[0], _ = next.Left(op.BucketID)
+	}
 	if told.Decision != nil {
 		d = *told.Decision
 	}
