@@ -688,7 +688,7 @@ func (c *Call) whole(q request) (Whole, error) {
 		if _, known := c.Model.Policy(of.policy.(string)); !known {
 			err = cmp.Or(err, error(model.UnknownPolicy))
 		}
-		if c.OneKey && err == nil && of.key != q.charges[0].key {
+		if c.OneKey && of.key != q.charges[0].key {
 			err = severalKeys
 		}
 	}
