@@ -11,7 +11,6 @@ declare
   v_policy   ratelimit.policies;
   v_override ratelimit.overrides;
   v_ends_at  timestamptz;  -- when the numbers of the override end; null: they do not
-  v_past_end boolean;      -- they end, or the bucket has turns
   v_key      text collate "C" := key;
   v_cost     alias for cost;
   v_now      timestamptz := clock();
@@ -36,11 +35,12 @@ begin
       v_policy  := with_override(v_policy, v_override);
       v_ends_at := nullif(v_override.expires_at, 'infinity');
     end if;
-    v_past_end := v_policy.kind = 'quota' or v_ends_at is not null;
+    if v_policy.kind = 'quota' or v_ends_at is not null then
+      select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_key, v_now, v_cost) as b;
+      return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+    end if;
   end if;
-  if v_past_end then
-    select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_key, v_now, v_cost) as b;
-  elsif v_policy.durable then
+  if v_policy.durable then
     select refilled(b.level, b.refilled_at, v_now, v_policy),
            case
              when v_cost = 0 then 0::bigint
