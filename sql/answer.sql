@@ -43,7 +43,7 @@ comment on function ratelimit.replay_of(ratelimit.idempotency_keys) is
 create or replace function ratelimit.left_us(granted ratelimit.idempotency_keys, now timestamptz)
   returns bigint language sql immutable parallel safe
 as $$
-  select case when granted.ready_at > now then ratelimit.microseconds(granted.ready_at - now)::bigint else 0 end
+  select case when granted.ready_at > now then ratelimit.time_until(granted.ready_at, now) else 0 end
 $$;
 comment on function ratelimit.left_us(ratelimit.idempotency_keys, timestamptz) is
   'The microseconds that a reserved grant is still to wait.';

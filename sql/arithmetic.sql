@@ -135,6 +135,14 @@ $$;
 comment on function ratelimit.longest_wait() is
   'Microseconds, where waits saturate.';
 
+create or replace function ratelimit.time_until(at timestamptz, now timestamptz)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case when at is not null then least(ratelimit.microseconds(at - now), ratelimit.longest_wait())::bigint end
+$$;
+comment on function ratelimit.time_until(timestamptz, timestamptz) is
+  'Microseconds from now until an instant, saturated; null for null.';
+
 create or replace function ratelimit.wait_for(
     target numeric, level bigint, refilled_at timestamptz, now timestamptz,
     every_us numeric, tick_us numeric, tick_gain numeric, round_up numeric)

@@ -102,7 +102,7 @@ begin
   elsif refilled_at > now then  -- by a clock that was ahead
     turns := ratelimit.turns_of(quota, refilled_at);
   end if;
-  return ratelimit.microseconds(turns.turns_at - now)::bigint;
+  return ratelimit.time_until(turns.turns_at, now);
 end;
 $$;
 comment on function ratelimit.wait_for_turn(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.turns) is

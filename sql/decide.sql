@@ -185,7 +185,7 @@ begin
   for v_i in 1..v_count loop
     v_policy := numbers[buckets[v_i]];
     if ends_at[buckets[v_i]] is not null and replayed[v_i] is false and charges[v_i] > 0 and not v_policy.shadow then
-      v_left_us[v_i] := left_of_numbers(ends_at[buckets[v_i]], now);
+      v_left_us[v_i] := time_until(ends_at[buckets[v_i]], now);
     end if;
   end loop;
   while v_left_us is not null and v_end < v_count loop

@@ -26,7 +26,7 @@ as $$
 declare
   v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, policy, turns);
 begin
-  if ends_at is null or v_wait_us < ratelimit.left_of_numbers(ends_at, now) then
+  if ends_at is null or v_wait_us < ratelimit.time_until(ends_at, now) then
     return v_wait_us;
   end if;
   return ratelimit.wait_after_end(tokens, level, refilled_at, now, ends_at, own);
@@ -42,19 +42,11 @@ as $$
 declare
   v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, own, ratelimit.turns_of(own, now));
 begin
-  return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.left_of_numbers(ends_at, now)) end;
+  return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.time_until(ends_at, now)) end;
 end;
 $$;
 comment on function ratelimit.wait_after_end(bigint, bigint, timestamptz, timestamptz, timestamptz, ratelimit.policies) is
   'Microseconds until a bucket holds tokens by the numbers of its policy, once an override has ended; as of wait_past_end.';
-
-create or replace function ratelimit.left_of_numbers(ends_at timestamptz, now timestamptz)
-  returns bigint language sql immutable parallel safe
-as $$
-  select least(ratelimit.microseconds(ends_at - now), ratelimit.longest_wait())::bigint
-$$;
-comment on function ratelimit.left_of_numbers(timestamptz, timestamptz) is
-  'Microseconds until the numbers of an override end; it saturates as wait_for does.';
 
 create or replace function ratelimit.own_wait(
     tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, policy ratelimit.policies, turns ratelimit.turns)

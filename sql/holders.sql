@@ -70,9 +70,9 @@ declare
     select s.name, s.key, s.capacity - s.held,
            duration(case
                       when s.held < s.capacity then 0
-                      when s.first is not null then least(microseconds(s.first - $4), longest_wait())
-                    end::bigint),
-           duration(microseconds(s.last - $4)::bigint), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
+                      when s.first is not null then time_until(s.first, $4)
+                    end),
+           duration(time_until(s.last, $4)), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
       from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
                    min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
               from (select p.name, l.key, e.cost, e.at, o.expires_at as ends_at, p.capacity as own_capacity,

@@ -242,7 +242,7 @@ begin
     -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
       if v_ends_at is not null then
-        return waiting_of(v_level, greatest(0, microseconds(v_ready_at - clock()))::double precision, v_reset_us, v_policy.capacity, v_policy.shadow);
+        return waiting_of(v_level, greatest(0, time_until(v_ready_at, clock()))::double precision, v_reset_us, v_policy.capacity, v_policy.shadow);
       end if;
       return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,
                                                          v_policy.tick_gain, v_policy.round_up))::double precision,

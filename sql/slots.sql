@@ -51,7 +51,7 @@ begin
     into held, v_last, holds
     from leases as l
    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
-  reset_us := coalesce(microseconds(v_last - v_now), 0)::bigint;
+  reset_us := coalesce(time_until(v_last, v_now), 0);
   if v_cost = 0 or v_cost <= capacity - held then
     retry_us := 0;
     return;
@@ -66,7 +66,7 @@ begin
                   select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
    where v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_slots.capacity end - u.held;
   if v_first is not null then
-    retry_us := least(microseconds(v_first - v_now), longest_wait())::bigint;
+    retry_us := time_until(v_first, v_now);
   end if;
 end;
 $$;

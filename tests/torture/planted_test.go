@@ -56,10 +56,10 @@ var bugsOfTokens = map[string]plantedBug{
 	"a repeat with another cost is a repeat":        {"ratelimit.decide", `if known\[v_i\]\.cost <> charges\[v_i\] then`, "if false then"},
 	"a shadow denies":                               {"ratelimit.decide", `\(fits\[v_i\] or numbers\[v_b\]\.shadow\)`, "fits[v_i]"},
 	"an answer is of after the batch":               {"ratelimit.decide", `v_then_level\[v_i\] := levels\[v_b\];`, "v_then_level[v_i] := null;"},
-	"a wait that an override just does not outlast": {"ratelimit.wait_past_end", `v_wait_us < ratelimit\.left`, "v_wait_us <= ratelimit.left"},
+	"a wait that an override just does not outlast": {"ratelimit.wait_past_end", `v_wait_us < ratelimit\.time_until`, "v_wait_us <= ratelimit.time_until"},
 	"an override that ends denies for ever":         {"ratelimit.wait_past_end", `ends_at is null or`, "true or"},
 	"a wait is over before the override is": {"ratelimit.wait_after_end",
-		`greatest\(v_wait_us, ratelimit\.left_of_numbers\(ends_at, now\)\)`, "v_wait_us"},
+		`greatest\(v_wait_us, ratelimit\.time_until\(ends_at, now\)\)`, "v_wait_us"},
 	"no row of a batch is full by the override": {"ratelimit.rows_of_buckets",
 		`greatest\(\(u\.p\)\.capacity, v_policy\.capacity\)`, "(u.p).capacity"},
 	"a cost of 0 waits for debt to be paid": {"ratelimit.decide", `fits\[v_i\] := charges\[v_i\] = 0 or`, "fits[v_i] :="},
@@ -93,14 +93,15 @@ var bugsOfTokens = map[string]plantedBug{
 		`(case )when b\.paused_until > v_now((?s).*?case )when b\.paused_until > v_now`, "${1}when false${2}when false"},
 	"a settlement that ends a pause": {"ratelimit_settle", `v_paused_until > v_now`, "false"},
 	"a wait is the difference of local times": {"ratelimit.wait_for_turn",
-		`turns\.turns_at - now`,
-		"(turns.turns_at at time zone quota.time_zone) - (now at time zone quota.time_zone)"},
+		`ratelimit\.time_until\(turns\.turns_at, now\)`,
+		"ratelimit.microseconds((turns.turns_at at time zone quota.time_zone) - (now at time zone quota.time_zone))::bigint"},
+	"the wait for a far turn does not saturate": {"ratelimit.time_until", `least\((.*), ratelimit\.longest_wait\(\)\)`, "$1"},
 }
 
 // bugsOfSlots are about the leases of one key.
 var bugsOfSlots = map[string]plantedBug{
-	"a microsecond short":                           {"ratelimit.look_at_slots", `microseconds\(v_first - v_now\)`, "greatest(microseconds(v_first - v_now) - 1, 1)"},
-	"a microsecond long":                            {"ratelimit.look_at_slots", `microseconds\(v_first - v_now\)`, "microseconds(v_first - v_now) + 1"},
+	"a microsecond short":                           {"ratelimit.look_at_slots", `time_until\(v_first, v_now\)`, "greatest(time_until(v_first, v_now) - 1, 1)"},
+	"a microsecond long":                            {"ratelimit.look_at_slots", `time_until\(v_first, v_now\)`, "time_until(v_first, v_now) + 1"},
 	"when the last lease ends":                      {"ratelimit.look_at_slots", `select min\(u\.at\)`, "select max(u.at)"},
 	"the capacity of the override only":             {"ratelimit.look_at_slots", `u\.at >= v_ends_at`, "false"},
 	"an end to for ever":                            {"ratelimit.look_at_slots", `if v_first is not null then`, "v_first := coalesce(v_first, v_now + interval '1 day'); if true then"},
@@ -116,7 +117,7 @@ var bugsOfSlots = map[string]plantedBug{
 		`delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, "$0 l.holder = v_holder and"},
 	"a wait by the override that ends": {"ratelimit.look_at_slots", `u\.at >= v_ends_at`, "u.at > v_ends_at"},
 	"a wait a microsecond short": {"ratelimit.look_at_slots",
-		`microseconds\(v_first - v_now\)`, "microseconds(v_first - v_now) - 1"},
+		`time_until\(v_first, v_now\)`, "time_until(v_first, v_now) - 1"},
 	"a renewal is denied when capacity was lowered": {"ratelimit_hold",
 		`if not v_renewed and v_cost > v_policy\.capacity - v_held then`, "if v_cost > v_policy.capacity - v_held + v_renewed::integer * v_cost then"},
 }

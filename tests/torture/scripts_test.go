@@ -130,6 +130,20 @@ var scripts = map[string]string{
 		charge c x 10
 		acquire_all a,b,c x,x,x 1,1,1`,
 
+	// More than 100,000 years, where waits saturate.
+	"a clock that was far ahead": `
+		define_policy q 10 period=1d time_zone=UTC
+		define_policy s 3 lease=60s
+		wait 36600000d
+		acquire q x 8
+		hold s x a 2
+		at 2024-03-30T12:00:00
+		acquire q x 3
+		acquire_all q x 3
+		acquire_all q,q x,y 3,1
+		peek s x 0
+		hold s x b 2`,
+
 	// A charge that took a part of its cost, as the bucket was at its floor then.
 	"the floor": `
 		define_policy floor 10 1 1s
