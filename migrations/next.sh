@@ -20,12 +20,18 @@ set local lock_timeout = '3s';
 -- The names of functions that go, and of those whose arguments or columns change.
 set local ratelimit.dropped = '';
 EOF
+prepare() { # TASK
+  echo "select pg_catalog.set_config('ratelimit.task', '$1', true), pg_catalog.set_config('ratelimit.known', '$((10#$new))', true);"
+  echo '{{ template "include/prepare.sql" }}'
+}
 { sed '/{{ end -}}/q' "$newest"; cat; } >"$name" <<EOF
+$(prepare install)
 {{ template "include/$name" }}
 {{ install_snapshot "$new" }}
 
 ---- create above / drop below ----
 
+$(prepare uninstall)
 set local lock_timeout = '3s';
 set local ratelimit.dropped = '';
 {{ install_snapshot "$old" }}

@@ -382,6 +382,7 @@ $$;
 comment on function ratelimit.refuse_pause(text, text) is
   'Raises 22023 for the pause of a quota, of slots or of tokens that never refill.';
 
+-- The statement ends the hint, so that it can be copied; a test runs it.
 create or replace function ratelimit.refuse_unknown(policy text, numbers text default 'capacity => 10, refill => 10, every => ''1 second''')
   returns void language plpgsql
 as $$

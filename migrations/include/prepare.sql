@@ -54,7 +54,8 @@ begin
                          where d.classid = 'pg_namespace'::regclass
                            and d.objid = v_schema
                            and d.refclassid = 'pg_extension'::regclass
-                           and d.deptype = 'e');
+                           and d.deptype = 'e')
+                and current_setting('ratelimit.extends', true) is distinct from 'on';  -- set by the extension's scripts
     if exists (select
                  from pg_class as c
                  join pg_attribute as a on a.attrelid = c.oid

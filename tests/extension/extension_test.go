@@ -39,6 +39,7 @@ func TestExtension_Update(t *testing.T) {
 	s.migrations = os.DirFS(filepath.Join(root, "migrations"))
 	onExtensionServer(t, s, map[string]func(*testing.T, extensionServer){
 		"ByEveryPath":            testExtensionPaths,
+		"KeepsMigrationsAway":    testExtensionKeepsMigrationsAway,
 		"RestoresAnOlderVersion": testExtensionRestoreOlder,
 		"RefusesPlantedObjects":  testExtensionUpdatePlanted,
 		"NotAsAnotherRelease":    testExtensionNotAsAnother,
@@ -404,6 +405,16 @@ func testExtensionNotAsAnother(t *testing.T, s extensionServer) {
 	kit.RequireState(t, "55000", err)
 	require.Contains(t, told(err), "another schema version")
 	require.Equal(t, before, kit.SchemaAndRows(t, db.DB))
+}
+
+// A migration refuses to change an extension, before anything has changed.
+func testExtensionKeepsMigrationsAway(t *testing.T, s extensionServer) {
+	for _, way := range []struct{ from, to int32 }{{1, 2}, {2, 1}, {2, 0}} {
+		db := s.with(t, "create extension pgratelimit version '"+kit.Releases[way.from]+"'")
+		before := kit.SchemaAndRows(t, db.DB)
+		kit.RequireState(t, "55000", kit.Migrate(t, db.DB, s.migrations, way.to))
+		require.Equal(t, before, kit.SchemaAndRows(t, db.DB), way)
+	}
 }
 
 // The other ways to install leave an extension alone, and say what to do.

@@ -113,12 +113,17 @@ func InstalledAt(t *testing.T, files fs.FS, version int32) *TestDB {
 
 // MigrateTo brings a database to a version, up or down.
 func MigrateTo(t *testing.T, db *pgtest.DB, files fs.FS, version int32) {
+	require.NoError(t, Migrate(t, db, files, version))
+}
+
+// Migrate returns what tern says.
+func Migrate(t *testing.T, db *pgtest.DB, files fs.FS, version int32) error {
 	conn := db.Connect(t)
+	defer conn.Close(context.Background())
 	Execute(t, conn, "create schema if not exists ratelimit")
 	migrator := NoError(migrate.NewMigrator(context.Background(), conn, migrations.VersionTable))(t)
 	require.NoError(t, migrator.LoadMigrations(files))
-	require.NoError(t, migrator.MigrateTo(context.Background(), version))
-	require.NoError(t, conn.Close(context.Background()))
+	return migrator.MigrateTo(context.Background(), version)
 }
 
 // Data is policies, buckets and grants of every kind, which an upgrade must keep.
