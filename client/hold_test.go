@@ -368,7 +368,8 @@ func TestHold_ReleasesWhatMayBeHeld(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			inBubble(t, func(t *testing.T) {
-				db := newSlotDB(test.replies)
+				db, last := newSlotDB(test.replies), time.Time{}
+				db.by["release"].before = func() { last = time.Now() }
 				h, d, err := client.New(db).Hold(t.Context(), "jobs", "k")
 				if h != nil {
 					require.True(t, d.Allowed && d.Renewed == (name == "asked for again"))
@@ -380,8 +381,7 @@ func TestHold_ReleasesWhatMayBeHeld(t *testing.T) {
 				} else {
 					require.Error(t, err)
 				}
-				begin, last := time.Now(), time.Time{}
-				db.by["release"].before = func() { last = time.Now() }
+				begin := time.Now()
 				time.Sleep(24 * time.Hour)
 				synctest.Wait()
 				n := len(db.by["release"].sent())
