@@ -144,7 +144,9 @@ begin
         v_level  := greatest(v_level, lowest_level_of_quota(v_policy.capacity));
         v_stored := v_level - microtokens(v_policy.capacity);
       end if;
-      v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, policy_now(v_policy));
+      if v_policy.kind = 'quota' or v_ends_at is not null then
+        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, policy_now(v_policy));
+      end if;
     end if;
     update buckets as b
        set level = coalesce(v_stored, v_level), refilled_at = v_refilled_at, room = null
