@@ -387,6 +387,7 @@ create or replace function ratelimit.refuse_unknown(policy text, numbers text de
   returns void language plpgsql
 as $$
 begin
+  perform ratelimit.check_name('policy', policy);
   raise exception 'unknown policy' using
     errcode = 'RL001',
     detail  = format('No policy is named %L.', policy),
@@ -394,7 +395,7 @@ begin
 end;
 $$;
 comment on function ratelimit.refuse_unknown(text, text) is
-  'Raises RL001, the error for an unknown policy; numbers are for the hint.';
+  'Raises RL001, the error for an unknown policy, or 22023 for what is no name; numbers are for the hint.';
 
 create or replace function ratelimit.no_grant(policy text, idempotency_key text)
   returns void language plpgsql
@@ -472,7 +473,6 @@ create or replace function ratelimit.refuse_policy(name text, policy ratelimit.p
   returns void language plpgsql stable
 as $$
 begin
-  perform ratelimit.check_name('policy', name);
   if policy.id is null then
     perform ratelimit.refuse_unknown(name);
   end if;
@@ -480,7 +480,7 @@ begin
 end;
 $$;
 comment on function ratelimit.refuse_policy(text, ratelimit.policies) is
-  'Raises RL001 for a policy that was not found, 22023 for a bad name, and 0A000 for an ephemeral policy, on a standby.';
+  'Raises RL001 or 22023 for a policy that was not found, and 0A000 for an ephemeral policy, on a standby.';
 
 create or replace function ratelimit.policy_named(policy text)
   returns ratelimit.policies language plpgsql stable
@@ -489,7 +489,6 @@ declare
   v_name   text collate "C" := policy_named.policy;
   v_policy ratelimit.policies;
 begin
-  perform ratelimit.check_name('policy', v_name);
   select p.* into v_policy from ratelimit.policies as p where p.name = v_name;
   if not found then
     perform ratelimit.refuse_unknown(v_name);

@@ -24,7 +24,6 @@ begin
   end if;
   select p.* into v_policy from policies as p where p.name = policy collate "C";
   if not found then
-    perform check_name('policy', policy);
     perform refuse_unknown(policy);
   end if;
   v_decision := acquire(v_policy, key, cost, idempotency_key);

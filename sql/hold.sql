@@ -37,7 +37,6 @@ begin
   select p.* into v_policy from policies as p where p.name = policy collate "C";
   if v_policy.kind is distinct from 'slots' then
     if v_policy.id is null then
-      perform check_name('policy', policy);
       perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
     end if;
     perform refuse_tokens(policy);  -- raises 22023

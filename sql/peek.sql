@@ -24,7 +24,6 @@ begin
   select p.* into v_policy from policies as p where p.name = policy collate "C";
   if v_policy.special is not false then
     if v_policy.id is null then
-      perform check_name('policy', policy);
       perform refuse_unknown(policy);
     end if;
     if v_policy.kind = 'slots' then

@@ -18,7 +18,6 @@ begin
   end if;
   select p.id, p.durable, p.lease into v_id, v_durable, v_lease from policies as p where p.name = policy collate "C";
   if not found then
-    perform check_name('policy', policy);
     perform refuse_unknown(policy);
   end if;
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
