@@ -208,7 +208,7 @@ bench: ## Measure everything, beside Redis and others, in an hour, and renew doc
 	@go run ./tests/bench -results tests/bench/results -name '$(NAME:bench%=redis%)' -only 'combined_*' -runs 5
 	@$(MAKE) --no-print-directory bench-page
 
-bench-page: ## Write the figures and plots of docs/performance.md anew, from tests/bench/results
+bench-page: ## Write the figures of docs/performance.md anew, from tests/bench/results
 	@go run ./tests/bench -results tests/bench/results -page docs/performance.md
 
 bench-slots: ## Measure holds and releases, beside Redis and beside a snapshot that is held for a minute, in half an hour

@@ -3,10 +3,17 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"runtime"
 	"slices"
+	"strings"
+	"syscall"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/prometheus/procfs"
 
 	"github.com/pgratelimit/pgratelimit/client"
 )
@@ -91,4 +98,150 @@ func (s *stage) combiner(pool *pgxpool.Pool, opts ...client.Option) *client.Comb
 	combiner := client.NewCombiner(pool, opts...)
 	s.atEnd(func() error { combiner.Close(); return nil })
 	return combiner
+}
+
+// An experiment is cells that are measured in turn, once in each round. Cells that are to be compared belong to one experiment, so
+// that whatever else the machine does happens to all of them.
+type experiment struct {
+	cells []string
+	open  func(ctx context.Context, s *stage, cells []string) (measure, error) // prepares for some of its cells
+}
+
+type measure func(ctx context.Context, cell string) (sample, error)
+
+// A sample is what one run of a cell gave, by metric.
+type sample map[string]float64
+
+// The metrics of a cell under load.
+const (
+	rate      = "rate"       // decisions per second
+	p99       = "p99"        // microseconds
+	cpuServer = "cpu_server" // microseconds per decision
+	cpuClient = "cpu_client"
+)
+
+// A round has the samples of one round by cell.
+type round map[string]sample
+
+func (r round) value(metric string) float64 {
+	cell, name := splitMetric(metric)
+	return r[cell][name]
+}
+
+// measureAll runs some of the cells, and tells on standard error what they gave.
+func measureAll(ctx context.Context, l *lab, count int, chosen []string) ([]round, error) {
+	begin, rounds := time.Now(), make([]round, count)
+	for i := range rounds {
+		rounds[i] = round{}
+	}
+	for _, e := range experiments {
+		e.cells = slices.DeleteFunc(slices.Clone(e.cells), func(cell string) bool { return !slices.Contains(chosen, cell) })
+		if len(e.cells) == 0 {
+			continue
+		}
+		err := e.measure(ctx, l, rounds, func(format string, arguments ...any) {
+			fmt.Fprintf(os.Stderr, "%6s  %s\n", time.Since(begin).Round(time.Second), fmt.Sprintf(format, arguments...))
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return rounds, nil
+}
+
+func (e experiment) measure(ctx context.Context, l *lab, rounds []round, note func(string, ...any)) (err error) {
+	s := &stage{lab: l}
+	defer func() { err = errors.Join(err, s.close()) }()
+	note("preparing %s and so on", e.cells[0])
+	measure, err := e.open(ctx, s, e.cells)
+	if err != nil {
+		return err
+	}
+	for i, round := range rounds {
+		for _, cell := range e.cells {
+			if round[cell], err = measure(ctx, cell); err != nil {
+				return fmt.Errorf("%s: %w", cell, err)
+			}
+			note("round %d of %d  %-34s %s", i+1, len(rounds), cell, round[cell])
+		}
+		slices.Reverse(e.cells) // what drifts within a round favours nobody
+	}
+	return nil
+}
+
+// String has all metrics.
+func (s sample) String() string {
+	var figures []string
+	for _, name := range slices.Sorted(maps.Keys(s)) {
+		figures = append(figures, name+" "+figure(s[name]))
+	}
+	return strings.Join(figures, "  ")
+}
+
+// describe tells what was measured on: the machine and the versions.
+func (l *lab) describe() map[string]string {
+	kernel, _ := os.ReadFile("/proc/sys/kernel/osrelease")
+	cores, _ := os.ReadFile("/proc/cpuinfo")
+	_, processor, _ := strings.Cut(string(cores), "model name\t: ")
+	processor, _, _ = strings.Cut(processor, "\n")
+	machine := map[string]string{
+		"machine": fmt.Sprintf("%d cores of %s, %.0f GB", runtime.NumCPU(), processor, float64(memory())/1024),
+		"kernel":  "Linux " + strings.TrimSpace(string(kernel)),
+		"Go":      runtime.Version(),
+	}
+	for _, server := range l.redis {
+		machine["Redis"] = server.version + ", unix socket, go-redis' default of connections, no snapshots"
+	}
+	if l.pg != nil {
+		machine["PostgreSQL"] = fmt.Sprintf("%s, unix socket, %d connections, %d where commits are flushed", l.pg.Version, connections, connectionsFlushed)
+	}
+	return machine
+}
+
+// cpuOf returns the microseconds of CPU time that processes and their children have used.
+func cpuOf(pids ...int) (used float64) {
+	for _, pid := range pids {
+		for _, p := range family(pid) {
+			ticks := p.UTime + p.STime
+			if p.PID == pid { // has those of children that have ended, too
+				ticks += uint(p.CUTime + p.CSTime)
+			}
+			used += float64(ticks) * 1e6 / 100 // USER_HZ is 100 on all Linux
+		}
+	}
+	return used
+}
+
+// family returns a process and its children.
+func family(pid int) (list []procfs.ProcStat) {
+	all, _ := procfs.AllProcs()
+	for _, p := range all {
+		stat, err := p.Stat() // else it has ended
+		if err == nil && (stat.PID == pid || stat.PPID == pid) {
+			list = append(list, stat)
+		}
+	}
+	return list
+}
+
+// cpuOwn returns the microseconds of CPU time that this process has used.
+func cpuOwn() float64 {
+	var usage syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &usage); err != nil {
+		return 0
+	}
+	return float64(usage.Utime.Nano()+usage.Stime.Nano()) / 1000
+}
+
+// memory returns the machine's memory in megabytes.
+func memory() int {
+	proc, err := procfs.NewDefaultFS()
+	if err != nil {
+		return 0
+	}
+	info, err := proc.Meminfo()
+	if err != nil || info.MemTotalBytes == nil {
+		return 0
+	}
+	return int(*info.MemTotalBytes >> 20)
 }

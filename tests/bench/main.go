@@ -29,7 +29,6 @@ type options struct {
 	results string
 	name    string
 	page    string
-	soak    string
 	record  string
 	reason  string
 	helper  string
@@ -44,8 +43,7 @@ func main() {
 	flag.DurationVar(&o.held, "snapshot", time.Minute, "how long a snapshot is held in the cells snapshot*")
 	flag.StringVar(&o.results, "results", "build", "directory of the figures")
 	flag.StringVar(&o.name, "name", "bench", "what the files are called: bench and, for another processor, bench-…")
-	flag.StringVar(&o.page, "page", "", "write the figures and plots of this page anew, from all that -results has, and exit")
-	flag.StringVar(&o.soak, "soak", "", "plot soak.csv of make proof into -results, and exit")
+	flag.StringVar(&o.page, "page", "", "write the figures of this page anew, from all that -results has, and exit")
 	flag.StringVar(&o.record, "record", "", "count the instructions of calls, write them into this file, and exit")
 	flag.StringVar(&o.reason, "reason", "", "why some of them rose")
 	flag.StringVar(&o.helper, "helper", "", "be a process of place processes, which asks this Redis or PostgreSQL")
@@ -74,9 +72,6 @@ func run(o options) (err error) {
 	}
 	if o.page != "" {
 		return rewritePage(o.page, o.results)
-	}
-	if o.soak != "" {
-		return plotSoak(o.soak, o.results)
 	}
 	lab := &lab{window: o.window, snapshotHeld: o.held}
 	defer func() { err = errors.Join(err, lab.close()) }()

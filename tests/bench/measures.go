@@ -5,11 +5,8 @@ import (
 	"context"
 	"fmt"
 	"net"
-	"os"
-	"os/exec"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -28,8 +25,8 @@ var experiments = []experiment{
 	{slices.Concat(
 		cellsOf(contenders, []string{"uniform"}, 1, 64, 256),
 		cellsOf(contenders, []string{"hot"}, 64),
-		cellsOf(drawn(), []string{"uniform"}, 16),
-		cellsOf(drawn(), []string{"hot"}, 1, 16, 256),
+		cellsOf([]string{"combined-noflush", "redis", "combined-flush", "redis-aof", "plain-noflush"}, []string{"uniform"}, 16),
+		cellsOf([]string{"combined-noflush", "redis", "combined-flush"}, []string{"hot"}, 256),
 		cellsOf([]string{"joint-combined-noflush", "joint-script", "joint-script-pipelined"}, []string{"uniform"}, 64, 256),
 		cellsOf(deniedContenders, []string{"uniform"}, 64, 256),
 		cellsOf(deniedContenders, []string{"hot"}, 256),
@@ -47,9 +44,6 @@ var experiments = []experiment{
 	{[]string{"snapshot", "snapshot/held", "snapshot/held-hot", "snapshot/pgbench", "snapshot/pgbench-hot"}, openSnapshot},
 	{[]string{"cleanup"}, openCleanup},
 	{bucketCells, openBuckets},
-	{cellsOf([]string{"shards/one/plain", "shards/one/combined", "shards/client/plain", "shards/client/combined", "shards/citus/plain", "shards/citus/combined"},
-		[]string{"uniform"}, 64), openShards},
-	{cellsOf([]string{"cores/1/combined", "cores/2/combined", "cores/1/plain", "cores/2/plain"}, []string{"uniform"}, 256), openCores},
 }
 
 var contenders = []string{
@@ -59,11 +53,8 @@ var contenders = []string{
 // deniedContenders are denied a half of their requests, or 99 of 100 in a flood. A cached one remembers denials.
 var deniedContenders = []string{"half-combined", "half-redis", "half-cached", "flood-combined", "flood-redis", "flood-cached"}
 
-// hasToBeAsked tells the cells that are measured only if -only names them: not every server has what shards take, and slots beside a
-// snapshot take minutes.
-func hasToBeAsked(cell string) bool {
-	return strings.HasPrefix(cell, "shards/") || strings.HasPrefix(cell, "snapshot/")
-}
+// hasToBeAsked tells the cells that are measured only if -only names them: slots beside a snapshot take minutes.
+func hasToBeAsked(cell string) bool { return strings.HasPrefix(cell, "snapshot/") }
 
 // A ratio is of two metrics from the same round. A metric is named cell/name.
 type ratio struct{ name, over, under string }
@@ -93,10 +84,6 @@ var ratios = []ratio{
 	{"held_under_snapshot-hot", "snapshot/held-hot/after", "snapshot/held-hot/before"},
 	{"held_pgbench_under_snapshot", "snapshot/pgbench/after", "snapshot/pgbench/before"},
 	{"held_pgbench_under_snapshot-hot", "snapshot/pgbench-hot/after", "snapshot/pgbench-hot/before"},
-	{"shards_client_plain_to_one", "shards/client/plain/uniform/64/cpu_server", "shards/one/plain/uniform/64/cpu_server"},
-	{"shards_client_combined_to_one", "shards/client/combined/uniform/64/cpu_server", "shards/one/combined/uniform/64/cpu_server"},
-	{"shards_citus_plain_to_one", "shards/citus/plain/uniform/64/cpu_server", "shards/one/plain/uniform/64/cpu_server"},
-	{"shards_citus_combined_to_one", "shards/citus/combined/uniform/64/cpu_server", "shards/one/combined/uniform/64/cpu_server"},
 }
 
 // cells are the two that a ratio needs.
@@ -273,44 +260,6 @@ func definePrefetchedPolicies() []string {
 	return append(definePolicies(),
 		fmt.Sprintf("select ratelimit_define_policy('durable', %d, %d, '1 hour')", 100*capacity/3, 100*refillPerHour/3),
 		fmt.Sprintf("select ratelimit_reset('durable', '%s')", hotKey), "vacuum analyze")
-}
-
-// openCores measures what a core more gives. In cells cores/1 PostgreSQL has one core and the client another, by taskset; in those of
-// cores/2 both have both.
-func openCores(ctx context.Context, s *stage, cells []string) (measure, error) {
-	const database = "cores"
-	pg, err := s.database(ctx, database, append(definePolicies(), "vacuum analyze")...)
-	if err != nil {
-		return nil, err
-	}
-	pool, err := s.pool(ctx, pg.URL(database), false, connections)
-	if err != nil {
-		return nil, err
-	}
-	combined := opponent{acquire: pgratelimit(s.combiner(pool)), server: []int{pg.pid}}
-	plain := opponent{acquire: pgratelimit(client.New(pool)), server: []int{pg.pid}}
-	all := map[string]opponent{"cores/1/combined": combined, "cores/2/combined": combined, "cores/1/plain": plain, "cores/2/plain": plain}
-	measure, err := loads(ctx, s.window, cells, all) // makes the connections, whose processes are pinned
-	pin := func(server, own string) error {
-		for _, process := range family(pg.pid) {
-			_ = exec.Command("taskset", "-pc", server, strconv.Itoa(process.PID)).Run() // it may have ended
-		}
-		if out, err := exec.Command("taskset", "-apc", own, strconv.Itoa(os.Getpid())).CombinedOutput(); err != nil {
-			return fmt.Errorf("taskset, which takes two cores: %w: %s", err, out)
-		}
-		return nil
-	}
-	return func(ctx context.Context, cell string) (sample, error) {
-		server, own := "0-1", "0-1"
-		if strings.HasPrefix(cell, "cores/1/") {
-			server, own = "0", "1"
-		}
-		defer func() { _ = pin("0-1", "0-1") }()
-		if err := pin(server, own); err != nil {
-			return nil, err
-		}
-		return measure(ctx, cell)
-	}, err
 }
 
 // openCleanup measures plain acquires of 64 callers without and with a clean-up beside them that has a million rows to remove.

@@ -28,7 +28,7 @@ func (p processor) title() string {
 	return strings.TrimSpace(strings.NewReplacer("(R)", "", "(TM)", "", " Processor", "").Replace(name))
 }
 
-// readResults returns those of a directory: bench.json first, whose plots are beside it.
+// readResults returns those of a directory: bench.json first.
 func readResults(dir string) (all []processor, err error) {
 	files, err := filepath.Glob(filepath.Join(dir, "bench*.json"))
 	if err != nil {
@@ -86,16 +86,11 @@ func renewPage(page string, all []processor) (_ string, err error) {
 	return page, err
 }
 
-// rewritePage writes the page and its plots anew.
+// rewritePage writes the page anew.
 func rewritePage(file, results string) error {
 	all, err := readResults(results)
 	if err != nil {
 		return err
-	}
-	for _, p := range all {
-		if err := p.plots(results, strings.TrimPrefix(p.file, "bench")); err != nil {
-			return err
-		}
 	}
 	page, err := os.ReadFile(file)
 	if err != nil {
@@ -112,7 +107,8 @@ func rewritePage(file, results string) error {
 var pageBlocks = map[string]func(processor) string{
 	"machines": machine,
 	"summary": table("", []pageColumn{
-		{"1 caller, many keys", "uniform/1/rate"}, {"64 callers, many keys", "uniform/64/rate"}, {"256 callers, many keys", "uniform/256/rate"},
+		{"1 caller, many keys", "uniform/1/rate"}, {"16 callers", "uniform/16/rate"},
+		{"64 callers", "uniform/64/rate"}, {"256 callers", "uniform/256/rate"},
 		{"64 callers, one key", "hot/64/rate"}, {"p99 in ms", "uniform/64/p99"},
 	}, []pageRow{
 		{"**prefetched**", "prefetch/prefetcher/*"},
@@ -211,12 +207,6 @@ var pageBlocks = map[string]func(processor) string{
 		{"plain", "plain-noflush/uniform/256/*"},
 		{"combined", "combined-noflush/uniform/256/*"},
 		{"redis_rate", "redis/uniform/256/*"},
-	}),
-	"cores": table("256 callers, many keys", []pageColumn{{"decisions per second", "rate"}, {"CPU of the server, µs", "cpu_server"}, {"of the client", "cpu_client"}}, []pageRow{
-		{"combined: PostgreSQL on one core, the client on the other", "cores/1/combined/uniform/256/*"},
-		{"combined: both on two cores", "cores/2/combined/uniform/256/*"},
-		{"plain: PostgreSQL on one core, the client on the other", "cores/1/plain/uniform/256/*"},
-		{"plain: both on two cores", "cores/2/plain/uniform/256/*"},
 	}),
 	"space": table("", []pageColumn{{"bytes", "bytes"}, {"to the formula", "to_formula"}}, []pageRow{
 		{"a bucket", "buckets/1m/*"},

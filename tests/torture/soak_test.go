@@ -29,7 +29,7 @@ const soakRate = 2000
 
 // Mixed load runs beside clean-up, and the test measures what grows and what gets slower. A run of five minutes or more is judged, and
 // cleaned up by pg_cron, which starts jobs at full minutes. Transaction ids are used up so far that autovacuum freezes again and again.
-// With RATELIMIT_PROOF the samples are in soak.csv, which go run ./tests/bench -soak plots.
+// With RATELIMIT_PROOF the samples are in soak.csv.
 func TestTorture_SoakNeitherGrowsNorSlows(t *testing.T) {
 	run := kit.Torture(t, 8)
 	judged := run.Budget >= 5*time.Minute
