@@ -3,19 +3,22 @@
 package packages
 
 import (
+	"archive/zip"
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"embed"
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"path"
 	"regexp"
+	"slices"
 	"strings"
 	"text/template"
 
 	"github.com/jackc/tern/v2/migrate"
-
 	"github.com/pgratelimit/pgratelimit/migrations"
 )
 
@@ -170,4 +173,240 @@ func quote(text string) (string, error) {
 		return "", fmt.Errorf("%s stands in what it is to quote", delimiter)
 	}
 	return delimiter + text + delimiter, nil
+}
+
+const plainHead = `-- Installs pgratelimit %[1]s, or brings an installed one up to date. It is plain SQL, for one transaction:
+--
+--   psql "$DATABASE_URL" --single-transaction -v ON_ERROR_STOP=1 -f pgratelimit.sql
+--
+-- A migration tool runs it as one migration. The role must be the owner of schema ratelimit, or be allowed to create schemas while that
+-- is not there. The functions go into the schema that heads search_path, and stay where an earlier install put them.
+%[2]s
+do $read_only$
+begin
+  if pg_catalog.current_setting('ratelimit.task', true) operator(pg_catalog.=) '' then
+    perform pg_catalog.set_config('default_transaction_read_only', pg_catalog.current_setting('ratelimit.read_only'), false);
+  end if;
+end;
+$read_only$;
+`
+
+// plainGuard follows the checks, which fail outside a transaction. The end of the file undoes it.
+const plainGuard = `
+-- Outside a transaction, a client that goes on after an error would run what follows.
+do $read_only$
+begin
+  if pg_catalog.current_setting('ratelimit.task', true) operator(pg_catalog.=) '' then
+    perform pg_catalog.set_config('ratelimit.read_only', pg_catalog.current_setting('default_transaction_read_only'), false),
+            pg_catalog.set_config('default_transaction_read_only', 'on', false);
+  end if;
+end;
+$read_only$;
+`
+
+// plain makes the scripts of migrations/psql one file each.
+func plain(s *source) (Files, error) {
+	const dir, begin, commit = "migrations/psql/", "\nbegin transaction isolation level read committed;\n", "\ncommit;\n"
+	install, err := fs.ReadFile(s.repository, dir+"install.sql")
+	if err != nil {
+		return nil, err
+	}
+	uninstall, err := fs.ReadFile(s.repository, dir+"uninstall.sql")
+	if err != nil {
+		return nil, err
+	}
+	_, transaction, _ := strings.Cut(string(install), begin)
+	transaction, _, found := strings.Cut(transaction, commit)
+	if !found {
+		return nil, errors.New("install.sql is no transaction")
+	}
+	if transaction, err = s.inline(dir, transaction); err != nil {
+		return nil, err
+	}
+	const checked = "\n$prepare$;\n"
+	transaction = strings.Replace(transaction, checked, checked+plainGuard, 1)
+	removal, err := s.inline(dir, strings.Replace(string(uninstall), "-f "+dir, "-f ", 1))
+	return Files{
+		"pgratelimit.sql": fmt.Appendf(nil, plainHead, s.Newest().Version, transaction),
+		"uninstall.sql":   []byte(removal),
+	}, err
+}
+
+var ofMigration = regexp.MustCompile(`^([0-9]+)_`)
+
+// inline is a script for psql with the files that it includes, and without what only psql knows.
+func (s *source) inline(dir, script string) (string, error) {
+	var b strings.Builder
+	for line := range strings.Lines(script + "\n") {
+		name, includes := strings.CutPrefix(strings.TrimSpace(line), `\ir `)
+		switch {
+		case includes:
+			included, err := fs.ReadFile(s.repository, path.Join(dir, name))
+			if err != nil {
+				return "", err
+			}
+			if number := ofMigration.FindStringSubmatch(path.Base(name)); number != nil {
+				quoted, err := quote("\n" + string(included))
+				if err != nil {
+					return "", err
+				}
+				fmt.Fprintf(&b, "do $migration$\nbegin\n  if (select v.version operator(pg_catalog.<) %s from ratelimit.version as v) then\n    execute %s;\n  end if;\nend;\n$migration$;\n",
+					strings.TrimLeft(number[1], "0"), quoted)
+			} else {
+				b.Write(included)
+			}
+		case !strings.HasPrefix(line, `\`) && !strings.HasSuffix(line, "\\gset\n"):
+			b.WriteString(line)
+		}
+	}
+	return b.String(), nil
+}
+
+const unpackaged = "unpackaged" // the version of an extension that was made of an installed schema
+
+// A script is one of the extension, from a version or from none.
+type script struct {
+	From, To string // From is empty where it installs
+	Text     string
+}
+
+// scripts are all scripts of the extension. Each release has one that installs it: PostgreSQL would otherwise look for a way
+// from any version that it can install, and might begin with unpackaged.
+func (s *source) scripts() (scripts []script, err error) {
+	add := func(from, to, template string, data any) {
+		if err != nil {
+			return
+		}
+		var made Files
+		made, err = s.execute(data, map[string]string{"": template})
+		scripts = append(scripts, script{from, to, string(made[""]) + "\n"})
+	}
+	for i, r := range s.Releases {
+		add("", r.Version, "create", r)
+		if i > 0 {
+			add(r.Previous().Version, r.Version, "update", r)
+		}
+	}
+	add("", unpackaged, "adopt", s)
+	for _, r := range s.Releases {
+		add(unpackaged, r.Version, "adopted", r)
+	}
+	return scripts, err
+}
+
+// Until are the releases up to this one.
+func (r *release) Until() []*release { return r.Releases[:r.number+1] }
+
+// Previous is the release before this one.
+func (r *release) Previous() *release { return r.Releases[r.number-1] }
+
+// Installed is for the template expect.
+func (r *release) Installed() map[string]any {
+	return map[string]any{
+		"From": r.Last(),
+		"Hint": "See ratelimit_version() for the release that is installed, and update the extension to that one first.",
+	}
+}
+
+// Comment describes the extension.
+func (*source) Comment() string { return "token bucket rate limits" }
+
+// extension makes the distribution for PGXN, which is all that make install-extension needs.
+func extension(s *source) (Files, error) {
+	files, err := s.execute(s, map[string]string{
+		"pgratelimit.control": "pgratelimit.control",
+		"META.json":           "META.json",
+		"Makefile":            "pgxs.mk",
+	})
+	if err != nil {
+		return nil, err
+	}
+	scripts, err := s.scripts()
+	if err != nil {
+		return nil, err
+	}
+	for _, script := range scripts {
+		name := "pgratelimit--" + script.To + ".sql"
+		use := "create extension pgratelimit"
+		if script.From != "" {
+			name = fmt.Sprintf("pgratelimit--%s--%s.sql", script.From, script.To)
+			use = fmt.Sprintf("alter extension pgratelimit update to '%s'", script.To)
+		} else if script.To == unpackaged {
+			use += " version '" + unpackaged + "'"
+		}
+		files[name] = fmt.Appendf(nil, "\\echo Use \"%s\" to load this file. \\quit\n%s", use, script.Text)
+	}
+	for _, name := range []string{"LICENSE", "README.md", "CHANGELOG.md"} {
+		if files[name], err = fs.ReadFile(s.repository, name); err != nil {
+			return nil, err
+		}
+	}
+	return files, nil
+}
+
+// pgTLE makes one file that tells pg_tle all scripts of the extension. They are those of CREATE EXTENSION.
+func pgTLE(s *source) (Files, error) {
+	scripts, err := s.scripts()
+	if err != nil {
+		return nil, err
+	}
+	data := struct {
+		*source
+		Scripts []script
+	}{s, scripts}
+	return s.execute(data, map[string]string{"pg_tle.sql": "pg_tle"})
+}
+
+// Release writes the files of a release: an archive of each package that is several files, the others as they are,
+// and the checksums of all. The same files give the same bytes.
+func Release(repository fs.FS) (Files, error) {
+	s, err := open(repository)
+	if err != nil {
+		return nil, err
+	}
+	name := "pgratelimit-" + s.Newest().Version
+	all := Files{}
+	for _, format := range formats {
+		files, err := format.of(s)
+		if err != nil {
+			return nil, err
+		}
+		if !format.archive {
+			for file, text := range files {
+				all[name+"-"+file] = text
+			}
+			continue
+		}
+		title := name + "-" + format.dir
+		if format.dir == "extension" {
+			title = name // as PGXN wants it
+		}
+		if all[title+".zip"], err = archive(title, files); err != nil {
+			return nil, err
+		}
+	}
+	var sums bytes.Buffer
+	for _, file := range slices.Sorted(maps.Keys(all)) {
+		fmt.Fprintf(&sums, "%x  %s\n", sha256.Sum256(all[file]), file)
+	}
+	all["SHA256SUMS"] = sums.Bytes()
+	return all, nil
+}
+
+// archive makes a zip file with one directory.
+func archive(dir string, files Files) ([]byte, error) {
+	var zipped bytes.Buffer
+	w := zip.NewWriter(&zipped)
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		// Without a time of its own, each file has none.
+		file, err := w.CreateHeader(&zip.FileHeader{Name: path.Join(dir, name), Method: zip.Deflate})
+		if err == nil {
+			_, err = file.Write(files[name])
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	err := w.Close()
+	return zipped.Bytes(), err
 }

@@ -1,271 +1,16 @@
 package acquire
 
 import (
-	"context"
 	"fmt"
-	"math"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/stretchr/testify/require"
 )
-
-// A badCall has to fail with this SQLSTATE and this constant message, and a DETAIL that names the
-// argument (or, for an unknown policy, the policy).
-type badCall struct {
-	sql                     string
-	args                    []any
-	code, message, argument string
-}
-
-func (c badCall) String() string { return fmt.Sprintf("%.160s", fmt.Sprint(c.sql, " ", c.args)) }
-
-func invalid(argument, sql string, args ...any) badCall {
-	return badCall{sql, args, "22023", "invalid " + argument, argument}
-}
-
-func badCalls(serverVersion int) []badCall {
-	var calls []badCall
-	add := func(call badCall) { calls = append(calls, call) }
-	const define = "select ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, remember => $5::text::interval)"
-	const override = "select ratelimit_override($1::text, 'k', $2::bigint, $3::bigint, $4::text::interval, $5::text::timestamptz)"
-	tooLong := strings.Repeat("é", 256) + "x" // 257 characters, 513 bytes
-	badNames := []any{nil, "", strings.Repeat("x", 513), tooLong}
-	each := func(argument string, args []any, functions ...string) {
-		for _, call := range functions {
-			add(invalid(argument, "select ratelimit_"+call, args...))
-		}
-	}
-	policyArgument := []string{
-		"acquire($1::text, 'k')", "acquire($1::text, 'k', 0)", "acquire($1::text, 'k', 1, 'first')", "peek($1::text, 'k')", "refund($1::text, 'k', 1)",
-		"reset($1::text, 'k')", "drop_policy($1::text)", "override($1::text, 'k', 1)", "remove_override($1::text, 'k')",
-		"acquire_all(array[$1::text, 'durable'], '{k,k}')", "acquire_all(array['durable', $1::text], '{k,l}', '{1,0}', 'first')",
-	}
-	for _, name := range badNames[1:] { // null means any
-		add(invalid("policy", "select ratelimit_overrides($1::text)", name))
-		add(invalid("key", "select ratelimit_overrides('durable', $1::text)", name))
-	}
-	add(badCall{"select ratelimit_overrides($1::text)", []any{"nobody"}, "RL001", "unknown policy", "nobody"})
-	for _, name := range badNames {
-		each("policy", []any{name}, policyArgument...)
-		add(invalid("policy", define, name, 10, 1, "1 second", nil))
-	}
-	for _, call := range policyArgument {
-		add(badCall{"select ratelimit_" + call, []any{"nobody"}, "RL001", "unknown policy", "nobody"})
-	}
-	for _, policy := range []string{"durable", "ephemeral"} {
-		for _, key := range badNames {
-			each("key", []any{policy, key}, "acquire($1::text, $2::text)", "acquire($1::text, $2::text, 1, 'first')", "peek($1::text, $2::text)",
-				"refund($1::text, $2::text, 1)", "reset($1::text, $2::text)", "override($1::text, $2::text, 1)", "remove_override($1::text, $2::text)",
-				"acquire_all(array[$1, 'durable'], array[$2::text, 'l'])")
-			if key != nil {
-				each("idempotency_key", []any{policy, key}, "acquire($1::text, 'k', 1, $2::text)", "acquire_all(array[$1::text], '{k}', '{0}', $2::text)")
-			}
-		}
-		for _, tokens := range []any{nil, -1, int64(math.MinInt64)} {
-			each("cost", []any{policy, tokens}, "acquire($1::text, 'k', $2::bigint)", "acquire($1::text, 'k', $2::bigint, 'first')",
-				"peek($1::text, 'k', $2::bigint)", "acquire_all(array['durable', $1::text], '{k,l}', array[1, $2::bigint])")
-			each("amount", []any{policy, tokens}, "refund($1::text, 'k', $2::bigint)")
-		}
-		for _, cost := range []any{1, 4, int64(math.MaxInt64)} { // 3 were taken
-			for _, call := range []string{"acquire($1::text, 'k', $2::bigint, 'first')", "acquire_all(array['durable', $1::text], '{l,k}', array[1, $2::bigint], 'first')"} {
-				add(badCall{"select ratelimit_" + call, []any{policy, cost}, "RL002", "idempotency key used before with another cost", "first"})
-			}
-		}
-		add(invalid("durable", "select ratelimit_define_policy($1::text, 10, 1, '1 second', durable => $2::boolean)", policy, policy != "durable"))
-	}
-	// Arguments are checked in their order, and all of them before the policy is looked up.
-	for _, policy := range []string{"durable", "nobody"} {
-		all := []string{"acquire($1::text, '', -1, '')", "peek($1::text, '', -1)", "refund($1::text, '', -1)", "reset($1::text, '')"}
-		each("policy", []any{""}, all...)
-		each("key", []any{policy}, all...)
-		each("cost", []any{policy}, "acquire($1::text, 'k', -1, '')", "peek($1::text, 'k', -1)")
-		each("amount", []any{policy}, "refund($1::text, 'k', -1)")
-		each("idempotency_key", []any{policy}, "acquire($1::text, 'k', 1, '')")
-	}
-	for _, policy := range []string{"durable", "new"} {
-		for _, tokens := range []any{-1, 9_000_000_000_001, int64(math.MaxInt64), int64(math.MinInt64)} {
-			add(invalid("capacity", define, policy, tokens, 1, "1 second", nil))
-			add(invalid("refill", define, policy, 1, tokens, "1 second", nil))
-			add(invalid("capacity", override, "durable", tokens, 1, "1 second", nil))
-			add(invalid("refill", override, "durable", 1, tokens, "1 second", nil))
-		}
-		spans := []any{
-			"0", "-1 microsecond", "-1 day", "1 day -24 hours", "0.0000001 seconds",
-			"1 month", "1 month -30 days", "1 year", "1000 years", "-1 month", "11 months 3 days",
-			"365250 days 0.000001 seconds", "365251 days", "8766001 hours", "2147483647 days", "2562047788 hours", "178000000 years",
-		}
-		if serverVersion >= 17 {
-			spans = append(spans, "infinity", "-infinity")
-		}
-		for _, span := range spans {
-			add(invalid("every", define, policy, 1, 1, span, nil))
-			add(invalid("every", override, "durable", 1, 1, span, nil))
-			add(invalid("remember", define, policy, 1, 1, "1 second", span))
-		}
-		add(invalid("refill", define, policy, 11, 1, "365250 days", nil)) // 11,000 years to fill
-		add(invalid("refill", define, policy, 9_000_000_000_000, 1, "1 second", nil))
-		add(invalid("refill", define, policy, 3_652_500, 1, "1 day 0.000001 seconds", nil))
-	}
-	const quota = "select ratelimit_define_policy($1::text, 10, period => $2::text::interval, time_zone => $3::text, anchor => $4::text::timestamp)"
-	periods := []any{"0", "1 hour", "24 hours", "1 day 1 hour", "1 day -1 month", "1 month 1 day", "-1 day", "-1 month", "365251 days", "12001 months", "1000 years 1 month", "0.5 days"}
-	if serverVersion >= 17 {
-		periods = append(periods, "infinity", "-infinity")
-	}
-	for _, period := range periods {
-		add(invalid("period", quota, "new", period, nil, nil))
-	}
-	for _, zone := range []string{"", "utc", "Z", "UTC+3", "CET", "EST", "EST5EDT", "europe/berlin", "Europe/Berlin ", "posix/Europe/Berlin", "right/UTC", "Nowhere/Land", "<x>3/y"} {
-		add(invalid("time_zone", quota, "new", "1 month", zone, nil))
-	}
-	for _, anchor := range []string{"infinity", "-infinity", "0001-12-31 23:59:59.999999 BC", "10000-01-01"} {
-		add(invalid("anchor", quota, "new", "1 month", "UTC", anchor))
-	}
-	add(invalid("period", quota, "durable", "1 day", nil, nil)) // a policy that refills stays one
-	add(invalid("time_zone", "select ratelimit_define_policy('durable', time_zone => 'UTC')"))
-	add(invalid("anchor", "select ratelimit_define_policy('durable', anchor => '2024-01-31')"))
-	add(invalid("refill", "select ratelimit_define_policy('new', 10, 0, period => '1 day')"))
-	add(invalid("every", "select ratelimit_define_policy('new', 10, every => '1 day', period => '1 day')"))
-	add(invalid("stepped", "select ratelimit_define_policy('new', 10, stepped => false, period => '1 day')"))
-	add(invalid("capacity", "select ratelimit_define_policy('new', period => '1 day')"))
-	add(invalid("refill", "select ratelimit_define_policy('quota', refill => 1)"))
-	add(invalid("time_zone", "select ratelimit_override('durable', 'k', time_zone => 'UTC')"))
-	add(invalid("anchor", "select ratelimit_override('durable', 'k', anchor => '2024-01-31')"))
-	add(invalid("refill", "select ratelimit_override('quota', 'k', refill => 1)"))
-	add(invalid("every", "select ratelimit_override('quota', 'k', every => '1 day')"))
-	add(invalid("time_zone", "select ratelimit_override('quota', 'k', time_zone => 'CET')"))
-	add(invalid("anchor", "select ratelimit_override('quota', 'k', anchor => 'infinity')"))
-	add(invalid("capacity", define, "new", nil, 1, "1 second", nil))
-	add(invalid("refill", define, "new", 10, nil, "1 second", nil))
-	add(invalid("every", define, "new", 10, 1, nil, nil))
-	add(invalid("refill", define, "durable", 9_000_000_000_000, nil, nil, nil)) // one number with those that are there
-	// An override's numbers with the policy's, which are 10 an hour and a capacity of 10.
-	add(invalid("refill", override, "durable", 9_000_000_000_000, nil, nil, nil))
-	for _, expires := range []string{"-infinity", "epoch", "yesterday"} {
-		add(invalid("expires_at", override, "durable", nil, nil, nil, expires))
-	}
-	many := "select ratelimit_acquire_many($1::text[], $2::text[], $3::bigint[], $4::text[])"
-	one, two := []string{"durable"}, []string{"k", "k"}
-	add(invalid("policies", many, nil, one, nil, nil))
-	add(invalid("keys", many, one, nil, nil, nil))
-	add(invalid("keys", many, one, two, nil, nil))
-	add(invalid("keys", many, two, one, []int64{1, 1}, nil))
-	add(invalid("keys", many, []string{}, one, nil, nil))
-	add(invalid("costs", many, one, one, []int64{1, 1}, nil))
-	add(invalid("costs", many, one, one, []int64{}, nil))
-	add(invalid("idempotency_keys", many, one, one, nil, two))
-	add(invalid("idempotency_keys", many, one, one, []int64{1}, []string{}))
-	all := "select ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[])"
-	add(invalid("policies", all, nil, one, nil))
-	add(invalid("policies", all, []string{}, []string{}, nil))
-	add(invalid("policies", all, slices.Repeat(one, 1001), slices.Repeat(one, 1001), nil))
-	add(invalid("keys", all, one, nil, nil))
-	add(invalid("keys", all, one, two, nil))
-	add(invalid("costs", all, one, one, []int64{1, 1}))
-	for _, function := range []string{"ratelimit_acquire_many", "ratelimit_acquire_packed"} {
-		parts := "select " + function + "($1::text[], $2::text[], $3::bigint[], sizes => $4::integer[], idempotency_keys => $5::text[])"
-		add(invalid("policies", parts, nil, one, nil, []int32{1}, nil))
-		add(invalid("keys", parts, one, two, nil, []int32{1}, nil))
-		add(invalid("costs", parts, one, one, []int64{}, []int32{1}, nil))
-		for _, sizes := range [][]*int32{{}, {nil}, {new(int32(2))}, {new(int32(2)), new(int32(-1))}, {new(int32(0))}, {new(int32(1)), nil}} {
-			add(invalid("sizes", parts, one, one, nil, sizes, nil))
-		}
-		add(invalid("idempotency_keys", parts, one, one, nil, []int32{1}, two))
-	}
-	for _, rows := range []any{nil, 0, -1, math.MinInt32} {
-		add(invalid("max_rows", "select ratelimit_cleanup($1::integer)", rows))
-		add(invalid("max_rows", "select ratelimit_overrides(max_rows => $1::integer)", rows))
-	}
-	for _, budget := range []any{nil, "0", "-1 second"} {
-		add(invalid("budget", "call ratelimit_cleanup_all($1::text::interval)", budget))
-	}
-	return calls
-}
-
-func TestBadInput_IsRefusedAndChangesNothing(t *testing.T) {
-	db := kit.ParallelDB(t)
-	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
-		db.Policy(name, 10, 1, time.Hour, durability).Take(name, "k", 3, "first")
-	}
-	db.Execute("select ratelimit_define_policy('quota', 10, period => '1 month')")
-	before := kit.RowsOf(t, db.DB)
-	require.Len(t, before, 8, "3 policies, 2 buckets, 2 idempotency keys and the version")
-	conn := db.Connect(t)
-	for i, call := range badCalls(int(db.Number("select current_setting('server_version_num')::integer / 10000"))) {
-		protocol := kit.Protocols[i%len(kit.Protocols)]
-		_, err := conn.Exec(context.Background(), call.sql, append([]any{protocol}, call.args...)...)
-		var refusal *pgconn.PgError
-		require.ErrorAs(t, err, &refusal, "%s, %s", call, protocol)
-		require.Equal(t, call.code, refusal.Code, "%s, %s: %s", call, protocol, refusal.Message)
-		require.Equal(t, call.message, refusal.Message, "%s, %s", call, protocol)
-		require.Contains(t, refusal.Detail, call.argument, "%s, %s", call, protocol)
-		require.Regexp(t, `^[A-Z].*\.$`, refusal.Hint, "%s, %s", call, protocol)
-	}
-	require.Equal(t, before, kit.RowsOf(t, db.DB))
-}
-
-func TestBadInput_InABatch(t *testing.T) {
-	db := kit.ParallelDB(t)
-	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
-		db.Policy(name, 10, 1, time.Hour, durability).Take(name, "k", 3, "first")
-	}
-	var requests []kit.NullableRequest
-	for _, policy := range []string{"durable", "ephemeral"} {
-		for _, name := range []*string{nil, new(""), new(strings.Repeat("é", 256) + "x")} {
-			requests = append(requests, kit.NullableRequest{Policy: name, Key: new("k"), Cost: new(int64(1)), IdempotencyKey: nil},
-				kit.NullableRequest{Policy: &policy, Key: name, Cost: new(int64(1)), IdempotencyKey: nil}, kit.NullableRequest{Policy: &policy, Key: name, Cost: new(int64(0)), IdempotencyKey: nil})
-			if name != nil {
-				requests = append(requests, kit.NullableRequest{Policy: &policy, Key: new("k"), Cost: new(int64(1)), IdempotencyKey: name})
-			}
-		}
-		requests = append(requests, kit.RequestOf("nobody", "k", 1), kit.NullableRequest{Policy: &policy, Key: new("k"), Cost: nil, IdempotencyKey: nil},
-			kit.RequestOf(policy, "k", -1), kit.RequestOf(policy, "k", 4, "first"))
-	}
-	tx := kit.NoError(db.Pool.Begin(t.Context()))(t)
-	defer tx.Rollback(t.Context())
-	want := kit.NoError(acquireEach(tx, requests))(t)
-	bad := len(requests)
-	got := kit.SendBatch(t, db.Pool, kit.AcquireMany, append(requests, kit.RequestOf("durable", "k", 2), kit.RequestOf("ephemeral", "k", 2))...)
-	require.Equal(t, want, got[:bad])
-	for _, a := range got[:bad] {
-		require.Nil(t, a.Decision, a.Error)
-	}
-	require.Equal(t, []int64{5, 5}, []int64{got[bad].Decision.Remaining, got[bad+1].Decision.Remaining})
-}
-
-// A batch is the elements of its arrays in storage order, whatever their dimensions and lower bounds.
-func TestBadInput_ArraysOfAnyShapeAreOneBatch(t *testing.T) {
-	db := kit.ParallelDB(t, kit.T0)
-	for name, durability := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
-		db.DefinePolicy(name, 10, 1, time.Hour, durability)
-	}
-	const elements = `'a','b','a','c','a','b'`
-	answers := func(policies, keys, costs, idempotencyKeys string) []string {
-		for _, table := range kit.StateTables {
-			db.Execute("delete from " + table)
-		}
-		db.Execute("select ratelimit_acquire(p, k) from unnest(array['durable', 'ephemeral']) as p, unnest(array['a', 'b', 'c']) as k")
-		batch := fmt.Sprintf("select format('%%s %%s', request, m) from ratelimit_acquire_many(%s, %s, %s, %s) as m",
-			policies, keys, costs, idempotencyKeys)
-		return append(kit.Column(t, db.DB, batch), kit.Column(t, db.DB, batch)...)
-	}
-	for _, policies := range []string{"{durable,durable,durable,durable,durable,durable}", "[7:12]={durable,ephemeral,durable,ephemeral,durable,ephemeral}"} {
-		for _, last := range []string{"z", "y"} { // the second is used twice
-			want := answers("'"+policies+"'", "array["+elements+"]", "array[1, 2, 3, 4, 5, 6]::bigint[]", "array[null, 'x', 'y', null, '"+last+"', null]")
-			require.Len(t, want, 12)
-			for i, keys := range []string{"'{{a,b},{a,c},{a,b}}'", "'[-5:-3][9:10]={{a,b},{a,c},{a,b}}'", "'[0:5]={a,b,a,c,a,b}'", "'{{{{{{a,b,a,c,a,b}}}}}}'"} {
-				costs := []string{"'{{1,2,3},{4,5,6}}'", "'[2:7]={1,2,3,4,5,6}'"}[i%2]
-				require.Equal(t, want, answers("'"+policies+"'", keys, costs, "'{{null,x,y},{null,"+last+",null}}'"), "%s %s", keys, costs)
-			}
-		}
-	}
-}
 
 func TestBadInput_HugeArrays(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 1_000_000, 1, time.Hour)
@@ -311,3 +56,71 @@ func TestErrors_CountOneAndSeveral(t *testing.T) {
 		require.Equal(t, []string{kit.PgError(err).Detail, want}, []string{fakes.Detail, fakes.Hint})
 	}
 }
+
+// A caller's collation must neither make two keys one nor leave the functions without any.
+func TestCollations_StayOutside(t *testing.T) {
+	db := kit.ParallelDB(t)
+	collations := kit.Column(t, db.DB, `
+		select quote_ident(collname) from pg_collation
+		 where collname in ('C', 'POSIX', 'ucs_basic', 'und-x-icu', 'tr-x-icu', 'en_US.utf8', 'C.utf8', 'pg_c_utf8')
+		   and collencoding in (-1, pg_char_to_encoding(getdatabaseencoding()))`)
+	if slices.Contains(collations, `"und-x-icu"`) {
+		db.Execute("create collation careless (provider = icu, locale = 'und-u-ks-level1', deterministic = false)")
+		collations = append(collations, "careless")
+	} else {
+		t.Log("the server was built without ICU: only the collations of libc are tried")
+	}
+	require.GreaterOrEqual(t, len(collations), 3)
+	texts := []string{"key", "KEY", "kéy", "k\u00e9y ", "İ", "ı"}
+	for i, collation := range collations {
+		t.Run(collation, func(t *testing.T) {
+			policy, table := fmt.Sprintf("policy %d", i), fmt.Sprintf("texts_%d", i)
+			db.Execute(fmt.Sprintf("create table %s (policy text collate %s, key text collate %[2]s, other text collate %s)",
+				table, collation, collations[(i+1)%len(collations)]))
+			for _, text := range texts {
+				db.Execute("insert into "+table+" values ($1, $2, $2)", policy, text)
+			}
+			every := "from " + table + " as t"
+			db.Execute("select ratelimit_define_policy(t.policy, 10, 1, '1 hour') " + every)
+			for _, argument := range []string{"key", "other"} { // of two collations no one is chosen
+				require.Equal(t, repeat("9", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select (ratelimit_acquire(t.policy, t.%s, 1, t.key)).remaining::text %s", argument, every)))
+				require.Equal(t, repeat("9", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select (ratelimit_peek(t.policy, t.%s)).remaining::text %s", argument, every)))
+				require.Equal(t, repeat("true", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select (ratelimit_acquire(t.policy, t.%s, 1, t.key)).replayed::text %s", argument, every)))
+				require.Equal(t, repeat("10", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select (ratelimit_refund(t.policy, t.%s, 1)).remaining::text %s", argument, every)))
+				for _, call := range []string{
+					"acquire_many(array[t.policy], array[t.%[1]s], '{1}', array[t.key || '!'])", "acquire_all(array[t.policy], array[t.%[1]s], '{1}', t.key || '?')",
+					"acquire_many(array[t.policy, t.%[1]s], array[t.%[1]s, t.key], '{1,0}', array[t.key || '.', null], '{1,1}')",
+				} {
+					require.Equal(t, repeat("9", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select d.remaining::text %[2]s cross join lateral ratelimit_"+call+" as d where d.remaining is not null", argument, every)), call)
+					db.Execute(fmt.Sprintf("select ratelimit_refund(t.policy, t.%s, 1) %s", argument, every))
+				}
+				require.Equal(t, repeat("{9}", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select d.remaining::text %[2]s cross join lateral ratelimit_acquire_packed(array[t.policy], array[t.%[1]s]) as d", argument, every)))
+				db.Execute(fmt.Sprintf("select ratelimit_refund(t.policy, t.%s, 1) %s", argument, every))
+				require.Equal(t, repeat("{4,4}", len(texts)), kit.Column(t, db.DB, fmt.Sprintf( // more than there is: they are decided in order
+					"select d.remaining::text %[2]s cross join lateral ratelimit_acquire_packed(array[t.policy, t.policy], array[t.%[1]s, t.%[1]s], '{6,6}') as d", argument, every)))
+				db.Execute(fmt.Sprintf("select ratelimit_override(t.policy, t.%s, 20) %s", argument, every))
+				require.Equal(t, repeat("20", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select o.capacity::text %[2]s cross join lateral ratelimit_overrides(t.policy, t.%[1]s) as o", argument, every)))
+				require.Equal(t, repeat("true", len(texts)), kit.Column(t, db.DB, fmt.Sprintf("select ratelimit_remove_override(t.policy, t.%s)::text %s", argument, every)))
+				db.Execute(fmt.Sprintf("select ratelimit_reset(t.policy, t.%s) %s", argument, every))
+				db.Execute("delete from ratelimit.idempotency_keys")
+			}
+			for _, sql := range []string{
+				"select ratelimit_acquire(t.policy, left(t.other, 0)) ", "select ratelimit_acquire(left(t.policy, 0), t.other) ",
+				"select ratelimit_peek(t.policy, left(t.other, 0)) ", "select ratelimit_refund(t.policy, left(t.key, 0), 1) ",
+				"select ratelimit_reset(left(t.policy, 0), t.other) ", "select ratelimit_acquire(t.policy, t.key, 1, left(t.other, 0)) ",
+			} {
+				_ = db.Refused("22023", sql+every)
+			}
+			db.Execute("select ratelimit_drop_policy(t.policy) " + every + " limit 1")
+			db.Execute("select ratelimit_define_policy('quota', 1, period => '1 day', time_zone => 'Europe/Berlin' collate " + collation + ")")
+			for _, zone := range []string{"utc", "europe/berlin"} {
+				for _, call := range []string{"define_policy('quota', ", "override('quota', 'k', "} {
+					_ = db.Refused("22023", "select ratelimit_"+call+"time_zone => '"+zone+"' collate "+collation+")")
+				}
+			}
+			_ = db.Refused("RL001", "select ratelimit_drop_policy(t.policy) "+every)
+		})
+	}
+}
+
+func repeat(value string, n int) []string { return slices.Repeat([]string{value}, n) }

@@ -5,7 +5,10 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"os"
+	"regexp"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -13,62 +16,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
 )
-
-func TestAcquireMany_EqualsOneByOne(t *testing.T) {
-	run := kit.Torture(t, 20)
-	db := kit.NewDB(t)
-	ctx := context.Background()
-	conn := db.Connect(t)
-	pick := func(values ...string) *rapid.Generator[*string] {
-		return rapid.Custom(func(t *rapid.T) *string { return new(rapid.SampledFrom(values).Draw(t, "text")) })
-	}
-	// Mostly plain requests: those have a way of their own, which one odd request would close.
-	plain := rapid.Custom(func(t *rapid.T) kit.NullableRequest {
-		return kit.NullableRequest{Policy: pick("a", "b").Draw(t, "policy"), Key: pick("x", "y", "z").Draw(t, "key"), Cost: new(rapid.Int64Range(1, 3).Draw(t, "cost")), IdempotencyKey: nil}
-	})
-	equal := rapid.Custom(func(t *rapid.T) kit.NullableRequest {
-		return kit.NullableRequest{Policy: pick("a").Draw(t, "policy"), Key: pick("x", "y").Draw(t, "key"), Cost: new(int64(1)), IdempotencyKey: nil}
-	})
-	keyed := rapid.Custom(func(t *rapid.T) kit.NullableRequest {
-		w := plain.Draw(t, "request")
-		w.Policy = pick("a", "c").Draw(t, "policy")
-		w.IdempotencyKey = rapid.Ptr(rapid.SampledFrom([]string{"i", "j", "k", "l", "m", "n"}), true).Draw(t, "idempotency key")
-		return w
-	})
-	odd := rapid.Custom(func(t *rapid.T) kit.NullableRequest {
-		w := kit.NullableRequest{
-			Policy: pick("a", "b", "c", "d", "d", "nobody").Draw(t, "policy"), Key: pick("x", "y", "z", "").Draw(t, "key"),
-			IdempotencyKey: rapid.Ptr(rapid.SampledFrom([]string{"i", "j", ""}), true).Draw(t, "idempotency key"),
-		}
-		cost := rapid.SampledFrom([]int64{0, 1, 1, 2, 3, 10, 11, -1}).Draw(t, "cost")
-		if rapid.IntRange(0, 9).Draw(t, "null cost") > 0 {
-			w.Cost = &cost
-		}
-		return w
-	})
-	run.Check(func(t *rapid.T) {
-		for _, table := range append([]string{"ratelimit.policies"}, kit.StateTables...) {
-			db.Execute("delete from " + table)
-		}
-		now := kit.T0
-		db.SetClock(now)
-		db.Policy("a", 10, 3, time.Second).Policy("b", 7, 2, 7*time.Second, kit.Stepped)
-		db.Policy("c", 10, 10, time.Second, kit.Ephemeral, kit.Remember(2*time.Second)).Policy("d", 5, 1, time.Minute, kit.Stepped, kit.Ephemeral)
-		for range rapid.IntRange(1, 6).Draw(t, "batches") {
-			requests := rapid.OneOf(rapid.SliceOfN(plain, 1, 12), rapid.SliceOfN(equal, 1, 20), rapid.SliceOfN(keyed, 1, 6), rapid.SliceOfN(odd, 1, 12)).Draw(t, "requests")
-			now = now.Add(time.Duration(rapid.Int64Range(0, 5_000_000).Draw(t, "wait")) * time.Microsecond)
-			db.SetClock(now)
-			tx := kit.NoError(conn.Begin(ctx))(t)
-			want := kit.NoError(acquireEach(tx, requests))(t)
-			wantState := kit.State(t, tx)
-			require.NoError(t, tx.Rollback(ctx))
-			require.Equal(t, want, kit.NoError(kit.AcquireMany(conn, requests))(t))
-			require.Equal(t, wantState, kit.State(t, conn))
-		}
-	})
-}
 
 // A batch works out small numbers in another way than large ones. The largest small ones and the smallest large ones are
 // among those here, and buckets in debt, overfull, or not asked for a long time.
@@ -237,15 +185,6 @@ func TestAcquireMany_ARequestWithoutElementsHasARowOfItsOwn(t *testing.T) {
 	})
 }
 
-// The repeat stands beside requests that are granted at once, and its bucket is empty by now.
-func TestAcquireMany_ARepeatIsNoDenial(t *testing.T) {
-	db := kit.ParallelDB(t).Policy("p", 3, 1, 1000*time.Hour).Take("p", "other", 1)
-	first := db.Acquire("p", "k", 3, "i")
-	answers := kit.SendBatch(t, db.Session(), kit.AcquireMany, kit.RequestOf("p", "other", 1), kit.RequestOf("p", "k", 3, "i"))
-	require.True(t, answers[0].Decision.Allowed)
-	require.Equal(t, kit.Replayed(first), *answers[1].Decision)
-}
-
 // A batch that waits for a bucket that is being removed takes its buckets in the order of all others
 // still, when somebody else has made the bucket anew.
 func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
@@ -281,25 +220,6 @@ func TestAcquireMany_ABucketCreatedMeanwhileIsTakenInOrder(t *testing.T) {
 	require.Equal(t, []int64{7, 7}, []int64{db.Left("p", "a"), db.Left("p", "b")})
 }
 
-// acquireEach sends requests one by one, in a savepoint each.
-func acquireEach(tx pgx.Tx, requests []kit.NullableRequest) (answers []kit.Answer, err error) {
-	for _, r := range requests {
-		var a kit.Answer
-		err := pgx.BeginFunc(context.Background(), tx, func(tx pgx.Tx) error {
-			d, err := r.Acquire(tx)
-			a.Decision = &d
-			return err
-		})
-		if e := kit.PgError(err); e != nil {
-			a = kit.Answer{Error: fmt.Sprintf("%s: %s: %s: %s", e.Code, e.Message, e.Detail, e.Hint)}
-		} else if err != nil {
-			return nil, err
-		}
-		answers = append(answers, a)
-	}
-	return answers, nil
-}
-
 // The batch has a grant, and waits for the bucket that denies.
 func TestAcquireMany_ADenialIsAsOfAfterTheWait(t *testing.T) {
 	t.Parallel()
@@ -325,16 +245,6 @@ func TestAcquireMany_ADenialIsAsOfAfterTheWait(t *testing.T) {
 			})
 		})
 	}
-}
-
-func TestAcquireMany_ADenialOfAFullBucketHasNothingToWaitFor(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Policy("p", 10, 1, kit.Second, kind).Take("p", "k", 2)
-		db.SetClock(kit.T0.Add(time.Minute)) // the row stays
-		for _, a := range kit.SendBatch(t, db.Session(), kit.AcquireMany, kit.RequestOf("p", "k", 11), kit.RequestOf("p", "k", 12)) {
-			require.Equal(t, kit.Never(10, 0, 10), *a.Decision)
-		}
-	})
 }
 
 // Plain denials need no order. Whatever else is in their batch, they cost one look at the bucket.
@@ -370,4 +280,76 @@ func TestAcquireMany_PlainDenialsAreNotDecidedInOrder(t *testing.T) {
 				select coalesce(sum(calls), 0)::text from pg_stat_xact_user_functions where funcname = 'decide_in_order'`), "%+v", test.requests)
 		}
 	})
+}
+
+// lateral is the statement of docs/spending.md that calls a function about one bucket for many. Its parameters are the keys and at_most.
+func lateral(t testing.TB) string {
+	page := string(kit.NoError(os.ReadFile("../../docs/spending.md"))(t))
+	statement := regexp.MustCompile(`(?s)=> (select a\.key, u\.taken.*?);\n`).FindStringSubmatch(page)
+	require.NotNil(t, statement)
+	return regexp.MustCompile(`'\{[^}]*\}'`).ReplaceAllStringFunc(statement[1], func(string) string { return "$%d" })
+}
+
+func acquireLateral(t testing.TB, q kit.RowsQuerier, keys []string, atMost []int64) (map[string]int64, error) {
+	rows, err := q.Query(context.Background(), fmt.Sprintf(lateral(t), 1, 2), keys, atMost)
+	if err != nil {
+		return nil, err
+	}
+	taken := map[string]int64{}
+	var key string
+	var n int64
+	_, err = pgx.ForEachRow(rows, []any{&key, &n}, func() error { taken[key] += n; return nil })
+	return taken, err
+}
+
+// Callers take the same buckets in other orders, beside calls that take all of several: nobody deadlocks, and what was taken is what is gone.
+func TestLateral_NeverDeadlocksAndNeverTakesMore(t *testing.T) {
+	const callers, batches, buckets, capacity = 8, 25, 20, 600
+	db := kit.ParallelDB(t)
+	db.DefinePolicy("batch", capacity, 1, 1000*time.Hour)
+	db.Warm(callers)
+	taken := make([]int64, callers)
+	kit.Crowd(t, callers, func(caller int) error {
+		for batch := range batches {
+			var keys []string
+			var atMost []int64
+			for i := range buckets {
+				keys, atMost = append(keys, fmt.Sprint(batch/20, "/", i)), append(atMost, int64(1+rand.IntN(20)))
+			}
+			rand.Shuffle(len(keys), func(i, j int) { keys[i], keys[j] = keys[j], keys[i] })
+			if caller%3 == 0 {
+				d, err := kit.Decide(db.Pool, "ratelimit_acquire_all(array_fill(text 'batch', array[cardinality($1::text[])]), $1)", keys)
+				if err != nil {
+					return err
+				} else if d.Allowed {
+					taken[caller] += buckets
+				}
+				continue
+			}
+			got, err := acquireLateral(t, db.Pool, keys, atMost)
+			if err != nil {
+				return err
+			}
+			for _, n := range got {
+				taken[caller] += n
+			}
+		}
+		return nil
+	})
+	var sum int64
+	for _, n := range taken {
+		sum += n
+	}
+	require.Equal(t, sum, db.Number("select sum($1 - level / 1000000) from ratelimit.buckets", capacity))
+	require.Zero(t, db.Number("select count(*) from ratelimit.buckets where level < 0"))
+}
+
+func TestLateral_AnErrorFailsTheStatementAndTakesNothing(t *testing.T) {
+	db := kit.ParallelDB(t).Policy("batch", 10, 1, kit.ADay)
+	keys := []string{"c", "b", "a"}
+	for _, bad := range []string{"", strings.Repeat("x", 513)} {
+		kit.RequireState(t, "22023", kit.ErrorOf(acquireLateral(t, db.Pool, append(keys, bad), []int64{1, 1, 1, 1})))
+	}
+	require.Zero(t, db.Number("select count(*) from ratelimit.buckets"))
+	require.Equal(t, map[string]int64{"a": 3, "b": 10, "c": 1}, kit.NoError(acquireLateral(t, db.Pool, keys, []int64{1, 20, 3}))(t))
 }

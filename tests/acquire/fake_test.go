@@ -291,8 +291,3 @@ func requireDetails[L client.Acquirer](t *testing.T, calls map[string]func(l L) 
 		}
 	}
 }
-
-// onEach runs a test against a database and against the fake.
-func onEach(t *testing.T, test func(t *testing.T, db kit.Subject)) {
-	kit.InParallel(t, kit.Subjects, func(t *testing.T, open func(t testing.TB) kit.Subject) { test(t, open(t)) })
-}

@@ -149,30 +149,3 @@ func TestTorture_QuotaGrantsItsCapacityBeforeATurnAndAfterIt(t *testing.T) {
 	}
 	run.Figure("turns around which exactly the capacity was granted", turns, "")
 }
-
-// A customer's month begins on the day he signed up, by his clocks; what he has used stays used when he changes his plan.
-func TestQuota_APlan(t *testing.T) {
-	db := kit.ParallelDB(t)
-	db.Execute("select ratelimit_define_policy('calls', 1000, period => '1 month', remember => '40 days')")
-	db.Execute("select ratelimit_override('calls', 'kiwi', 1000, time_zone => 'Pacific/Auckland', anchor => '2024-01-31')")
-	at := func(text string) time.Time { return kit.NoError(time.Parse(time.DateTime, text))(t) }
-	turn := at("2024-03-30 11:00:00") // 31 March, 0:00
-	now := turn.Add(-24 * time.Hour)
-
-	require.Equal(t, kit.Allowed(200, 24*time.Hour, 1000), db.AcquireAt(now, "calls", "kiwi", 800, "job"))
-	db.Execute("select ratelimit_override('calls', 'kiwi', 5000)") // zone and anchor stay
-	require.Equal(t, kit.Allowed(4200, 24*time.Hour, 5000), db.PeekAt(now, "calls", "kiwi", 4200))
-	db.Execute("select ratelimit_override('calls', 'kiwi', 500)")
-	require.Equal(t, kit.Denied(-300, 24*time.Hour, 24*time.Hour, 500), db.AcquireAt(now, "calls", "kiwi", 1))
-
-	// Another zone fills nothing by itself: its turn lay before the last write.
-	db.Execute("select ratelimit_override('calls', 'kiwi', 500, time_zone => 'Pacific/Kiritimati')")
-	require.Equal(t, kit.Denied(-300, 23*time.Hour, 23*time.Hour, 500), db.PeekAt(now, "calls", "kiwi", 1))
-	db.Execute("select ratelimit_override('calls', 'kiwi', 500, time_zone => 'Pacific/Auckland')")
-
-	// The estimate was too high, but its month is over.
-	db.SetClock(turn)
-	settled := db.Must(kit.Decide(db.Pool, "ratelimit_settle('calls', 'kiwi', 'job', 1)"))
-	require.Equal(t, []int64{500, 500}, []int64{settled.Remaining, settled.Capacity})
-	require.Equal(t, settled.Remaining, db.Left("calls", "kiwi"))
-}

@@ -4,53 +4,11 @@ import (
 	"context"
 	"fmt"
 	"testing"
-	"time"
 
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/stretchr/testify/require"
 )
-
-func TestTransaction_ARollbackGivesBackExactlyWhatWasTaken(t *testing.T) {
-	t.Parallel()
-	for _, kind := range []kit.PolicyOption{kit.Durable, kit.Ephemeral} {
-		for _, refilled := range []kit.PolicyOption{kit.Continuous, kit.Stepped} {
-			db := kit.NewDB(t).Policy("p", 10, 3, time.Second, kind, refilled)
-			db.AcquireAt(kit.T0, "p", "known", 4)
-			db.AcquireAt(kit.T0, "p", "twin", 4)
-			before := db.Bucket("p", "known")
-			db.SetClock(kit.T0.Add(1234567 * time.Microsecond))
-			s := db.Begin().Take("p", "known", 5, "X").Take("p", "known", 1).Take("p", "new", 1).Execute("rollback")
-			require.Equal(t, before, db.Bucket("p", "known"))
-			require.Nil(t, db.Bucket("p", "new"))
-			s.Execute("begin")
-			s.Acquire("p", "known", 1)
-			s.Execute("savepoint s")
-			s.Acquire("p", "known", 5, "X")
-			s.Acquire("p", "new", 1)
-			s.Execute("rollback to s")
-			s.Acquire("p", "known", 4)
-			s.Execute("commit")
-			db.Take("p", "twin", 1).Take("p", "twin", 4)
-			require.Equal(t, db.Bucket("p", "twin"), db.Bucket("p", "known"))
-			require.Nil(t, db.Bucket("p", "new"))
-		}
-	}
-}
-
-func TestTransaction_HasAnyNumberOfCalls(t *testing.T) {
-	db := kit.ParallelDB(t, kit.T0).Policy("p", 5, 1, time.Second)
-	s := db.Begin()
-	for left := int64(4); left >= 0; left-- {
-		require.Equal(t, left, s.Acquire("p", "k", 1, fmt.Sprint("X", left)).Remaining)
-	}
-	require.Equal(t, kit.Denied(0, time.Second, 5*time.Second, 5), s.Acquire("p", "k", 1))
-	require.Equal(t, kit.Replayed(kit.Allowed(3, 2*time.Second, 5)), s.Acquire("p", "k", 1, "X3"))
-	require.Equal(t, kit.Allowed(4, time.Second, 5), s.Acquire("p", "other", 1))
-	require.EqualValues(t, 5, db.Left("p", "k"), "nothing is seen before the commit")
-	s.Execute("commit")
-	require.Equal(t, []int64{0, 4}, []int64{db.Left("p", "k"), db.Left("p", "other")})
-}
 
 var snapshotIsolation = []string{"repeatable read", "serializable"}
 

@@ -15,41 +15,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func TestCleanup_RemovesBucketsThatAreFullAndLeavesOthersAsTheyAre(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.CleanUpAtOnce().Policy("p", 10, 1, time.Second, kind)
-		db.AcquireAt(kit.T0, "p", "idle", 2)
-		db.AcquireAt(kit.T0, "p", "busy", 2)
-		db.AcquireAt(kit.T0.Add(time.Second), "p", "busy", 5) // full six seconds later
-		busy := db.Bucket("p", "busy")
-		require.Equal(t, kit.Deleted{}, db.CleanupAt(kit.T0.Add(2*time.Second-time.Microsecond)))
-		require.NotNil(t, db.Bucket("p", "idle"))
-		require.Equal(t, kit.Deleted{Buckets: 1}, db.CleanupAt(kit.T0.Add(2*time.Second)))
-		require.Nil(t, db.Bucket("p", "idle"))
-		require.Equal(t, busy, db.Bucket("p", "busy"))
-		require.Equal(t, kit.Deleted{}, db.CleanupAt(kit.T0.Add(7*time.Second-time.Microsecond)))
-		require.Equal(t, busy, db.Bucket("p", "busy"))
-		require.Equal(t, kit.Deleted{Buckets: 1}, db.CleanupAt(kit.T0.Add(7*time.Second)))
-		require.Empty(t, db.Rows())
-	})
-}
-
-// A clock that runs ahead for less than five minutes costs nobody's tokens twice.
-func TestCleanup_LeavesForFiveMinutesWhatIsDue(t *testing.T) {
-	const margin = model.CleanUpMargin
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.DefinePolicy("p", 10, 1, time.Second, kind, kit.Remember(time.Minute))
-		first := db.AcquireAt(kit.T0, "p", "k", 10, "X")
-		db.Acquire("p", "anew", 10)
-		require.Equal(t, kit.Deleted{}, db.CleanupAt(kit.T0.Add(10*time.Second+margin-time.Microsecond)))
-		require.Equal(t, kit.Replayed(first), db.AcquireAt(kit.T0.Add(time.Second), "p", "k", 10, "X"))
-		require.Equal(t, kit.Denied(1, 9*time.Second, 9*time.Second, 10), db.Acquire("p", "k", 10))
-		require.Equal(t, kit.Deleted{Buckets: 2}, db.CleanupAt(kit.T0.Add(10*time.Second+margin)))
-		require.Equal(t, kit.Deleted{}, db.CleanupAt(kit.T0.Add(time.Minute+margin-time.Microsecond)))
-		require.Equal(t, kit.Deleted{Keys: 1}, db.CleanupAt(kit.T0.Add(time.Minute+margin)))
-	})
-}
-
 // A bucket is looked at every day, because its policy may have become faster.
 func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
@@ -107,61 +72,6 @@ func TestCleanup_RemovesExpiredOverrides(t *testing.T) {
 	require.Equal(t, []string{"2"}, left(), "it is live again")
 }
 
-// An override that has expired neither keeps a bucket that is full by the policy, nor puts one off for longer than until it is full.
-func TestCleanup_AnExpiredOverrideHoldsNoBucket(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.CleanUpAtOnce()
-		db.At(kit.T0).Policy("p", 10, 1, kit.Second, kind).Policy("another", 10, 1, kit.Second, kind)
-		for _, key := range []string{"full", "used"} {
-			db.Execute("select ratelimit_override('another', $1, refill => 0)", key)
-			db.Acquire("p", key, 5)
-			db.Execute("select ratelimit_override('p', $1, refill => 0, expires_at => $2)", key, kit.T0.Add(kit.Second))
-		}
-		db.AcquireAt(kit.T0.Add(kit.Second), "p", "used", 5)
-		require.Equal(t, kit.Deleted{Buckets: 1}, db.CleanupAt(kit.T0.Add(5*kit.Second)))
-		require.Nil(t, db.Bucket("p", "full"))
-		require.Equal(t, kit.Deleted{Buckets: 1}, db.CleanupAt(kit.T0.Add(10*kit.Second)))
-	})
-}
-
-func TestCleanup_GoesByThePolicyOfToday(t *testing.T) {
-	db := kit.ParallelDB(t).CleanUpAtOnce().Policy("p", 10, 1, time.Second)
-	db.AcquireAt(kit.T0, "p", "k", 2)
-	db.DefinePolicy("p", 10, 1, time.Minute)
-	require.Equal(t, kit.Deleted{}, db.CleanupAt(kit.T0.Add(2*time.Second)))
-	require.Equal(t, kit.Deleted{}, db.CleanupAt(kit.T0.Add(2*time.Minute-time.Microsecond)))
-	require.EqualValues(t, 9, db.Left("p", "k"))
-	require.Equal(t, kit.Deleted{Buckets: 1}, db.CleanupAt(kit.T0.Add(2*time.Minute)))
-}
-
-// The row of a quota's bucket goes once a turn lies after its last write: by the policy's calendar, and by that of the live override.
-func TestCleanup_KeepsWhatAQuotaHasUsedUntilTheTurn(t *testing.T) {
-	for _, durable := range []string{"true", "false"} {
-		t.Run(durable, func(t *testing.T) {
-			db := kit.ParallelDB(t).CleanUpAtOnce()
-			at := func(text string) time.Time { return kit.NoError(time.Parse(time.DateTime, text))(t) }
-			db.Execute("select ratelimit_define_policy('p', 10, period => '1 month', durable => $1::boolean)", durable)
-			db.SetClock(at("2024-01-20 00:00:00"))
-			for _, key := range []string{"earlier", "later", "own"} {
-				db.Acquire("p", key, 3) // due at the policy's turn
-			}
-			db.Execute("select ratelimit_override('p', 'earlier', anchor => '2024-01-25', expires_at => '2024-03-10Z')")
-			db.Execute("select ratelimit_override('p', 'later', anchor => '2024-01-05', time_zone => 'America/New_York', expires_at => '2024-03-10Z')")
-			db.Acquire("p", "given back", 3)
-			db.RefundAt(at("2024-01-20 00:00:00"), "p", "given back", 3)
-			removed := func(want int64, now time.Time, why string) {
-				require.Equal(t, kit.Deleted{}, db.CleanupAt(now.Add(-time.Microsecond)), why)
-				require.Equal(t, kit.Deleted{Buckets: want}, db.CleanupAt(now), why)
-			}
-			require.Equal(t, kit.Deleted{Buckets: 1}, db.CleanupAt(at("2024-01-20 00:00:00")), "nothing is used")
-			require.Equal(t, kit.Deleted{}, db.CleanupAt(at("2024-01-25 00:00:00")), "used by the policy's calendar")
-			removed(2, at("2024-02-01 00:00:00"), "the policy's turn, after that of one override")
-			removed(1, at("2024-03-01 00:00:00"), "put off until the later of the next turns")
-			require.Empty(t, db.Rows())
-		})
-	}
-}
-
 // A time zone may leave the server with an upgrade of its time zone data. The doctor names it, and clean-up goes on.
 func TestCleanup_GoesOnWhereATimeZoneIsGone(t *testing.T) {
 	db := kit.ParallelDB(t, kit.T0).CleanUpAtOnce().Policy("p", 10, 1, time.Second).Take("p", "k", 1)
@@ -179,15 +89,6 @@ func TestCleanup_GoesOnWhereATimeZoneIsGone(t *testing.T) {
 	}, kit.Column(t, db.DB, "select finding from ratelimit_doctor() where finding ~ 'time zone'"))
 	require.Equal(t, kit.Deleted{Buckets: 2}, db.CleanupAt(kit.T0.Add(48*time.Hour)))
 	require.Equal(t, []string{"k"}, kit.Column(t, db.DB, "select key from ratelimit.buckets where due_at > $1", kit.T0.Add(48*time.Hour)))
-}
-
-func TestCleanup_ARefundMakesABucketRemovable(t *testing.T) {
-	db := kit.ParallelDB(t).CleanUpAtOnce().Policy("p", 10, 1, kit.ADay)
-	db.AcquireAt(kit.T0, "p", "k", 7)
-	db.RefundAt(kit.T0, "p", "k", 6)
-	require.Equal(t, kit.Deleted{}, db.CleanupAt(kit.T0), "it lacks a token")
-	db.RefundAt(kit.T0, "p", "k", 1)
-	require.Equal(t, kit.Deleted{Buckets: 1}, db.CleanupAt(kit.T0))
 }
 
 func TestCleanup_TakesAtMostMaxRowsOfEachTable(t *testing.T) {

@@ -3,7 +3,6 @@ package slots
 
 import (
 	"context"
-	"math"
 	"strings"
 	"testing"
 	"time"
@@ -16,96 +15,6 @@ import (
 const lease = time.Minute
 
 func at(d time.Duration) time.Time { return kit.T0.Add(d) }
-
-// never is the answer to a hold that no wait helps.
-func never(remaining, capacity int64) kit.HoldDecision {
-	return kit.HoldDecision{Remaining: remaining, RetryAfter: model.Never, Capacity: capacity}
-}
-
-func TestHold_LendsUpToTheCapacity(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Lend("p", 5, lease, kind)
-		require.Equal(t, kit.Held(3, lease, 5), db.HoldAt(at(0), "a", 2))
-		require.Equal(t, kit.Held(0, lease, 5), db.HoldAt(at(kit.Second), "b", 3))
-		require.Equal(t, kit.NotHeld(0, lease-2*kit.Second, 5), db.HoldAt(at(2*kit.Second), "c", 2))
-		require.Equal(t, kit.NotHeld(0, lease-kit.Second, 5), db.Hold("c", 3), "the first end frees 2 only")
-		require.Equal(t, never(0, 5), db.Hold("c", 6))
-		require.Equal(t, kit.Renewed(kit.Held(0, lease, 5)), db.Hold("a", 2))
-		require.Equal(t, []string{"b:3", "a:2"}, db.Holders("p"))
-		require.True(t, db.Release("b"))
-		require.False(t, db.Release("b"))
-		require.Equal(t, kit.Held(2, lease, 5), db.Hold("c", 1))
-		require.Equal(t, kit.Held(4, lease, 5), kit.NoError(kit.Hold(db.Pool, "p", "another", "a", 1))(t))
-	})
-}
-
-// A lease counts up to the microsecond before its end, whether or not anybody has looked or cleaned up.
-func TestHold_ALeaseThatHasEndedCountsForNobody(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Lend("p", 1, lease, kind)
-		require.True(t, db.Hold("a", 1).Allowed)
-		require.Equal(t, kit.NotHeld(0, kit.Us, 1), db.HoldAt(at(lease-kit.Us), "b", 1))
-		require.Equal(t, kit.Micros(lease), db.Renew("a"), "a microsecond before its end")
-		db.SetClock(at(2*lease - kit.Us))
-		require.Equal(t, model.Never, db.Renew("a"))
-		require.False(t, db.Release("a"))
-		require.Empty(t, db.Holders("p"))
-		require.Equal(t, kit.Allowed(1, 0, 1), db.Must(kit.Peek(db.Pool, "p", "k", 1)))
-		require.Equal(t, kit.Held(0, lease, 1), db.Hold("a", 1), "it is no renewal")
-		require.Equal(t, kit.Held(0, lease, 1), db.HoldAt(at(4*lease), "b", 1))
-		require.EqualValues(t, 1, db.Number("select count(*) from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l"), "a grant removes those that have ended")
-	})
-}
-
-func TestRenew_NeverAcquires(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Lend("p", 2, lease, kind)
-		require.Equal(t, model.Never, db.Renew("a"), "without a row of the key")
-		db.Hold("b", 1)
-		before := db.LeaseRows()
-		require.Equal(t, model.Never, db.Renew("a"))
-		require.False(t, db.Release("a"))
-		require.Equal(t, before, db.LeaseRows(), "nothing is written")
-		require.True(t, db.Release("b"))
-		require.Equal(t, model.Never, db.Renew("b"), "after its release")
-		require.Equal(t, kit.Allowed(2, 0, 2), db.Must(kit.Peek(db.Pool, "p", "k", 1)))
-	})
-}
-
-func TestHold_ARepeatRenewsWhateverWasLowered(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Lend("p", 5, lease, kind)
-		db.Hold("a", 3)
-		db.Hold("b", 2)
-		db.Execute("select ratelimit_define_policy('p', 1, lease => '10 seconds')")
-		require.Equal(t, kit.Renewed(kit.Held(-4, 10*kit.Second, 1)), db.HoldAt(at(kit.Second), "a", 3))
-		require.Equal(t, kit.Micros(10*kit.Second), db.Renew("b"))
-		require.Equal(t, never(-4, 1), db.Hold("c", 2))
-		require.Equal(t, kit.NotHeld(-4, 10*kit.Second, 1), db.Hold("c", 1))
-		_ = db.Refused("RL002", "select ratelimit_hold('p', 'k', 'a', 2)")
-	})
-}
-
-// Step by step through the ends of leases and of an override, the wait is to the first instant at which the cost fits.
-func TestHold_RetryAfterWhereAnOverrideEnds(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Lend("p", 2, lease, kind)
-		override := func(capacity int, ends time.Duration) {
-			db.Execute("select ratelimit_override('p', 'k', $1, expires_at => $2)", capacity, at(ends))
-		}
-		override(0, 10*kit.Second)
-		require.Equal(t, kit.NotHeld(0, 10*kit.Second, 0), db.Hold("a", 2), "a block says when it ends")
-		require.Equal(t, never(0, 0), db.Hold("a", 3))
-		override(4, 10*kit.Second)
-		require.Equal(t, kit.Held(1, lease, 4), db.Hold("a", 3))
-		require.Equal(t, kit.NotHeld(1, lease, 4), db.Hold("b", 2), "not before, for the override ends")
-		require.Equal(t, kit.Held(0, lease, 4), db.HoldAt(at(5*kit.Second), "c", 1))
-		require.Equal(t, kit.NotHeld(0, lease-5*kit.Second, 4), db.Hold("b", 1), "when a ends: c and b are 2")
-		require.Equal(t, kit.NotHeld(-2, lease-10*kit.Second, 2), db.HoldAt(at(10*kit.Second), "b", 1))
-		require.Equal(t, kit.Denied(-2, lease-10*kit.Second, lease-5*kit.Second, 2), db.Must(kit.Peek(db.Pool, "p", "k", 1)))
-		require.Equal(t, kit.Allowed(-2, lease-5*kit.Second, 2), db.Must(kit.Peek(db.Pool, "p", "k", 0)))
-	})
-}
 
 func TestHold_ADenialWritesAndLocksNothing(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
@@ -134,95 +43,6 @@ func TestHold_ADenialWritesAndLocksNothing(t *testing.T) {
 		}
 		require.Equal(t, model.Never, kit.NoError(kit.Renew(s, "p", "k", "x"))(t))
 	})
-}
-
-// A step forward ends leases early, a step back lengthens them by the step, and revives none that a grant has counted as ended.
-func TestHold_AClockThatStepsFreesNothingTwice(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Lend("p", 1, lease, kind)
-		db.Hold("a", 1)
-		require.True(t, db.HoldAt(at(time.Hour), "b", 1).Allowed)
-		db.SetClock(at(kit.Second))
-		require.Equal(t, model.Never, db.Renew("a"), "b was granted its slot")
-		require.Equal(t, kit.NotHeld(0, time.Hour+lease-kit.Second, 1), db.Hold("a", 1))
-		require.Equal(t, []string{"00:01:00"}, kit.Column(t, db.DB, "select held_for::text from ratelimit_holders()"), "never more than the lease")
-		require.True(t, db.Release("b"))
-		require.True(t, db.Hold("a", 1).Allowed)
-	})
-}
-
-// Nothing overflows: such costs are above any capacity, and waits saturate at 100,000 years.
-func TestHold_OfAnySize(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Lend("p", 1, lease, kind)
-		db.Hold("a", 1)
-		require.Equal(t, kit.HoldDecision{RetryAfter: model.Never, Capacity: 1}, db.Hold("b", math.MaxInt64))
-		require.Equal(t, model.Never, db.Must(kit.Peek(db.Pool, "p", "k", math.MaxInt64)).RetryAfter)
-		db.Execute("select ratelimit_override('p', 'k', 0, expires_at => '290000-01-01')")
-		require.Equal(t, kit.HoldDecision{Remaining: -1, RetryAfter: model.Longest}, db.Hold("b", 1))
-		require.Equal(t, model.Longest, db.Must(kit.Peek(db.Pool, "p", "k", 1)).RetryAfter)
-		require.EqualValues(t, 1, db.Number("select count(*) from ratelimit_status('p')"))
-	})
-}
-
-func TestHold_ARollbackUndoesAllThree(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Lend("p", 3, lease, kind)
-		db.Hold("a", 1)
-		db.Hold("b", 1)
-		db.SetClock(at(kit.Second))
-		state := func() []string {
-			return kit.Column(t, db.DB, "select l::text from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l order by 1")
-		}
-		before := state()
-		s := db.Begin()
-		s.Hold("c", 1)
-		require.True(t, kit.NoError(kit.Release(s, "p", "k", "a"))(t))
-		require.Equal(t, kit.Micros(lease), kit.NoError(kit.Renew(s, "p", "k", "b"))(t))
-		s.Execute("rollback")
-		require.Equal(t, before, state())
-
-		s.Execute("begin; savepoint s")
-		s.Hold("c", 1)
-		require.True(t, kit.NoError(kit.Release(s, "p", "k", "a"))(t))
-		s.Execute("rollback to s")
-		require.Equal(t, kit.Held(0, lease, 3), s.Hold("d", 1), "many calls in one transaction")
-		s.Execute("commit")
-		require.Equal(t, []string{"a:1", "b:1", "d:1"}, db.Holders("p"))
-	})
-}
-
-func TestShadow_WatchesAndEndsNoJob(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Lend("p", 1, lease, kind)
-		db.Execute("select ratelimit_define_policy('p', shadow => true)")
-		require.Equal(t, kit.Held(0, lease, 1), db.Hold("a", 1))
-		want := kit.Held(0, lease, 1)
-		want.Shadowed = true
-		require.Equal(t, want, db.Hold("b", 1))
-		require.Equal(t, want, db.Hold("b", 2))
-		require.Equal(t, kit.Micros(lease), db.Renew("b"), "an unknown holder goes on")
-		require.False(t, db.Release("b"))
-		require.Equal(t, []string{"a:1"}, db.Holders("p"), "it is not recorded")
-		require.Equal(t, kit.Denied(0, lease, lease, 1), db.Must(kit.Peek(db.Pool, "p", "k", 1)), "peek enforces")
-		_ = db.Refused("RL002", "select ratelimit_hold('p', 'k', 'a', 2)")
-	})
-}
-
-// A day of 23 hours is no shorter lease.
-func TestHold_ADayHas24Hours(t *testing.T) {
-	db := kit.ParallelDB(t)
-	db.SetTimeZone("Europe/Berlin")
-	db.At(kit.T0).Execute("select ratelimit_define_policy('p', 1, lease => '1 day')")
-	require.Equal(t, kit.Held(0, 24*time.Hour, 1), db.Hold("a", 1))
-	require.Equal(t, kit.NotHeld(0, kit.Us, 1), db.HoldAt(at(24*time.Hour-kit.Us), "b", 1))
-	require.Equal(t, kit.Micros(24*time.Hour), db.Renew("a"))
-	db.Execute("select ratelimit_define_policy('p', lease => '365250 days')")
-	require.Equal(t, model.Micros(365_250*kit.Day), db.Renew("a"))
-	require.Equal(t, model.Micros(365_250*kit.Day), db.Hold("b", 1).RetryAfter)
-	require.Equal(t, []string{"8766000:00:00"}, kit.Column(t, db.DB, "select held_for::text from ratelimit_holders()"))
-	db.Execute("select ratelimit_define_policy('p', lease => '1 millisecond')")
-	require.Equal(t, kit.Micros(kit.Ms), db.Renew("a"))
 }
 
 func TestSlots_BadInput(t *testing.T) {
@@ -299,4 +119,46 @@ func TestSlots_BadInput(t *testing.T) {
 		  from ratelimit_acquire_many('{tokens,p,none,p}', '{k,k,k,k}', '{1,1,1,0}') order by request`), "in batches it is that request's error")
 	require.Equal(t, []string{"a:2"}, db.Holders("p"))
 	require.Empty(t, db.Rows()[1:], "a bucket of tokens alone")
+}
+
+func TestSlots_Rules(t *testing.T) {
+	t.Parallel()
+	const define = "select ratelimit_define_policy('p', 2, lease => '60 s', durable => (durable))"
+	kit.RunSteps(t, map[string][]kit.Step{
+		"a renewal by a shorter lease counts to its end, and no longer": {
+			{0, define, ""},
+			{0, "select remaining, held_for from ratelimit_hold('p', 'k', 'a')", "1,00:01:00"},
+			{0, "select ratelimit_define_policy('p', lease => '10 s')", ""},
+			{5 * kit.Second, "select ratelimit_renew('p', 'k', 'a')", "00:00:10"},
+			{20 * kit.Second, "select remaining, renewed from ratelimit_hold('p', 'k', 'a')", "1,f"},
+		},
+		"slots that were released are cleaned up before the lease would have ended": {
+			{0, define, ""},
+			{0, "select ratelimit_define_policy('p', lease => '365250 days')", ""},
+			{0, "select allowed from ratelimit_hold('p', 'k', 'a')", "t"},
+			{time.Hour, "select ratelimit_cleanup()", "0,0"},
+			{2 * time.Hour, "select ratelimit_release('p', 'k', 'a')", "t"},
+			{2 * time.Hour, "select ratelimit_cleanup()", "1,0"},
+		},
+		"a lease that a renewal has shortened is cleaned up after its new end": {
+			{0, "select ratelimit_define_policy('p', 2, lease => '10 days', durable => (durable))", ""},
+			{0, "select allowed from ratelimit_hold('p', 'k', 'a')", "t"},
+			{time.Hour, "select ratelimit_cleanup()", "0,0"},
+			{time.Hour, "select ratelimit_define_policy('p', lease => '10 s')", ""},
+			{time.Hour, "select ratelimit_renew('p', 'k', 'a')", "00:00:10"},
+			{2 * time.Hour, "select ratelimit_cleanup()", "1,0"},
+		},
+		"the release of a lease that has ended frees nothing, whatever the clock says next": {
+			{0, define, ""},
+			{0, "select allowed from ratelimit_hold('p', 'k', 'a')", "t"},
+			{time.Minute, "select ratelimit_release('p', 'k', 'a')", "f"},
+			{30 * kit.Second, "select allowed, remaining from ratelimit_hold('p', 'k', 'b', 2)", "f,1"},
+		},
+		"a lease that ends now is added up at once": {
+			{0, define, ""},
+			{0, "select remaining from ratelimit_hold('p', 'k', 'a')", "1"},
+			{time.Minute, "select remaining from ratelimit_hold('p', 'k', 'b')", "1"},
+			{time.Minute, "select max(s.changes) - min(extract(epoch from '2024-03-30 12:00'::timestamptz at time zone 'UTC'))::bigint * 1000000 from (table ratelimit.slots union all table ratelimit.ephemeral_slots) as s", "1"},
+		},
+	})
 }

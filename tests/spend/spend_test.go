@@ -14,7 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// charge, settle, reserve, upTo and acquireStep are calls on the bucket k of policy p.
+// charge, settle, reserve and upTo are calls on the bucket k of policy p.
 func charge(cost int64, idempotencyKey ...string) kit.Spending {
 	return spendingOf("charge", cost, idempotencyKey)
 }
@@ -41,333 +41,6 @@ func spendingOf(function string, cost int64, idempotencyKey []string) kit.Spendi
 		s.IdempotencyKey = idempotencyKey[0]
 	}
 	return s
-}
-
-// waits is d as the answer to a reservation that waits so long.
-func waits(wait time.Duration, d kit.Decision) kit.Decision {
-	d.RetryAfter = kit.Micros(wait)
-	return d
-}
-
-// A spendStep is a call at a time after T0, and its answer or the SQLSTATE of its error.
-type spendStep struct {
-	at    time.Duration
-	call  kit.Spending
-	want  kit.Decision
-	taken int64 // by acquire_up_to
-	err   model.Error
-}
-
-func runSpending(t *testing.T, db kit.Subject, steps []spendStep) {
-	for i, step := range steps {
-		db.SetClock(kit.T0.Add(step.at))
-		var got kit.Spent
-		var err error
-		if step.call.Function == "acquire" {
-			var keys []string
-			if step.call.IdempotencyKey != "" {
-				keys = []string{step.call.IdempotencyKey}
-			}
-			got.Decision, err = db.TryAcquire("p", "k", step.call.Cost, keys...)
-		} else {
-			got, err = db.Spend(step.call)
-		}
-		require.Equal(t, string(step.err), kit.SQLState(err), "step %d: %v", i+1, err)
-		if err == nil {
-			require.Equal(t, kit.Spent{Decision: step.want, Taken: step.taken}, got, "step %d: %v", i+1, step.call)
-		}
-	}
-}
-
-func acquireStep(cost int64, idempotencyKey ...string) kit.Spending {
-	return spendingOf("acquire", cost, idempotencyKey)
-}
-
-func TestSpend_Steps(t *testing.T) {
-	t.Parallel()
-	for name, steps := range map[string][]spendStep{
-		"a charge makes debt, and refill pays the debt first": {
-			{0, charge(15), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
-			{0, acquireStep(1), kit.Denied(-5, 6*kit.Second, 15*kit.Second, 10), 0, ""},
-			{1500 * kit.Ms, charge(0), kit.Allowed(-4, 13500*kit.Ms, 10), 0, ""},
-			{6 * kit.Second, acquireStep(1), kit.Allowed(0, 10*kit.Second, 10), 0, ""},
-		},
-		"a charge under an idempotency key is charged once": {
-			{0, charge(15, "i"), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
-			{kit.Second, charge(15, "i"), kit.Replayed(kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
-			{kit.Second, charge(14, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
-			{kit.Second, acquireStep(15, "i"), kit.Replayed(kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
-			{kit.Second, charge(1), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
-		},
-		"a cost is 0 to 9000000000000": {
-			{0, charge(-1), kit.Decision{}, 0, model.InvalidArgument},
-			{0, charge(kit.MaxTokens + 1), kit.Decision{}, 0, model.InvalidArgument},
-			{0, settle("i", kit.MaxTokens+1), kit.Decision{}, 0, model.InvalidArgument},
-			{0, settle("i", -1), kit.Decision{}, 0, model.InvalidArgument},
-			{0, charge(0, "i"), kit.Allowed(10, 0, 10), 0, ""},
-			{0, settle("i", 0), kit.Decision{}, 0, model.NoGrant},
-		},
-		"a settlement refunds the excess of the estimate": {
-			{0, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
-			{kit.Second, settle("i", 3), kit.Allowed(8, 2*kit.Second, 10), 0, ""},
-			{2 * kit.Second, settle("i", 3), kit.Replayed(kit.Allowed(9, kit.Second, 10)), 0, ""},
-			{2 * kit.Second, settle("i", 4), kit.Decision{}, 0, model.IdempotencyMismatch},
-			{2 * kit.Second, acquireStep(3, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
-		},
-		"a settlement takes the shortfall of the estimate, also in debt": {
-			{0, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
-			{0, charge(5), kit.Allowed(-3, 13*kit.Second, 10), 0, ""},
-			{0, settle("i", 20), kit.Allowed(-15, 25*kit.Second, 10), 0, ""},
-			{0, settle("i", 20), kit.Replayed(kit.Allowed(-15, 25*kit.Second, 10)), 0, ""},
-		},
-		"a settlement refunds up to the capacity": {
-			{0, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
-			{5 * kit.Second, settle("i", 0), kit.Allowed(10, 0, 10), 0, ""},
-			{5 * kit.Second, acquireStep(10), kit.Allowed(0, 10*kit.Second, 10), 0, ""},
-		},
-		"a settlement needs a live grant": {
-			{0, settle("i", 1), kit.Decision{}, 0, model.NoGrant},
-			{0, acquireStep(2, "i"), kit.Allowed(8, 2*kit.Second, 10), 0, ""},
-			{24*time.Hour - kit.Us, settle("i", 2), kit.Allowed(10, 0, 10), 0, ""},
-			{24 * time.Hour, settle("i", 2), kit.Decision{}, 0, model.NoGrant},
-			{24 * time.Hour, acquireStep(2, "i"), kit.Allowed(8, 2*kit.Second, 10), 0, ""},
-			{24 * time.Hour, settle("i", 5), kit.Allowed(5, 5*kit.Second, 10), 0, ""},
-		},
-		"an acquire or a reservation repeated after settle fails": {
-			{0, reserve(time.Hour, 12, "w"), waits(-kit.Us, kit.Denied(10, 0, 0, 10)), 0, ""},
-			{0, reserve(time.Hour, 8, "i"), waits(0, kit.Allowed(2, 8*kit.Second, 10)), 0, ""},
-			{0, reserve(time.Hour, 4, "w"), waits(2*kit.Second, kit.Allowed(-2, 12*kit.Second, 10)), 0, ""},
-			{0, settle("i", 8), kit.Allowed(-2, 12*kit.Second, 10), 0, ""},
-			{0, settle("w", 0), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
-			{0, acquireStep(8, "i"), kit.Decision{}, 0, model.Settled},
-			{0, acquireStep(4, "w"), kit.Decision{}, 0, model.Settled},
-			{0, reserve(time.Hour, 4, "w"), kit.Decision{}, 0, model.Settled},
-			{0, upTo(9, 1, "i"), kit.Decision{}, 0, model.Settled},
-			{0, upTo(7, 1, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
-			{0, settle("i", 8), kit.Replayed(kit.Allowed(2, 8*kit.Second, 10)), 0, ""},
-			{24*time.Hour - kit.Us, acquireStep(8, "i"), kit.Decision{}, 0, model.Settled},
-			{24 * time.Hour, acquireStep(8, "i"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
-		},
-		"a charge repeated after settle is replayed": {
-			{0, charge(15, "i"), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
-			{0, settle("i", 5), kit.Allowed(5, 5*kit.Second, 10), 0, ""},
-			{0, charge(15, "i"), kit.Replayed(kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
-			{0, charge(5, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
-			{0, acquireStep(15, "i"), kit.Decision{}, 0, model.Settled},
-			{0, charge(0), kit.Allowed(5, 5*kit.Second, 10), 0, ""},
-		},
-		"a reservation is served in order": {
-			{0, reserve(0, 10), waits(0, kit.Allowed(0, 10*kit.Second, 10)), 0, ""},
-			{0, reserve(kit.Second, 2), waits(2*kit.Second, kit.Denied(0, 0, 10*kit.Second, 10)), 0, ""},
-			{0, reserve(2*kit.Second, 2), waits(2*kit.Second, kit.Allowed(-2, 12*kit.Second, 10)), 0, ""},
-			{0, reserve(time.Hour, 3), waits(5*kit.Second, kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
-			{kit.Second, reserve(time.Hour, 1), waits(5*kit.Second, kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
-			{2 * kit.Second, acquireStep(1), kit.Denied(-4, 5*kit.Second, 14*kit.Second, 10), 0, ""},
-			{3 * kit.Second, reserve(time.Hour, 11), waits(-kit.Us, kit.Denied(-3, 0, 13*kit.Second, 10)), 0, ""},
-			{3 * kit.Second, reserve(0, 0), waits(0, kit.Allowed(-3, 13*kit.Second, 10)), 0, ""},
-		},
-		"an acquire under the key of a reservation is denied until its wait is over": {
-			{0, acquireStep(10), kit.Allowed(0, 10*kit.Second, 10), 0, ""},
-			{0, reserve(time.Hour, 4, "i"), waits(4*kit.Second, kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
-			{kit.Second, reserve(0, 4, "i"), kit.Replayed(waits(3*kit.Second, kit.Allowed(-4, 14*kit.Second, 10))), 0, ""},
-			{kit.Second, acquireStep(4, "i"), kit.Replayed(kit.Denied(-4, 3*kit.Second, 14*kit.Second, 10)), 0, ""},
-			{kit.Second, upTo(9, 1, "i"), kit.Replayed(kit.Denied(-4, 3*kit.Second, 14*kit.Second, 10)), 0, ""},
-			{kit.Second, acquireStep(5, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
-			{4*kit.Second - kit.Us, acquireStep(4, "i"), kit.Replayed(kit.Denied(-4, kit.Us, 14*kit.Second, 10)), 0, ""},
-			{4 * kit.Second, acquireStep(4, "i"), kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
-			{4 * kit.Second, reserve(0, 4, "i"), kit.Replayed(waits(0, kit.Allowed(-4, 14*kit.Second, 10))), 0, ""},
-			{24*time.Hour + 4*kit.Second - kit.Us, acquireStep(4, "i"), kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
-			{24*time.Hour + 4*kit.Second, acquireStep(4, "i"), kit.Allowed(6, 4*kit.Second, 10), 0, ""},
-		},
-		"a refund does not shorten the waits of earlier reservations": {
-			{0, reserve(0, 10), waits(0, kit.Allowed(0, 10*kit.Second, 10)), 0, ""},
-			{0, reserve(time.Hour, 5, "first"), waits(5*kit.Second, kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
-			{0, reserve(time.Hour, 5, "next"), waits(10*kit.Second, kit.Allowed(-10, 20*kit.Second, 10)), 0, ""},
-			{kit.Second, settle("first", 0), kit.Allowed(-4, 14*kit.Second, 10), 0, ""},
-			{kit.Second, reserve(time.Hour, 5, "next"), kit.Replayed(waits(9*kit.Second, kit.Allowed(-10, 20*kit.Second, 10))), 0, ""},
-			{kit.Second, reserve(time.Hour, 1), waits(5*kit.Second, kit.Allowed(-5, 15*kit.Second, 10)), 0, ""},
-		},
-		"the wait is 0 to 365 days": {
-			{0, reserve(-kit.Us, 1), kit.Decision{}, 0, model.InvalidArgument},
-			{0, reserve(365*24*time.Hour+kit.Us, 1), kit.Decision{}, 0, model.InvalidArgument},
-			{0, reserve(365*24*time.Hour, 1), waits(0, kit.Allowed(9, kit.Second, 10)), 0, ""},
-		},
-		"acquire_up_to takes the tokens that the bucket has": {
-			{0, upTo(7, 1, "i"), kit.Allowed(3, 7*kit.Second, 10), 7, ""},
-			{0, upTo(7, 4), kit.Denied(3, kit.Second, 7*kit.Second, 10), 0, ""},
-			{500 * kit.Ms, upTo(7, 3), kit.Allowed(0, 9500*kit.Ms, 10), 3, ""},
-			{500 * kit.Ms, upTo(7, 1), kit.Denied(0, 500*kit.Ms, 9500*kit.Ms, 10), 0, ""},
-			{kit.Second, upTo(7, 1, "i"), kit.Replayed(kit.Allowed(3, 7*kit.Second, 10)), 7, ""},
-			{kit.Second, upTo(6, 1, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
-			{kit.Second, upTo(9, 8, "i"), kit.Decision{}, 0, model.IdempotencyMismatch},
-			{kit.Second, acquireStep(7, "i"), kit.Replayed(kit.Allowed(3, 7*kit.Second, 10)), 0, ""},
-			{kit.Second, settle("i", 1), kit.Allowed(7, 3*kit.Second, 10), 0, ""},
-		},
-		"acquire_up_to of more than the capacity takes a full bucket": {
-			{0, upTo(kit.MaxTokens*1000, 11), kit.Never(10, 0, 10), 0, ""},
-			{0, upTo(kit.MaxTokens*1000, 10), kit.Allowed(0, 10*kit.Second, 10), 10, ""},
-			{0, upTo(0, 0), kit.Decision{}, 0, model.InvalidArgument},
-			{0, upTo(5, 0), kit.Decision{}, 0, model.InvalidArgument},
-			{0, upTo(5, 6), kit.Decision{}, 0, model.InvalidArgument},
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
-				db.SetClock(kit.T0)
-				db.DefinePolicy("p", 10, 1, kit.Second, durability)
-				runSpending(t, db, steps)
-			})
-		})
-	}
-}
-
-// Otherwise the settlement would refund tokens that the charge never took.
-func TestSpend_APolicyOfCapacity0GrantsNoTokens(t *testing.T) {
-	kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
-		db.DefinePolicy("p", 0, 1, kit.Second, durability)
-		runSpending(t, db, []spendStep{
-			{0, acquireStep(1), kit.Never(0, 0, 0), 0, ""},
-			{0, acquireStep(0), kit.Allowed(0, 0, 0), 0, ""},
-			{0, upTo(5, 1, "i"), kit.Never(0, 0, 0), 0, ""},
-			{0, reserve(time.Hour, 1), waits(-kit.Us, kit.Denied(0, 0, 0, 0)), 0, ""},
-			{0, charge(2, "i"), kit.Allowed(-2, 2*kit.Second, 0), 0, ""},
-			{kit.Second, acquireStep(1), kit.Never(-1, kit.Second, 0), 0, ""},
-			{kit.Second, settle("i", 0), kit.Allowed(0, 0, 0), 0, ""},
-			{time.Hour, acquireStep(1), kit.Never(0, 0, 0), 0, ""},
-		})
-		require.Equal(t, kit.Never(0, 0, 0), db.PeekAt(kit.T0, "p", "k", 1))
-		require.Equal(t, kit.Allowed(0, 0, 0), db.RefundAt(kit.T0, "p", "k", 1))
-		if db, ok := db.(*kit.TestDB); ok {
-			answers := kit.NoError(kit.AcquirePacked(db.Pool, []kit.WholeRequest{kit.All("p", "k")}, false))(t)
-			require.Equal(t, kit.Never(0, 0, 0), answers[0].Whole.Decision)
-		}
-	})
-}
-
-// The policies are the slowest and the fastest that can be defined.
-func TestSpend_DebtEndsAtAFloor(t *testing.T) {
-	type testCase struct {
-		capacity, refill int64
-		every            string
-		stepped          bool
-		floor            int64
-	}
-	kit.OnDBs(t, map[string]testCase{
-		"the slowest":          {10, 1, "365250 days", false, -10},
-		"the slowest, stepped": {10, 1, "365250 days", true, -10},
-		"slow and large":       {9_000_000_000, 900_000_000, "365250 days", true, -9_000_000_000},
-		"the fastest":          {kit.MaxTokens, kit.MaxTokens, "1 microsecond", false, -kit.MaxTokens},
-		"the fastest, stepped": {1, kit.MaxTokens, "1 microsecond", true, -kit.MaxTokens},
-		"without refill":       {1, 0, "1 microsecond", false, -kit.MaxTokens},
-	}, func(t *testing.T, db *kit.TestDB, p testCase) {
-		db.SetClock(kit.T0)
-		m := model.New()
-		db.Execute("select ratelimit_define_policy('p', $1, $2, $3::interval, stepped => $4)", p.capacity, p.refill, p.every, p.stepped)
-		every := model.Micros(1)
-		if p.every != "1 microsecond" {
-			every = 365_250 * kit.Day
-		}
-		require.NoError(t, m.Define("p", model.Definition{
-			Numbers: model.Numbers{Capacity: &p.capacity, Refill: &p.refill, Every: &every}, Stepped: &p.stepped,
-		}))
-		now := kit.T0
-		ask := db.AsModel(m, &now)
-		ask(charge(1, "early"))
-		ask(charge(kit.MaxTokens))
-		require.Equal(t, p.floor, ask(charge(kit.MaxTokens)).Remaining)
-		require.Equal(t, p.floor, ask(charge(kit.MaxTokens, "late")).Remaining, "no deeper")
-		require.Equal(t, p.floor, ask(settle("early", kit.MaxTokens)).Remaining, "a settlement is never denied")
-		require.True(t, ask(charge(kit.MaxTokens)).Allowed)
-		require.False(t, ask(reserve(365*24*time.Hour, 1)).Allowed, "a reservation is denied")
-		require.False(t, ask(upTo(1, 1)).Allowed)
-		for _, cost := range []int64{0, 1, p.capacity, kit.MaxTokens} {
-			want := db.Must(m.Peek(now, model.BucketID{Policy: "p", Key: "k"}, cost))
-			require.Equal(t, want, db.Must(kit.Peek(db.Pool, "p", "k", cost)))
-			require.Equal(t, want, db.Acquire("p", "k", cost))
-		}
-		db.Cleanup()
-		ask(settle("late", 0))
-		ask(charge(kit.MaxTokens))
-		now = kit.T0.AddDate(1, 0, 0)
-		db.CleanupAt(now)
-		ask(charge(0))
-		require.NoError(t, m.Reset(model.BucketID{Policy: "p", Key: "k"}))
-		db.Reset("p", "k")
-		require.Equal(t, p.capacity, ask(charge(0)).Remaining, "a reset forgives")
-	})
-}
-
-// A slower policy has a higher floor. An older debt below it stays, gets no deeper, and its times saturate.
-func TestSpend_ADebtBelowANewFloorStays(t *testing.T) {
-	db := kit.ParallelDB(t, kit.T0)
-	m := model.New()
-	id := model.BucketID{Policy: "p", Key: "k"}
-	define := func(capacity, refill int64, every model.Micros) {
-		require.NoError(t, m.Define("p", model.Definition{Numbers: model.Numbers{Capacity: &capacity, Refill: &refill, Every: &every}}))
-		db.Execute("select ratelimit_define_policy('p', $1, $2, $3)", capacity, refill, kit.IntervalOfDays(every))
-	}
-	ask := db.AsModel(m, new(kit.T0))
-	define(10, kit.MaxTokens, 1)
-	ask(charge(5, "i"))
-	ask(charge(5))
-	require.EqualValues(t, -kit.MaxTokens, ask(charge(kit.MaxTokens)).Remaining)
-	define(10, 1, 365_250*kit.Day)
-	require.EqualValues(t, -kit.MaxTokens, ask(charge(1)).Remaining, "the debt is neither cut nor deeper")
-	require.Equal(t, model.Longest, ask(charge(0)).ResetAfter)
-	require.EqualValues(t, -kit.MaxTokens, ask(settle("i", 9)).Remaining)
-	want := db.Must(m.Peek(kit.T0, id, 1))
-	require.Equal(t, model.Longest, want.RetryAfter)
-	require.Equal(t, want, db.Must(kit.Peek(db.Pool, "p", "k", 1)))
-	require.Equal(t, want, db.Acquire("p", "k", 1))
-	require.Equal(t, want.RetryAfter, ask(reserve(365*24*time.Hour, 1)).RetryAfter)
-	require.Equal(t, want, kit.SendBatch(t, db.Pool, kit.AcquireManyWithSizes, kit.All("p", "k"))[0].Whole.Decisions[0])
-	db.SetClock(kit.T0.Add(time.Hour))
-	db.Cleanup()
-	require.EqualValues(t, 1, db.Number("select count(*) from ratelimit.buckets"))
-	define(10, 1, kit.Micros(kit.Second))
-	require.EqualValues(t, -kit.MaxTokens+3600, db.Must(kit.Peek(db.Pool, "p", "k", 1)).Remaining)
-}
-
-// The debt is deeper than the capacity.
-func TestSpend_InBatchesRefillPaysDebtFirst(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
-		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability)
-		db.MustSpend(charge(25))
-		for _, step := range []struct {
-			at   time.Duration
-			want kit.Decision
-		}{
-			{15 * kit.Second, kit.Denied(0, 2*kit.Second, 10*kit.Second, 10)},
-			{16 * kit.Second, kit.Denied(1, kit.Second, 9*kit.Second, 10)},
-			{time.Hour, kit.Allowed(8, 2*kit.Second, 10)},
-		} {
-			db.SetClock(kit.T0.Add(step.at))
-			require.Equal(t, step.want, *kit.SendBatch(t, db.Pool, kit.AcquireMany, kit.RequestOf("p", "k", 2))[0].Decision, step.at)
-		}
-	})
-}
-
-func TestSpend_AShadowPolicyAllowsEachRequest(t *testing.T) {
-	db := kit.ParallelDB(t, kit.T0)
-	db.Execute("select ratelimit_define_policy('p', 10, 1, '1 second', shadow => true)")
-	shadowed := func(d kit.Decision) kit.Decision {
-		d.Shadowed = true
-		return d
-	}
-	runSpending(t, db, []spendStep{
-		{0, reserve(0, 8, "r"), kit.Allowed(2, 8*kit.Second, 10), 0, ""},
-		{0, upTo(5, 3), shadowed(kit.Allowed(2, 8*kit.Second, 10)), 5, ""},
-		{0, upTo(5, 1, "u"), kit.Allowed(0, 10*kit.Second, 10), 5, ""},
-		{0, settle("u", 2), kit.Allowed(0, 10*kit.Second, 10), 0, ""}, // an enforced policy would have taken 2
-		{0, reserve(kit.Second, 4, "none"), shadowed(kit.Allowed(0, 10*kit.Second, 10)), 0, ""},
-		{0, reserve(time.Hour, 4, "w"), shadowed(kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
-		{kit.Second, reserve(time.Hour, 4, "w"), shadowed(kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10))), 0, ""},
-		{kit.Second, acquireStep(4, "w"), shadowed(kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10))), 0, ""},
-		{4 * kit.Second, acquireStep(4, "w"), kit.Replayed(kit.Allowed(-4, 14*kit.Second, 10)), 0, ""},
-		{4 * kit.Second, settle("none", 9), shadowed(kit.Allowed(0, 10*kit.Second, 10)), 0, ""},
-		{4 * kit.Second, settle("w", 0), kit.Allowed(4, 6*kit.Second, 10), 0, ""},
-		{4 * kit.Second, charge(9), kit.Allowed(-5, 15*kit.Second, 10), 0, ""},
-	})
 }
 
 // A charge or a settlement waits for a transaction that removes the bucket and changes its numbers.
@@ -483,48 +156,258 @@ func TestSpend_ErrorsHaveFactsAndARemedy(t *testing.T) {
 	}
 }
 
-func TestSpend_ABatchFailsOnlyTheSettledRequest(t *testing.T) {
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func TestReserve_TokensRefundedWhileItWaitsForTheLockCount(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
-		db.Policy("p", 10, 1, time.Hour, durability).Take("p", "k", 2, "i")
-		db.MustSpend(settle("i", 1))
-		ask := func(key, idempotencyKey string) kit.WholeRequest {
-			return kit.WholeRequest{Charges: []model.Charge{kit.ChargeOf("p", key, 2)}, IdempotencyKey: idempotencyKey}
-		}
-		for function, send := range map[string]func([]kit.WholeRequest) ([]kit.WholeAnswer, error){
-			"many":        func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquireManyWholes(db.Pool, r) },
-			"all many":    func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquireManyWithSizes(db.Pool, r) },
-			"packed":      func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquirePacked(db.Pool, r, false) },
-			"packed, all": func(r []kit.WholeRequest) ([]kit.WholeAnswer, error) { return kit.AcquirePacked(db.Pool, r, true) },
-		} {
-			answers, err := send([]kit.WholeRequest{ask(function, "i"), ask("k", "i"), ask("k", function)})
-			require.NoError(t, err, function)
-			require.True(t, answers[0].Whole.Allowed, function)
-			require.Equal(t, "RL004: the grant under this idempotency key was settled: 'i' was granted with cost 2 and settled with cost 1.: "+
-				"The operation is over, or was cancelled: do not repeat it. A new one needs a new key.", answers[1].Error, function)
-			require.True(t, answers[2].Whole.Allowed, function)
-		}
-		require.EqualValues(t, 1, db.Left("p", "k"))
+		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10)
+		holder := db.Begin().Execute("select ratelimit_refund('p', 'k', 7)")
+		caller := db.Session().StartSpending(reserve(time.Hour, 4, "i")).BlockedBy(holder)
+		holder.Execute("commit")
+		require.Equal(t, kit.Allowed(3, 7*kit.Second, 10), caller.Answer())
+		require.Equal(t, kit.Replayed(kit.Allowed(3, 7*kit.Second, 10)), db.Acquire("p", "k", 4, "i"))
 	})
 }
 
-// Of several shadow buckets, the bucket in the deepest debt binds: it covers the fewest repeats.
-func TestSpend_AnEnforcedBucketBindsBeforeShadowBuckets(t *testing.T) {
-	db := kit.ParallelDB(t, kit.T0)
-	db.Execute("select ratelimit_define_policy('spy', 10, 1, '1 second', shadow => true), ratelimit_define_policy('p', 10, 1, '1 second')")
-	db.Execute("select ratelimit_define_policy(name, 9000000000000, 9000000000000, '1 second', shadow => name = 'vast spy') from unnest('{vast, vast spy}'::text[]) as name")
-	db.Execute("select ratelimit_charge('spy', 'in debt', 13), ratelimit_charge('spy', 'poor', 10), ratelimit_charge('spy', 'rich', 1), ratelimit_charge('p', 'k', 1)")
-	db.Execute("select ratelimit_charge('vast', 'k', 1), ratelimit_charge('vast spy', 'k', 9000000000000), ratelimit_charge('vast spy', 'k', 9000000000000)")
-	for _, charges := range [][]model.Charge{ // of each, the last one binds
-		{kit.ChargeOf("spy", "poor", 7), kit.ChargeOf("spy", "in debt", 7)},
-		{kit.ChargeOf("spy", "poor", 7), kit.ChargeOf("spy", "in debt", 7), kit.ChargeOf("p", "k", 1)},
-		{kit.ChargeOf("spy", "rich", 7), kit.ChargeOf("vast", "k", 1)},
-		{kit.ChargeOf("vast spy", "k", 1), kit.ChargeOf("vast", "k", 1)},
-	} {
-		r := kit.WholeRequest{Charges: charges}
-		w := kit.NoError(r.AcquireAll(db.Pool))(t)
-		require.Equal(t, len(charges), w.Binding, "%+v", w)
-		require.Equal(t, len(charges), kit.SendBatch(t, db.Pool, kit.AcquireManyWithSizes, r)[0].Whole.Binding)
+func TestReserve_TheWaitForTheLockCounts(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 10, 1, kit.Second, durability).Take("p", "k", 10)
+		for _, c := range []struct {
+			key               string
+			cost              int64
+			later, wait, left time.Duration
+		}{{"i", 5, 2 * kit.Second, 3 * kit.Second, 3*kit.Second - kit.Ms}, {"j", 1, time.Hour, 0, 0}} {
+			holder := db.Begin().Execute("select ratelimit_charge('p', 'k', 0)").Execute("select from ratelimit.buckets where key = 'k' for update")
+			holder.Execute("select from ratelimit.ephemeral_buckets where key = 'k' for update")
+			caller := db.Session().StartSpending(reserve(time.Hour, c.cost, c.key)).BlockedBy(holder)
+			db.SetClock(kit.T0.Add(c.later))
+			holder.Execute("commit")
+			got := caller.Answer()
+			require.True(t, got.Allowed)
+			require.Equal(t, kit.Micros(c.wait), got.RetryAfter)
+			db.SetClock(kit.T0.Add(c.later + kit.Ms))
+			require.Equal(t, kit.Micros(c.left), db.MustSpend(reserve(0, c.cost, c.key)).RetryAfter)
+		}
+	})
+}
+
+func TestSettle_DoesNotWaitForAnUncommittedGrant(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		holder := db.Policy("p", 10, 1, time.Hour, durability).Begin()
+		holder.Acquire("p", "k", 4, "i")
+		_, err := settle("i", 2).By(db.Pool)
+		require.Equal(t, string(model.NoGrant), kit.SQLState(err))
+		require.NoError(t, kit.ErrorOf(settle("i", 2).By(holder)), "its own transaction sees it")
+		holder.Execute("commit")
+		got := db.MustSpend(settle("i", 2))
+		require.True(t, got.Replayed)
+		require.EqualValues(t, 8, got.Remaining)
+	})
+}
+
+func TestSettle_OfConcurrentSettlementsOneCounts(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 100, 1, time.Hour, durability).Take("p", "k", 50, "i")
+		holder := db.Begin().Execute("select ratelimit_charge('p', 'k', 1)") // so that all settlements wait for the bucket
+		var callers []*kit.Pending
+		for n := range 10 {
+			callers = append(callers, db.Session().StartSpending(settle("i", int64(10+n%2))))
+			callers[0].BlockedBy(holder)
+		}
+		holder.Execute("commit")
+		mismatches, first := 0, 0
+		for _, caller := range callers {
+			if d, err := caller.Result(); err != nil {
+				require.Equal(t, string(model.IdempotencyMismatch), kit.SQLState(err))
+				mismatches++
+			} else if !d.Replayed {
+				first++
+			}
+		}
+		require.Equal(t, 1, first)
+		require.Equal(t, 5, mismatches)
+		require.Contains(t, []int64{100 - 1 - 10, 100 - 1 - 11}, db.Left("p", "k"))
+	})
+}
+
+func TestSettle_AfterAWaitSettlesThePresentGrant(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		for _, anew := range []bool{true, false} {
+			db.At(kit.T0).Policy("p", 100, 0, kit.Second, durability, kit.Remember(kit.Second)).Take("p", "k", 10, "i")
+			holder := db.Begin().Take("p", "k", 1)
+			call := db.Session().StartSpending(settle("i", 5)).BlockedBy(holder)
+			db.SetClock(kit.T0.Add(kit.Second))
+			if anew {
+				require.False(t, holder.Acquire("p", "k", 20, "i").Replayed)
+			}
+			holder.Execute("commit")
+			d, err := call.Result()
+			if anew {
+				require.NoError(t, err)
+				require.EqualValues(t, 100-10-1-5, d.Remaining)
+			} else {
+				require.Equal(t, string(model.NoGrant), kit.SQLState(err), "%+v", d)
+			}
+			db.DropPolicy("p")
+		}
+	})
+}
+
+func TestSettle_OfAShadowPolicyFindsAGrantThatItsBucketContains(t *testing.T) {
+	t.Parallel()
+	for function, kind := range map[string]string{"ratelimit_settle": "true", "ratelimit.settle_ephemeral": "false"} {
+		db := kit.NewDB(t)
+		gate := db.GateBefore(`if not v_policy\.shadow then perform no_grant\([^;]*;[^;]* end if; select n\.level, n\.reset_us`, function)
+		db.Execute("select ratelimit_define_policy('p', 10, 1, '1 day', shadow => true, durable => " + kind + ")")
+		call := gate.Session().StartSpending(settle("i", 1)).BlockedBy(gate.Keeper)
+		db.Acquire("p", "k", 4, "i")
+		gate.Open()
+		d := call.Answer()
+		require.False(t, d.Shadowed)
+		require.EqualValues(t, 9, d.Remaining)
 	}
 }
 
-func TestMain(m *testing.M) { pgtest.Main(m) }
+// asked are the ways to ask for a token of a bucket, or about one.
+var asked = []string{
+	"ratelimit_acquire('p', 'k')",
+	"ratelimit_acquire_all('{p,p}', '{k,other}')",
+	"ratelimit_acquire_many('{p,p}', '{k,k}')",
+	"ratelimit_acquire_many('{p,p}', '{k,k}', null, '{a,b}')",
+	"(select true = any (requests_allowed) as allowed, null::interval as retry_after from ratelimit_acquire_packed('{p,p,p}', '{k,other,k}', sizes => '{2,1}'))",
+	"ratelimit_acquire_up_to('p', 'k', 5)",
+	"(select allowed, wait as retry_after from ratelimit_reserve('p', 'k', max_wait => '0'))",
+	"(select false as allowed, wait as retry_after from ratelimit_reserve('p', 'k', max_wait => '30 days'))",
+	"ratelimit_peek('p', 'k')",
+	"(select remaining > 0 as allowed, retry_after from ratelimit_status('p', key => 'k'))",
+}
+
+// A pause of 59 minutes holds to its last microsecond, whatever the numbers become and whatever is given back. Then the bucket refills.
+func TestPause_HoldsWhateverTheNumbersBecome(t *testing.T) {
+	db := kit.ParallelDB(t)
+	session := db.Session()
+	const length = 59 * time.Minute
+	end := kit.T0.Add(30*kit.Second + length)
+	for name, c := range map[string]struct{ before, change string }{
+		"they stay":               {"", ""},
+		"a shorter interval":      {"", "select ratelimit_define_policy('p', every => '1 minute')"},
+		"more tokens":             {"", "select ratelimit_define_policy('p', 1000, 1000, '1 microsecond')"},
+		"no refill, and one":      {"", "select ratelimit_define_policy('p', refill => 0); select ratelimit_define_policy('p', 5, 9, '1 second')"},
+		"steps":                   {"", "select ratelimit_define_policy('p', 5, 5, '1 second', stepped => true)"},
+		"no steps":                {"", "select ratelimit_define_policy('p', 5, 5, '1 second', stepped => false)"},
+		"an override":             {"", "select ratelimit_override('p', 'k', every => '1 minute')"},
+		"an override with an end": {"", "select ratelimit_override('p', 'k', every => '1 minute', expires_at => ratelimit.clock() + '33 seconds')"},
+		"the policy's own": {"select ratelimit_override('p', 'k', every => '1 hour')",
+			"select ratelimit_define_policy('p', every => '1 minute'); select ratelimit_remove_override('p', 'k')"},
+		"those after an override": {"select ratelimit_override('p', 'k', every => '1 hour', expires_at => ratelimit.clock() + '33 seconds')",
+			"select ratelimit_define_policy('p', every => '1 minute')"},
+		"what is given back":          {"", "select ratelimit_define_policy('p', every => '1 minute'); select ratelimit_refund('p', 'k', 5); select ratelimit_settle('p', 'k', 'i', 0)"},
+		"clean-up while nothing fits": {"", "select ratelimit_define_policy('p', 0, 5, '1 minute'); select ratelimit_cleanup(); select ratelimit_define_policy('p', 5)"},
+		"a shorter pause":             {"", "select ratelimit_define_policy('p', every => '1 minute'); select ratelimit_pause('p', 'k', '1 second')"},
+		"a debt":                      {"select ratelimit_charge('p', 'k', 1)", "select ratelimit_define_policy('p', every => '1 minute')"},
+	} {
+		for _, stepped := range []bool{true, false} {
+			for _, durable := range []bool{true, false} {
+				say := fmt.Sprintf("%s, stepped %v, durable %v", name, stepped, durable)
+				db.SetClock(kit.T0)
+				session.Execute("select ratelimit_define_policy('p', 5, 5, '1 hour', $1, $2)", stepped, durable).Take("p", "k", 5, "i")
+				db.SetClock(end.Add(-length))
+				for _, statement := range []string{c.before, fmt.Sprintf("select ratelimit_pause('p', 'k', '%d s')", int(length.Seconds())), c.change} {
+					_, err := session.PgConn().Exec(t.Context(), statement).ReadAll()
+					require.NoError(t, err, "%s: %s", say, statement)
+				}
+				for _, left := range []time.Duration{length, length - 33*kit.Second, length / 2, time.Microsecond} {
+					db.SetClock(end.Add(-left))
+					for _, ask := range asked {
+						session.Execute("begin")
+						early := kit.ColumnOf(t, session, "select a.allowed || ' ' || a.retry_after from "+ask+" as a where a.allowed or a.retry_after < $1 * interval '1 microsecond'", left.Microseconds())
+						require.Empty(t, early, "%s: %v before the end, %s", say, left, ask)
+						session.Execute("rollback")
+					}
+				}
+				wait := db.Must(kit.Peek(session, "p", "k", 1)).RetryAfter
+				db.SetClock(wait.After(end.Add(-time.Microsecond)))
+				require.True(t, session.Acquire("p", "k", 1).Allowed, "%s: %v later", say, wait)
+				session.Execute("select ratelimit_drop_policy('p')")
+			}
+		}
+	}
+}
+
+func TestSpend_Rules(t *testing.T) {
+	t.Parallel()
+	const (
+		bucket = "select ratelimit_define_policy('p', 10, 1, '1 hour', durable => (durable))"
+		quota  = "select ratelimit_define_policy('p', 10, period => '1 day', anchor => '2024-03-30 12:00', durable => (durable))" // which turns at T0
+	)
+	kit.RunSteps(t, map[string][]kit.Step{
+		"what an override's refill has paid of a debt stays paid if it ends in a pause": {
+			{0, bucket, ""},
+			{0, "select ratelimit_override('p', 'k', refill => 3600, expires_at => ratelimit.clock() + '60 s')", ""},
+			{0, "select remaining from ratelimit_charge('p', 'k', 20)", "-10"},
+			{30 * kit.Second, "select remaining, retry_after from ratelimit_pause('p', 'k', '2 min')", "0,01:02:00"},
+			{3750 * kit.Second, "select allowed from ratelimit_acquire('p', 'k')", "t"},
+		},
+		"an override that ends with a pause refills no more once the pause has begun": {
+			{0, bucket, ""},
+			{0, "select ratelimit_override('p', 'k', refill => 3600, expires_at => ratelimit.clock() + '60 s')", ""},
+			{0, "select remaining from ratelimit_charge('p', 'k', 110)", "-100"},
+			{10 * kit.Second, "select remaining from ratelimit_pause('p', 'k', '50 s')", "-90"},
+		},
+		"a pause at capacity 0 outlives clean-up": {
+			{0, bucket, ""},
+			{0, "select remaining from ratelimit_pause('p', 'k', '1 hour')", "0"},
+			{0, "select ratelimit_define_policy('p', 0)", ""},
+			{kit.Second, "select ratelimit_cleanup()", "0,0"},
+			{kit.Second, "select ratelimit_define_policy('p', 10)", ""},
+			{2 * kit.Second, "select allowed, retry_after from ratelimit_acquire('p', 'k')", "f,01:59:58"},
+		},
+		"a shorter pause changes nothing, and what is given back in the longer one is lost": {
+			{0, bucket, ""},
+			{0, "select retry_after from ratelimit_pause('p', 'k', '1 hour')", "02:00:00"},
+			{0, "select retry_after from ratelimit_pause('p', 'k', '1 s')", "02:00:00"},
+			{10 * kit.Second, "select remaining from ratelimit_refund('p', 'k', 5)", "0"},
+		},
+		"a refund of a quota is of the period that runs": {
+			{0, quota, ""},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 8)", "2"},
+			{kit.ADay, "select remaining from ratelimit_refund('p', 'k', 2)", "10"},
+		},
+		"a quota that was given back is cleaned up before its turn": {
+			{0, quota, ""},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 8)", "2"},
+			{kit.Second, "select remaining from ratelimit_refund('p', 'k', 8)", "10"},
+			{kit.Second, "select ratelimit_cleanup()", "1,0"},
+		},
+		"what is used of a quota stays used where the clock goes back and comes again": {
+			{0, quota, ""},
+			{kit.ADay, "select remaining from ratelimit_acquire('p', 'k', 8)", "2"},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 1)", "1"},
+			{kit.ADay, "select remaining from ratelimit_peek('p', 'k')", "1"},
+		},
+		"a refund of a quota gives back all that was used, after a downgrade too": {
+			{0, quota, ""},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 8)", "2"},
+			{0, "select ratelimit_define_policy('p', 3)", ""},
+			{0, "select remaining from ratelimit_refund('p', 'k', 6)", "1"},
+			{0, "select remaining from ratelimit_refund('p', 'k', 6)", "3"},
+		},
+		"reset_after of a quota is by the policy once an override has ended": {
+			{0, quota, ""},
+			{0, "select ratelimit_override('p', 'k', 5, anchor => '2024-03-30 20:00', expires_at => ratelimit.clock() + '1 hour')", ""},
+			{0, "select remaining, reset_after from ratelimit_acquire('p', 'k', 1)", "4,24:00:00"},
+			{0, "select remaining, reset_after from ratelimit_peek('p', 'k')", "4,24:00:00"},
+		},
+		"a grant at the turn of a quota is of the period that begins": {
+			{0, quota, ""},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 8, 'i')", "2"},
+			{kit.Second, "select remaining from ratelimit_settle('p', 'k', 'i', 3)", "7"},
+		},
+		"a settlement uses at most 9000000000000 tokens of a quota": {
+			{0, quota, ""},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 5, 'i')", "5"},
+			{0, "select remaining from ratelimit_charge('p', 'k', 9000000000000)", "-8999999999990"},
+			{0, "select remaining from ratelimit_settle('p', 'k', 'i', 9000000000000)", "-8999999999990"},
+		},
+	})
+}
