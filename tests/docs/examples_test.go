@@ -53,17 +53,14 @@ var docsExamples = []docsExample{
 	{path: "ruby/sql.rb", run: `exec ruby "$1"`, probe: "ruby -rwebrick -rpg -e ''", packages: []string{"ruby", "ruby-webrick", "ruby-pg"}},
 }
 
-// Clients of gRPC that are not ours.
-var (
-	nodeTest   = docsExample{path: "node/grpc.test.mjs", run: `exec node --test "$1"`, probe: "node --version", packages: []string{"nodejs"}, npm: true}
-	pythonTest = docsExample{path: "python/grpc_calls.py", run: `exec /usr/bin/python3 "$1"`, probe: "/usr/bin/python3 -c 'import grpc, google.protobuf'",
-		packages: []string{"python3", "python3-grpcio", "python3-protobuf"}}
-)
+// grpcCalls is a client of gRPC that is not ours.
+var grpcCalls = docsExample{path: "python/grpc_calls.py", run: `exec /usr/bin/python3 "$1"`, probe: "/usr/bin/python3 -c 'import grpc, google.protobuf'",
+	packages: []string{"python3", "python3-grpcio", "python3-protobuf"}}
 
 func TestDocs_Examples(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	paths := []string{nodeTest.path, pythonTest.path}
+	paths := []string{grpcCalls.path}
 	for _, example := range docsExamples {
 		paths = append(paths, example.path)
 		t.Run(example.path, func(t *testing.T) {
@@ -124,31 +121,18 @@ func TestDocs_Examples(t *testing.T) {
 	}
 }
 
-// call runs a client of gRPC, which makes every call, and returns what it prints.
-func (e docsExample) call(t *testing.T) string {
-	e.need(t)
-	db := kit.NewDB(t)
-	db.DefinePolicy("api", 10, 1, kit.ADay)
-	db.Execute("select ratelimit_define_policy('budget', 1000, 0, '1 day'), ratelimit_define_policy('jobs', 1, lease => '1 minute')")
-	c := e.program(t, "", append(serverVariables(t, db.DB, "TOKENS=secret"), kit.PgVariables(t, db.URL)...))
-	out, err := c.CombinedOutput()
-	require.NoError(t, err, "%s", out)
-	return string(out)
-}
-
-// It gets every error, too.
-func TestDocs_NodeCallsTheServer(t *testing.T) {
-	pgtest.OncePerServer(t)
-	t.Parallel()
-	out := nodeTest.call(t)
-	require.Regexp(t, `(?m)^# pass [1-9]\d*$`, out)
-	require.Regexp(t, `(?m)^# skipped 0$`, out)
-}
-
+// It makes every call of the service.
 func TestDocs_PythonCallsTheServer(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	require.Equal(t, "all calls are answered\n", pythonTest.call(t))
+	grpcCalls.need(t)
+	db := kit.NewDB(t)
+	db.DefinePolicy("api", 10, 1, kit.ADay)
+	db.Execute("select ratelimit_define_policy('budget', 1000, 0, '1 day'), ratelimit_define_policy('jobs', 1, lease => '1 minute')")
+	c := grpcCalls.program(t, "", append(serverVariables(t, db.DB, "TOKENS=secret"), kit.PgVariables(t, db.URL)...))
+	out, err := c.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	require.Equal(t, "all calls are answered\n", string(out))
 }
 
 // need skips the test of an example that cannot run here, or installs what it lacks.
@@ -189,7 +173,7 @@ var patient = strings.NewReplacer(
 func (e docsExample) program(t *testing.T, port string, env []string) *exec.Cmd {
 	text := kit.NoError(os.ReadFile(filepath.Join("../../docs/examples", e.path)))(t)
 	copied := patient.Replace(string(text))
-	require.True(t, e.path == nodeTest.path || e.path == pythonTest.path || copied != string(text), "%s waits for how long?", e.path)
+	require.True(t, e.path == grpcCalls.path || copied != string(text), "%s waits for how long?", e.path)
 	root := t.TempDir()
 	file := filepath.Join(root, "docs/examples", e.path)
 	require.NoError(t, os.MkdirAll(filepath.Dir(file), 0o700))

@@ -1,7 +1,10 @@
 """Every call of the service over gRPC, by reflection and without generated code.
 
 apt-get install python3-grpcio python3-protobuf
-RATELIMIT_TOKEN=… /usr/bin/python3 grpc_calls.py    # with the policies of ../node/grpc.test.mjs
+RATELIMIT_TOKEN=… /usr/bin/python3 grpc_calls.py    # with these policies:
+
+select ratelimit_define_policy('api', 10, 1, '1 day'), ratelimit_define_policy('budget', 1000, 0, '1 day'),
+       ratelimit_define_policy('jobs', 1, lease => '1 minute');
 """
 import os
 
