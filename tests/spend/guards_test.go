@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/pgratelimit/pgratelimit/client"
@@ -14,45 +13,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
-
-func TestEnforce_IsAcquireThatRaises(t *testing.T) {
-	kit.OnDBs(t, map[string][]kit.PolicyOption{"durable": {kit.Durable}, "ephemeral": {kit.Ephemeral}, "stepped": {kit.Stepped}}, func(t *testing.T, db *kit.TestDB, options []kit.PolicyOption) {
-		db.Policy("enforced", 10, 3, 7*kit.Second, options...).Policy("acquired", 10, 3, 7*kit.Second, options...)
-		db.Execute("select ratelimit_override(p, 'special', 4) from unnest('{enforced,acquired}'::text[]) as p")
-		refusals := 0
-		for i, cost := range []int64{4, 0, 5, 2, 11, 1, 1, 3, 0, 10, 4, 1} {
-			db.SetClock(kit.T0.Add(time.Duration(i) * 1_100 * kit.Ms))
-			for _, key := range []string{"k", "special"} {
-				var idempotencyKey []string
-				if i%3 == 0 {
-					idempotencyKey = []string{fmt.Sprint(i / 6)}
-				}
-				want, wantErr := kit.Acquire(db.Pool, "acquired", key, cost, idempotencyKey...)
-				got, err := kit.Enforce(db.Pool, "enforced", key, cost, idempotencyKey...)
-				switch {
-				case wantErr != nil:
-					require.Equal(t, kit.SQLState(wantErr), kit.SQLState(err))
-				case want.Allowed:
-					require.NoError(t, err)
-					require.Equal(t, want, got)
-				default:
-					refusals++
-					requireDenial(t, err, "enforced", cost, want)
-					require.Equal(t, db.Bucket("acquired", key), db.Bucket("enforced", key))
-				}
-			}
-		}
-		require.Greater(t, refusals, 4)
-		for _, call := range []string{"('none', 'k')", "('enforced', '')", "('enforced', null)", "('enforced', 'k', -1)", "('enforced', 'k', null)", "(null, 'k')"} {
-			_, err := db.Pool.Exec(t.Context(), "select ratelimit_acquire"+call)
-			want := kit.PgError(err)
-			got := db.Refused(want.Code, "select ratelimit_enforce"+call)
-			require.Equal(t, []string{want.Message, want.Detail}, []string{got.Message, got.Detail})
-		}
-		db.Execute("select ratelimit_define_policy('enforced', shadow => true)")
-		require.True(t, kit.NoError(kit.Enforce(db.Pool, "enforced", "k", 11))(t).Shadowed)
-	})
-}
 
 // requireDenial fails unless an error is RL429 with the numbers of a denial, and without the key.
 func requireDenial(t *testing.T, err error, policy string, cost int64, want kit.Decision) {
