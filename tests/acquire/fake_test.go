@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"testing"
@@ -19,205 +21,130 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+// Random calls, most of them wrong in one argument or two, are refused by both for the same reason, or change both alike.
 func TestFake_RefusesWhatTheServerRefuses(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	db, fake := kit.NewDB(t), kit.NewFake(t)
-	names := []string{"", strings.Repeat("é", 257), "\xff", "a\x00", "nobody", "p", "q"}
-	costs := []int64{-1, 0, 1, math.MaxInt64}
-	for _, s := range []kit.Subject{db, fake} {
+	db, fake, ctx := kit.NewDB(t), kit.NewFake(t), t.Context()
+	limiters := []*client.Limiter{client.New(db.Pool), fake.Fake.Limiter}
+	for i, s := range []kit.Subject{db, fake} {
 		s.SetClock(kit.T0)
 		s.DefinePolicy("p", 10, 1, kit.Second)
 		s.DefinePolicy("q", 10, 1, kit.Second, kit.Ephemeral)
 		s.Acquire("p", "p", 2, "p")
+		require.NoError(t, limiters[i].DefinePolicy(ctx, client.Policy{Name: "quota", Capacity: 10, Period: client.Period{Months: 1}}))
+		require.NoError(t, limiters[i].DefinePolicy(ctx, client.Policy{Name: "slots", Capacity: 10, Lease: time.Hour}))
 	}
-	for _, l := range []*client.Limiter{client.New(db.Pool), fake.Fake.Limiter} {
-		require.NoError(t, l.DefinePolicy(t.Context(), client.Policy{Name: "quota", Capacity: 10, Period: client.Period{Months: 1}}))
-		require.NoError(t, l.DefinePolicy(t.Context(), client.Policy{Name: "slots", Capacity: 10, Lease: time.Hour}))
-	}
-	calls := map[string]func(l *client.Limiter) error{}
-	add := func(name string, call func(l *client.Limiter) error) { calls[name] = call }
-	ctx := t.Context()
-	for _, policy := range names {
-		add(fmt.Sprintf("drop %q", policy), func(l *client.Limiter) error {
-			if policy == "p" || policy == "q" {
-				return nil
+	random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
+	refused := map[string]int{}
+	const each = 60
+	for range each {
+		calls := fakeCalls(ctx, random)
+		for _, name := range slices.Sorted(maps.Keys(calls)) {
+			want, got := calls[name](limiters[0]), calls[name](limiters[1])
+			require.Equal(t, want == nil, got == nil, "%s: %v, %v", name, want, got)
+			if want == nil {
+				continue
 			}
-			return l.DropPolicy(ctx, policy)
-		})
-		for _, key := range names {
-			add(fmt.Sprintf("reset %q %q", policy, key), func(l *client.Limiter) error { return l.Reset(ctx, policy, key) })
-			for _, cost := range costs {
-				add(fmt.Sprintf("peek %q %q %d", policy, key, cost), func(l *client.Limiter) error { return kit.ErrorOf(l.Peek(ctx, policy, key, client.Cost(cost))) })
-				add(fmt.Sprintf("refund %q %q %d", policy, key, cost), func(l *client.Limiter) error { return kit.ErrorOf(l.Refund(ctx, policy, key, cost)) })
-				for _, idempotencyKey := range names {
-					if cost != -1 && cost != 1 { // a bad one and a good one
-						continue
-					}
-					add(fmt.Sprintf("acquire %q %q %d %q", policy, key, cost, idempotencyKey), func(l *client.Limiter) error {
-						return kit.ErrorOf(l.Acquire(ctx, policy, key, client.Cost(cost), client.IdempotencyKey(idempotencyKey)))
-					})
-				}
+			kind, _, _ := strings.Cut(name, " ")
+			refused[kind]++
+			for _, kind := range []error{client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrInvalidArgument} {
+				require.Equal(t, errors.Is(want, kind), errors.Is(got, kind), "%s: %v, %v", name, want, got)
+			}
+			require.Equal(t, kit.SQLState(want), kit.SQLState(got), "%s: %v, %v", name, want, got)
+			var wantErr, gotErr *pgconn.PgError
+			if errors.As(want, &wantErr) && errors.As(got, &gotErr) && wantErr.Code != "22021" { // whose message shows the bytes
+				require.Equal(t, wantErr.Message, gotErr.Message, name)
 			}
 		}
 	}
-	numbers := []int64{-1, 0, 1, 9_000_000_000_000, 9_000_000_000_001}   // 0 keeps what is there
-	spans := []time.Duration{-kit.Us, 0, kit.Us, time.Hour, 1<<63 - 808} // up to 292 years
-	for _, name := range names {
-		for i, n := range numbers {
-			for j, every := range spans {
-				for k, choice := range []client.Choice{client.Keep, client.Yes, client.No, 7} {
-					p := client.Policy{
-						Name: name, Capacity: n, Refill: numbers[(i+j+k)%5], Every: every, Durable: choice, Stepped: client.Choice((i + k) % 3),
-						Remember: spans[(j+k)%5],
-					}
-					add(fmt.Sprintf("define %+v", p), func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) })
-				}
-			}
-		}
+	for name := range fakeCalls(ctx, random) {
+		kind, _, _ := strings.Cut(name, " ")
+		require.Greater(t, refused[kind], each/10, kind)
 	}
-	periods := []client.Period{{}, {Days: 1}, {Days: 365_250}, {Days: 365_251}, {Months: 1}, {Months: 12_000}, {Months: 12_001}, {Months: 1, Days: 1}, {Months: -1}}
-	zones := []string{"", "", "UTC", "Europe/Berlin", "CET", "posix/Europe/Berlin", "europe/berlin", "Nowhere/Land", "a\x00/b"}
-	anchors := []time.Time{{}, kit.T0, time.Date(9999, 12, 31, 23, 59, 59, 999_999_000, time.UTC), time.Date(10_000, 1, 1, 0, 0, 0, 0, time.UTC), time.Date(0, 12, 31, 0, 0, 0, 0, time.UTC)}
-	for _, name := range append(names, "quota", "other") {
-		for i, period := range periods {
-			for j, zone := range zones {
-				p := client.Policy{
-					Name: name, Capacity: numbers[(i+j)%5], Period: period, TimeZone: zone, Anchor: anchors[(i+j)%7%5], Durable: client.Choice(i % 2),
-					Refill: []int64{0, 0, 0, 1}[(i+j)%4], Every: []time.Duration{0, 0, 0, 0, kit.Us}[(i+j)%5], Stepped: client.Choice((i + j) / 7 % 3),
-				}
-				add(fmt.Sprintf("define %+v", p), func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) })
-				o := client.Override{Policy: name, Key: "p", Capacity: p.Capacity, Refill: p.Refill, Every: p.Every, TimeZone: zone, Anchor: p.Anchor}
-				add(fmt.Sprintf("override %+v", o), func(l *client.Limiter) error { return l.Override(ctx, o) })
-			}
-		}
-	}
-	addSlots(ctx, names, add)
-	for i, policy := range names {
-		for j, key := range names {
-			add(fmt.Sprintf("remove override %q %q", policy, key), func(l *client.Limiter) error { return kit.ErrorOf(l.RemoveOverride(ctx, policy, key)) })
-			for k, every := range spans {
-				o := client.Override{
-					Policy: policy, Key: key, Every: every,
-					Capacity: numbers[(i+j+k)%5], Refill: numbers[(i+k)%5], ExpiresAt: kit.T0.Add(spans[(j+k)%5]),
-				}
-				add(fmt.Sprintf("override %+v", o), func(l *client.Limiter) error { return l.Override(ctx, o) })
-			}
-			for _, cost := range costs {
-				charges := []client.Charge{{Policy: "p", Key: "p"}, {Policy: policy, Key: key, Cost: client.Cost(cost)}}
-				add(fmt.Sprintf("acquire all %+v", charges), func(l *client.Limiter) error {
-					return kit.ErrorOf(l.AcquireAll(ctx, charges, client.IdempotencyKey(names[(i+j)%7])))
-				})
-			}
-		}
-	}
-	for _, n := range []int{0, 1000, 1001} {
-		add(fmt.Sprintf("acquire all of %d", n), func(l *client.Limiter) error {
-			return kit.ErrorOf(l.AcquireAll(ctx, slices.Repeat([]client.Charge{{Policy: "p", Key: "p"}}, n)))
-		})
-	}
-	for _, name := range names {
-		for _, n := range []int32{-1, 0, 1} {
-			add(fmt.Sprintf("overrides %q %d", name, n), func(l *client.Limiter) error {
-				_, ofPolicy := l.Overrides(ctx, client.OfPolicy(name), client.MaxRows(n))
-				_, ofKey := l.Overrides(ctx, client.OfKey(name), client.MaxRows(n))
-				return cmp.Or(ofPolicy, ofKey)
-			})
-		}
-	}
-	onServer := client.New(db.Pool)
-	refused := 0
-	for name, call := range calls {
-		want, got := call(onServer), call(fake.Fake.Limiter)
-		require.Equal(t, want == nil, got == nil, "%s: %v, %v", name, want, got)
-		if want == nil {
-			continue
-		}
-		refused++
-		for _, kind := range []error{client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrInvalidArgument} {
-			require.Equal(t, errors.Is(want, kind), errors.Is(got, kind), "%s: %v, %v", name, want, got)
-		}
-		require.Equal(t, kit.SQLState(want), kit.SQLState(got), "%s: %v, %v", name, want, got)
-		var wantErr, gotErr *pgconn.PgError
-		if errors.As(want, &wantErr) && errors.As(got, &gotErr) && wantErr.Code != "22021" { // whose message shows the bytes
-			require.Equal(t, wantErr.Message, gotErr.Message, name)
-		}
-	}
-	require.Greater(t, refused, 500)
-	require.Equal(t, kit.NoError(onServer.Policies(ctx))(t), kit.NoError(fake.Fake.Policies(ctx))(t))
-	require.Equal(t, kit.NoError(onServer.Overrides(ctx))(t), kit.NoError(fake.Fake.Overrides(ctx))(t))
+	require.Equal(t, kit.NoError(limiters[0].Policies(ctx))(t), kit.NoError(fake.Fake.Policies(ctx))(t))
+	require.Equal(t, kit.NoError(limiters[0].Overrides(ctx))(t), kit.NoError(fake.Fake.Overrides(ctx))(t))
 }
 
-// addSlots adds calls that concern slots, or would.
-func addSlots(ctx context.Context, names []string, add func(name string, call func(l *client.Limiter) error)) {
-	leases := []time.Duration{0, 0, kit.Us, 999 * kit.Us, 1000 * kit.Us, time.Hour, -time.Hour, 1<<63 - 808}
-	capacities := []int64{0, client.Zero, 1, 10_000, 10_001, 9_000_000_000_000}
-	for i, name := range append(names, "quota", "slots", "lends") {
-		for j, lease := range leases {
-			for k, capacity := range capacities {
-				p := client.Policy{Name: name, Capacity: capacity, Lease: lease, Durable: client.Choice((i + j) % 3)}
-				if p.Durable == client.No && name == "slots" {
-					p.Durable = client.Keep
-				}
-				o := client.Override{Policy: name, Key: "p", Capacity: capacity, Lease: lease}
-				switch (i + j + k) % 11 {
-				case 0:
-					p.Refill, o.Refill = 1, client.Zero
-				case 1:
-					p.Every, o.Every = kit.Us, kit.Us
-				case 2:
-					p.Stepped, p.Remember = client.No, kit.Us
-				case 3:
-					p.Remember, o.ExpiresAt = kit.Us, kit.T0
-				case 4:
-					p.Period, o.TimeZone = client.Period{Days: 1}, "UTC"
-				case 5:
-					p.TimeZone, o.TimeZone = "UTC", "UTC"
-				case 6:
-					p.Anchor, o.Anchor = kit.T0, kit.T0
-				}
-				add(fmt.Sprintf("define %+v", p), func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) })
-				add(fmt.Sprintf("override %+v", o), func(l *client.Limiter) error { return l.Override(ctx, o) })
-			}
-		}
+// fakeCalls is one call of each method, by its name and its arguments. A choice that repeats a value is likelier.
+func fakeCalls(ctx context.Context, random *rand.Rand) map[string]func(l *client.Limiter) error {
+	name := func() string {
+		return oneOf(random, "", strings.Repeat("é", 257), "\xff", "a\x00", "nobody", "p", "p", "p", "q", "q", "quota", "quota", "slots", "slots")
 	}
-	charges := []client.Charge{{Policy: "p", Key: "p"}, {Policy: "slots", Key: "p"}}
-	for name, call := range map[string]func(l *client.Limiter) error{
-		"acquire": func(l *client.Limiter) error { return kit.ErrorOf(l.Acquire(ctx, "slots", "k")) },
-		"acquire, keyed": func(l *client.Limiter) error {
-			return kit.ErrorOf(l.Acquire(ctx, "slots", "k", client.IdempotencyKey("i")))
-		},
-		"acquire nothing": func(l *client.Limiter) error { return kit.ErrorOf(l.Acquire(ctx, "slots", "k", client.Cost(0))) },
-		"acquire all":     func(l *client.Limiter) error { return kit.ErrorOf(l.AcquireAll(ctx, charges)) },
-		"acquire more": func(l *client.Limiter) error {
-			return kit.ErrorOf(l.AcquireAll(ctx, append(charges, client.Charge{Policy: "no", Key: "k"})))
-		},
-		"acquire less": func(l *client.Limiter) error {
-			return kit.ErrorOf(l.AcquireAll(ctx, append([]client.Charge{{Policy: "no", Key: "k"}}, charges...)))
-		},
-		"up to":           func(l *client.Limiter) error { return kit.ErrorOf(l.AcquireUpTo(ctx, "slots", "k", 1)) },
-		"refund":          func(l *client.Limiter) error { return kit.ErrorOf(l.Refund(ctx, "slots", "k", 1)) },
-		"charge":          func(l *client.Limiter) error { return kit.ErrorOf(l.Charge(ctx, "slots", "k", 1)) },
-		"settle":          func(l *client.Limiter) error { return kit.ErrorOf(l.Settle(ctx, "slots", "k", "i", 1)) },
-		"reserve":         func(l *client.Limiter) error { return kit.ErrorOf(l.Reserve(ctx, "slots", "k", 0)) },
-		"peek":            func(l *client.Limiter) error { return kit.ErrorOf(l.Peek(ctx, "slots", "k")) },
-		"peek at nothing": func(l *client.Limiter) error { return kit.ErrorOf(l.Peek(ctx, "slots", "k", client.Cost(0))) },
-		"reset":           func(l *client.Limiter) error { return l.Reset(ctx, "slots", "k") },
-	} {
-		add(name+" of slots", call)
+	tokens := func() int64 {
+		return oneOf[int64](random, -1, 0, 0, 0, 1, 10, 10_000, 10_001, 9_000_000_000_000, 9_000_000_000_001, math.MaxInt64, client.Zero)
 	}
-	for _, policy := range append(names, "slots") {
-		for _, key := range names {
-			for _, cost := range []int64{-1, 0, 1, 11} {
-				add(fmt.Sprintf("hold %q %q %d", policy, key, cost), func(l *client.Limiter) error {
-					h, _, err := l.Hold(ctx, policy, key, client.Cost(cost))
-					return cmp.Or(err, h.Release(ctx))
-				})
+	span := func() time.Duration {
+		return oneOf[time.Duration](random, 0, 0, 0, 0, -kit.Us, kit.Us, 999*kit.Us, 1000*kit.Us, time.Hour, 1<<63-808) // up to 292 years
+	}
+	zone := func() string {
+		return oneOf(random, "", "", "", "UTC", "Europe/Berlin", "CET", "posix/Europe/Berlin", "europe/berlin", "Nowhere/Land", "a\x00/b")
+	}
+	anchor := func() time.Time {
+		return oneOf(random, time.Time{}, time.Time{}, kit.T0, time.Date(9999, 12, 31, 23, 59, 59, 999_999_000, time.UTC),
+			time.Date(10_000, 1, 1, 0, 0, 0, 0, time.UTC), time.Date(0, 12, 31, 0, 0, 0, 0, time.UTC))
+	}
+	period := func() client.Period {
+		return client.Period{Days: oneOf(random, 0, 0, 0, 1, 365_250, 365_251), Months: oneOf(random, 0, 0, 0, 1, 12_000, 12_001, -1)}
+	}
+	choice := func() client.Choice { return oneOf(random, client.Keep, client.Keep, client.Yes, client.No, 7) }
+	policy, key, cost, id := name(), name(), client.Cost(tokens()), client.IdempotencyKey(name())
+	charges := []client.Charge{{Policy: "p", Key: "p"}, {Policy: policy, Key: key, Cost: cost}}
+	many := slices.Repeat([]client.Charge{{Policy: "p", Key: "p"}}, oneOf(random, 0, 1000, 1001))
+	p := client.Policy{
+		Name: oneOf(random, policy, "other"), Capacity: tokens(), Refill: tokens(), Every: span(), Remember: span(), Durable: choice(), Stepped: choice(),
+		Period: period(), TimeZone: zone(), Anchor: anchor(), Lease: span(),
+	}
+	// Each kind of policy with what it takes alone, so that one wrong field is met, too.
+	bucket := client.Policy{
+		Name: p.Name, Capacity: p.Capacity, Refill: p.Refill, Every: p.Every, Remember: p.Remember, Durable: p.Durable, Stepped: p.Stepped,
+	}
+	quota := client.Policy{Name: p.Name, Capacity: p.Capacity, Period: p.Period, TimeZone: p.TimeZone, Anchor: p.Anchor, Durable: p.Durable}
+	slots := client.Policy{Name: p.Name, Capacity: p.Capacity, Lease: p.Lease}
+	o := client.Override{
+		Policy: policy, Key: key, Capacity: tokens(), Refill: oneOf(random, 0, tokens()), Every: oneOf(random, 0, span()),
+		TimeZone: zone(), Anchor: anchor(), Lease: oneOf(random, 0, span()), ExpiresAt: kit.T0.Add(span()),
+	}
+	rows := oneOf(random, client.MaxRows(-1), client.MaxRows(0), client.MaxRows(1))
+	about := fmt.Sprintf(" %q %q %v", policy, key, charges[1].Cost)
+	return map[string]func(l *client.Limiter) error{
+		"acquire" + about: func(l *client.Limiter) error { return kit.ErrorOf(l.Acquire(ctx, policy, key, cost, id)) },
+		"plain" + about:   func(l *client.Limiter) error { return kit.ErrorOf(l.Acquire(ctx, policy, key, cost)) },
+		"all" + about:     func(l *client.Limiter) error { return kit.ErrorOf(l.AcquireAll(ctx, charges, id)) },
+		"reverse" + about: func(l *client.Limiter) error {
+			return kit.ErrorOf(l.AcquireAll(ctx, []client.Charge{charges[1], charges[0]}))
+		},
+		"many" + about:     func(l *client.Limiter) error { return kit.ErrorOf(l.AcquireAll(ctx, many)) },
+		"up-to" + about:    func(l *client.Limiter) error { return kit.ErrorOf(l.AcquireUpTo(ctx, policy, key, 1)) },
+		"peek" + about:     func(l *client.Limiter) error { return kit.ErrorOf(l.Peek(ctx, policy, key, cost)) },
+		"refund" + about:   func(l *client.Limiter) error { return kit.ErrorOf(l.Refund(ctx, policy, key, p.Capacity)) },
+		"charge" + about:   func(l *client.Limiter) error { return kit.ErrorOf(l.Charge(ctx, policy, key, p.Refill)) },
+		"settle" + about:   func(l *client.Limiter) error { return kit.ErrorOf(l.Settle(ctx, policy, key, "p", 1)) },
+		"reserve" + about:  func(l *client.Limiter) error { return kit.ErrorOf(l.Reserve(ctx, policy, key, 0)) },
+		"reset" + about:    func(l *client.Limiter) error { return l.Reset(ctx, policy, key) },
+		"holders" + about:  func(l *client.Limiter) error { return kit.ErrorOf(l.Holders(ctx, client.OfPolicy(policy))) },
+		"listed" + about:   func(l *client.Limiter) error { return kit.ErrorOf(l.Overrides(ctx, client.OfPolicy(policy), rows)) },
+		"of-a-key" + about: func(l *client.Limiter) error { return kit.ErrorOf(l.Overrides(ctx, client.OfKey(key), rows)) },
+		"remove" + about:   func(l *client.Limiter) error { return kit.ErrorOf(l.RemoveOverride(ctx, policy, key)) },
+		"hold" + about: func(l *client.Limiter) error {
+			h, _, err := l.Hold(ctx, policy, key, cost)
+			return cmp.Or(err, h.Release(ctx))
+		},
+		"drop" + about: func(l *client.Limiter) error {
+			if slices.Contains([]string{"p", "q", "quota", "slots"}, policy) {
+				return l.DropPolicy(ctx, "nobody")
 			}
-		}
-		add(fmt.Sprintf("holders %q", policy), func(l *client.Limiter) error { return kit.ErrorOf(l.Holders(ctx, client.OfPolicy(policy))) })
+			return l.DropPolicy(ctx, policy)
+		},
+		fmt.Sprintf("define %+v", p):      func(l *client.Limiter) error { return l.DefinePolicy(ctx, p) },
+		fmt.Sprintf("bucket %+v", bucket): func(l *client.Limiter) error { return l.DefinePolicy(ctx, bucket) },
+		fmt.Sprintf("quota %+v", quota):   func(l *client.Limiter) error { return l.DefinePolicy(ctx, quota) },
+		fmt.Sprintf("slots %+v", slots):   func(l *client.Limiter) error { return l.DefinePolicy(ctx, slots) },
+		fmt.Sprintf("override %+v", o):    func(l *client.Limiter) error { return l.Override(ctx, o) },
 	}
 }
+
+func oneOf[T any](random *rand.Rand, values ...T) T { return values[random.IntN(len(values))] }
 
 // An error about one element of a request says which. The only element of a request has no number: a Combiner may send it beside
 // requests of several.
