@@ -15,6 +15,82 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+func TestCleanup_Rules(t *testing.T) {
+	t.Parallel()
+	const (
+		bucket  = "select ratelimit_define_policy('p', 10, 1, '1 s', durable => (durable))"
+		cleanup = "select ratelimit_cleanup()"
+	)
+	kit.RunSteps(t, map[string][]kit.Step{
+		"a full bucket is removed, and a bucket in use stays": {
+			{0, bucket, ""},
+			{0, "select remaining from ratelimit_acquire('p', 'idle', 2)", "8"},
+			{0, "select remaining from ratelimit_acquire('p', 'busy', 2)", "8"},
+			{kit.Second, "select remaining from ratelimit_acquire('p', 'busy', 5)", "4"},
+			{2*kit.Second - kit.Us, cleanup, "0,0"},
+			{2 * kit.Second, cleanup, "1,0"},
+			{7*kit.Second - kit.Us, cleanup, "0,0"},
+			{7*kit.Second - kit.Us, "select key, level from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b", "busy,4000000"},
+			{7 * kit.Second, cleanup, "1,0"},
+		},
+		"a bucket is full by the policy of today": {
+			{0, bucket, ""},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 2)", "8"},
+			{0, "select ratelimit_define_policy('p', every => '1 min')", ""},
+			{2 * kit.Second, cleanup, "0,0"},
+			{2*time.Minute - kit.Us, cleanup, "0,0"},
+			{2 * time.Minute, cleanup, "1,0"},
+		},
+		"a refund makes a bucket removable": {
+			{0, bucket, ""},
+			{0, "select remaining from ratelimit_acquire('p', 'k', 7)", "3"},
+			{0, "select remaining from ratelimit_refund('p', 'k', 6)", "9"},
+			{0, cleanup, "0,0"},
+			{0, "select remaining from ratelimit_refund('p', 'k', 1)", "10"},
+			{0, cleanup, "1,0"},
+		},
+		"an override that has expired, and one of another policy, keep no bucket": {
+			{0, bucket, ""},
+			{0, "select ratelimit_define_policy('another', 10, 1, '1 s', durable => (durable))", ""},
+			{0, "select remaining from ratelimit_acquire('p', 'full', 5)", "5"},
+			{0, "select remaining from ratelimit_acquire('p', 'used', 5)", "5"},
+			{0, "select ratelimit_override('another', 'full', refill => 0)", ""},
+			{0, "select ratelimit_override('p', 'full', refill => 0, expires_at => ratelimit.clock() + '1 s')", ""},
+			{0, "select ratelimit_override('p', 'used', refill => 0, expires_at => ratelimit.clock() + '1 s')", ""},
+			{kit.Second, "select remaining from ratelimit_acquire('p', 'used', 5)", "1"},
+			{5 * kit.Second, cleanup, "1,0"},
+			{10 * kit.Second, cleanup, "1,0"},
+		},
+		"what is used of a quota stays until a turn by the policy and by the override": {
+			{0, "select ratelimit_define_policy('p', 10, period => '1 month', durable => (durable))", ""}, // which turns in 36 hours
+			{0, "select max(remaining) from unnest('{earlier,later,own}'::text[]) as key, lateral ratelimit_acquire('p', key, 3)", "7"},
+			{0, "select ratelimit_override('p', 'earlier', anchor => '2024-01-31', expires_at => '2024-05-10Z')", ""},
+			{0, "select ratelimit_override('p', 'later', anchor => '2024-01-05', time_zone => 'America/New_York', expires_at => '2024-05-10Z')", ""},
+			{12 * time.Hour, cleanup, "0,0"},
+			{36*time.Hour - kit.Us, cleanup, "0,0"},
+			{36 * time.Hour, cleanup, "2,0"},
+			{756*time.Hour - kit.Us, cleanup, "0,0"}, // put off until the later of the next turns
+			{756 * time.Hour, cleanup, "1,0"},
+		},
+	})
+}
+
+// A clock that runs ahead for less than five minutes costs nobody's tokens twice.
+func TestCleanup_LeavesForFiveMinutesWhatIsDue(t *testing.T) {
+	const margin = model.CleanUpMargin
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
+		db.DefinePolicy("p", 10, 1, time.Second, kind, kit.Remember(time.Minute))
+		first := db.AcquireAt(kit.T0, "p", "k", 10, "X")
+		db.Acquire("p", "anew", 10)
+		require.Equal(t, kit.Deleted{}, db.CleanupAt(kit.T0.Add(10*time.Second+margin-time.Microsecond)))
+		require.Equal(t, kit.Replayed(first), db.AcquireAt(kit.T0.Add(time.Second), "p", "k", 10, "X"))
+		require.Equal(t, kit.Denied(1, 9*time.Second, 9*time.Second, 10), db.Acquire("p", "k", 10))
+		require.Equal(t, kit.Deleted{Buckets: 2}, db.CleanupAt(kit.T0.Add(10*time.Second+margin)))
+		require.Equal(t, kit.Deleted{}, db.CleanupAt(kit.T0.Add(time.Minute+margin-time.Microsecond)))
+		require.Equal(t, kit.Deleted{Keys: 1}, db.CleanupAt(kit.T0.Add(time.Minute+margin)))
+	})
+}
+
 // A bucket is looked at every day, because its policy may have become faster.
 func TestCleanup_LooksAtABucketEveryDay(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
