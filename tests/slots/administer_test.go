@@ -1,9 +1,6 @@
 package slots
 
 import (
-	"context"
-	"fmt"
-	"strings"
 	"testing"
 	"time"
 
@@ -62,26 +59,4 @@ func TestDoctor_KnowsTheTablesOfSlots(t *testing.T) {
 		db.Execute("call ratelimit_cleanup_all()")
 		require.Empty(t, db.Findings())
 	})
-}
-
-// An application role holds, renews and releases; it lists nobody, and touches no table.
-func TestGrants_AnApplicationHoldsAndListsNobody(t *testing.T) {
-	db := kit.ParallelDB(t).Lend("p", 2, time.Hour).Lend("e", 2, time.Hour, kit.Ephemeral)
-	role := fmt.Sprint("slots_", strings.ToLower(db.Name))
-	db.Execute("create role " + role + " login")
-	t.Cleanup(func() {
-		require.NoError(t, kit.ErrorOf(db.Pool.Exec(context.Background(), "drop owned by "+role+"; drop role "+role)))
-	})
-	db.Execute("grant execute on function ratelimit_hold, ratelimit_renew, ratelimit_release to " + role)
-	conn := kit.ConnectAs(t, db.DB, role)
-	for _, policy := range []string{"p", "e"} {
-		require.True(t, kit.NoError(kit.Hold(conn, policy, "k", "a", 1))(t).Allowed)
-		require.True(t, kit.NoError(kit.Hold(conn, policy, "k", "b", 1))(t).Allowed)
-		require.False(t, kit.NoError(kit.Hold(conn, policy, "k", "c", 1))(t).Allowed)
-		require.Equal(t, kit.Micros(time.Hour), kit.NoError(kit.Renew(conn, policy, "k", "a"))(t))
-		require.True(t, kit.NoError(kit.Release(conn, policy, "k", "a"))(t))
-	}
-	for _, sql := range []string{"select ratelimit_holders()", "table ratelimit.leases", "table ratelimit.slots", "select ratelimit.reset_slots(1, true, 'k')"} {
-		kit.RequireState(t, "42501", kit.ErrorOf(conn.Exec(t.Context(), sql)))
-	}
 }
