@@ -42,10 +42,8 @@ const (
 
 var docsExamples = []docsExample{
 	{path: "go/main.go", run: withGo, probe: "go version"},
-	{path: "node/json.mjs", run: `exec node "$1"`, probe: "node --version", packages: []string{"nodejs"}},
 	{path: "node/grpc.mjs", run: `exec node "$1"`, probe: "node --version", packages: []string{"nodejs"}, npm: true},
 	{path: "node/sql.mjs", run: `exec node "$1"`, probe: "node --version", packages: []string{"nodejs"}, npm: true},
-	{path: "python/json_api.py", run: `exec python3 "$1"`, probe: "python3 --version", packages: []string{"python3"}},
 	{path: "python/sql_api.py", run: withPsycopg, probe: "set -- --version; " + withPsycopg, packages: []string{"python3", "python3-psycopg", "python3-psycopg-pool"}},
 	{path: "php/json.php", run: withPHP, probe: "php --version", packages: []string{"php-cli"}},
 	{path: "php/sql.php", run: withPHP, probe: "php --ri pdo_pgsql", packages: []string{"php-cli", "php-pgsql"}},
@@ -164,8 +162,8 @@ var installNpm = sync.OnceValue(func() error { return kit.Npm("docs/examples/nod
 
 // patient lets an example wait a minute instead of a second or two, which say how long a user may, and not how slow a machine is.
 var patient = strings.NewReplacer(
-	"timeout(1000)", "timeout(60_000)", "Date.now() + 1000", "Date.now() + 60_000", "connectionTimeoutMillis: 1000", "connectionTimeoutMillis: 60_000", "timeoutMs: 1000,", "timeoutMs: 60_000,",
-	"timeout=1)", "timeout=60)", "connect_timeout=2", "connect_timeout=60", "'timeout' => 1,", "'timeout' => 60,",
+	"Date.now() + 1000", "Date.now() + 60_000", "connectionTimeoutMillis: 1000", "connectionTimeoutMillis: 60_000", "timeoutMs: 1000,", "timeoutMs: 60_000,",
+	"connect_timeout=2", "connect_timeout=60", "'timeout' => 1,", "'timeout' => 60,",
 	"open_timeout: 1, read_timeout: 1", "open_timeout: 60, read_timeout: 60", "connect_timeout: 2", "connect_timeout: 60",
 	"Closed(time.Second)", "Closed(time.Minute)")
 

@@ -19,17 +19,6 @@ func (db *TestDB) MustSpend(s Spending) Spent {
 	return got
 }
 
-// AsModel sends spendings to a database and to the model, which must answer alike.
-func (db *TestDB) AsModel(m *model.Model, now *time.Time) func(s Spending) Spent {
-	return func(s Spending) Spent {
-		want, err := s.Of(m, *now)
-		require.NoError(db.T, err, s)
-		got := db.MustSpend(s)
-		require.Equal(db.T, want, got, s)
-		return got
-	}
-}
-
 // MaxWaitOfReserve is the longest that ratelimit_reserve accepts.
 const MaxWaitOfReserve model.Micros = 365 * Day
 

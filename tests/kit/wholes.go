@@ -154,25 +154,6 @@ func AcquireManyWithSizes(q RowsQuerier, requests []WholeRequest) ([]WholeAnswer
 	})
 }
 
-// AcquireManyWholes sends requests of one charge.
-func AcquireManyWholes(q RowsQuerier, requests []WholeRequest) ([]WholeAnswer, error) {
-	var singles []NullableRequest
-	for _, r := range requests {
-		singles = append(singles, r.Single().Nullable())
-	}
-	answers, err := AcquireMany(q, singles)
-	var wholes []WholeAnswer
-	for _, a := range answers {
-		if a.Decision == nil {
-			wholes = append(wholes, WholeAnswer{Error: a.Error})
-			continue
-		}
-		w := WholeOf(*a.Decision)
-		wholes = append(wholes, WholeAnswer{Whole: &w})
-	}
-	return wholes, err
-}
-
 // A packed row is what ratelimit_acquire_packed answers, column by column.
 type packed struct {
 	Elements, Remaining        []int64

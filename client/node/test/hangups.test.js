@@ -6,14 +6,46 @@ import { text } from 'node:stream/consumers'
 import test from 'node:test'
 import { setTimeout as sleep } from 'node:timers/promises'
 import { fileURLToPath } from 'node:url'
-import { definePolicy, left, pool, whileOpen } from './kit.js'
+import { limit } from '../http.js'
+import { Limiter } from '../index.js'
+import { connect, definePolicy, left, pool, whileOpen } from './kit.js'
 
 const CAPACITY = 1_000_000
 const A_SECOND = 200 // requests
 
-test('200 requests a second, whose clients hang up or are answered by a time-out, end no process, reject nothing, and tokens are exact', async (t) => {
+/** The process: a time-out middleware, and the limiter behind it. Its standard input ends it. */
+function serve(policy) {
+  const limiter = new Limiter(connect()), outcomes = {}
+  let granted = 0, underWay = 0
+
+  const limited = limit(limiter, {
+    charges: () => [{ policy, key: 'k' }], failure: 'closed', timeoutMs: 60_000,
+    observe({ outcome, decision }) {
+      outcomes[outcome] = (outcomes[outcome] ?? 0) + 1
+      if (decision?.allowed) granted++
+    },
+  })
+
+  const server = http.createServer(async (request, response) => {
+    const late = setTimeout(() => { response.writeHead(503); response.end() }, 30)
+    response.on('close', () => clearTimeout(late))
+    underWay++
+    await limited(request, response, () => { clearTimeout(late); response.end('hello') })
+    underWay--
+  })
+
+  server.listen(0, '127.0.0.1', () => process.send(server.address()))
+  process.stdin.resume().on('end', async () => {
+    server.closeAllConnections()
+    while (underWay > 0) await new Promise(setImmediate)
+    process.send({ granted, outcomes }, () => process.exit(0))
+  })
+}
+
+if (process.argv[2]) serve(process.argv[2])
+else test('200 requests a second, whose clients hang up or are answered by a time-out, end no process, reject nothing, and tokens are exact', async (t) => {
   const policy = await definePolicy(CAPACITY, 0), seconds = 60 * Number(process.env.RATELIMIT_TORTURE_MINUTES || 4 / 60)
-  const server = spawn(process.execPath, [fileURLToPath(new URL('hangups.js', import.meta.url)), policy], { stdio: ['pipe', 'pipe', 'pipe', 'ipc'] })
+  const server = spawn(process.execPath, [fileURLToPath(import.meta.url), policy], { stdio: ['pipe', 'pipe', 'pipe', 'ipc'] })
   const ended = new Promise((resolve) => server.once('exit', (...how) => resolve(how))), errors = text(server.stderr)
   server.stdout.resume()
   t.after(() => server.kill())
