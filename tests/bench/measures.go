@@ -79,6 +79,7 @@ var ratios = []ratio{
 	{"held_to_keyed", "bare/held/rate", "bare/keyed/rate"},
 	{"held_to_keyed-hot", "bare/held-hot/rate", "bare/keyed-hot/rate"},
 	{"held_to_redis", "held/uniform/64/rate", "held-redis/uniform/64/rate"},
+	{"node_plain_to_flexible", "npm/plain/uniform/64/rate", "npm/rate-limiter-flexible/uniform/64/rate"},
 	{"held_to_redis-hot", "held/hot/64/rate", "held-redis/hot/64/rate"},
 	{"held_under_snapshot", "snapshot/held/after", "snapshot/held/before"},
 	{"held_under_snapshot-hot", "snapshot/held-hot/after", "snapshot/held-hot/before"},

@@ -1,5 +1,5 @@
-// Package acquire tests what a decision is: arithmetic and published vectors, retry_after as a promise, quotas, idempotency, several
-// limits and batches, transactions, odd texts and bad input.
+// Package acquire tests what a decision is, beside the model of tests/torture: published vectors, retry_after as a promise, quotas, races of
+// idempotency keys and of batches, transactions, collations, changes of policies, and the fake.
 package acquire
 
 import (
