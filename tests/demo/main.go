@@ -1,7 +1,8 @@
 // Command demo starts a PostgreSQL, installs pgratelimit and shows it at work:
 //
-//	go run ./tests/demo       # from the repository's root
-//	go run ./tests/demo stop  # removes the server, which otherwise stays up
+//	go run ./tests/demo        # from the repository's root
+//	go run ./tests/demo stop   # removes the server, which otherwise stays up
+//	go run ./tests/demo serve  # shows build/pgratelimit serve on a database of its own, until Ctrl-C
 package main
 
 import (
@@ -36,6 +37,9 @@ func main() {
 func run() error {
 	ctx, cancel := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer cancel()
+	if len(os.Args) > 1 && os.Args[1] == "serve" {
+		return serve(ctx)
+	}
 	if _, err := os.Stat(keptIn); err == nil {
 		fmt.Println("Removing the server of the earlier demo, with all its databases.")
 	}
