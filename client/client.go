@@ -126,7 +126,7 @@ func (l *limiter) ask(ctx context.Context, r request) (Decision, error) {
 func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	var s settings
 	s.read("Peek", opts, "Cost")
-	c := newCall(verbPeek, "ratelimit_peek($1::text, $2::text, $3::bigint)", policy, key, s.cost.Tokens())
+	c := newCall("peek", "ratelimit_peek($1::text, $2::text, $3::bigint)", policy, key, s.cost.Tokens())
 	c.err = s.err
 	return l.answer(ctx, policy, c)
 }
@@ -141,7 +141,7 @@ func (l *limiter) Peek(ctx context.Context, policy, key string, opts ...CallOpti
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Refund(ctx context.Context, policy, key string, amount int64) (Decision, error) {
 	defer l.denialCache.forget(policy, key)
-	return l.answer(ctx, policy, tokenCall(verbRefund, "ratelimit_refund($1::text, $2::text, $3::bigint)", policy, key, amount))
+	return l.answer(ctx, policy, tokenCall("refund", "ratelimit_refund($1::text, $2::text, $3::bigint)", policy, key, amount))
 }
 
 // Pause stops the bucket of key until pauseFor is over, such as the Retry-After of an upstream, and returns what Peek returns
@@ -160,7 +160,7 @@ func (l *limiter) Pause(ctx context.Context, policy, key string, pauseFor time.D
 	if rest := pauseFor % time.Microsecond; rest > 0 {
 		pauseFor += time.Microsecond - rest
 	}
-	return l.answer(ctx, policy, tokenCall(verbPause, "ratelimit_pause($1::text, $2::text, $3::text::interval)", policy, key, interval(pauseFor)))
+	return l.answer(ctx, policy, tokenCall("pause", "ratelimit_pause($1::text, $2::text, $3::text::interval)", policy, key, interval(pauseFor)))
 }
 
 // Reset makes the bucket of key full again. Idempotency keys stay.

@@ -169,8 +169,7 @@ func (o option) option() option { return o }
 // lead there. It is quoted as one identifier. Defaults to the functions that search_path finds.
 func Schema(name string) Option { return option{set: func(c *config) { c.schema = name }} }
 
-// NoFlush makes Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Refund, Pause and Reset return before their writes are flushed
-// to disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
+// NoFlush makes the calls that take tokens or give them back return before their writes are flushed to disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
 // the writes of its last moments, up to three times wal_writer_delay (0.6 seconds unless set): their
 // grants and idempotency keys are forgotten as if they had rolled back. Nothing else is at risk.
 //
@@ -189,8 +188,7 @@ func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }}
 // cost than was denied, for longer than RetryAfter, or for a cost that no wait helps. Requests with an
 // idempotency key are always sent, and so are AcquireAll, AcquireUpTo and Reserve. In a transaction the cache is not used.
 //
-// The cache sees Refund, Pause, Reset, Charge, Settle, Override, RemoveOverride, DefinePolicy and DropPolicy through this Limiter at once.
-// It sees the same calls of other programs, and the end of an override, when RetryAfter or a minute has passed. Leave the cache out where
+// The cache sees at once what calls through this Limiter do that change a bucket or a policy. It sees such calls of other programs, and the end of an override, when RetryAfter or a minute has passed. Leave the cache out where
 // tokens are given back by other programs, in transactions, or with SQL, and callers must not wait for them.
 func DenialCache() Option { return option{set: func(c *config) { c.cachesDenials = true }} }
 
@@ -240,8 +238,8 @@ func OnError(handle func(error)) CallOption { return onError(handle) }
 // The goroutine that did the work calls them, and goes on when they return; many goroutines call them at a time. No hook
 // gets a key. Package otellimit, a module of its own, has hooks for OpenTelemetry.
 type Hooks struct {
-	// Answered gets each answer of Acquire, AcquireAll, AcquireUpTo, Charge, Settle, Reserve, Peek, Refund, Pause and Hold, and each of
-	// many, before the caller has it, and each renewal and release of a [Hold]. In a transaction it is unknown by then whether the
+	// Answered gets each answer about a bucket but that of Reset, and each of many, before the caller has it, and each renewal and
+	// release of a [Hold]. In a transaction it is unknown by then whether the
 	// transaction will be committed. A Wait appears as its Reserves, a HoldWait as its Holds. A grant from the stock of a [Prefetcher] is an
 	// answer of Acquire. The Prefetcher's own refills and refunds are not reported.
 	Answered func(context.Context, Answer)
@@ -256,8 +254,7 @@ type Hooks struct {
 
 // An Answer is the result of one call of a limiter.
 type Answer struct {
-	// Operation is the operation's name, as in the text of errors: "acquire", "acquire all", "acquire up to", "charge", "settle",
-	// "reserve", "peek", "refund", "pause", "hold", "renew" or "release".
+	// Operation is the name of the method in words, as in the text of errors, such as "acquire" or "acquire up to".
 	Operation string
 
 	// Policy is the policy of the request, which may not exist. Of several charges it is the policy of the binding charge, and
@@ -316,11 +313,7 @@ const (
 	verbAcquireAll  = "acquire all"
 	verbAcquireUpTo = "acquire up to"
 	verbCharge      = "charge"
-	verbSettle      = "settle"
 	verbReserve     = "reserve"
-	verbPeek        = "peek"
-	verbRefund      = "refund"
-	verbPause       = "pause"
 	verbHold        = "hold"
 	verbRenew       = "renew"
 	verbRelease     = "release"

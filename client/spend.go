@@ -45,7 +45,7 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 // Errors: [ErrNoGrant], [ErrUnknownPolicy], [ErrIdempotencyMismatch], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (Decision, error) {
 	defer l.denialCache.forget(policy, key)
-	c := tokenCall(verbSettle, "ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)", policy, key, idempotencyKey, cost)
+	c := tokenCall("settle", "ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)", policy, key, idempotencyKey, cost)
 	c.once = true
 	return l.answer(ctx, policy, c)
 }

@@ -89,25 +89,6 @@ func (p Policy) most(b Bucket, now time.Time) *big.Int {
 	return p.full()
 }
 
-// Pause answers what a peek then does, and returns the bucket as it will be at the end of the pause, which is never before that of
-// an earlier one: empty, or in what debt is left. If the numbers of an override end by then, the policy's own apply at the end.
-func (p Policy) Pause(b Bucket, now time.Time, pauseFor Micros) (Bucket, Decision) {
-	end := pauseFor.After(now)
-	if b.paused.After(end) {
-		end = b.paused
-	}
-	after := p.Refilled(b, end)
-	if p.then != nil && !p.ends.After(end) {
-		after = p.then.Refilled(p.Refilled(b, now), end)
-	}
-	after.RefilledAt = b.RefilledAt
-	if end.After(b.RefilledAt) {
-		after.RefilledAt = end
-	}
-	after.Level, after.paused = least(after.Level, new(big.Int)), end
-	return after, p.Peek(after, now, 1)
-}
-
 // Peek answers whether cost tokens are there, and what is there.
 func (p Policy) Peek(b Bucket, now time.Time, cost int64) Decision {
 	if cost == 0 { // allowed even in debt
@@ -161,17 +142,6 @@ func (p Policy) Take(b Bucket, now time.Time, cost int64) (Bucket, Decision) {
 	taken := p.Refilled(b, now)
 	taken.Level = new(big.Int).Sub(taken.Level, microtokens(cost))
 	return taken, p.answer(taken, now, 0)
-}
-
-// Refund answers, and returns the bucket with the tokens given back.
-func (p Policy) Refund(b Bucket, now time.Time, amount int64) (Bucket, Decision) {
-	most := p.Capacity
-	if p.IsQuota() { // of which more may be used than its capacity is by now
-		most = 9_000_000_000_000
-	}
-	given := p.Refilled(b, now)
-	given.Level = least(p.most(b, now), new(big.Int).Add(given.Level, microtokens(min(amount, most))))
-	return given, p.answer(given, now, 0)
 }
 
 func (p Policy) answer(b Bucket, now time.Time, retryAfter Micros) Decision {

@@ -220,28 +220,6 @@ func (m *Model) Level(now time.Time, id BucketID) (*big.Int, Policy) {
 	return p.holds(m.states[id].at(p, now), now), p
 }
 
-// Refund gives tokens back, never above the capacity.
-func (m *Model) Refund(now time.Time, id BucketID, amount int64) (Decision, error) {
-	return m.move(now, id, func(s State, p Policy) (State, Decision, error) {
-		next, answer := s.Refund(p, now, amount)
-		return next, answer, nil
-	})
-}
-
-// Pause stops a bucket until so much time is over: 1 millisecond to 365 days.
-func (m *Model) Pause(now time.Time, id BucketID, pauseFor Micros) (Decision, error) {
-	if pauseFor < 1000 || pauseFor > 365*day {
-		return Decision{}, InvalidArgument
-	}
-	return m.move(now, id, func(s State, p Policy) (State, Decision, error) {
-		if p.Refill == 0 {
-			return s, Decision{}, InvalidArgument
-		}
-		next, answer := s.Pause(p, now, pauseFor)
-		return next, answer, nil
-	})
-}
-
 // Reset makes a bucket full; its idempotency keys stay. Slots are all free.
 func (m *Model) Reset(id BucketID) error {
 	if _, ok := m.policies[id.Policy]; !ok {

@@ -115,21 +115,6 @@ func (s State) Remaining(p Policy, now time.Time) int64 {
 	return p.remaining(s.at(p, now), now)
 }
 
-// Refund gives tokens back, never above the capacity.
-func (s State) Refund(p Policy, now time.Time, amount int64) (State, Decision) {
-	bucket, answer := p.Refund(s.at(p, now), now, amount)
-	if s.bucket == nil {
-		return s, answer
-	}
-	return State{&bucket, s.grants}, answer
-}
-
-// Pause stops the bucket until so much time is over.
-func (s State) Pause(p Policy, now time.Time, pauseFor Micros) (State, Decision) {
-	bucket, answer := p.Pause(s.at(p, now), now, pauseFor)
-	return State{&bucket, s.grants}, answer
-}
-
 // Reset makes the bucket full; idempotency keys stay.
 func (s State) Reset() State { return State{nil, s.grants} }
 
