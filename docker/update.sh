@@ -9,10 +9,12 @@ as_owner() { PGOPTIONS='-c role=pgratelimit' sql "$@"; }
 
 sql --file update.sql
 as_owner --file migrations/psql/install.sql
-as_owner --command '
-  grant execute on function
-    ratelimit_acquire, ratelimit_acquire_many, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_acquire_up_to,
-    ratelimit_reserve, ratelimit_charge, ratelimit_settle, ratelimit_enforce, ratelimit_peek, ratelimit_refund, ratelimit_pause,
-    ratelimit_hold, ratelimit_renew, ratelimit_release, ratelimit_shard
-  to ratelimit_app;'
+as_owner <<'SQL'
+do $$ begin
+  execute (select format('grant execute on function %s to ratelimit_app', string_agg(p.oid::regprocedure::text, ', '))
+             from pg_proc as p
+            where pg_get_userbyid(p.proowner) = current_user
+              and p.proname::text like 'ratelimit\_%'
+              and obj_description(p.oid, 'pg_proc') ~ 'Role: application'); end $$;
+SQL
 as_owner --file schedule.sql

@@ -558,11 +558,6 @@ func TestDocs_Grants(t *testing.T) {
 			return nil
 		},
 		"make a database a [shard](sharding.md)": sql("select ratelimit_define_shard(0, 1)"),
-		"charge, settle, reserve, and acquire up to what there is": func(pool *pgxpool.Pool) error {
-			limiter := client.New(pool)
-			return errors.Join(kit.ErrorOf(limiter.Charge(ctx, "p", "k", 1, client.IdempotencyKey("charged"))), kit.ErrorOf(limiter.Settle(ctx, "p", "k", "charged", 0)),
-				kit.ErrorOf(limiter.AcquireUpTo(ctx, "p", "k", 1)), kit.ErrorOf(limiter.Wait(ctx, "p", "k")))
-		},
 		"hold [slots](slots.md)": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)
 			h, d, err := limiter.Hold(ctx, "s", "k")
@@ -570,10 +565,6 @@ func TestDocs_Grants(t *testing.T) {
 				return fmt.Errorf("not held: %w", err)
 			}
 			return errors.Join(kit.ErrorOf(limiter.Peek(ctx, "s", "k")), kit.ErrorOf(limiter.Renew(ctx, "s", "k", h.Holder())), h.Release(ctx))
-		},
-		"peek and refund": func(pool *pgxpool.Pool) error {
-			limiter := client.New(pool)
-			return errors.Join(kit.ErrorOf(limiter.Peek(ctx, "p", "k")), kit.ErrorOf(limiter.Refund(ctx, "p", "k", 1)))
 		},
 		"administration": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)
@@ -585,18 +576,10 @@ func TestDocs_Grants(t *testing.T) {
 			return errors.Join(limiter.Override(ctx, client.Override{Policy: "p", Key: "k"}), kit.ErrorOf(limiter.Overrides(ctx)),
 				kit.ErrorOf(limiter.RemoveOverride(ctx, "p", "k")))
 		},
-		"acquire, with an error in place of a denial": func(pool *pgxpool.Pool) error {
-			err := kit.ErrorOf(pool.Exec(ctx, "select ratelimit_enforce('p', 'k', 2000000)"))
-			if _, denied := client.AsDenial(err); denied {
-				return nil
-			}
-			return fmt.Errorf("no denial: %w", err)
-		},
 		"attach a [guard](tables.md) to a table of its own": sql(`
 			create temporary table orders (customer text);
 			create trigger limited after insert on orders referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer');
 			insert into orders values ('k')`),
-		"[pause](outgoing.md)":          sql("select ratelimit_pause('p', 'k', '1 second')"),
 		"monitoring":                    sql("select ratelimit_policies(), ratelimit_status(), ratelimit_doctor()"),
 		"reset all buckets of a policy": func(pool *pgxpool.Pool) error { return client.New(pool).ResetAll(ctx, "p") },
 		"clean up one batch":            func(pool *pgxpool.Pool) error { return kit.ErrorOf(client.New(pool).Cleanup(ctx)) },

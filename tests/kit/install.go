@@ -50,10 +50,15 @@ const PackageFunctions = `(
 	  join pg_namespace as n on n.oid = p.pronamespace
 	 where n.nspname = 'ratelimit' or p.proname like 'ratelimit\_%')`
 
+// ApplicationFunctions are those that an application calls, by their comments.
+func ApplicationFunctions(t testing.TB, db *pgtest.DB) []string {
+	return Column(t, db, "select p.oid::regproc::text from "+PackageFunctions+" as p where not private and obj_description(p.oid, 'pg_proc') ~ '\nRole: application'")
+}
+
 // ImageGrants is the statement by which the image lets role ratelimit_app use the package.
 func ImageGrants(t *testing.T) string {
 	script := NoError(os.ReadFile("../../docker/update.sh"))(t)
-	statement := regexp.MustCompile(`grant execute on function[^;]+to ratelimit_app;`).FindString(string(script))
+	statement := regexp.MustCompile(`(?s)do \$\$ begin.*?end \$\$;`).FindString(string(script))
 	require.NotEmpty(t, statement)
 	return statement
 }

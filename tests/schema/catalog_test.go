@@ -71,12 +71,14 @@ func TestCatalog_NoOverloads(t *testing.T) {
 	slices.Sort(defined)
 	require.Equal(t, slices.Compact(slices.Clone(defined)), defined)
 
-	made := strings.Fields(`acquire acquire_ephemeral acquire_up_to_ephemeral charge_ephemeral covered_in_ephemeral_buckets create_ephemeral_buckets
-		denied_in_any_ephemeral_buckets denied_in_ephemeral_buckets hold_ephemeral live_ephemeral_idempotency_keys lock_demanded_ephemeral_buckets
-		lock_ephemeral_buckets look_at_ephemeral_slots pause_ephemeral peek refund_quota_of_ephemeral_buckets
-		release_ephemeral remember_ephemeral_idempotency_keys renew_ephemeral reserve_ephemeral rows_of_ephemeral_buckets settle_ephemeral
-		take_any_from_ephemeral_buckets take_from_ephemeral_buckets take_quota_of_ephemeral_buckets take_quotas_from_ephemeral_buckets write_ephemeral_buckets`) // by sql/twins.sql
-	require.ElementsMatch(t, slices.Concat(defined, made), kit.Column(t, pgtest.New(t), "select proname::text from "+kit.PackageFunctions+" as p"))
+	installed := kit.Column(t, pgtest.New(t), "select proname::text from "+kit.PackageFunctions+" as p")
+	require.Subset(t, installed, defined)
+	for _, name := range installed { // the others are made by sql/twins.sql
+		of := strings.Replace(strings.TrimSuffix(name, "_ephemeral"), "_ephemeral_", "_", 1)
+		require.True(t, slices.Contains(defined, name) || slices.Contains(defined, of) || slices.Contains(defined, "ratelimit_"+of), name)
+	}
+	slices.Sort(installed)
+	require.Equal(t, slices.Compact(slices.Clone(installed)), installed)
 }
 
 // docs/reference.md is made of the comments of the public functions.

@@ -3,7 +3,6 @@ package security
 import (
 	"context"
 	"fmt"
-	"maps"
 	"regexp"
 	"slices"
 	"strings"
@@ -18,50 +17,46 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// callsOfUse has a call of each function of use. The policies are p and q, and p has a grant of 1 token under "kept". All
-// other functions are administration, which is granted apart.
-var callsOfUse = map[string]string{
-	"ratelimit_acquire":        "('p', 'k', 1, 'a')",
-	"ratelimit_acquire_many":   "('{p,q,nobody}', '{k,k,k}', null, '{i,j}', '{2,1}')",
-	"ratelimit_acquire_all":    "('{p,q}', '{k,l}', '{1,2}', 'j')",
-	"ratelimit_acquire_packed": "('{p,q,p}', '{k,l,m}', null, '{2,1}')",
-	"ratelimit_acquire_up_to":  "('p', 'k', 2, 1, 'u')",
-	"ratelimit_reserve":        "('q', 'k', '1 second', 2, 'r')",
-	"ratelimit_charge":         "('p', 'k', 2, 'c')",
-	"ratelimit_settle":         "('p', 'k', 'kept', 0)",
-	"ratelimit_enforce":        "('p', 'k', 2, 'e')",
-	"ratelimit_peek":           "('q', 'k', 2)",
-	"ratelimit_pause":          "('p', 'paused', '1 second')",
-	"ratelimit_refund":         "('p', 'k', 2)",
-	"ratelimit_hold":           "('jobs', 'k', 'a', 2)",
-	"ratelimit_renew":          "('jobs', 'k', 'kept')",
-	"ratelimit_release":        "('jobs', 'l', 'kept')",
-	"ratelimit_shard":          "()",
+// requireCalls makes all calls of functions of use that the call table has, about policies that newUsedDB has. All other functions are
+// administration, which is granted apart.
+func requireCalls(t *testing.T, conn *pgx.Conn, functions ...string) {
+	for _, function := range functions {
+		name := strings.TrimPrefix(function, "ratelimit_")
+		f := kit.Functions[name]
+		for _, policy := range map[bool][]string{true: {"jobs"}, false: {"p", "q"}}[f.Writes == "slots"] {
+			for _, call := range f.Samples(name) {
+				call = strings.NewReplacer("'p'", "'"+policy+"'", "{p,p}", "{"+policy+","+policy+"}").Replace(call)
+				if state := kit.SQLState(kit.ErrorOf(conn.Exec(t.Context(), call))); !strings.HasPrefix(state, "RL") {
+					require.Empty(t, state, call)
+				}
+			}
+		}
+	}
 }
 
-// newUsedDB is a database for callsOfUse.
+// newUsedDB is a database for requireCalls.
 func newUsedDB(t *testing.T) *kit.TestDB {
 	db := kit.NewDB(t)
 	db.DefinePolicy("p", 20, 1, time.Hour)
 	db.DefinePolicy("q", 10, 1, time.Hour, kit.Ephemeral)
-	db.Execute("select ratelimit_override('p', 'k', 20), ratelimit_acquire('p', 'k', 1, 'kept')")
+	db.Execute("select ratelimit_override('p', 'KEY', 20), ratelimit_acquire('p', 'KEY', 1, 'i1'), ratelimit_acquire('q', 'KEY', 1, 'i1')")
 	db.Lend("jobs", 5, time.Hour)
-	db.Execute("select ratelimit_hold('jobs', 'k', 'kept'), ratelimit_hold('jobs', 'l', 'kept')")
+	db.Execute("select ratelimit_hold('jobs', 'KEY', 'h')")
 	return db
 }
 
 // Each function of use is a grant of its own, and needs no other.
 func TestPrivileges_EachFunctionOfUse(t *testing.T) {
 	t.Parallel()
-	callers := map[string]string{}
-	for function := range callsOfUse {
-		callers[function] = kit.NewRole(t)
-	}
-	db := newUsedDB(t)
-	for function, caller := range callers {
-		db.Execute("grant execute on function " + function + " to " + caller)
-		kit.Execute(t, kit.ConnectAs(t, db.DB, caller), "select * from "+function+callsOfUse[function])
-		requireRefused(t, db.DB, caller, function)
+	for _, function := range kit.ApplicationFunctions(t, pgtest.New(t)) {
+		t.Run(function, func(t *testing.T) {
+			t.Parallel()
+			caller := kit.NewRole(t)
+			db := newUsedDB(t)
+			db.Execute("grant execute on function " + function + " to " + caller)
+			requireCalls(t, kit.ConnectAs(t, db.DB, caller), function)
+			requireRefused(t, db.DB, caller, function)
+		})
 	}
 }
 
@@ -71,11 +66,9 @@ func TestPrivileges_TheApplicationOfTheImage(t *testing.T) {
 	app := kit.NewRole(t)
 	db := newUsedDB(t)
 	db.Execute(strings.ReplaceAll(kit.ImageGrants(t), "ratelimit_app", app))
-	conn := kit.ConnectAs(t, db.DB, app)
-	for function, arguments := range callsOfUse {
-		kit.Execute(t, conn, "select * from "+function+arguments)
-	}
-	requireRefused(t, db.DB, app, slices.Collect(maps.Keys(callsOfUse))...)
+	functions := kit.ApplicationFunctions(t, db.DB)
+	requireCalls(t, kit.ConnectAs(t, db.DB, app), functions...)
+	requireRefused(t, db.DB, app, functions...)
 }
 
 // Neither to PUBLIC nor to a role.
@@ -106,7 +99,7 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard", "ratelimit_define_shard", "ratelimit_holders",
 	}
 	all := kit.Column(t, db, "select distinct p.proname::text from "+kit.PackageFunctions+" as p where p.proname like 'ratelimit\\_%' and p.prokind = 'f'")
-	require.ElementsMatch(t, all, slices.AppendSeq(slices.Clone(functions), maps.Keys(callsOfUse)), "a function is of use or of administration")
+	require.ElementsMatch(t, all, slices.Concat(functions, kit.ApplicationFunctions(t, db)), "a function is of use or of administration")
 	db.Exec(t, "grant execute on function "+strings.Join(functions, ", ")+" to "+administrator)
 	db.Exec(t, "grant temporary on database "+pgx.Identifier{db.Name}.Sanitize()+" to "+administrator)
 	conn := kit.ConnectAs(t, db, administrator)

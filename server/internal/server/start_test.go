@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -59,11 +60,9 @@ func TestStart_DefinesTheDefaultPolicyOnce(t *testing.T) {
 	require.EqualValues(t, 2, every)
 }
 
-// docs/server.md names these grants.
 func TestStart_AsARoleThatMayOnlyAskForTokens(t *testing.T) {
 	t.Parallel()
-	_, _, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed, ratelimit_charge, ratelimit_settle, "+
-		"ratelimit_acquire_up_to, ratelimit_reserve, ratelimit_peek, ratelimit_refund, ratelimit_pause, ratelimit_hold, ratelimit_renew, ratelimit_release")
+	_, _, url := newRole(t, strings.Join(kit.ApplicationFunctions(t, newDB(t)), ", "))
 	s := start(t, url)
 	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"k","idempotency_key":"i"}`).status)
 	for path, body := range everyCall {
