@@ -20,7 +20,7 @@
 -- This file is the table of contents. psql has the same list: migrations/psql/install.sql.
 {{ template "prologue.sql" . }}
 
--- Private: the rules, each in one place.
+-- The rules, each in one place.
 {{ template "clock.sql" . }}
 {{ template "arithmetic.sql" . }}
 {{ template "checks.sql" . }}
@@ -43,20 +43,20 @@
 {{ template "reset.sql" . }}
 {{ template "pause.sql" . }}
 
--- Slots: so many at a time.
+-- Slots.
 {{ template "slots.sql" . }}
 {{ template "hold.sql" . }}
 {{ template "renew.sql" . }}
 {{ template "release.sql" . }}
 {{ template "holders.sql" . }}
 
--- Spend now, know later; wait in line; take what is there.
+-- Spend, reserve and settle.
 {{ template "charge.sql" . }}
 {{ template "settle.sql" . }}
 {{ template "reserve.sql" . }}
 {{ template "acquire_up_to.sql" . }}
 
--- Many requests, or many buckets, in one call.
+-- Many requests or buckets in one call.
 {{ template "batch_form.sql" . }}
 {{ template "demand.sql" . }}
 {{ template "take.sql" . }}
@@ -73,7 +73,7 @@
 {{ template "acquire_many.sql" . }}
 {{ template "acquire_packed.sql" . }}
 
--- Guards, which raise where the functions above answer with a denial.
+-- Guards, which raise in place of a denial.
 {{ template "enforce.sql" . }}
 {{ template "guard.sql" . }}
 {{ template "pre_request.sql" . }}
@@ -87,7 +87,7 @@
 {{ template "doctor.sql" . }}
 {{ template "version.sql" . }}
 
--- Which part of the keys is in this database, where more than one has them.
+-- Shards.
 {{ template "shard.sql" . }}
 
 -- The same text for the other tables, and for the guards.

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"path"
 	"regexp"
+	"slices"
 	"strings"
 	"testing/fstest"
 
@@ -84,7 +85,7 @@ func (s *source) onCitus() (functions string, twins []string, err error) {
 	}
 	// Afterwards, because sql/twins.sql reads the functions as they are without Citus.
 	var split strings.Builder
-	for _, name := range ofOneBucket {
+	for _, name := range ofOneBucket(text) {
 		function, err := withTwin(text+forGuards, name)
 		if err != nil {
 			return "", nil, err
@@ -117,12 +118,19 @@ as $$
 $$;
 `
 
-// The functions that a twin decides for on the node that has the shard of the key: the public ones about one bucket, and those
-// that the guards call.
-var ofOneBucket = []string{
-	"ratelimit_acquire", "ratelimit_peek", "ratelimit_refund", "ratelimit_pause", "ratelimit_reset", "ratelimit_charge", "ratelimit_settle",
-	"ratelimit_reserve", "ratelimit_acquire_up_to", "ratelimit_hold", "ratelimit_renew", "ratelimit_release", "ratelimit.acquire", "ratelimit.peek",
+// ofOneBucket lists the functions that a twin decides for on the node that has the shard of the key: the public ones about one bucket, and
+// those that the guards call. Overrides are in a table that all nodes have, and ratelimit_enforce calls ratelimit_acquire.
+func ofOneBucket(text string) []string {
+	var names []string
+	for _, function := range aboutOneBucket.FindAllStringSubmatch(text, -1) {
+		if !slices.Contains([]string{"ratelimit_override", "ratelimit_remove_override", "ratelimit_enforce"}, function[1]) {
+			names = append(names, function[1])
+		}
+	}
+	return append(names, "ratelimit.acquire", "ratelimit.peek")
 }
+
+var aboutOneBucket = regexp.MustCompile(`\ncreate or replace function (ratelimit_\w+)\(\s*policy\s+text,\s*key\s+text(?:,[^)]*)?\)`)
 
 // Arguments that do not survive the way to another node as text are checked before, too: not every interval can be read again.
 var checkedHere = map[string]string{

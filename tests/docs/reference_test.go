@@ -20,16 +20,30 @@ import (
 // docs/reference.md is made of the catalog below this line. What stands above it is written by hand.
 const referenceBegins = "<!-- make reference writes what follows, from the comments of the functions in sql/ -->\n"
 
-var referenceGroups = []struct{ title, prefix, names string }{
-	{"Decide", "ratelimit_", "acquire acquire_all acquire_many acquire_packed enforce guard peek"},
-	{"Spend", "ratelimit_", "acquire_up_to charge pause refund reserve settle"},
-	{"Hold", "ratelimit_", "hold release renew"},
-	{"Administer", "ratelimit_", "cleanup cleanup_all define_policy define_shard drop_policy override remove_override reset reset_all"},
-	{"Watch", "ratelimit_", "doctor holders overrides policies shard status version"},
-	{"Types", "ratelimit.", "decision hold packed partial_decision reservation"},
+// A referenceGroup is a part of sql/install.sql that has public functions, or the types.
+type referenceGroup struct {
+	title string
+	names []string
 }
 
-// The cost of a function, with the lines of tests/bench/instructions.md in braces.
+func referenceGroups(t *testing.T, db *pgtest.DB) (groups []referenceGroup) {
+	read := func(name string) string { return string(kit.NoError(os.ReadFile("../../sql/" + name))(t)) }
+	for _, part := range regexp.MustCompile(`(?m)^-- (.*)\.\n((?:\{\{.*\n)+)`).FindAllStringSubmatch(read("install.sql"), -1) {
+		group := referenceGroup{title: part[1]}
+		for _, file := range regexp.MustCompile(`"(.*)"`).FindAllStringSubmatch(part[2], -1) {
+			for _, function := range regexp.MustCompile(`(?m)^create or replace (?:function|procedure) (ratelimit_\w+)`).FindAllStringSubmatch(read(file[1]), -1) {
+				group.names = append(group.names, function[1])
+			}
+		}
+		if group.names != nil {
+			groups = append(groups, group)
+		}
+	}
+	types := kit.Column(t, db, "select distinct format_type(prorettype, null) from "+kit.PackageFunctions+" as p where not private and prorettype::regtype::text ~ '^ratelimit' order by 1")
+	return append(groups, referenceGroup{"Types", types})
+}
+
+// The cost of a function, with the lines of tests/bench/instructions.md in braces. Without an entry it is that of the line of its name.
 var referenceCosts = map[string]string{
 	"acquire":     "a grant {acquire}, a denial {denied}, a grant with an idempotency key {keyed}, a replay {replayed}, the first grant of a key {created}",
 	"acquire_all": "a grant of three buckets {joint}, a denial {joint-denied}, a grant with an idempotency key {joint-keyed}",
@@ -42,13 +56,9 @@ var referenceCosts = map[string]string{
 	"enforce":       "a grant {enforced}",
 	"guard":         "an insert of one row {guarded}, each row of an insert of 32 keys {guarded-32}",
 	"hold":          "a grant beside 5 holders {held}, beside 1,000 {held-of-1000}, a denial {held-denied}",
-	"pause":         "a call {paused}",
-	"peek":          "a call {peek}",
-	"refund":        "a call {refunded}",
 	"release":       "a grant and its release {held-released}",
 	"renew":         "a renewal {renewed}",
 	"reserve":       "a grant without a wait {reserved}, a grant with a wait {waiting}",
-	"reset":         "a call {reset}",
 	"settle":        "a grant with an idempotency key and its settlement {keyed-settled}",
 }
 
@@ -120,17 +130,21 @@ func reference(t *testing.T) string {
 
 	var contents, body strings.Builder
 	decision := sections["ratelimit.decision"][0].Comment
-	for _, group := range referenceGroups {
+	for _, group := range referenceGroups(t, db) {
 		fmt.Fprintf(&body, "\n## %s\n", group.title)
 		var links []string
-		for _, name := range strings.Fields(group.names) {
-			full := group.prefix + name
+		for _, full := range group.names {
+			name := strings.TrimLeft(strings.TrimPrefix(full, "ratelimit"), "_.")
 			require.Contains(t, sections, full)
 			links = append(links, fmt.Sprintf("[%s](#%s)", name, strings.ReplaceAll(full, ".", "")))
 			fmt.Fprintf(&body, "\n### %s\n\n", full)
 			referenceSection(&body, sections[full], decision)
 			delete(sections, full)
-			if cost := referenceCosts[name]; cost != "" {
+			cost := referenceCosts[name]
+			if cell := "{" + name + "}"; cost == "" && counts[cell] > 0 {
+				cost = "a call " + cell
+			}
+			if cost != "" {
 				fmt.Fprintf(&body, "- **Cost**: %s.\n", referenceCell.ReplaceAllStringFunc(cost, func(cell string) string {
 					require.Contains(t, counts, cell)
 					return fmt.Sprintf("%.2g", counts[cell]/counts["{acquire}"]) + writes[cell]
@@ -139,7 +153,7 @@ func reference(t *testing.T) string {
 		}
 		fmt.Fprintf(&contents, "\n- %s: %s", group.title, strings.Join(links, " · "))
 	}
-	require.Empty(t, sections, "they are in no group of referenceGroups")
+	require.Empty(t, sections, "they are in no part of sql/install.sql")
 	referenceRights(t, db, &body)
 	return contents.String() + "\n- [Rights](#rights)\n" + body.String()
 }
