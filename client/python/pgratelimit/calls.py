@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from . import answers
 from .answers import (
-    DECISION, HOLD, JOINT, PARTIAL, RESERVATION, Charge, Decision, HoldAnswer, JointDecision, PartialDecision, Reservation, microseconds
+    DECISION, HOLD, JOINT, RESERVATION, Charge, Decision, HoldAnswer, JointDecision, Reservation, microseconds
 )
 from .errors import Error, InvalidArgument
 
@@ -70,28 +70,16 @@ def statement(schema: str | None, columns: str, function: str, percent: bool) ->
 
 def acquire(policy: str, key: str, cost: int, idempotency_key: str | None) -> Call[Decision]:
     function = "ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)"
-    return _call("acquire", DECISION, function, answers.decision, policy, key, whole("cost", cost), idempotency_key)
-
-
-def peek(policy: str, key: str, cost: int) -> Call[Decision]:
-    function = "ratelimit_peek($1::text, $2::text, $3::bigint)"
-    return Call("peek", DECISION, function, (*bucket(policy, key), whole("cost", cost)), answers.decision, True)
-
-
-def refund(policy: str, key: str, amount: int) -> Call[Decision]:
-    function = "ratelimit_refund($1::text, $2::text, $3::bigint)"
-    return Call("refund", DECISION, function, (*bucket(policy, key), whole("amount", amount)), answers.decision)
-
-
-def charge(policy: str, key: str, cost: int, idempotency_key: str | None) -> Call[Decision]:
-    function = "ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)"
-    return _call("charge", DECISION, function, answers.decision, policy, key, whole("cost", cost), idempotency_key)
+    return keyed("acquire", DECISION, function, answers.decision, policy, key, whole("cost", cost), idempotency_key)
 
 
 def settle(policy: str, key: str, idempotency_key: str, cost: int) -> Call[Decision]:
     function = "ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)"
-    args = *bucket(policy, key), text("idempotency_key", idempotency_key), whole("cost", cost)
-    return Call("settle", DECISION, function, args, answers.decision, True)
+    return decision("settle", function, policy, key, text("idempotency_key", idempotency_key), whole("cost", cost), once=True)
+
+
+def decision(verb: str, function: str, policy: str, key: str, *rest: str | int, once: bool = False) -> Call[Decision]:
+    return Call(verb, DECISION, function, (*bucket(policy, key), *rest), answers.decision, once)
 
 
 def length(name: str, value: Any, *, zero: bool = False) -> float:
@@ -109,7 +97,7 @@ def length(name: str, value: Any, *, zero: bool = False) -> float:
     return seconds
 
 
-def _interval(name: str, value: Any, *, zero: bool = False) -> str:
+def interval(name: str, value: Any, *, zero: bool = False) -> str:
     """Infinity is the longest that the server takes."""
     seconds = length(name, value, zero=zero)
     return f"{round(min(seconds, 1e10 if seconds < math.inf else LONGEST) * 1_000_000)} microseconds"
@@ -117,19 +105,8 @@ def _interval(name: str, value: Any, *, zero: bool = False) -> str:
 
 def reserve(policy: str, key: str, max_wait: Duration, cost: int, idempotency_key: str | None) -> Call[Reservation]:
     function = "ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)"
-    longest = _interval("max_wait", max_wait, zero=True)
-    return _call("reserve", RESERVATION, function, answers.reservation, policy, key, longest, whole("cost", cost), idempotency_key)
-
-
-def pause(policy: str, key: str, pause_for: Duration) -> Call[Decision]:
-    function = "ratelimit_pause($1::text, $2::text, $3::text::interval)"
-    return Call("pause", DECISION, function, (*bucket(policy, key), _interval("pause_for", pause_for)), answers.decision)
-
-
-def acquire_up_to(policy: str, key: str, at_most: int, at_least: int, idempotency_key: str | None) -> Call[PartialDecision]:
-    function = "ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)"
-    bounds = whole("at_most", at_most), whole("at_least", at_least)
-    return _call("acquire up to", PARTIAL, function, answers.partial, policy, key, *bounds, idempotency_key)
+    longest = interval("max_wait", max_wait, zero=True)
+    return keyed("reserve", RESERVATION, function, answers.reservation, policy, key, longest, whole("cost", cost), idempotency_key)
 
 
 def acquire_all(charges: Sequence[Charge], idempotency_key: str | None) -> Call[JointDecision]:
@@ -164,7 +141,7 @@ def release(policy: str, key: str, holder: str) -> Call[bool]:
     return Call("release", "ratelimit_release", function, args, lambda row: answers.flag(_only(row)), True)
 
 
-def _call(
+def keyed(
     verb: str, columns: str, function: str, decode: Callable[[Sequence[Any]], T], policy: str, key: str, *rest: str | int | None
 ) -> Call[T]:
     """A call whose last argument is an idempotency key, or None."""

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from . import calls, drivers, errors, hold
-from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation, seconds
-from .calls import Call, Duration
+from . import answers, calls, drivers, errors, hold
+from .answers import DECISION, PARTIAL, Charge, Decision, JointDecision, PartialDecision, Reservation, seconds
+from .calls import Call, Duration, whole
 from .errors import Error, InvalidArgument, Locked, TooLate
 from .hold import AsyncHeld, Held
 
@@ -82,11 +82,16 @@ class Limiter:
 
     def peek(self, policy: str, key: str, cost: int = 1) -> Decision:
         """Return the decision that acquire would return now, and take nothing."""
-        return self._run(calls.peek(policy, key, cost))
+        return self._run(
+            calls.decision("peek", "ratelimit_peek($1::text, $2::text, $3::bigint)", policy, key, whole("cost", cost), once=True)
+        )
 
     def charge(self, policy: str, key: str, cost: int, *, idempotency_key: str | None = None) -> Decision:
         """Take tokens even if the bucket holds fewer: missing tokens are debt, which refill pays first. Raises IdempotencyMismatch."""
-        return self._run(calls.charge(policy, key, cost, idempotency_key))
+        function = "ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)"
+        return self._run(
+            calls.keyed("charge", DECISION, function, answers.decision, policy, key, whole("cost", cost), idempotency_key)
+        )
 
     def settle(self, policy: str, key: str, idempotency_key: str, cost: int) -> Decision:
         """Replace the cost of the grant under idempotency_key, an estimate, by the real cost, once. 0 gives all of it back.
@@ -105,16 +110,21 @@ class Limiter:
         self, policy: str, key: str, at_most: int, at_least: int = 1, *, idempotency_key: str | None = None
     ) -> PartialDecision:
         """Take as many tokens as the bucket holds, up to at_most, or a denial if it holds fewer than at_least. Errors as acquire."""
-        return self._run(calls.acquire_up_to(policy, key, at_most, at_least, idempotency_key))
+        function = "ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)"
+        bounds = whole("at_most", at_most), whole("at_least", at_least)
+        return self._run(calls.keyed("acquire up to", PARTIAL, function, answers.partial, policy, key, *bounds, idempotency_key))
 
     def refund(self, policy: str, key: str, amount: int) -> Decision:
         """Give tokens back to the bucket, never above its capacity. A refund that is sent twice gives back twice."""
-        return self._run(calls.refund(policy, key, amount))
+        return self._run(
+            calls.decision("refund", "ratelimit_refund($1::text, $2::text, $3::bigint)", policy, key, whole("amount", amount))
+        )
 
     def pause(self, policy: str, key: str, pause_for: Duration) -> Decision:
         """Stop the bucket for pause_for seconds, 0.001 to 365 days; after them it refills from 0. A longer pause stays. Reservations
         made before are not stopped."""
-        return self._run(calls.pause(policy, key, pause_for))
+        function = "ratelimit_pause($1::text, $2::text, $3::text::interval)"
+        return self._run(calls.decision("pause", function, policy, key, calls.interval("pause_for", pause_for)))
 
     def wait(self, policy: str, key: str, cost: int = 1, *, timeout: Duration | None = None) -> Reservation:
         """Take tokens, and return when they are there: a reserve and a sleep. Callers are served in the order of their calls.
