@@ -317,7 +317,7 @@ var Kinds = map[string]Kind{
 	"refill":          {"bigint", []check{{3, between(0, MaxTokens)}}, "1"},
 	"every":           {"interval", []check{{3, lasts(1, MaxSpan)}}, "'1 day'"},
 	"remember":        {"interval", []check{{3, lasts(1, MaxSpan)}}, "'1 day'"},
-	"expires_at":      {"timestamptz", nil, "'2099-01-01'"},
+	"expires_at":      {"timestamptz", nil, "'2099-01-01 UTC'"},
 	"period":          {"interval", nil, "'1 day'"},
 	"lease":           {"interval", nil, "'1 day'"},
 	"time_zone":       {"text", nil, "'UTC'"},
