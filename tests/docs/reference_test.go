@@ -129,7 +129,7 @@ func reference(t *testing.T) string {
 	}
 
 	var contents, body strings.Builder
-	decision := sections["ratelimit.decision"][0].Comment
+	decision, rights := sections["ratelimit.decision"][0].Comment, referenceRights(t, db)
 	for _, group := range referenceGroups(t, db) {
 		fmt.Fprintf(&body, "\n## %s\n", group.title)
 		var links []string
@@ -138,7 +138,9 @@ func reference(t *testing.T) string {
 			require.Contains(t, sections, full)
 			links = append(links, fmt.Sprintf("[%s](#%s)", name, strings.ReplaceAll(full, ".", "")))
 			fmt.Fprintf(&body, "\n### %s\n\n", full)
-			referenceSection(&body, sections[full], decision)
+			var section strings.Builder
+			referenceSection(&section, sections[full], decision)
+			body.WriteString(strings.TrimSuffix(section.String(), "\n") + rights[full] + "\n")
 			delete(sections, full)
 			cost := referenceCosts[name]
 			if cell := "{" + name + "}"; cost == "" && counts[cell] > 0 {
@@ -154,14 +156,13 @@ func reference(t *testing.T) string {
 		fmt.Fprintf(&contents, "\n- %s: %s", group.title, strings.Join(links, " · "))
 	}
 	require.Empty(t, sections, "they are in no part of sql/install.sql")
-	referenceRights(t, db, &body)
-	return contents.String() + "\n- [Rights](#rights)\n" + body.String()
+	return contents.String() + "\n" + body.String()
 }
 
 // A referenceBody is a function, and what its text names: tables that it may read or write, and functions of the package.
 type referenceBody struct {
-	Name, Source, Role, Path string
-	Private, Definer         bool
+	Name, Source, Path string
+	Private, Definer   bool
 }
 
 var (
@@ -170,15 +171,15 @@ var (
 	referenceCall  = regexp.MustCompile(`\b(\w+)\(`)
 )
 
-// referenceRights writes which tables the public functions touch, themselves or by the private functions that they call.
-func referenceRights(t *testing.T, db *pgtest.DB, body *strings.Builder) {
+// referenceRights are the lines that tell with whose rights the public functions run, and which tables they touch, themselves or by the
+// private functions that they call.
+func referenceRights(t *testing.T, db *pgtest.DB) map[string]string {
 	// Clean-up passes names of tables to statements that are made at run time. It reads policies and overrides, and writes the others. A
 	// check is passed the name of an argument.
 	rows, err := db.Pool.Query(t.Context(), `
 		select proname::text as name, regexp_replace(regexp_replace(regexp_replace(prosrc,
 		         '''(policies|overrides)''(?=[,)])', 'from \1', 'g'),
 		         '(?<!refuse\(|check_length\()''((ephemeral_)?(buckets|idempotency_keys|slots|leases))''(?=[,)])', 'from \1 update \1', 'g'), '--[^\n]*|''([^'']|'''')*''', '', 'g') as source, private, prosecdef as definer,
-		       coalesce(substring(obj_description(p.oid, 'pg_proc') from 'Role: ([^.,]*)'), '') as role,
 		       coalesce(substring(proconfig::text from 'search_path=([^"]*)'), '') as path
 		  from `+kit.PackageFunctions+` as p order by proname`)
 	require.NoError(t, err)
@@ -219,21 +220,21 @@ func referenceRights(t *testing.T, db *pgtest.DB, body *strings.Builder) {
 		look(name)
 		return cmp.Or(strings.Join(slices.Sorted(maps.Keys(found)), ", "), "none")
 	}
-	body.WriteString("\n## Rights\n\nEach function runs with the rights of the owner of the package (SECURITY DEFINER) and the search_path " +
-		"`ratelimit, pg_temp`, but for those that run with the rights of the caller. It touches these tables of schema `ratelimit`, itself or by a private " +
-		"function; `buckets` and `idempotency_keys` stand for their ephemeral twins, too:\n\n| function | rights of | reads | writes | granted to the role |\n|---|---|---|---|---|\n")
+	rights := map[string]string{}
 	for _, f := range functions {
 		if f.Private {
 			require.False(t, f.Definer && f.Path == "", f.Name)
 			continue
 		}
-		of := "caller"
+		of := ""
 		if f.Definer {
-			of = "owner"
 			require.Equal(t, "ratelimit, pg_temp", f.Path, f.Name)
+		} else {
+			of = " It runs with the rights of the caller."
 		}
-		fmt.Fprintf(body, "| `%s` | %s | %s | %s | %s |\n", f.Name, of, touched(f.Name, referenceRead), touched(f.Name, referenceWrite), f.Role)
+		rights[f.Name] = fmt.Sprintf(" Reads %s; writes %s.%s", touched(f.Name, referenceRead), touched(f.Name, referenceWrite), of)
 	}
+	return rights
 }
 
 // referenceSection writes what the comment of a function or a type says, by its lines: sentences, "name: meaning" of an argument or
