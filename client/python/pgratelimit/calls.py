@@ -18,7 +18,8 @@ from . import answers
 from .answers import (
     DECISION, HOLD, JOINT, RESERVATION, Charge, Decision, HoldAnswer, JointDecision, Reservation, microseconds
 )
-from .errors import Error, InvalidArgument
+from .errors import Error, InvalidArgument, of_server
+from .queue import Request
 
 T = TypeVar("T")
 
@@ -120,6 +121,62 @@ def acquire_all(charges: Sequence[Charge], idempotency_key: str | None) -> Call[
     function = "ratelimit_acquire_all($1::text::text[], $2::text::text[], $3::text::bigint[], $4::text)"
     args = *arrays(charges), name_or_none(idempotency_key)
     return Call("acquire all", JOINT, function, args, decode, idempotency_key is not None)
+
+
+_DECISIONS = "elements, remaining, retry_after_us, reset_after_us, capacity, replayed, shadowed"
+_ERRORS = "refused, error_codes, error_messages, error_details, error_hints"
+_WHOLES = "requests, requests_allowed, requests_replayed, requests_shadowed, bindings"
+_PACKED = f"pg_catalog.json_build_array({_DECISIONS}, {_ERRORS}, {_WHOLES})::text"
+
+
+def acquire_packed(requests: Sequence[Request]) -> Call[list[Decision | Error]]:
+    """A call for requests of one kind. Its answers are in their order. Elements and requests are numbered from 1: an element is all of a
+    plain request, or one charge of a joint one."""
+    first = requests[0]
+    sizes = numbers([len(r.charges) for r in requests]) if first.is_joint else None
+    keyed = first.idempotency_key is not None
+    keys = texts([r.idempotency_key or "" for r in requests]) if keyed else None
+    return Call(
+        "acquire all" if first.is_joint else "acquire",
+        _PACKED,
+        "ratelimit_acquire_packed($1::text::text[], $2::text::text[], $3::text::bigint[], $4::text::integer[], $5::text::text[])",
+        (*arrays(c for r in requests for c in r.charges), sizes, keys),
+        lambda row: _packed_answers(requests, *map(json.loads, row)),
+        keyed,
+    )
+
+
+def _packed_answers(requests: Sequence[Request], packed: list[list[Any] | None]) -> list[Decision | Error]:
+    columns = [array or [] for array in packed]  # one that is null is empty
+    answered: dict[int, Decision | Error] = {}
+    decisions: dict[int, Decision] = {}
+    elements, remaining, retry_after, reset_after, capacity, replayed, shadowed = columns[:7]
+    none = [False] * len(elements)
+    for number, left, wait, reset, size, again, watched in zip(
+        elements, remaining, retry_after, reset_after, capacity, replayed or none, shadowed or none, strict=True
+    ):
+        decisions[number] = Decision(wait == 0, left, answers.seconds(wait), answers.seconds(reset), size, again, watched)
+    verb = "acquire all" if requests[0].is_joint else "acquire"
+    for number, *error in zip(*columns[7:12], strict=True):
+        answered[number] = of_server(verb, *error)
+    if requests[0].is_joint:
+        _wholes(requests, columns[12:], decisions, answered)
+    else:
+        answered |= decisions
+    return [answered[number + 1] for number in range(len(requests))]
+
+
+def _wholes(requests: Sequence[Request], columns: list[list[Any]], decisions: dict[int, Decision], answered: dict[int, Decision | Error]) -> None:
+    """Adds the joint decisions."""
+    places, allowed, replayed, shadowed, bindings = columns
+    none = [False] * len(places)
+    ends, end = [0], 0
+    for r in requests:
+        end += len(r.charges)
+        ends.append(end)
+    for number, granted, again, watched, binding in zip(places, allowed, replayed or none, shadowed or none, bindings, strict=True):
+        own = [decisions[element + 1] for element in range(ends[number - 1], ends[number])]
+        answered[number] = answers.joint(own, binding - 1, granted, again, watched)
 
 
 def hold(policy: str, key: str, holder: str, cost: int) -> Call[HoldAnswer]:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, Self, TypeVar
 
-from . import calls, drivers, errors, packed
+from . import calls, drivers, errors
 from .answers import Charge, Decision, JointDecision
 from .calls import Call, Duration
 from .errors import Closed, Locked
@@ -190,7 +190,7 @@ class Combiner(AsyncLimiter):
         try:
             async with asyncio.timeout_at(deadline):
                 if len(requests) > 1:
-                    return await self._run(packed.call(requests), unended)
+                    return await self._run(calls.acquire_packed(requests), unended)
                 return [await self._run(_alone(requests[0]), unended)]
         finally:
             timer.cancel()

@@ -2,7 +2,7 @@ import json
 import random
 import unittest
 
-from pgratelimit import Charge, Error, Overloaded, packed
+from pgratelimit import Charge, Error, Overloaded, calls
 from pgratelimit.queue import MAX_BATCH, Queue, Request
 
 
@@ -24,10 +24,10 @@ class PackedTest(unittest.TestCase):
     def test_an_answer_whose_arrays_do_not_fit_is_an_error(self):
         right = [[2, 1], [9, 8], [0, 0], [1, 2], [10, 10], None, None, None, None, None, None, None, None, None, None, None, None]
         requests = [request("a"), request("b")]
-        self.assertEqual([8, 9], [d.remaining for d in packed.call(requests).decode([json.dumps(right)])])
+        self.assertEqual([8, 9], [d.remaining for d in calls.acquire_packed(requests).decode([json.dumps(right)])])
         for wrong in ([[1], *right[1:]], [[1, 1], *right[1:]], [[2, 3], *right[1:]], [*right[:7], [2], *right[8:]], right[:5]):
             with self.assertRaisesRegex(Error, "another shape"):
-                packed.call(requests).read([json.dumps(wrong)])
+                calls.acquire_packed(requests).read([json.dumps(wrong)])
 
 
 class QueueTest(unittest.TestCase):
