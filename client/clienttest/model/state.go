@@ -3,6 +3,7 @@ package model
 import (
 	"fmt"
 	"maps"
+	"math/big"
 	"time"
 )
 
@@ -113,6 +114,61 @@ func (s State) Peek(p Policy, now time.Time, cost int64) Decision {
 // Remaining is that of a Peek.
 func (s State) Remaining(p Policy, now time.Time) int64 {
 	return p.remaining(s.at(p, now), now)
+}
+
+// Refund gives tokens back, never above the capacity.
+func (m *Model) Refund(now time.Time, id BucketID, amount int64) (Decision, error) {
+	return m.move(now, id, func(s State, p Policy) (State, Decision, error) {
+		bucket, answer := p.refund(s.at(p, now), now, amount)
+		if s.bucket == nil {
+			return s, answer, nil
+		}
+		return State{&bucket, s.grants}, answer, nil
+	})
+}
+
+// refund answers, and returns the bucket with the tokens given back.
+func (p Policy) refund(b Bucket, now time.Time, amount int64) (Bucket, Decision) {
+	most := p.Capacity
+	if p.IsQuota() { // of which more may be used than its capacity is by now
+		most = 9_000_000_000_000
+	}
+	given := p.Refilled(b, now)
+	given.Level = least(p.most(b, now), new(big.Int).Add(given.Level, microtokens(min(amount, most))))
+	return given, p.answer(given, now, 0)
+}
+
+// Pause stops a bucket until so much time is over: 1 millisecond to 365 days.
+func (m *Model) Pause(now time.Time, id BucketID, pauseFor Micros) (Decision, error) {
+	if pauseFor < 1000 || pauseFor > 365*day {
+		return Decision{}, InvalidArgument
+	}
+	return m.move(now, id, func(s State, p Policy) (State, Decision, error) {
+		if p.Refill == 0 {
+			return s, Decision{}, InvalidArgument
+		}
+		bucket, answer := p.pause(s.at(p, now), now, pauseFor)
+		return State{&bucket, s.grants}, answer, nil
+	})
+}
+
+// pause answers what a peek then does, and returns the bucket as it will be at the end of the pause, which is never before that of
+// an earlier one: empty, or in what debt is left. If the numbers of an override end by then, the policy's own apply at the end.
+func (p Policy) pause(b Bucket, now time.Time, pauseFor Micros) (Bucket, Decision) {
+	end := pauseFor.After(now)
+	if b.paused.After(end) {
+		end = b.paused
+	}
+	after := p.Refilled(b, end)
+	if p.then != nil && !p.ends.After(end) {
+		after = p.then.Refilled(p.Refilled(b, now), end)
+	}
+	after.RefilledAt = b.RefilledAt
+	if end.After(b.RefilledAt) {
+		after.RefilledAt = end
+	}
+	after.Level, after.paused = least(after.Level, new(big.Int)), end
+	return after, p.Peek(after, now, 1)
 }
 
 // Reset makes the bucket full; idempotency keys stay.
