@@ -4,6 +4,7 @@ package citus
 import (
 	"context"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -52,11 +53,14 @@ func testCitusInstalls(t *testing.T, c *kit.Citus) {
 	c.Install(t, "installs") // so that PUBLIC may execute nothing there
 	files := kit.NoError(packages.One(os.DirFS("../.."), "citus"))(t)
 	require.NotRegexp(t, `[^\x00-\x7f]`, string(files["citus/citus.sql"]), "psql takes the file to be in the encoding of its locale")
+	here := []string{"decide_here"}
+	for name, f := range kit.Functions {
+		if strings.HasPrefix(f.Arguments, "policy key") && f.Writes != "anything" && name != "enforce" {
+			here = append(here, name+"_here")
+		}
+	}
 	for n, node := range db {
-		require.Equal(t, []string{
-			"acquire_here", "acquire_up_to_here", "charge_here", "decide_here", "hold_here", "pause_here", "peek_here", "refund_here", "release_here", "renew_here",
-			"reserve_here", "reset_here", "settle_here",
-		}, node.Strings(`
+		require.ElementsMatch(t, here, node.Strings(`
 			select p.proname::text
 			  from pg_dist_object as o
 			  join pg_proc as p on p.oid = o.objid and o.classid = 'pg_proc'::regclass
@@ -293,28 +297,21 @@ select ratelimit_reset('jobs', '{key}') ;; select * from ratelimit_peek('jobs', 
 select * from ratelimit_peek('p', '{key} t1') ;; select ratelimit_drop_policy('none') ;; select ratelimit_drop_policy(null)
 `), " ;; ", "\n"), "\n")
 	// Every argument null, one by one and all at once.
-	for _, call := range [][]string{
-		{"ratelimit_acquire", "'p'", "'{key}'", "1", "'n'"}, {"ratelimit_peek", "'p'", "'{key}'", "1"}, {"ratelimit_refund", "'p'", "'{key}'", "1"},
-		{"ratelimit_reset", "'p'", "'{key}'"}, {"ratelimit_charge", "'p'", "'{key}'", "1", "'n2'"}, {"ratelimit_settle", "'p'", "'{key}'", "'n2'", "1"},
-		{"ratelimit_reserve", "'p'", "'{key}'", "'1 h'", "1", "'n3'"}, {"ratelimit_acquire_up_to", "'p'", "'{key}'", "2", "1", "'n4'"},
-		{"ratelimit_enforce", "'p'", "'{key}'", "1", "'n5'"}, {"ratelimit_acquire_many", "'{p}'", "'{k}'", "'{1}'", "'{n6}'", "'{1}'"},
-		{"ratelimit_acquire_all", "'{p}'", "'{k}'", "'{1}'", "'n7'"}, {"ratelimit_acquire_packed", "'{p}'", "'{k}'", "'{1}'", "'{1}'", "'{n8}'"},
-		{"ratelimit_override", "'p'", "'{key}'", "20", "1", "'1 h'", "'2100-01-01Z'"},
-		{"ratelimit_hold", "'jobs'", "'{key}'", "'n'", "1"}, {"ratelimit_renew", "'jobs'", "'{key}'", "'n'"}, {"ratelimit_release", "'jobs'", "'{key}'", "'n'"},
-		{"ratelimit_holders", "'jobs'", "'{key}'", "1"},
-		{"ratelimit_remove_override", "'p'", "'{key}'"}, {"ratelimit_overrides", "'p'", "'{key}'", "1"}, {"ratelimit_status", "'p'", "1", "'{key}'"}, {"ratelimit_cleanup", "1"},
-	} {
-		for n := range call {
-			args := slices.Clone(call[1:])
-			if n == 0 {
-				for i := range args {
-					args[i] = "null"
-				}
-			} else {
-				args[n-1] = "null"
-			}
-			if call[0] != "ratelimit_overrides" && call[0] != "ratelimit_status" && call[0] != "ratelimit_holders" || slices.Contains(args, "'p'") || slices.Contains(args, "'jobs'") { // else about all policies
-				said = append(said, "select * from "+call[0]+"("+strings.Join(args, ", ")+")")
+	for _, name := range slices.Sorted(maps.Keys(kit.Functions)) {
+		f := kit.Functions[name]
+		if !strings.Contains(f.Arguments, " key") {
+			continue
+		}
+		policy := map[bool]string{true: "jobs", false: "p"}[f.Writes == "slots"]
+		call := strings.NewReplacer("select from ", "", "{KEY,KEY.}", "{k,k}", "KEY", "{key}", "(null", "('p'", "'p'", "'"+policy+"'").Replace(f.Samples(name)[0])
+		function, list, _ := strings.Cut(strings.TrimSuffix(call, ")"), "(")
+		args := strings.Split(list, ", ")
+		if !f.List()[0].Nullable {
+			said = append(said, "select * from "+function+"(null"+strings.Repeat(", null", len(args)-1)+")")
+		}
+		for n := range args {
+			if n > 0 || !f.List()[0].Nullable { // else it is about all policies
+				said = append(said, "select * from "+function+"("+strings.Join(slices.Replace(slices.Clone(args), n, n+1, "null"), ", ")+")")
 			}
 		}
 	}

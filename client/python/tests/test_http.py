@@ -1,5 +1,6 @@
 import asyncio
 import datetime
+import email.message
 import json
 import logging
 import unittest
@@ -14,6 +15,7 @@ import pgratelimit
 from pgratelimit import AsyncLimiter, Charge, Combiner, Decision, InvalidArgument, JointDecision, Limiter, errors, http
 from pgratelimit.asgi import RateLimit as Asgi
 from pgratelimit.asgi import by_ip as scope_ip
+from pgratelimit.outgoing import retry_after
 from pgratelimit.wsgi import RateLimit as Wsgi
 from pgratelimit.wsgi import by_ip as environ_ip
 from tests.kit import AsyncCase, asyncpg_pool_of, define, execute, locked, psycopg_pool_of, vectors
@@ -531,3 +533,17 @@ def getter(app):
         return int(status[:3]), fields, body
 
     return get
+
+
+class RetryAfterTest(unittest.TestCase):
+    def test_an_answer_names_the_wait_of_the_shared_table(self):
+        table = json.loads((Path(__file__).parents[2] / "testdata" / "upstream.json").read_text())
+        self.assertGreater(len(table["answers"]), 100)
+        with mock.patch("time.time", datetime.datetime.fromisoformat(table["clock"]).timestamp):
+            for answer in table["answers"]:
+                headers = email.message.Message()  # as urllib's: a field can have several lines
+                for field in answer["fields"]:
+                    name, _, value = field.partition(": ")
+                    headers.add_header(name, value)
+                with self.subTest(answer["source"]):
+                    self.assertAlmostEqual(retry_after(answer["status"], headers), answer["seconds"], delta=0.001)

@@ -124,6 +124,16 @@ class Awaited:
         return method
 
 
+def calls_of(policy, slots):
+    """A call of each method."""
+    return (
+        ("acquire", policy, "k"), ("acquire_all", [(policy, "k"), (policy, "j")]), ("peek", policy, "k"), ("charge", policy, "k", 1),
+        ("settle", policy, "k", "none", 1), ("reserve", policy, "k", 1), ("acquire_up_to", policy, "k", 1), ("refund", policy, "k", 1),
+        ("pause", policy, "paused", 0.001), ("wait", policy, "k"), ("renew", slots, "k", "h"), ("release", slots, "k", "h"),
+        ("hold", slots, "k"),
+    )
+
+
 class EachTest(AsyncCase):
     """What a Limiter and an AsyncLimiter do alike, on a pool and a connection of each driver."""
 
@@ -190,13 +200,6 @@ class EachTest(AsyncCase):
             execute("delete from ratelimit.idempotency_keys")
 
     async def test_a_row_of_another_shape_is_an_error_and_never_none(self):
-        calls = (
-            ("acquire", "p", "k"), ("acquire_all", [("p", "k")]), ("peek", "p", "k"), ("charge", "p", "k", 1),
-            ("settle", "p", "k", "job", 1), ("reserve", "p", "k", 1), ("acquire_up_to", "p", "k", 1),
-            ("refund", "p", "k", 1), ("pause", "p", "k", 1), ("wait", "p", "k"), ("renew", "p", "k", "h"), ("release", "p", "k", "h"),
-            ("hold", "p", "k"),
-        )
-
         async def call(limiter, name, args):
             if name != "hold":
                 return await getattr(limiter, name)(*args)
@@ -224,7 +227,7 @@ class EachTest(AsyncCase):
             ):
                 own._driver.fetch = wrong(change)
                 try:
-                    for name, *args in calls:
+                    for name, *args in calls_of("p", "p"):
                         if name == "hold" and not own._driver.is_pool or name == "wait" and not own._driver.is_alone():
                             continue
                         with self.subTest(name, row=change("")), self.assertRaisesRegex(pgratelimit.Error, "another shape"):
@@ -276,22 +279,18 @@ class EachTest(AsyncCase):
                 async with pool_of(3) as pool:
                     limiter, p = kind(pool), self.policy
 
-                    async def hold():
-                        async with limiter.hold(slots, "k"):
+                    async def make(name, *args):
+                        if name != "hold":
+                            return await getattr(limiter, name)(*args)
+                        async with limiter.hold(*args):
                             pass
 
-                    methods = (
-                        lambda: limiter.acquire(p, "k"), lambda: limiter.acquire_all([(p, "k"), (p, "j")]), lambda: limiter.peek(p, "k"),
-                        lambda: limiter.charge(p, "k", 1), lambda: limiter.settle(p, "k", "none", 1),
-                        lambda: limiter.reserve(p, "k", 1), lambda: limiter.acquire_up_to(p, "k", 1),
-                        lambda: limiter.refund(p, "k", 1), lambda: limiter.pause(p, "paused", 0.001), lambda: limiter.wait(p, "k"),
-                        lambda: limiter.renew(slots, "k", "h"), lambda: limiter.release(slots, "k", "h"), hold,
-                    )
+                    methods = calls_of(p, slots)
 
                     async def caller():
                         for _ in range(3):
                             for method in chance.sample(methods, len(methods)):
-                                call = asyncio.ensure_future(method())
+                                call = asyncio.ensure_future(make(*method))
                                 if chance.random() < 1 / 3:
                                     await asyncio.sleep(chance.random() / 100)
                                     call.cancel()
