@@ -238,3 +238,5 @@ func RequireState(t require.TestingT, state string, err error, about ...any) {
 		require.FailNow(t, fmt.Sprintf("not %s but %v", state, err), about...)
 	}
 }
+
+func (db *TestDB) Now() time.Time { return One[time.Time](db.T, db.Pool, "select clock_timestamp()") }

@@ -639,15 +639,6 @@ func valueOf[T any](p *T) any {
 	return *p
 }
 
-// Whole is the request that the arguments of acquire_all are.
-func (c *Call) Whole() (r WholeRequest) {
-	for _, of := range c.charges() {
-		r.Charges = append(r.Charges, ChargeOf(of.policy.(string), of.key.(string), of.cost.(int64)))
-	}
-	r.IdempotencyKey = c.text(3)
-	return r
-}
-
 // requests are the charges cut by the sizes, or one each, and the idempotency keys.
 func (c *Call) requests() (all []request) {
 	charges, single := c.charges(), int64(1)

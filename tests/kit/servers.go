@@ -71,6 +71,13 @@ func OpenPool(t testing.TB, config *pgxpool.Config) *pgxpool.Pool {
 	return pool
 }
 
+// A PatientPool has every call answered: of one that is given up after a second, the server may have charged what nobody gets.
+type PatientPool struct{ *pgxpool.Pool }
+
+func (p PatientPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return p.Pool.QueryRow(context.WithoutCancel(ctx), sql, args...)
+}
+
 // An Address is the URL of a database that moves: a container that is started again has another port.
 type Address struct{ url atomic.Pointer[string] }
 

@@ -9,7 +9,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	if kit.BePrefetcher() || beSlotSessions() {
+	if beSlotSessions() {
 		return
 	}
 	pgtest.Main(kit.Tortured{M: m})
