@@ -21,6 +21,7 @@ import (
 // A Querier is a pool, a connection or a transaction.
 type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
 func Acquire(q Querier, policy, key string, cost int64, idempotencyKey ...string) (Decision, error) {
@@ -72,7 +73,7 @@ func (db *TestDB) Take(policy, key string, cost int64, idempotencyKey ...string)
 func (db *TestDB) At(now time.Time) *TestDB { db.SetClock(now); return db }
 
 // SendBatch sends requests in one call, and fails the test if the call fails.
-func SendBatch[R, A any](t testing.TB, q RowsQuerier, send func(RowsQuerier, []R) ([]A, error), requests ...R) []A {
+func SendBatch[R, A any](t testing.TB, q Querier, send func(Querier, []R) ([]A, error), requests ...R) []A {
 	answers := NoError(send(q, requests))(t)
 	require.Len(t, answers, len(requests))
 	return answers
@@ -245,7 +246,7 @@ type Answer struct {
 
 // Ask makes a call of the call table. Its answer is the rows, as Call.Answer has them, and the decision if they begin with one. By
 // another name than the function's it calls what stands for it.
-func Ask(q RowsQuerier, function, name string, args []any) (a Answer, err error) {
+func Ask(q Querier, function, name string, args []any) (a Answer, err error) {
 	sent := []any{pgx.QueryResultFormats{pgx.TextFormatCode}}
 	for _, arg := range args {
 		if s, ok := arg.(Span); ok {
@@ -291,13 +292,13 @@ func AnswerOf(rows []string) Answer {
 	return a
 }
 
-type RowsQuerier interface {
-	Querier
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+// Is reports whether the answer is this error.
+func (a *Answer) Is(code model.Error) bool {
+	return a != nil && strings.Contains(a.Error, string(code))
 }
 
 // AcquireMany sends requests in one call, and leaves out arrays that hold nothing but the default.
-func AcquireMany(q RowsQuerier, requests []NullableRequest) ([]Answer, error) {
+func AcquireMany(q Querier, requests []NullableRequest) ([]Answer, error) {
 	policies, keys, costs, idempotencyKeys := columnsOf(requests)
 	if !slices.ContainsFunc(costs, func(c *int64) bool { return c == nil || *c != 1 }) {
 		costs = nil
@@ -344,6 +345,10 @@ type InMode struct {
 	Mode pgx.QueryExecMode
 }
 
+func (q InMode) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	return q.Conn.Query(ctx, sql, append([]any{q.Mode}, args...)...)
+}
+
 func (q InMode) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	return q.Conn.QueryRow(ctx, sql, append([]any{q.Mode}, args...)...)
 }
@@ -364,7 +369,7 @@ func RawDecision(conn *pgx.Conn, call string, args ...any) string {
 }
 
 // StartBatch sends requests in one call that may wait for other sessions. The answers are there when the call is over.
-func StartBatch[R, A any](s *Session, send func(RowsQuerier, []R) ([]A, error), requests ...R) (call *Pending, answers *[]A) {
+func StartBatch[R, A any](s *Session, send func(Querier, []R) ([]A, error), requests ...R) (call *Pending, answers *[]A) {
 	answers = new([]A)
 	return s.Start(func(Querier) (_ Decision, err error) {
 		if *answers, err = send(s, requests); err == nil && len(*answers) != len(requests) {

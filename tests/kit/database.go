@@ -12,6 +12,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
@@ -177,7 +178,7 @@ func Column(t testing.TB, db *pgtest.DB, sql string, args ...any) []string {
 }
 
 // ColumnOf is column in a session or a transaction.
-func ColumnOf(t require.TestingT, q RowsQuerier, sql string, args ...any) []string {
+func ColumnOf(t require.TestingT, q Querier, sql string, args ...any) []string {
 	rows, err := q.Query(context.Background(), sql, args...)
 	require.NoError(t, err, sql)
 	values, err := pgx.CollectRows(rows, pgx.RowTo[string])
@@ -196,7 +197,7 @@ func (db *TestDB) Number(sql string, args ...any) int64 {
 }
 
 // One is the only value of a query.
-func One[T any](t testing.TB, q Querier, sql string, args ...any) (value T) {
+func One[T any](t testing.TB, q client.Querier, sql string, args ...any) (value T) {
 	require.NoError(t, q.QueryRow(context.Background(), sql, args...).Scan(&value), sql)
 	return value
 }
@@ -214,7 +215,7 @@ func (db *TestDB) Rows() []string {
 }
 
 // State returns everything of buckets and idempotency keys that a later call could see.
-func State(t require.TestingT, q RowsQuerier) []string {
+func State(t require.TestingT, q Querier) []string {
 	return ColumnOf(t, q, `
 		select format('%s %s %s %s', policy_id, key, level, refilled_at)
 		  from (table ratelimit.buckets union all table ratelimit.ephemeral_buckets) as b

@@ -3,7 +3,6 @@ package kit
 import (
 	"context"
 	"fmt"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgtype"
@@ -22,14 +21,15 @@ func (db *TestDB) MustSpend(s Spending) Spent {
 // MaxWaitOfReserve is the longest that ratelimit_reserve accepts.
 const MaxWaitOfReserve model.Micros = 365 * Day
 
-// A Spending is a call on one bucket that takes without looking first, or otherwise than ratelimit_acquire does.
+// A Spending is a call of the call table about one bucket or key.
 type Spending struct {
-	Function string // charge, settle, reserve or acquire_up_to
+	Function string
 	model.BucketID
-	Cost           int64        // at_most of acquire_up_to
+	Cost           int64        // also the amount of a refund, and at_most of acquire_up_to
 	AtLeast        int64        // of acquire_up_to
-	MaxWait        model.Micros // of reserve
+	MaxWait        model.Micros // of reserve, and how long a pause is
 	IdempotencyKey string       // empty for none
+	Holder         string       // of slots
 }
 
 // A Spent is the answer to a spending. RetryAfter of a reservation is its wait.
@@ -38,25 +38,34 @@ type Spent struct {
 	Taken int64 // by acquire_up_to
 }
 
-// By sends the spending in SQL.
-func (s Spending) By(q Querier) (Spent, error) {
-	key := nullable(s.IdempotencyKey)
-	var d Decision
-	var err error
-	switch s.Function {
-	case "charge":
-		d, err = Decide(q, "ratelimit_charge($1, $2, $3, $4)", s.Policy, s.Key, s.Cost, key)
-	case "settle":
-		d, err = Decide(q, "ratelimit_settle($1, $2, $3, $4)", s.Policy, s.Key, key, s.Cost)
-	case "reserve":
-		d, err = Decide(q, "(select r.*, r.wait as retry_after from ratelimit_reserve($1, $2, $3, $4, $5) as r)",
-			s.Policy, s.Key, IntervalOfDays(s.MaxWait), s.Cost, key)
-	case "acquire_up_to":
-		return AcquireUpTo(q, s.Policy, s.Key, s.Cost, s.AtLeast, key)
-	default:
-		panic(s.Function)
+// Args are those of the function.
+func (s Spending) Args() (args []any) {
+	values := map[string]any{
+		"policy": s.Policy, "key": s.Key, "cost": s.Cost, "amount": s.Cost, "at_most": s.Cost, "at_least": s.AtLeast, "holder": s.Holder,
+		"max_wait": SpanOf(s.MaxWait), "pause_for": SpanOf(s.MaxWait), "max_rows": int64(1000),
 	}
-	return Spent{Decision: d}, err
+	if s.IdempotencyKey != "" {
+		values["idempotency_key"] = s.IdempotencyKey
+	}
+	for _, a := range Functions[s.Function].List() {
+		args = append(args, values[a.Name])
+	}
+	return args
+}
+
+// Answer is what SQL answers.
+func (s Spending) Answer(q Querier) (Answer, error) {
+	return Ask(q, s.Function, "ratelimit_"+s.Function, s.Args())
+}
+
+// By sends the spending in SQL.
+func (s Spending) By(q Querier) (Spent, error) { return spentOf(s.Answer(q)) }
+
+func spentOf(a Answer, err error) (Spent, error) {
+	if err != nil || a.Decision == nil {
+		return Spent{}, err
+	}
+	return Spent{*a.Decision, a.Taken}, nil
 }
 
 func (s *Session) StartSpending(call Spending) *Pending {
@@ -64,17 +73,6 @@ func (s *Session) StartSpending(call Spending) *Pending {
 		got, err := call.By(q)
 		return got.Decision, err
 	})
-}
-
-// AcquireUpTo sends the five arguments.
-func AcquireUpTo(q Querier, args ...any) (Spent, error) {
-	var row decisionRow
-	var taken *int64
-	err := q.QueryRow(context.Background(), "select "+decisionColumns+", d.taken from ratelimit_acquire_up_to($1, $2, $3, $4, $5) as d", args...).Scan(append(row.fields(), &taken)...)
-	if err != nil {
-		return Spent{}, err
-	}
-	return Spent{*row.Decision(), *taken}, nil
 }
 
 // A spender is a *client.Limiter, or what has its methods.
@@ -121,21 +119,14 @@ func (s Spending) With(ctx context.Context, limiter spender) (Spent, error) {
 
 // Of is what the model answers.
 func (s Spending) Of(m *model.Model, now time.Time) (Spent, error) {
-	var answer Spent
-	var err error
-	switch s.Function {
-	case "charge":
-		answer.Decision, err = m.Charge(now, s.BucketID, s.Cost, s.IdempotencyKey)
-	case "settle":
-		answer.Decision, err = m.Settle(now, s.BucketID, s.IdempotencyKey, s.Cost)
-	case "reserve":
-		answer.Decision, err = m.Reserve(now, s.BucketID, s.MaxWait, s.Cost, s.IdempotencyKey)
-	case "acquire_up_to":
-		answer.Decision, answer.Taken, err = m.AcquireUpTo(now, s.BucketID, s.Cost, s.AtLeast, s.IdempotencyKey)
-	default:
-		panic(s.Function)
-	}
-	return answer, err
+	return spentOf(s.Foretold(m, now))
+}
+
+// Foretold is the answer of the model.
+func (s Spending) Foretold(m *model.Model, now time.Time) (Answer, error) {
+	c := Call{Function: s.Function, Args: s.Args(), Model: m, Now: now}
+	rows, err := c.Answer()
+	return AnswerOf(rows), err
 }
 
 func (s Spending) String() string {
@@ -145,9 +136,4 @@ func (s Spending) String() string {
 // IntervalOfDays counts whole days as such: here a day is 24 hours, whatever the time zone has.
 func IntervalOfDays(m model.Micros) pgtype.Interval {
 	return pgtype.Interval{Days: int32(m / Day), Microseconds: int64(m % Day), Valid: true}
-}
-
-// Is reports whether the answer is this error.
-func (a *Answer) Is(code model.Error) bool {
-	return a != nil && strings.Contains(a.Error, string(code))
 }

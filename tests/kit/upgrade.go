@@ -255,7 +255,7 @@ func (db *TestDB) StartLoad() *upgradeLoad {
 		return got.Decision, err
 	})
 	l.Add("up to", 2, func(policy, key string, _ int64) error {
-		got, err := AcquireUpTo(db.Pool, policy, key, 1, 1, nil)
+		got, err := Spending{Function: "acquire_up_to", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: 1, AtLeast: 1}.By(db.Pool)
 		if err == nil && got.Taken != 1 {
 			err = fmt.Errorf("took %+v", got)
 		}

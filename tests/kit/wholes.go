@@ -133,7 +133,7 @@ func (r WholeRequest) By(ctx context.Context, limiter client.Acquirer) (Whole, e
 }
 
 // AcquireManyWithSizes sends requests in one ratelimit_acquire_many.
-func AcquireManyWithSizes(q RowsQuerier, requests []WholeRequest) ([]WholeAnswer, error) {
+func AcquireManyWithSizes(q Querier, requests []WholeRequest) ([]WholeAnswer, error) {
 	a := arraysOf(requests)
 	rows, err := q.Query(context.Background(), "select d.request, "+wholeColumns+`,
 		       concat_ws(': ', d.error_code, d.error_message, d.error_detail, d.error_hint)
@@ -154,6 +154,25 @@ func AcquireManyWithSizes(q RowsQuerier, requests []WholeRequest) ([]WholeAnswer
 	})
 }
 
+// AcquireManyWholes sends requests of one charge.
+func AcquireManyWholes(q Querier, requests []WholeRequest) ([]WholeAnswer, error) {
+	var singles []NullableRequest
+	for _, r := range requests {
+		singles = append(singles, r.Single().Nullable())
+	}
+	answers, err := AcquireMany(q, singles)
+	var wholes []WholeAnswer
+	for _, a := range answers {
+		if a.Decision == nil {
+			wholes = append(wholes, WholeAnswer{Error: a.Error})
+			continue
+		}
+		w := WholeOf(*a.Decision)
+		wholes = append(wholes, WholeAnswer{Whole: &w})
+	}
+	return wholes, err
+}
+
 // A packed row is what ratelimit_acquire_packed answers, column by column.
 type packed struct {
 	Elements, Remaining        []int64
@@ -170,7 +189,7 @@ type packed struct {
 }
 
 // AcquirePacked sends requests in one call that answers in arrays. Without sizes each has one charge.
-func AcquirePacked(q RowsQuerier, requests []WholeRequest, sizes bool) ([]WholeAnswer, error) {
+func AcquirePacked(q Querier, requests []WholeRequest, sizes bool) ([]WholeAnswer, error) {
 	a := arraysOf(requests)
 	if !sizes {
 		a.sizes = nil

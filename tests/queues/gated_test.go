@@ -54,13 +54,13 @@ type fetched struct {
 	ID         *int64
 }
 
-type fetcher func(q kit.RowsQuerier, after string, skip []string, tenants, each int) ([]fetched, error)
+type fetcher func(q kit.Querier, after string, skip []string, tenants, each int) ([]fetched, error)
 
-func fetch(q kit.RowsQuerier, after string, skip []string, tenants, each int) ([]fetched, error) {
+func fetch(q kit.Querier, after string, skip []string, tenants, each int) ([]fetched, error) {
 	return fetchedBy(q, "fetch_jobs($1, $2, $3, $4)", after, skip, tenants, each)
 }
 
-func fetchedBy(q kit.RowsQuerier, call string, args ...any) ([]fetched, error) {
+func fetchedBy(q kit.Querier, call string, args ...any) ([]fetched, error) {
 	rows, err := q.Query(context.Background(), "select tenant, retry_after, id from "+call, args...)
 	if err != nil {
 		return nil, err
@@ -233,7 +233,7 @@ func BenchmarkGated(b *testing.B) {
 	g.Execute(`create function claim_jobs(gates gate[]) returns table (tenant text, retry_after interval, id bigint, payload jsonb)
 		language plpgsql as $$ #variable_conflict use_column
 		begin return query with gate as (select * from unnest(gates)), claimed as (` + claim + "$$")
-	apart := func(_ kit.RowsQuerier, after string, skip []string, tenants, each int) ([]fetched, error) {
+	apart := func(_ kit.Querier, after string, skip []string, tenants, each int) ([]fetched, error) {
 		gates := kit.One[*string](b, g.Pool, "select array_agg(g)::text from gate_tenants($1, $2, $3, $4) as g", after, skip, tenants, each)
 		return fetchedBy(g.Pool, "claim_jobs($1::text::gate[])", gates)
 	}

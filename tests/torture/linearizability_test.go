@@ -647,7 +647,7 @@ func (a *actor) request(bucket model.BucketID) *operation {
 }
 
 // sent makes the call, and records its answer. ratelimit_enforce is called through a function that makes a denial of its error.
-func (op *operation) sent(q kit.RowsQuerier) error {
+func (op *operation) sent(q kit.Querier) error {
 	name := "ratelimit_" + op.kind
 	if op.enforced {
 		name = "enforced"
