@@ -188,14 +188,14 @@ func init() {
 					Replayed: d.Renewed, Shadowed: d.Shadowed,
 				}, err)
 			}},
-		"renew": {1, "policy key holder", us("ratelimit_renew"), "slots", false, func(c *Call) ([]string, error) {
+		"renew": {2, "policy key holder", us("ratelimit_renew"), "slots", false, func(c *Call) ([]string, error) {
 			heldFor, holds, err := c.Model.Renew(c.Now, c.bucket(), c.text(2))
 			if !holds {
 				return c.decided(Decision{RetryAfter: model.Never}, err, "")
 			}
 			return c.decided(Decision{Allowed: true, ResetAfter: heldFor}, err, orNothing(heldFor))
 		}},
-		"release": {1, "policy key holder", "*", "slots", false, func(c *Call) ([]string, error) {
+		"release": {2, "policy key holder", "*", "slots", false, func(c *Call) ([]string, error) {
 			return c.flag(c.Model.Release(c.Now, c.bucket(), c.text(2)))
 		}},
 		"holders": {1, "policy? key? max_rows", "policy, key, holder, cost, " + us("held_for"), "", true, func(c *Call) (rows []string, err error) {

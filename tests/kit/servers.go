@@ -83,6 +83,8 @@ type Address struct{ url atomic.Pointer[string] }
 
 func (a *Address) MoveTo(url string) { a.url.Store(&url) }
 
+func (a *Address) URL() string { return *a.url.Load() }
+
 // Config is that of a pool whose new connections go where the database is then.
 func (a *Address) Config(t testing.TB) *pgxpool.Config {
 	config := NoError(pgxpool.ParseConfig(*a.url.Load()))(t)

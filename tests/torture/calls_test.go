@@ -48,7 +48,7 @@ func TestTorture_CallsAgreeWithTheModel(t *testing.T) {
 				if err := c.round(seed, manners[seed%uint64(len(manners))]); err != nil {
 					failed.Do(func() { t.Errorf("%v\n%s", err, kit.Repeats(t, seed)) })
 				}
-				run.Progress("%d inputs", inputs.total())
+				run.Progress("%d inputs", inputs.of("inputs"))
 			}
 		})
 	}
@@ -780,16 +780,18 @@ func (n *tally) add(r *round, responses []kit.Response) {
 	}
 }
 
-func (n *tally) count(what string) {
+func (n *tally) count(all ...string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.counts[what]++
+	for _, what := range all {
+		n.counts[what]++
+	}
 }
 
-func (n *tally) total() int {
+func (n *tally) of(what string) int {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return n.counts["inputs"]
+	return n.counts[what]
 }
 
 // always is what no run must miss.
@@ -808,6 +810,8 @@ func (n *tally) always() (what []string) {
 
 // lacks names what no input has met yet.
 func (n *tally) lacks(what []string) []string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
 	return slices.DeleteFunc(slices.Clone(what), func(what string) bool { return n.counts[what] > 0 })
 }
 

@@ -18,27 +18,24 @@ import (
 // An operation is what one call did to one bucket, as its caller saw it. Each request of a batch is an
 // operation of its own, and so is what a request of several charges asks of each bucket.
 type operation struct {
-	kind string
-	kit.Request
-	atLeast      int64        // of acquire_up_to
-	maxWait      model.Micros // of reserve
-	then         *operation   // on the same bucket in the same transaction, with the bucket locked in between
-	undone       bool         // its transaction was rolled back
-	batch, place int          // among the requests of one batch for this bucket; batches count from 1
+	kit.Spending
+	then         *operation // on the same bucket in the same transaction, with the bucket locked in between
+	undone       bool       // its transaction was rolled back
+	inDoubt      bool       // its commit had no answer
+	batch, place int        // among the requests of one batch for this bucket; batches count from 1
 	client       int
 
 	called, returned time.Duration
 	readings         []time.Time // of the clock, by which it may have decided
 	rules            []rules     // by which it may have decided
 	answer           *kit.Answer // nil for calls that have none
-	met              bool        // its idempotency key was granted to somebody else meanwhile, or lives again by a clock that went back
+	contested        bool        // its idempotency key was granted to somebody else meanwhile, or lives again by a clock that went back
 	whole            *wholePart  // of an acquire all
 	own              *rules      // the numbers that its transaction gave the bucket before
 	sets             int         // number of the override that came with this change of the bucket
 	reread           bool        // it read the numbers together with the bucket, or after it had locked it
 	gone             bool        // the policy was dropped meanwhile
-	enforced         bool        // a denial is an error, which tells neither reset_after nor replayed
-	holder           string      // of slots
+	enforced         bool        // it was ratelimit_enforce: a denial is an error, which tells neither reset_after nor replayed
 }
 
 // A wholePart is what an acquire all says about all its buckets.
@@ -47,61 +44,25 @@ type wholePart struct {
 	policies []string // of all its buckets
 }
 
-// Kinds of operations, most of them by the names of functions.
-const (
-	acquires = "acquire"
-	shares   = "acquire all"
-	peeks    = "peek"
-	refunds  = "refund"
-	pauses   = "pause"
-	resets   = "reset"
-	holds    = "hold"
-	renews   = "renew"
-	releases = "release"
-	lists    = "holders"
-	drops    = "drop policy"
-	cleansUp = "clean up"
-	charges  = "charge"
-	settles  = "settle"
-	reserves = "reserve"
-	takesAll = "acquire_up_to"
-)
-
 // spends reports whether the operation is a spending.
 func (op *operation) spends() bool {
-	return slices.Contains([]string{charges, settles, reserves, takesAll}, op.kind)
-}
-
-// args are those of the function.
-func (op *operation) args() (args []any) {
-	values := map[string]any{
-		"policy": op.Policy, "key": op.Key, "cost": op.Cost, "amount": op.Cost, "at_most": op.Cost, "at_least": op.atLeast, "holder": op.holder,
-		"max_wait": kit.SpanOf(op.maxWait), "pause_for": kit.SpanOf(op.maxWait), "max_rows": int64(1000),
-	}
-	if op.IdempotencyKey != "" {
-		values["idempotency_key"] = op.IdempotencyKey
-	}
-	for _, a := range kit.Functions[op.kind].List() {
-		args = append(args, values[a.Name])
-	}
-	return args
+	return slices.Contains([]string{"charge", "settle", "reserve", "acquire_up_to"}, op.Function)
 }
 
 // answerOf is what the model says to the call, of a bucket or of slots.
 func (op *operation) answerOf(p model.Policy, s model.State, slots model.Slots, now time.Time) (told kit.Answer, next *model.Model) {
 	next = model.Of(op.BucketID, p, s, slots)
-	c := kit.Call{Function: op.kind, Args: op.args(), Model: next, Now: now}
-	rows, err := c.Answer()
+	told, err := op.Foretold(next, now)
 	if err != nil {
-		told.Error, _ = kit.Refusal(err)
-		return told, next
+		code, _ := kit.Refusal(err)
+		told = kit.Answer{Error: code}
 	}
-	return kit.AnswerOf(rows), next
+	return told, next
 }
 
 // remembers reports whether the answer may say that a grant was stored.
 func (op *operation) remembers() bool {
-	return op.takes() || op.spends() && op.kind != settles && op.answer.Decision != nil && op.answer.Decision.Allowed && !op.answer.Decision.Replayed
+	return op.takes() || op.spends() && op.Function != "settle" && op.answer.Decision != nil && op.answer.Decision.Allowed && !op.answer.Decision.Replayed
 }
 
 // Rules are a policy and the override of a bucket, as they were in force at the same time.
@@ -121,13 +82,13 @@ func (r rules) at(now time.Time) model.Policy {
 
 // takes reports whether the answer says that tokens were taken.
 func (op *operation) takes() bool {
-	return (op.kind == acquires || op.kind == shares && op.whole.granted) && op.answer.Decision != nil &&
+	return (op.Function == "acquire" || op.Function == "acquire_all" && op.whole.granted) && op.answer.Decision != nil &&
 		op.answer.Decision.Allowed && !op.answer.Decision.Replayed && !op.answer.Decision.Shadowed && op.Cost > 0
 }
 
 // denied reports whether an acquire was, or would have been if its policy did more than watch.
 func (op *operation) denied() bool {
-	return op.kind == acquires && op.answer.Decision != nil && (!op.answer.Decision.Allowed || op.answer.Decision.Shadowed)
+	return op.Function == "acquire" && op.answer.Decision != nil && (!op.answer.Decision.Allowed || op.answer.Decision.Shadowed)
 }
 
 func (op *operation) overlaps(other *operation) bool {
@@ -146,10 +107,12 @@ type standing struct {
 func (op *operation) next(at standing, answer *kit.Answer) (all []any) {
 	if isSlots(op.Policy) {
 		for _, s := range op.lends(at.slots, answer) {
-			if op.undone {
-				s = at.slots
+			if !op.undone {
+				all = append(all, standing{slots: s})
 			}
-			all = append(all, standing{slots: s})
+			if op.undone || op.inDoubt {
+				all = append(all, at)
+			}
 		}
 		return all
 	}
@@ -168,7 +131,7 @@ func (op *operation) next(at standing, answer *kit.Answer) (all []any) {
 		all = append(all, at)
 	}
 	sets := op.sets
-	if op.kind == resets && at.HasNoRow() { // a row that another session is creating just then stays, too
+	if op.Function == "reset" && at.HasNoRow() { // a row that another session is creating just then stays, too
 		sets = 0
 	}
 	left := op.leads(at, answer)
@@ -176,8 +139,10 @@ func (op *operation) next(at standing, answer *kit.Answer) (all []any) {
 		left = append(left, op.thenLeads(at, answer)...)
 	}
 	for _, s := range left {
-		if op.undone {
+		if op.undone || op.inDoubt {
 			all = append(all, at)
+		}
+		if op.undone {
 			continue
 		}
 		all = append(all, standing{State: s, batches: at.batches, numbers: max(at.numbers, sets)})
@@ -189,9 +154,9 @@ func (op *operation) leads(at standing, answer *kit.Answer) (left []model.State)
 	switch {
 	case answer.Is(model.UnknownPolicy):
 		return nil
-	case op.kind == resets:
+	case op.Function == "reset":
 		return []model.State{at.Reset()}
-	case op.kind == drops:
+	case op.Function == "drop_policy" || op.Function == "crash":
 		return []model.State{{}}
 	}
 	for _, r := range op.rules {
@@ -230,15 +195,15 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *kit.
 		return nil
 	}
 	var d kit.Decision
-	switch op.kind {
-	case cleansUp:
+	switch op.Function {
+	case "cleanup":
 		return s.CleanUps(r.policy, p, now)
-	case shares:
+	case "acquire_all":
 		return op.leadsShare(p, now, s, answer)
 	}
 	var told kit.Answer
 	left := []model.State{s}
-	if op.kind == acquires { // most are, and need no tables of a model
+	if op.Function == "acquire" { // most are, and need no tables of a model
 		var err error
 		told.Decision = new(kit.Decision)
 		if left[0], *told.Decision, err = s.Acquire(p, now, op.Cost, op.IdempotencyKey); err != nil {
@@ -253,8 +218,8 @@ func (op *operation) leadsTo(r rules, now time.Time, s model.State, answer *kit.
 		d = *told.Decision
 	}
 	// It may have made the row before it saw the key, or that the grant which it had read has expired.
-	if op.kind == acquires && op.met && (d.Replayed || told.Error != "" && op.batch != 0) ||
-		op.spends() && d.Replayed && (op.met || op.kind == settles && s.HasNoRow()) || op.kind == settles && d.Shadowed && s.HasNoRow() {
+	if op.Function == "acquire" && op.contested && (d.Replayed || told.Error != "" && op.batch != 0) ||
+		op.spends() && d.Replayed && (op.contested || op.Function == "settle" && s.HasNoRow()) || op.Function == "settle" && d.Shadowed && s.HasNoRow() {
 		left = append(left, s.Touch(p, now))
 	}
 	if !op.isTold(told, now, answer) {
@@ -309,7 +274,7 @@ func (op *operation) leadsShare(p model.Policy, now time.Time, s model.State, an
 // tells reports whether the answer is what was decided by a reading of the clock. The wait of a reservation counts from a later
 // one, after the bucket was locked.
 func (op *operation) tells(d kit.Decision, now time.Time, answer kit.Decision) bool {
-	if op.kind != reserves || !d.Allowed || d.Replayed || d.RetryAfter == 0 {
+	if op.Function != "reserve" || !d.Allowed || d.Replayed || d.RetryAfter == 0 {
 		return d == answer
 	}
 	return slices.ContainsFunc(op.readings, func(told time.Time) bool {
@@ -326,7 +291,7 @@ func (op *operation) mayBeReplayed(answer *kit.Answer) bool {
 
 // isFar reports cheaply that the answer cannot come from a state, which saves the model most of its work.
 func (op *operation) isFar(p model.Policy, now time.Time, s model.State, answer *kit.Answer) bool {
-	if op.kind != acquires && op.kind != shares && op.kind != peeks || answer == nil || answer.Decision == nil || op.mayBeReplayed(answer) {
+	if op.Function != "acquire" && op.Function != "acquire_all" && op.Function != "peek" || answer == nil || answer.Decision == nil || op.mayBeReplayed(answer) {
 		return false
 	}
 	before := answer.Decision.Remaining
@@ -455,15 +420,15 @@ func (h history) explain(n int) string {
 
 func (op *operation) String() string {
 	var text strings.Builder
-	fmt.Fprintf(&text, "%8d to %8d us: client %d, %s %d", op.called.Microseconds(), op.returned.Microseconds(), op.client, op.kind, op.Cost)
+	fmt.Fprintf(&text, "%8d to %8d us: client %d, %s %d", op.called.Microseconds(), op.returned.Microseconds(), op.client, op.Function, op.Cost)
 	if op.IdempotencyKey != "" {
 		fmt.Fprintf(&text, " under %q", op.IdempotencyKey)
 	}
 	if op.batch != 0 {
 		fmt.Fprintf(&text, ", place %d of batch %d", op.place, op.batch)
 	}
-	if op.undone {
-		text.WriteString(", rolled back")
+	if op.undone || op.inDoubt {
+		text.WriteString(map[bool]string{true: ", rolled back", false: ", whose commit had no answer"}[op.undone])
 	}
 	if op.whole != nil {
 		fmt.Fprintf(&text, " among %d buckets, granted: %v", len(op.whole.policies), op.whole.granted)
@@ -487,13 +452,38 @@ func (op *operation) String() string {
 		}
 	}
 	if op.spends() {
-		fmt.Fprintf(&text, ", at least %d, within %v, taken %v", op.atLeast, op.maxWait, op.answer)
+		fmt.Fprintf(&text, ", at least %d, within %v, taken %v", op.AtLeast, op.MaxWait, op.answer)
 	}
 	if isSlots(op.Policy) {
-		fmt.Fprintf(&text, ", holder %q, answered %+v", op.holder, op.answer)
+		fmt.Fprintf(&text, ", holder %q, answered %+v", op.Holder, op.answer)
 	}
 	if op.then != nil {
 		fmt.Fprintf(&text, "\n    then %s", op.then)
 	}
 	return text.String()
+}
+
+// lends returns the slots that the operation may lead to. It decides by the last reading of the clock, and its numbers may be of an
+// earlier one.
+func (op *operation) lends(s model.Slots, answer *kit.Answer) (left []model.Slots) {
+	switch op.Function {
+	case "reset", "crash":
+		return []model.Slots{{}}
+	case "cleanup": // which leaves keys alone that are locked or not due
+		left = append(left, s)
+		for _, now := range op.readings {
+			left = append(left, s.Without(now))
+		}
+		return left
+	}
+	now := op.readings[len(op.readings)-1]
+	for _, r := range op.rules {
+		for _, read := range op.readings {
+			told, next := op.answerOf(r.at(read), model.State{}, s, now)
+			if _, after := next.Left(op.BucketID); op.isTold(told, now, answer) && !slices.ContainsFunc(left, after.Equal) {
+				left = append(left, after)
+			}
+		}
+	}
+	return left
 }

@@ -1,6 +1,7 @@
 package torture
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgproto3"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
@@ -30,53 +32,86 @@ import (
 // Clients call everything there is on few buckets at once, by clocks that disagree and jump. Their calls can be put in an order, within the
 // time that each took, in which the model gives each of them the answer it got, in every field, by a clock reading it took.
 func TestTorture_LinearizabilityOfCallsOnBuckets(t *testing.T) {
-	run := kit.Torture(t, 40)
-	c := newChronicler(kit.NewDB(t), "continuous durable", "stepped durable", "quota durable", "continuous ephemeral", "stepped ephemeral", "quota ephemeral")
-	n := operationCounts{}
-	n.judgeAll(t, run, c)
-	n["changes of policies"], n["overrides"], n["policies dropped"] = c.changes, c.overrides, c.drops
-	require.NotContains(t, slices.Collect(maps.Values(n)), 0, "%v", n)
-	n.report(run)
+	w := newWorkload(kit.NewDB(t), "continuous durable", "stepped durable", "quota durable", "continuous ephemeral", "stepped ephemeral", "quota ephemeral")
+	w.judgeAll(kit.Torture(t, 40), "acquire_all, granted", "acquire_all, denied", "acquire, shadowed", "acquire, replayed", "settle, replayed",
+		"reserve, waits", "requests in batches", "settlements without a grant", "transactions of two calls", "rolled back", "cleanup", "reset",
+		"pause", "acquire_up_to, granted", "charge, granted", "refund", "changes of policies", "overrides", "policies dropped")
 }
 
-// operationCounts count what histories have met.
-type operationCounts map[string]int
+// Holders hold, renew and release slots of few keys at once, by clocks that disagree and jump, and leases end meanwhile. Their calls
+// have an order as those on buckets have, each by the last reading of the clock that it took.
+func TestTorture_LinearizabilityOfCallsOnSlots(t *testing.T) {
+	newSlotsWorkload(kit.NewDB(t), "slots durable", "slots ephemeral").
+		judgeAll(kit.Torture(t, 40), slices.Concat(metBySlots, []string{"hold, shadowed", "changes of policies", "overrides", "failed with 40001"})...)
+}
 
-// judgeAll checks the histories of a run, and ends with it or with the first that has no order.
-func (n operationCounts) judgeAll(t *testing.T, run *kit.TortureRun, c *chronicler) {
-	c.write(run.GoesOn, func(seed uint64, histories []history, err error) bool {
-		n.judge(t, seed, histories, err)
-		run.Progress("%d operations in %d histories", n["operations"], n["histories"])
-		return !t.Failed()
+var metBySlots = []string{
+	"hold, granted", "hold, denied", "hold, replayed", "holds with another cost", "renew, granted", "renew, denied", "release, granted",
+	"release, denied", "holders", "rolled back",
+}
+
+// Slots never exceed the capacity, and a spending is charged once, while connections are ended, sessions die in the middle of a
+// transaction or at its commit, and PostgreSQL is killed with SIGKILL and recovers. Of a commit without an answer either may be true. A
+// crash empties the tables of ephemeral policies, and no others.
+func TestTorture_SlotsNeverExceedTheCapacity(t *testing.T) {
+	acrossCrashes(t, newSlotsWorkload, metBySlots, "slots durable", "slots ephemeral")
+}
+
+// The same of buckets.
+func TestTorture_SpendingIsChargedOnce(t *testing.T) {
+	meet := []string{"acquire, replayed", "charge, replayed", "settle, replayed", "reserve, replayed", "acquire_up_to, granted", "settlements without a grant"}
+	acrossCrashes(t, newWorkload, meet, "continuous durable", "quota durable", "continuous ephemeral")
+}
+
+func acrossCrashes(t *testing.T, open func(db *kit.TestDB, policies ...string) *workload, meet []string, policies ...string) {
+	run := kit.Torture(t, 3)
+	db, server := kit.NewPrivateDB(t, "synchronous_commit=on")
+	w := open(db, policies...)
+	w.oneIn, w.calls, w.faults = 0, 25, &faults{server: server, db: db}
+	w.faults.at.MoveTo(db.URL)
+	w.judgeAll(run, slices.Concat(meet, []string{"commits without an answer", "rolled back", "crash"})...)
+}
+
+// judgeAll checks the histories of a run, and ends with it, when all has been met that has to be, or with the first that has no order.
+func (w *workload) judgeAll(run *kit.TortureRun, meet ...string) {
+	n := int64(0)
+	w.write(func() bool { n++; return run.GoesOn() || n <= 10*run.Steps && len(w.lacks(meet)) > 0 }, func(seed uint64, histories []history, err error) bool {
+		w.judge(run.T, seed, histories, err)
+		run.Progress("%d operations in %d histories", w.of("operations"), w.of("histories"))
+		return !run.T.Failed()
 	})
+	require.Empty(run.T, w.lacks(meet))
+	w.report(run)
 }
 
 // judge checks the histories of a seed.
-func (n operationCounts) judge(t *testing.T, seed uint64, histories []history, err error) {
+func (w *workload) judge(t *testing.T, seed uint64, histories []history, err error) {
 	if err != nil {
 		t.Errorf("%v: %+v\n%s", err, kit.PgError(err), kit.Repeats(t, seed))
 	}
-	n["histories"]++
+	w.count("histories")
 	for _, h := range histories {
-		n["histories of a bucket"]++
-		n.count(h)
+		w.count("histories of a bucket")
+		for _, op := range h {
+			w.count(append(op.met(), "operations")...)
+		}
 		verdict := "in order"
 		switch violation, decided := h.check(); {
 		case !decided:
-			n[undecided]++
+			w.count(undecided)
 			verdict = "undecided"
 		case violation != "":
 			t.Errorf("%s\n%s", violation, kit.Repeats(t, seed))
 			verdict = "without an order"
 		}
-		if dir := os.Getenv("RATELIMIT_PROOF"); dir != "" {
-			h.write(t, filepath.Join(dir, "histories.txt"), seed, verdict)
+		if dir := os.Getenv("RATELIMIT_PROOF"); dir != "" && len(h) > 0 {
+			h.append(t, filepath.Join(dir, "histories.txt"), seed, verdict)
 		}
 	}
 }
 
-// write appends a history to a file, for make proof.
-func (h history) write(t *testing.T, name string, seed uint64, verdict string) {
+// append writes a history behind those in a file, for make proof.
+func (h history) append(t *testing.T, name string, seed uint64, verdict string) {
 	var text strings.Builder
 	fmt.Fprintf(&text, "%s, seed %d, %v: %s\n", t.Name(), seed, h[0].BucketID, verdict)
 	for _, op := range h {
@@ -89,51 +124,34 @@ func (h history) write(t *testing.T, name string, seed uint64, verdict string) {
 
 const undecided = "histories of a bucket with too many orders to try"
 
-func (n operationCounts) report(run *kit.TortureRun) {
-	require.Less(run.T, n[undecided], n["histories of a bucket"])
-	run.Counts(n)
+func (w *workload) report(run *kit.TortureRun) {
+	require.Less(run.T, w.of(undecided), w.of("histories of a bucket"))
+	run.Counts(w.counts)
 }
 
-func (n operationCounts) count(h history) {
-	n["operations"] += len(h)
-	for _, op := range h {
-		if op.undone {
-			n["rolled back"]++
-		}
-		if isSlots(op.Policy) {
-			n[op.kindOfLent()]++
-			continue
-		}
-		var d kit.Decision
-		decided := op.answer != nil && op.answer.Decision != nil
-		if decided {
-			d = *op.answer.Decision
-		}
-		asks, isNew := decided && (op.kind == acquires || op.kind == shares), decided && !d.Replayed
-		for what, met := range map[string]bool{
-			"grants":                                asks && isNew && !d.Shadowed && op.takes(),
-			"denials":                               asks && isNew && !d.Shadowed && !d.Allowed,
-			"shadowed":                              asks && isNew && d.Shadowed,
-			"replays":                               d.Replayed && (asks || op.spends() && op.kind != settles),
-			"requests in batches":                   op.batch != 0,
-			"shares of granted requests of several": op.kind == shares && op.whole.granted,
-			"shares of denied requests of several":  op.kind == shares && !op.whole.granted,
-			"charges":                               op.kind == charges && isNew,
-			"settlements":                           op.kind == settles && isNew && !d.Shadowed,
-			"settlements that came again":           op.kind == settles && d.Replayed,
-			"settlements without a grant":           op.spends() && op.answer.Is(model.NoGrant),
-			"reservations of what was there":        op.kind == reserves && isNew && d.Allowed && d.RetryAfter <= 0,
-			"reservations that wait":                op.kind == reserves && isNew && d.Allowed && d.RetryAfter > 0,
-			"pauses":                                op.kind == pauses && decided,
-			"acquires of what there was":            op.kind == takesAll && isNew && d.Allowed,
-			"transactions of two calls":             op.then != nil || op.own != nil || op.kind == resets && op.sets != 0,
-			"buckets cleaned up":                    op.kind == cleansUp,
-		} {
-			if n[what] += 0; met {
-				n[what]++
-			}
+// met is what the operation shows: its function and its outcome, and what else is rare.
+func (op *operation) met() (all []string) {
+	all = append(all, op.Function)
+	switch a := op.answer; {
+	case a.Is(model.NoGrant):
+		all = append(all, "settlements without a grant")
+	case a.Is(model.IdempotencyMismatch) && op.Holder != "":
+		all = append(all, "holds with another cost")
+	case a == nil || a.Error != "" || op.Function == "holders" || op.Function == "reset":
+	case a.Decision != nil:
+		all = append(all, op.Function+", "+outcome(*a.Decision))
+	default: // renew and release
+		all = append(all, op.Function+", "+map[bool]string{true: "denied", false: "granted"}[a.Rows[0] == "" || a.Rows[0] == "f"])
+	}
+	for what, is := range map[string]bool{
+		"rolled back": op.undone, "requests in batches": op.batch != 0, "commits without an answer": op.inDoubt,
+		"transactions of two calls": op.then != nil || op.own != nil || op.Function == "reset" && op.sets != 0,
+	} {
+		if is {
+			all = append(all, what)
 		}
 	}
+	return all
 }
 
 // A bug planted in SQL is found.
@@ -143,16 +161,27 @@ func TestLinearizability_FindsPlantedBugs(t *testing.T) {
 		for _, bug := range bugs {
 			bug.plant(db)
 		}
-		c := newChronicler(db, "continuous durable", "stepped durable")
-		c.mostly = mostly[bugs[0].function]
-		c.requireNoOrder(t)
+		w := newWorkload(db, "continuous durable", "stepped durable")
+		w.mostly = mostly[bugs[0].function]
+		w.requireNoOrder(t)
+	})
+}
+
+// A bug about slots planted in SQL is found.
+func TestLinearizability_FindsPlantedBugsOfSlots(t *testing.T) {
+	pgtest.OncePerServer(t)
+	bugs := maps.Clone(bugsOfSlotHistories)
+	maps.Copy(bugs, bugsOfHolders)
+	kit.OnDBs(t, bugs, func(t *testing.T, db *kit.TestDB, bug plantedBug) {
+		bug.plant(db)
+		newSlotsWorkload(db, "slots durable").requireNoOrder(t)
 	})
 }
 
 // requireNoOrder writes up to 2,000 histories, until one has no order or a call fails.
-func (c *chronicler) requireNoOrder(t *testing.T) {
+func (w *workload) requireNoOrder(t *testing.T) {
 	found, written := false, 0
-	c.write(func() bool { written++; return written <= 2000 }, func(_ uint64, histories []history, err error) bool {
+	w.write(func() bool { written++; return written <= 2000 }, func(_ uint64, histories []history, err error) bool {
 		found = err != nil || slices.ContainsFunc(histories, func(h history) bool {
 			violation, decided := h.check()
 			return decided && violation != ""
@@ -163,47 +192,34 @@ func (c *chronicler) requireNoOrder(t *testing.T) {
 	t.Logf("written when it was found: %d histories", written)
 }
 
-var acquireOrSpend = oneIn(3, (*actor).acquire, (*actor).spend)
+var spending = []string{"acquire", "acquire", "acquire", "charge", "settle", "settle", "reserve", "reserve", "acquire_up_to"}
 
 // mostly are the calls among which the bugs of a function show soon.
-var mostly = map[string]func(*actor) error{
-	"ratelimit_acquire":       (*actor).acquire,
-	"ratelimit_charge":        acquireOrSpend,
-	"ratelimit_settle":        acquireOrSpend,
-	"ratelimit_reserve":       oneIn(4, (*actor).acquire, (*actor).reserve), // most take what an update finds, without a row that was read
-	"ratelimit_acquire_up_to": acquireOrSpend,
-	"ratelimit.moved_level":   acquireOrSpend,
-	"ratelimit_pause":         oneIn(4, func(a *actor) error { return a.decide(pauses) }, (*actor).acquire),
+var mostly = map[string][]string{
+	"ratelimit_acquire": {"acquire"}, "ratelimit_charge": spending, "ratelimit_settle": spending, "ratelimit_acquire_up_to": spending,
+	"ratelimit.moved_level": spending, "ratelimit_pause": {"acquire", "acquire", "acquire", "pause"},
+	"ratelimit_reserve": {"acquire", "reserve", "reserve", "reserve"}, // most take what an update finds, without a row that was read
 }
 
-// oneIn makes the first call once in n times, and else the other.
-func oneIn(n int, first, other func(*actor) error) func(*actor) error {
-	return func(a *actor) error {
-		if a.random.IntN(n) == 0 {
-			return first(a)
-		}
-		return other(a)
-	}
+// A workload is clients who make random calls, one history after the other.
+type workload struct {
+	mostly   []string // functions that they call most, on one bucket; nil: of everything something, on several
+	db       *kit.TestDB
+	policies []string
+	clients  []*clockedConn
+	pool     *pgxpool.Pool // whose connections note the readings of the clock
+	readings readings
+	combiner client.Acquirer // on the pool
+	oneIn    int             // so many histories goes by the combiner, too; 0: none
+	key      func(name string) string
+	seed     uint64 // of the next history
+	calls    int    // of each client in a history
+	faults   *faults
+	*tally   // of what histories have met
 }
 
-// A chronicler has clients make random calls, one history after the other.
-type chronicler struct {
-	mostly                    func(*actor) error // what they do most, on one bucket; nil: of everything something, on several
-	db                        *kit.TestDB
-	policies                  []string
-	clients                   []*recorder
-	pool                      *pgxpool.Pool // whose connections note the readings of the clock
-	readings                  readings
-	combiner                  client.Acquirer // on the pool
-	oneIn                     int             // so many histories goes by the combiner, too
-	key                       func(name string) string
-	seed                      uint64 // of the next history
-	changes, overrides, drops int
-	conflicts                 int // of REPEATABLE READ
-}
-
-// newChronicler defines the policies by what their names say, and has clocks tell what they read.
-func newChronicler(db *kit.TestDB, policies ...string) *chronicler {
+// newWorkload defines the policies by what their names say, and has clocks tell what they read.
+func newWorkload(db *kit.TestDB, policies ...string) *workload {
 	db.CatchDenials()
 	db.Execute(`
 		create or replace function ratelimit.clock() returns timestamptz language plpgsql volatile as $$
@@ -221,40 +237,51 @@ func newChronicler(db *kit.TestDB, policies ...string) *chronicler {
 		end;
 		$$`)
 	db.CleanUpAtOnce() // a history is over within seconds
-	c := &chronicler{db: db, policies: policies, oneIn: 4, key: func(name string) string { return name }, seed: kit.FirstSeed(db.T)}
+	w := &workload{db: db, policies: policies, oneIn: 4, key: func(name string) string { return name }, seed: kit.FirstSeed(db.T), calls: 10, tally: newTally()}
 	for range 5 {
-		c.clients = append(c.clients, newRecorder(db))
+		c := &clockedConn{}
+		c.Conn = db.Connect(db.T, c.noteReadings)
+		w.clients = append(w.clients, c)
 	}
-	c.pool = kit.Pool(db.T, db.URL, func(config *pgxpool.Config) { config.ConnConfig.OnNotice = c.readings.note })
-	combiner := client.NewCombiner(c.pool)
+	w.pool = kit.Pool(db.T, db.URL, func(config *pgxpool.Config) { config.ConnConfig.OnNotice = w.readings.note })
+	combiner := client.NewCombiner(w.pool)
 	db.T.Cleanup(combiner.Close)
-	c.combiner = combiner
+	w.combiner = combiner
 	for _, policy := range policies {
-		switch {
-		case isSlots(policy):
-			db.Lend(policy, 1, time.Second, durability(policy))
-		case isQuota(policy):
-			db.Execute("select ratelimit_define_policy($1, 1, durable => $2, period => '1 day')", policy, isDurable(policy))
-		default:
-			db.DefinePolicy(policy, 1, 1, time.Second, durability(policy))
+		lasts := map[string]any{"capacity": int64(1), "refill": int64(1), "every": kit.SpanOf(1_000_000)}
+		switch kindOfPolicy(policy) {
+		case "slots":
+			lasts = map[string]any{"capacity": int64(1), "lease": kit.SpanOf(1_000_000)}
+		case "quota":
+			lasts = map[string]any{"capacity": int64(1), "period": kit.SpanOf(kit.Day)}
 		}
+		lasts["policy"], lasts["durable"] = policy, isDurable(policy)
+		require.NoError(db.T, w.clients[0].call("define_policy", lasts))
 		db.Execute(overrideSomeKey, policy)
 	}
-	return c
+	return w
 }
+
+// newSlotsWorkload has clocks that tick, so that calls meet the very end of a lease.
+func newSlotsWorkload(db *kit.TestDB, policies ...string) *workload {
+	w := newWorkload(db, policies...)
+	w.oneIn = 0
+	db.Mutate(kit.Mutation{
+		Pattern:     `v_now := (clock_timestamp\(\) \+ v_ahead_us \* interval '1 microsecond');`,
+		Replacement: fmt.Sprintf("v_now := date_bin('%d microseconds', $1, 'epoch');", tick),
+	}, "ratelimit.clock")
+	return w
+}
+
+const tick model.Micros = 200
 
 // overrideSomeKey has every call look for overrides. One that reads a policy just before its first override may go by the policy's numbers.
 const overrideSomeKey = "select ratelimit_override($1, 'some key')"
 
-func isQuota(policy string) bool   { return strings.HasPrefix(policy, "quota") }
-func isDurable(policy string) bool { return strings.HasSuffix(policy, "durable") }
-
-func durability(policy string) kit.PolicyOption {
-	if isDurable(policy) {
-		return kit.Durable
-	}
-	return kit.Ephemeral
-}
+// kindOfPolicy is the first word of its name: continuous, stepped, quota or slots.
+func kindOfPolicy(policy string) string { kind, _, _ := strings.Cut(policy, " "); return kind }
+func isSlots(policy string) bool        { return kindOfPolicy(policy) == "slots" }
+func isDurable(policy string) bool      { return strings.HasSuffix(policy, "durable") }
 
 // readings are the readings of the clock that notices reported.
 type readings struct {
@@ -288,20 +315,28 @@ func (r *readings) forget() {
 	r.all, r.when = r.all[:0], r.when[:0]
 }
 
-// A recorder is a session that records the readings of its clock.
-type recorder struct {
+// A clockedConn is a session that keeps the readings of its clock.
+type clockedConn struct {
 	*pgx.Conn
 	readings readings
 }
 
-func newRecorder(db *kit.TestDB) *recorder {
-	r := &recorder{}
-	r.Conn = db.Connect(db.T, func(config *pgx.ConnConfig) { config.OnNotice = r.readings.note })
-	return r
+func (c *clockedConn) noteReadings(config *pgx.ConnConfig) {
+	config.OnNotice = c.readings.note
+	config.RuntimeParams["application_name"] = "history"
+}
+
+// call makes a call that has no answer, with arguments by their names; those without a value are null.
+func (c *clockedConn) call(function string, values map[string]any) error {
+	var args []any
+	for _, a := range kit.Functions[function].List() {
+		args = append(args, values[a.Name])
+	}
+	return kit.ErrorOf(kit.Ask(c, function, "ratelimit_"+function, args))
 }
 
 // write has histories checked beside the next ones, as long as both agree to go on.
-func (c *chronicler) write(goesOn func() bool, check func(seed uint64, histories []history, err error) bool) {
+func (w *workload) write(goesOn func() bool, check func(seed uint64, histories []history, err error) bool) {
 	type written struct {
 		seed      uint64
 		histories []history
@@ -323,22 +358,21 @@ func (c *chronicler) write(goesOn func() bool, check func(seed uint64, histories
 	})
 	defer checker.Wait()
 	defer close(unread)
-	for ; goesOn() && !c.db.T.Failed(); c.seed++ {
-		histories, err := c.history(c.seed)
+	for ; goesOn() && !w.db.T.Failed(); w.seed++ {
+		histories, err := w.history(w.seed)
 		select {
-		case unread <- written{c.seed, histories, err}:
+		case unread <- written{w.seed, histories, err}:
 		case <-stop:
 			return
 		}
 	}
 }
 
-// A chronicle is one history of all buckets while it is made.
-type chronicle struct {
-	*chronicler
+// A draft is one history of all buckets while it is made.
+type draft struct {
+	*workload
 	seed     uint64
 	started  time.Time
-	combined bool
 	buckets  []model.BucketID
 	versions map[string][]version // of policies
 
@@ -369,34 +403,33 @@ type version struct {
 	period
 }
 
-func (c *chronicler) history(seed uint64) (histories []history, err error) {
+func (w *workload) history(seed uint64) (histories []history, err error) {
 	random := rand.New(rand.NewPCG(seed, 0))
-	h := &chronicle{
-		chronicler: c, seed: seed, started: time.Now(), combined: c.oneIn > 0 && random.IntN(c.oneIn) == 0, versions: map[string][]version{},
+	h := &draft{
+		workload: w, seed: seed, started: time.Now(), versions: map[string][]version{},
 		numbers: map[model.BucketID][]numbers{}, gone: map[string][]period{},
 	}
+	combined := w.oneIn > 0 && random.IntN(w.oneIn) == 0
 	buckets := 2 + random.IntN(3)
-	if c.mostly != nil {
+	if w.mostly != nil {
 		buckets = 1
 	}
 	for i := range buckets {
-		h.buckets = append(h.buckets, model.BucketID{Policy: c.policies[random.IntN(len(c.policies))], Key: c.key(fmt.Sprint(seed, " ", i))})
+		h.buckets = append(h.buckets, model.BucketID{Policy: w.policies[random.IntN(len(w.policies))], Key: w.key(fmt.Sprint(seed, " ", i))})
 	}
 	for _, b := range h.buckets {
 		h.numbers[b] = []numbers{{nil, period{0, forever}}}
-		if err := h.define(random, c.clients[0], b.Policy); err != nil {
+		if err := h.define(random, w.clients[0], b.Policy); err != nil {
 			return nil, err
 		}
 	}
 	var callers errgroup.Group
-	for i, r := range c.clients {
+	for i, conn := range w.clients {
 		callers.Go(func() error {
-			a := &actor{h, r, i, rand.New(rand.NewPCG(seed, uint64(i+1))), false}
-			for n := range 10 {
+			a := h.actor(conn, i)
+			for n := range w.calls {
 				act := a.act
-				switch once := i == 0 && n == 5 && c.mostly == nil; {
-				case isSlots(c.policies[0]):
-					act = a.actOnSlots // too seldom to be left to chance
+				switch once := i == 0 && n == 5 && w.mostly == nil && w.faults == nil && !isSlots(w.policies[0]); { // too seldom to be left to chance
 				case once && seed%4 == 0:
 					act = a.drop
 				case once && seed%4 == 1:
@@ -410,9 +443,9 @@ func (c *chronicler) history(seed uint64) (histories []history, err error) {
 			}
 			return nil
 		})
-		if h.combined {
+		if combined {
 			callers.Go(func() error {
-				a := &actor{h, nil, len(c.clients) + i, rand.New(rand.NewPCG(seed, uint64(len(c.clients)+i+1))), false}
+				a := h.actor(nil, len(w.clients)+i)
 				for range 5 {
 					if err := a.acquireCombined(); err != nil {
 						return err
@@ -422,16 +455,22 @@ func (c *chronicler) history(seed uint64) (histories []history, err error) {
 			})
 		}
 	}
+	if w.faults != nil {
+		h.happen(w.faults)
+	}
 	err = callers.Wait()
-	c.readings.forget()
-	for _, r := range c.clients {
-		r.readings.forget()
+	w.readings.forget()
+	for _, c := range w.clients {
+		if w.faults != nil && c.Ping(context.Background()) != nil {
+			err = errors.Join(err, w.reconnect(c))
+		}
+		c.readings.forget()
 	}
 	return h.finish(), err
 }
 
 // finish adds to each operation what only a look at all of them tells.
-func (h *chronicle) finish() (histories []history) {
+func (h *draft) finish() (histories []history) {
 	for _, b := range h.buckets {
 		var of history
 		granted := map[string][]*operation{}
@@ -449,13 +488,13 @@ func (h *chronicle) finish() (histories []history) {
 			if op.then != nil {
 				op.then.rules = op.rules
 			}
-			op.gone = slices.ContainsFunc(h.gone[b.Policy], func(p period) bool { return op.kind != drops && p.overlaps(op) })
+			op.gone = slices.ContainsFunc(h.gone[b.Policy], func(p period) bool { return op.Function != "drop_policy" && p.overlaps(op) })
 			if op.whole != nil && op.answer.Is(model.UnknownPolicy) {
 				for _, policy := range op.whole.policies {
 					op.gone = op.gone || slices.ContainsFunc(h.gone[policy], func(p period) bool { return p.overlaps(op) })
 				}
 			}
-			op.met = op.IdempotencyKey != "" && slices.ContainsFunc(granted[op.IdempotencyKey], func(g *operation) bool {
+			op.contested = op.IdempotencyKey != "" && slices.ContainsFunc(granted[op.IdempotencyKey], func(g *operation) bool {
 				return g != op && (op.batch == 0 || op.batch != g.batch) && (g.overlaps(op) || len(op.readings) > 1)
 			})
 		}
@@ -466,7 +505,7 @@ func (h *chronicle) finish() (histories []history) {
 
 // rules are those by which an operation may have decided. An override that clean-up may have removed, because a
 // clock was ahead, may be in force or not.
-func (h *chronicle) rules(op *operation, of history) (all []rules) {
+func (h *draft) rules(op *operation, of history) (all []rules) {
 	add := func(p model.Policy, override *model.Override, number int) {
 		if r := (rules{p, override, number}); !slices.Contains(all, r) {
 			all = append(all, r)
@@ -486,7 +525,7 @@ func (h *chronicle) rules(op *operation, of history) (all []rules) {
 			}
 			add(v.Policy, n.Override, number)
 			if n.Override != nil && slices.ContainsFunc(of, func(c *operation) bool {
-				return c.kind == cleansUp && c.called <= op.returned && slices.ContainsFunc(c.readings, func(now time.Time) bool { return !n.Live(now) })
+				return c.Function == "cleanup" && c.called <= op.returned && slices.ContainsFunc(c.readings, func(now time.Time) bool { return !n.Live(now) })
 			}) {
 				add(v.Policy, nil, number)
 			}
@@ -495,9 +534,9 @@ func (h *chronicle) rules(op *operation, of history) (all []rules) {
 	return all
 }
 
-func (h *chronicle) now() time.Duration { return time.Since(h.started) }
+func (h *draft) now() time.Duration { return time.Since(h.started) }
 
-func (h *chronicle) add(ops ...*operation) {
+func (h *draft) add(ops ...*operation) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.operations = append(h.operations, ops...)
@@ -510,60 +549,62 @@ const (
 )
 
 // define is called by one client only, so that versions follow each other.
-func (h *chronicle) define(random *rand.Rand, q *recorder, policy string) error {
-	if isSlots(policy) {
-		return h.defineSlots(random, q, policy)
-	}
+func (h *draft) define(random *rand.Rand, q *clockedConn, policy string) error {
 	p := model.Policy{
-		Capacity: 3 + random.Int64N(10), Every: model.Micros(50 + random.Int64N(5000)), Stepped: policy[0] == 's',
-		Durable: isDurable(policy), Remember: []model.Micros{kit.Day, kit.Day, 20_000, 2_000}[random.IntN(4)],
+		Capacity: 3 + random.Int64N(10), Every: model.Micros(50 + random.Int64N(5000)), Durable: isDurable(policy), Shadow: random.IntN(6) == 0,
+		Remember: []model.Micros{kit.Day, kit.Day, 20_000, 2_000}[random.IntN(4)],
 	}
-	if random.IntN(8) == 0 {
-		p.Stepped = !p.Stepped
+	var args map[string]any
+	switch kind := kindOfPolicy(policy); kind {
+	case "slots":
+		p = model.Policy{Capacity: 1 + random.Int64N(4), Lease: h.lease(random), Durable: p.Durable, Shadow: p.Shadow}
+		args = map[string]any{"lease": kit.SpanOf(p.Lease)}
+	case "quota":
+		p.Calendar = h.calendar(random)
+		args = map[string]any{"remember": kit.SpanOf(p.Remember), "period": kit.Span{Days: int32(p.Period.Days)}, "anchor": p.Anchor}
+	default:
+		p.Stepped = (kind == "stepped") != (random.IntN(8) == 0)
+		if h.seed%4 == slowly {
+			p.Every *= 1000
+		}
+		if p.Refill = 1 + random.Int64N(p.Capacity); random.IntN(8) == 0 {
+			p.Refill = 0
+		}
+		args = map[string]any{"refill": p.Refill, "every": kit.SpanOf(p.Every), "stepped": p.Stepped, "remember": kit.SpanOf(p.Remember)}
 	}
-	p.Shadow = random.IntN(6) == 0
-	if h.seed%4 == slowly {
-		p.Every *= 1000
-	}
-	p.Refill = 1 + random.Int64N(p.Capacity)
-	if random.IntN(8) == 0 {
-		p.Refill = 0
-	}
-	if isQuota(policy) {
-		p.Calendar, p.Refill, p.Stepped = h.calendar(random), 0, false
-	}
+	args["policy"], args["capacity"], args["durable"], args["shadow"] = policy, p.Capacity, p.Durable, p.Shadow
 	since := h.now()
-	var err error
-	if isQuota(policy) {
-		_, err = q.Exec(context.Background(), `
-			select ratelimit_define_policy($1, $2, durable => $3, remember => $4, shadow => $5, period => make_interval(days => $6), anchor => $7)`,
-			policy, p.Capacity, p.Durable, kit.IntervalOfDays(p.Remember), p.Shadow, p.Period.Days, p.Anchor)
-	} else {
-		_, err = q.Exec(context.Background(), "select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7, $8)",
-			policy, p.Capacity, p.Refill, kit.IntervalOfDays(p.Every), p.Stepped, p.Durable, kit.IntervalOfDays(p.Remember), p.Shadow)
-	}
-	h.defined(policy, p, since)
-	return err
-}
-
-// defined notes that a policy is another one from an instant on; the one before ends now.
-func (h *chronicle) defined(policy string, p model.Policy, since time.Duration) {
+	err := q.call("define_policy", args)
 	until := h.now()
 	if before := h.versions[policy]; len(before) > 0 {
 		before[len(before)-1].until = until
-		h.changes++
+		h.count("changes of policies")
 	}
 	h.versions[policy] = append(h.versions[policy], version{p, period{since, forever}})
+	return err
 }
 
 // calendar has a turn while the calls are made.
-func (h *chronicle) calendar(random *rand.Rand) model.Calendar {
+func (h *draft) calendar(random *rand.Rand) model.Calendar {
 	turn := time.Now().Add(time.Duration(random.Int64N(int64(40 * kit.Ms)))).Truncate(kit.Us).UTC()
 	return model.Calendar{Period: model.Period{Days: 1 + random.IntN(3)}, Zone: "UTC", Anchor: turn}
 }
 
+// lease mostly ends while the calls are made, at a tick or not; beside crashes as often as not after them.
+func (h *draft) lease(random *rand.Rand) model.Micros {
+	switch n := random.IntN(4); {
+	case h.faults != nil && n < 2:
+		return 60_000_000
+	case n == 0:
+		return 1000 + model.Micros(random.Int64N(20_000))
+	case n == 1:
+		return 1_000_000
+	}
+	return tick * model.Micros(5+random.Int64N(40))
+}
+
 // setNumbers notes that a bucket has an override, or none, from an instant on; the one before ends at another.
-func (h *chronicle) setNumbers(b model.BucketID, override *model.Override, since, until time.Duration) {
+func (h *draft) setNumbers(b model.BucketID, override *model.Override, since, until time.Duration) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	before := h.numbers[b]
@@ -571,62 +612,140 @@ func (h *chronicle) setNumbers(b model.BucketID, override *model.Override, since
 	h.numbers[b] = append(before, numbers{override, period{since, forever}})
 }
 
+// Faults end connections, and kill PostgreSQL.
+type faults struct {
+	server *pgtest.Server
+	db     *kit.TestDB // as it is after the last crash
+	at     kit.Address
+}
+
+// happen ends two connections and then crashes, each when some more calls are over.
+func (h *draft) happen(f *faults) {
+	for n := range 3 {
+		for begin := time.Now(); time.Since(begin) < kit.Second; time.Sleep(kit.Ms) { // calls may all be over
+			h.mu.Lock()
+			over := len(h.operations)
+			h.mu.Unlock()
+			if over > h.calls*(n+1) {
+				break
+			}
+		}
+		if n < 2 {
+			f.db.Execute(`select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'history' order by random() limit 1`)
+			continue
+		}
+		crashed := h.now()
+		kill(f.db.T.(*testing.T), f.server)
+		require.NoError(f.db.T, f.server.Start(context.Background()))
+		f.db.Pool.Close()
+		f.db = kit.Reopen(f.db.T, f.server)
+		f.at.MoveTo(f.db.URL)
+		for _, b := range h.buckets {
+			if !isDurable(b.Policy) {
+				h.add(&operation{Spending: kit.Spending{Function: "crash", BucketID: b}, client: -1, called: crashed, returned: h.now()})
+			}
+		}
+	}
+}
+
+// reconnect returns when the server has ended the session that is lost, and there is another.
+func (w *workload) reconnect(c *clockedConn) error {
+	ended := c.PgConn().PID()
+	_ = c.PgConn().Conn().Close()
+	for begin := time.Now(); ; time.Sleep(5 * kit.Ms) {
+		config, err := pgx.ParseConfig(w.faults.at.URL())
+		if err != nil {
+			return err
+		}
+		c.noteReadings(config)
+		conn, err := pgx.ConnectConfig(context.Background(), config)
+		for isThere := true; err == nil && isThere; {
+			err = conn.QueryRow(context.Background(), "select exists (select from pg_stat_activity where pid = $1)", ended).Scan(&isThere)
+		}
+		if err == nil {
+			c.Conn = conn
+			w.db.T.Cleanup(func() { _ = conn.Close(context.Background()) })
+			return nil
+		}
+		if !isOutage(err) || time.Since(begin) > kit.Patience {
+			return err
+		}
+	}
+}
+
+// isOutage reports whether a connection was refused, lost, or ended by the server.
+func isOutage(err error) bool {
+	answer := kit.PgError(err)
+	return err != nil && (answer == nil || strings.HasPrefix(answer.Code, "57P") || answer.SeverityUnlocalized == "FATAL")
+}
+
 // An actor makes the calls of one client.
 type actor struct {
-	*chronicle
-	*recorder
+	*draft
+	*clockedConn
 	client int
 	random *rand.Rand
 	strict bool // its transactions are REPEATABLE READ
 }
 
-func (a *actor) act() error {
-	if a.mostly != nil && a.random.IntN(4) > 0 {
-		return a.mostly(a)
-	}
-	switch n := a.random.IntN(100); {
-	case n < 24:
-		return a.acquire()
-	case n < 34:
-		return a.acquireMany()
-	case n < 42:
-		return a.acquireAll()
-	case n < 48:
-		return a.acquireManyWithSizes()
-	case n < 66:
-		return a.spend()
-	case n < 71:
-		return a.decide(peeks)
-	case n < 75:
-		return a.decide(refunds)
-	case n < 76:
-		return a.decide(pauses)
-	case n < 79:
-		return a.acquireAndGiveBack()
-	case n < 90 && a.client < len(a.buckets): // a bucket has one client who sets its override, so that these follow each other
-		return a.override(a.buckets[a.client])
-	case n < 92:
-		return a.decide(resets)
-	case n < 95 || a.client > 0:
-		return a.cleanUp()
-	case n < 97:
-		return a.drop()
-	default:
-		return a.change()
-	}
+func (h *draft) actor(conn *clockedConn, n int) *actor {
+	return &actor{draft: h, clockedConn: conn, client: n, random: rand.New(rand.NewPCG(h.seed, uint64(n+1)))}
 }
 
-func (a *actor) change() error { return a.define(a.random, a.recorder, a.bucket().Policy) }
+// act makes a call of the call table, or one that is more than that.
+func (a *actor) act() error {
+	plain := plainFunctions["tokens"]
+	slots := isSlots(a.policies[0])
+	if slots {
+		plain = plainFunctions["slots"]
+	}
+	n := a.random.IntN(100)
+	switch {
+	case a.mostly != nil && a.random.IntN(4) > 0:
+		return a.one(a.mostly[a.random.IntN(len(a.mostly))])
+	case n < 24:
+		return a.one("acquire")
+	case a.faults != nil && n < 97 || n < 52 || slots && n < 85:
+		return a.one(plain[a.random.IntN(len(plain))])
+	case n < 76 && !slots && a.faults == nil:
+		return []func() error{a.acquireMany, a.acquireMany, a.acquireAll, a.acquireAll, a.acquireManyWithSizes, a.acquireAndGiveBack}[a.random.IntN(6)]()
+	case n < 92 && a.client < len(a.buckets) && a.faults == nil: // a bucket has one client who sets its override, so that these follow each other
+		return a.override(a.buckets[a.client])
+	case n < 96 || a.client > 0 || a.faults != nil:
+		return a.cleanUp()
+	case n < 98 && !slots:
+		return a.drop()
+	}
+	return a.change()
+}
+
+// plainFunctions are those about one key whose whole answer the model of this key foretells, as often as the call table has them.
+var plainFunctions = func() map[string][]string {
+	all := map[string][]string{}
+	for _, function := range often {
+		switch f := kit.Functions[function]; {
+		case strings.HasPrefix(f.Arguments, "policy key") && !strings.HasPrefix(f.Writes, "any"):
+			for _, kind := range strings.Fields(cmp.Or(f.Writes, "tokens slots")) {
+				all[kind] = append(all[kind], function)
+			}
+		case function == "holders":
+			all["slots"] = append(all["slots"], function)
+		}
+	}
+	return all
+}()
+
+func (a *actor) change() error { return a.define(a.random, a.clockedConn, a.bucket().Policy) }
 
 func (a *actor) bucket() model.BucketID { return a.buckets[a.random.IntN(len(a.buckets))] }
 
-func (a *actor) operation(kind string, bucket model.BucketID) *operation {
-	return &operation{kind: kind, Request: kit.Request{BucketID: bucket}, client: a.client, called: a.now()}
+func (a *actor) operation(function string, bucket model.BucketID) *operation {
+	return &operation{Spending: kit.Spending{Function: function, BucketID: bucket}, client: a.client, called: a.now()}
 }
 
 // request is an acquire, mostly of few tokens. A repeated idempotency key seldom has another cost.
 func (a *actor) request(bucket model.BucketID) *operation {
-	op := a.operation(acquires, bucket)
+	op := a.operation("acquire", bucket)
 	switch n := a.random.IntN(20); {
 	case n < 2:
 	case n < 10:
@@ -646,16 +765,76 @@ func (a *actor) request(bucket model.BucketID) *operation {
 	return op
 }
 
-// sent makes the call, and records its answer. ratelimit_enforce is called through a function that makes a denial of its error.
+// plain is one call of a function. What its arguments are by the call table tells how they are drawn.
+func (a *actor) plain(function string, bucket model.BucketID) *operation {
+	op := a.request(bucket)
+	op.Function = function
+	for _, of := range kit.Functions[function].List() {
+		switch of.Kind {
+		case "granted":
+			if op.Cost = a.random.Int64N(8); op.IdempotencyKey == "" {
+				op.IdempotencyKey = strconv.FormatInt(a.random.Int64N(4), 10)
+			}
+		case "max_wait":
+			op.MaxWait = model.Micros(a.random.Int64N(8000))
+		case "pause_for":
+			op.MaxWait = model.Micros(1_000 + a.random.IntN(10_000))
+		case "at_least":
+			op.AtLeast = 1 + a.random.Int64N(3)
+			op.Cost = op.AtLeast + a.random.Int64N(6)
+		case "holder":
+			op.Holder = string(rune('a' + a.random.IntN(4)))
+		case "slots":
+			if op.Cost = 1 + max(0, a.random.Int64N(5)-2); a.random.IntN(10) > 0 { // mostly one cost of a holder
+				op.Cost = 1 + int64(op.Holder[0])%3
+			}
+		}
+	}
+	if function == "enforce" { // which answers as acquire does
+		op.Function, op.enforced = "acquire", true
+	}
+	return op
+}
+
+// one makes one call. About slots it may be in a transaction that is stricter than READ COMMITTED, which may fail and has done nothing then.
+func (a *actor) one(function string) error {
+	if rare := function == "reset" || function == "pause"; rare && a.random.IntN(4) > 0 { // they leave little of what was before
+		function = "acquire"
+	}
+	if isSlots(a.policies[0]) && function == "acquire" {
+		function = "hold"
+	}
+	op := a.plain(function, a.bucket())
+	send := func() error { return op.sent(a) }
+	if isSlots(op.Policy) {
+		a.strict = a.random.IntN(2) == 0
+		_, err := a.transactIn(a.random.IntN(3) == 0, send, op)
+		if a.strict && kit.SQLState(err) == "40001" {
+			a.count("failed with 40001")
+			err = nil
+		}
+		a.strict = false
+		return err
+	}
+	err := a.transact(send, op)
+	if err != nil || function != "settle" || op.answer == nil || op.answer.Decision == nil {
+		return err
+	}
+	again := a.operation(function, op.BucketID) // as if there had been no answer
+	again.Cost, again.IdempotencyKey = op.Cost, op.IdempotencyKey
+	return a.transact(func() error { return again.sent(a) }, again)
+}
+
+// sent makes the call, and notes its answer. ratelimit_enforce is called through a function that makes a denial of its error.
 func (op *operation) sent(q kit.Querier) error {
-	name := "ratelimit_" + op.kind
+	name := "ratelimit_" + op.Function
 	if op.enforced {
 		name = "enforced"
 	}
-	return op.answered(kit.Ask(q, op.kind, name, op.args()))
+	return op.answered(kit.Ask(q, op.Function, name, op.Args()))
 }
 
-// answered records an answer. Some errors are answers; others are returned.
+// answered notes an answer. Some errors are answers; others are returned.
 func (op *operation) answered(a kit.Answer, err error) error {
 	op.answer = &a
 	if a := errorAnswer(err); a != nil {
@@ -678,37 +857,37 @@ func errorAnswer(err error) *kit.Answer {
 	return nil
 }
 
-// acquire, now and then in a transaction that may be rolled back.
-func (a *actor) acquire() error {
-	op := a.request(a.bucket())
-	op.enforced = a.random.IntN(5) == 0
-	return a.transact(func() error { return op.sent(a) }, op)
-}
-
 // transact makes the call of some operations, now and then in a transaction that may be rolled back.
 func (a *actor) transact(call func() error, ops ...*operation) error {
 	return kit.ErrorOf(a.transactIn(a.random.IntN(4) == 0, call, ops...))
 }
 
+// transactIn is transact, in a transaction or not. Beside faults each call is in one: what has no answer before its commit is undone.
 func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (committed bool, err error) {
+	held = held || a.faults != nil
 	start, called := time.Now(), a.now()
+	isLost := func(err error) bool { return a.faults != nil && isOutage(err) }
+	exec := func(sql string) error { return kit.ErrorOf(a.Exec(context.Background(), sql)) }
 	if held {
 		begin := "begin"
 		if a.strict {
 			begin = "begin isolation level repeatable read"
 		}
-		if _, err := a.Exec(context.Background(), begin); err != nil {
+		if err := exec(begin); isLost(err) {
+			return false, a.reconnect(a.clockedConn)
+		} else if err != nil {
 			return false, err
 		}
 	}
-	if err := call(); err != nil {
+	if err := call(); isLost(err) {
+		return false, a.reconnect(a.clockedConn)
+	} else if err != nil {
 		if held {
-			_, rollbackErr := a.Exec(context.Background(), "rollback")
-			err = errors.Join(err, rollbackErr)
+			err = errors.Join(err, exec("rollback"))
 		}
 		return false, err
 	}
-	read := a.recorder.readings.since(start)
+	read := a.clockedConn.readings.since(start)
 	committed = true
 	for _, op := range ops { // a transaction that met an error is aborted
 		committed = committed && (!held || op.batch != 0 || op.answer == nil || op.answer.Error == "")
@@ -716,46 +895,70 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 	if held && a.random.IntN(3) == 0 && (len(ops) == 0 || ops[0].batch == 0) { // a batch that is undone has seen itself
 		committed = false
 	}
+	inDoubt := false
 	if held {
 		end := "commit"
 		if !committed {
 			end = "rollback"
 		}
-		if _, err := a.Exec(context.Background(), end); err != nil {
+		if err = a.end(end); isLost(err) {
+			inDoubt, err = committed, a.reconnect(a.clockedConn)
+		}
+		if err != nil {
 			return false, err
 		}
 	}
 	returned := a.now()
 	for _, op := range ops {
-		op.called, op.returned, op.readings, op.undone = called, returned, read, !committed
-		if op.kind == acquires && op.batch == 0 && op.denied() && !op.mayBeReplayed(op.answer) {
-			before := 1 // the update, which may have waited
-			if isQuota(op.Policy) {
-				before = 2 // acquire's own, and that of the steps of a quota
-			}
-			op.readings = read[min(before, len(read)):]
-		}
-		// A round of decide_in_order after the first reads numbers when it has locked the buckets, and a batch that takes nothing
-		// reads them with the buckets. Whatever else takes keeps to numbers from before. How often it reads the clock tells which it was.
-		switch {
-		case op.kind == shares && op.batch == 0: // two tries of ratelimit_acquire_all, and its batch
-			op.reread = len(read) > 3+batchReadings+1
-		case op.kind == shares:
-			op.reread = len(read) > batchReadings+1 || !slices.ContainsFunc(ops, (*operation).takes)
-		case op.batch != 0:
-			first := firstReadings
-			if !slices.ContainsFunc(ops, func(op *operation) bool { return op.IdempotencyKey != "" }) {
-				first = plainReadings
-			}
-			op.reread = len(read) > first || !slices.ContainsFunc(ops, func(op *operation) bool { return op.takes() || op.answer.Taken > 0 })
-		}
+		op.called, op.returned, op.readings, op.undone, op.inDoubt = called, returned, read, !committed, inDoubt
+		op.cutReadings(ops)
 	}
 	for _, op := range ops {
-		if ops[0].then != op && (op.answer != nil || op.kind == resets || op.kind == cleansUp) { // but what is a part of another, or was not called
+		// but what is a part of another, or was not called
+		if ops[0].then != op && (op.answer != nil || op.Function == "reset" || op.Function == "cleanup") {
 			a.add(op)
 		}
 	}
 	return committed, nil
+}
+
+// end ends a transaction. Beside faults the connection may end then, without a word, or right after the word was sent.
+func (a *actor) end(how string) error {
+	silent := errors.New("the session has ended without a word")
+	if a.faults != nil && a.random.IntN(8) == 0 {
+		if how == "commit" {
+			a.PgConn().Frontend().Send(&pgproto3.Query{String: how})
+			_ = a.PgConn().Frontend().Flush()
+		}
+		return silent
+	}
+	return kit.ErrorOf(a.Exec(context.Background(), how))
+}
+
+// cutReadings leaves the readings by which an operation may have decided, and tells whether it read numbers again.
+func (op *operation) cutReadings(ops []*operation) {
+	read := op.readings
+	if op.Function == "acquire" && op.batch == 0 && op.denied() && !op.mayBeReplayed(op.answer) {
+		before := 1 // the update, which may have waited
+		if kindOfPolicy(op.Policy) == "quota" {
+			before = 2 // acquire's own, and that of the steps of a quota
+		}
+		op.readings = read[min(before, len(read)):]
+	}
+	// A round of decide_in_order after the first reads numbers when it has locked the buckets, and a batch that takes nothing
+	// reads them with the buckets. Whatever else takes keeps to numbers from before. How often it reads the clock tells which it was.
+	switch {
+	case op.whole != nil && op.batch == 0: // two tries of ratelimit_acquire_all, and its batch
+		op.reread = len(read) > 3+batchReadings+1
+	case op.whole != nil:
+		op.reread = len(read) > batchReadings+1 || !slices.ContainsFunc(ops, (*operation).takes)
+	case op.batch != 0:
+		first := firstReadings
+		if !slices.ContainsFunc(ops, func(op *operation) bool { return op.IdempotencyKey != "" }) {
+			first = plainReadings
+		}
+		op.reread = len(read) > first || !slices.ContainsFunc(ops, func(op *operation) bool { return op.takes() || op.answer.Taken > 0 })
+	}
 }
 
 // Readings of the clock by a batch that keeps to numbers from before it took anything.
@@ -768,36 +971,25 @@ const (
 // The oracle counts readings of the clock, also those of a batch that creates rows by what its first round saw.
 func TestLinearizability_ReadingsOfTheFirstRound(t *testing.T) {
 	t.Parallel()
-	c := newChronicler(kit.NewDB(t), "durable", "ephemeral")
+	w := newWorkload(kit.NewDB(t), "durable", "ephemeral")
 	for call, readings := range map[string]int{
 		"select ratelimit_acquire_many('{durable,ephemeral}', '{a,b}')":                            plainReadings,
 		"select ratelimit_acquire_many('{durable,durable}', '{c,d}', idempotency_keys => '{1,2}')": firstReadings,
 		"select ratelimit_acquire_many('{durable,ephemeral}', '{e,f}', sizes => '{2}')":            firstReadings,
 	} {
-		r := c.clients[0]
+		r := w.clients[0]
 		r.readings.forget()
 		require.NoError(t, kit.ErrorOf(r.Exec(t.Context(), call)))
 		require.Len(t, r.readings.all, readings, call)
 	}
 }
 
-// spend charges, settles, reserves, or takes what there is; now and then in a transaction that may be rolled back.
-func (a *actor) spend() error {
-	op := a.spending([]string{charges, settles, settles, reserves, reserves, takesAll}[a.random.IntN(6)], a.bucket())
-	if err := a.transact(func() error { return op.sent(a) }, op); err != nil || op.kind != settles || op.answer.Decision == nil {
-		return err
-	}
-	again := a.operation(settles, op.BucketID) // as if there had been no answer
-	again.Cost, again.IdempotencyKey = op.Cost, op.IdempotencyKey
-	return a.transact(func() error { return again.sent(a) }, again)
-}
-
 // reserveOn reserves until a bucket that refills slowly has nothing left.
 func (a *actor) reserveOn() error {
 	bucket := a.bucket()
 	for range 6 {
-		op := a.operation(reserves, bucket)
-		op.Cost, op.maxWait = 3, 20*1_000_000
+		op := a.operation("reserve", bucket)
+		op.Cost, op.MaxWait = 3, 20*1_000_000
 		if err := a.transact(func() error { return op.sent(a) }, op); err != nil {
 			return err
 		}
@@ -805,37 +997,13 @@ func (a *actor) reserveOn() error {
 	return nil
 }
 
-func (a *actor) reserve() error {
-	op := a.spending(reserves, a.bucket())
-	return a.transact(func() error { return op.sent(a) }, op)
-}
-
-// spending is one call, mostly about few tokens. Those with a key have the costs of others with this key, but settles have not.
-func (a *actor) spending(kind string, bucket model.BucketID) *operation {
-	op := a.request(bucket)
-	op.kind = kind
-	switch kind {
-	case settles:
-		op.Cost = a.random.Int64N(8)
-		if op.IdempotencyKey == "" {
-			op.IdempotencyKey = strconv.FormatInt(a.random.Int64N(4), 10)
-		}
-	case reserves:
-		op.maxWait = model.Micros(a.random.Int64N(8000))
-	case takesAll:
-		op.atLeast = 1 + a.random.Int64N(3)
-		op.Cost = op.atLeast + a.random.Int64N(6)
-	}
-	return op
-}
-
 // acquireAndGiveBack refunds or settles what it took. It is one operation if the acquire locks the bucket.
 func (a *actor) acquireAndGiveBack() error {
 	op := a.request(a.bucket())
-	back := a.operation(refunds, op.BucketID)
+	back := a.operation("refund", op.BucketID)
 	back.Cost = a.random.Int64N(5)
 	if op.IdempotencyKey != "" && a.random.IntN(2) == 0 {
-		back.kind, back.IdempotencyKey = settles, op.IdempotencyKey
+		back.Function, back.IdempotencyKey = "settle", op.IdempotencyKey
 	}
 	return kit.ErrorOf(a.transactIn(true, func() error {
 		if err := op.sent(a); err != nil || op.answer.Error != "" {
@@ -853,7 +1021,7 @@ func (a *actor) acquireAll() error {
 	r, ops := a.wholeRequest(4)
 	return a.transact(func() error {
 		w, err := r.AcquireAll(a)
-		return recordWhole(w, err, r, ops)
+		return noteWhole(w, err, r, ops)
 	}, ops...)
 }
 
@@ -892,7 +1060,7 @@ func (a *actor) wholeRequest(most int) (r kit.WholeRequest, ops []*operation) {
 				op.Cost = first.Cost
 			}
 		}
-		op.kind, op.whole = shares, whole
+		op.Function, op.whole = "acquire_all", whole
 		r.Charges = append(r.Charges, model.Charge{BucketID: op.BucketID, Cost: op.Cost})
 		if same := byBucket[op.BucketID]; same != nil {
 			same.Cost += op.Cost
@@ -905,8 +1073,8 @@ func (a *actor) wholeRequest(most int) (r kit.WholeRequest, ops []*operation) {
 	return r, ops
 }
 
-// recordWhole records the answer of a request of several charges, unless it is an error that is no answer.
-func recordWhole(w kit.Whole, err error, r kit.WholeRequest, ops []*operation) error {
+// noteWhole notes the answer of a request of several charges, unless it is an error that is no answer.
+func noteWhole(w kit.Whole, err error, r kit.WholeRequest, ops []*operation) error {
 	if e := errorAnswer(err); e != nil {
 		return answeredWhole(kit.WholeAnswer{Error: e.Error}, r, ops)
 	} else if err != nil {
@@ -915,7 +1083,7 @@ func recordWhole(w kit.Whole, err error, r kit.WholeRequest, ops []*operation) e
 	return answeredWhole(kit.WholeAnswer{Whole: &w}, r, ops)
 }
 
-// answeredWhole records the answer of a request of several charges. Elements of one bucket must have one answer, and
+// answeredWhole notes the answer of a request of several charges. Elements of one bucket must have one answer, and
 // the request must be granted if and only if each bucket grants.
 func answeredWhole(w kit.WholeAnswer, r kit.WholeRequest, ops []*operation) error {
 	if w.Whole == nil {
@@ -960,65 +1128,49 @@ func (a *actor) batch(ops []*operation) {
 func (a *actor) override(b model.BucketID) error {
 	a.dropping.RLock()
 	defer a.dropping.RUnlock()
+	args := map[string]any{"policy": b.Policy, "key": b.Key}
 	if a.random.IntN(4) == 0 {
 		called := a.now()
-		_, err := a.Exec(context.Background(), "select ratelimit_remove_override($1, $2)", b.Policy, b.Key)
+		err := a.call("remove_override", args)
 		a.setNumbers(b, nil, called, a.now())
 		return err
 	}
-	o := &model.Override{Capacity: a.random.Int64N(14), Every: model.Micros(50 + a.random.Int64N(5000))}
-	o.Refill = a.random.Int64N(o.Capacity + 1)
-	if a.seed%4 == slowlyOverridden {
-		o.Every *= 1000
-	}
-	if isQuota(b.Policy) {
-		calendar := a.calendar(a.random)
-		o.Refill, o.Every, o.Zone, o.Anchor = 0, 0, calendar.Zone, calendar.Anchor
-	}
-	if isSlots(b.Policy) {
+	o := &model.Override{Capacity: a.random.Int64N(14)}
+	switch kindOfPolicy(b.Policy) {
+	case "slots":
 		*o = model.Override{Capacity: a.random.Int64N(5), Lease: a.lease(a.random)}
+		args["lease"] = kit.SpanOf(o.Lease)
+	case "quota":
+		calendar := a.calendar(a.random)
+		o.Zone, o.Anchor = calendar.Zone, calendar.Anchor
+		args["time_zone"], args["anchor"] = o.Zone, o.Anchor
+	default:
+		o.Refill, o.Every = a.random.Int64N(o.Capacity+1), model.Micros(50+a.random.Int64N(5000))
+		if a.seed%4 == slowlyOverridden {
+			o.Every *= 1000
+		}
+		args["refill"], args["every"] = o.Refill, kit.SpanOf(o.Every)
 	}
+	args["capacity"] = o.Capacity
 	if a.random.IntN(3) == 0 {
 		o.Expires = time.Now().Add(12*kit.Ms + time.Duration(a.random.Int64N(int64(20*kit.Ms)))).Truncate(kit.Us).UTC() // no clock is that far ahead
+		args["expires_at"] = o.Expires
 	}
 	var ops []*operation
 	a.mu.Lock()
 	number := len(a.numbers[b])
 	a.mu.Unlock()
-	kind := a.random.IntN(4)
-	if isSlots(b.Policy) && kind > 0 {
-		kind = 3
-	}
-	switch kind {
-	case 0:
-		ops = append(ops, a.operation(resets, b))
-	case 1, 2:
+	switch kind := a.random.IntN(4); {
+	case kind == 0:
+		ops = append(ops, a.operation("reset", b))
+	case kind < 3 && !isSlots(b.Policy):
 		ops = append(ops, a.request(b))
 		ops[0].own = &rules{override: o, number: number}
 	}
 	called := a.now()
 	committed, err := a.transactIn(len(ops) > 0 || a.random.IntN(4) == 0, func() error {
-		var expires *time.Time
-		if !o.Expires.IsZero() {
-			expires = &o.Expires
-		}
-		var err error
-		switch {
-		case isSlots(b.Policy):
-			_, err = a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, expires_at => $4, lease => $5)",
-				b.Policy, b.Key, o.Capacity, expires, kit.IntervalOfDays(o.Lease))
-		case isQuota(b.Policy):
-			_, err = a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, expires_at => $4, time_zone => $5, anchor => $6)",
-				b.Policy, b.Key, o.Capacity, expires, o.Zone, o.Anchor)
-		default:
-			_, err = a.Exec(context.Background(), "select ratelimit_override($1, $2, $3, $4, $5, $6)",
-				b.Policy, b.Key, o.Capacity, o.Refill, kit.IntervalOfDays(o.Every), expires)
-		}
-		switch {
-		case err != nil || kind == 3:
+		if err := a.call("override", args); err != nil || len(ops) == 0 {
 			return err
-		case kind == 0:
-			return kit.ErrorOf(a.Exec(context.Background(), "select ratelimit_reset($1, $2)", b.Policy, b.Key))
 		}
 		return ops[0].sent(a)
 	}, ops...)
@@ -1027,10 +1179,8 @@ func (a *actor) override(b model.BucketID) error {
 		return nil
 	case committed:
 		a.setNumbers(b, o, called, a.now())
-		a.mu.Lock()
-		a.chronicler.overrides++
-		a.mu.Unlock()
-		if len(ops) > 0 && (kind == 0 || ops[0].takes()) {
+		a.count("overrides")
+		if len(ops) > 0 && (ops[0].Function == "reset" || ops[0].takes()) {
 			ops[0].sets = number
 		}
 	}
@@ -1043,26 +1193,23 @@ func (a *actor) drop() error {
 	defer a.dropping.Unlock()
 	policy := a.bucket().Policy
 	called := a.now()
-	at := period{called, called}
-	held := a.random.IntN(2) == 0
-	var err error
-	do := func(sql string, args ...any) {
-		if err == nil {
-			err = kit.ErrorOf(a.Exec(context.Background(), sql, args...))
+	dropped := called
+	dropIt := func(q *clockedConn) error {
+		err := q.call("drop_policy", map[string]any{"policy": policy})
+		if dropped = a.now(); err == nil {
+			err = a.define(a.random, q, policy)
 		}
+		if err == nil {
+			err = kit.ErrorOf(q.Exec(context.Background(), overrideSomeKey, policy))
+		}
+		return err
 	}
-	if held {
-		do("begin")
-	}
-	do("select ratelimit_drop_policy($1)", policy)
-	at.until = a.now()
-	if err == nil {
-		err = a.define(a.random, a.recorder, policy)
-	}
-	do(overrideSomeKey, policy)
-	if held {
-		do("commit")
-		at.until = a.now()
+	var err error
+	if a.random.IntN(2) == 0 {
+		err = pgx.BeginFunc(context.Background(), a.Conn, func(pgx.Tx) error { return dropIt(a.clockedConn) })
+		dropped = a.now()
+	} else {
+		err = dropIt(a.clockedConn)
 	}
 	if err != nil {
 		return err
@@ -1072,15 +1219,15 @@ func (a *actor) drop() error {
 	versions[len(versions)-2].until = until
 	versions[len(versions)-1].since = called
 	a.gone[policy] = append(a.gone[policy], period{called, until})
-	a.chronicler.drops++
+	a.count("policies dropped")
 	for _, b := range a.buckets {
 		if b.Policy != policy {
 			continue
 		}
-		op := a.operation(drops, b)
-		op.called, op.returned = called, at.until
+		op := a.operation("drop_policy", b)
+		op.called, op.returned = called, dropped
 		a.add(op)
-		a.setNumbers(b, nil, called, at.until)
+		a.setNumbers(b, nil, called, dropped)
 	}
 	return nil
 }
@@ -1108,7 +1255,7 @@ func (a *actor) acquireMany() error {
 	a.batch(ops)
 	var requests []kit.NullableRequest
 	for _, op := range ops {
-		requests = append(requests, op.Nullable())
+		requests = append(requests, op.request().Nullable())
 	}
 	return a.transact(func() error {
 		answers, err := kit.AcquireMany(a, requests)
@@ -1117,6 +1264,10 @@ func (a *actor) acquireMany() error {
 		}
 		return err
 	}, ops...)
+}
+
+func (op *operation) request() kit.Request {
+	return kit.Request{BucketID: op.BucketID, Cost: op.Cost, IdempotencyKey: op.IdempotencyKey}
 }
 
 func (a *actor) acquireCombined() error {
@@ -1128,20 +1279,20 @@ func (a *actor) acquireCombined() error {
 		ops = []*operation{a.request(a.bucket())}
 		ops[0].called = called
 		var d client.Decision
-		d, err = ops[0].By(ctx, a.combiner)
+		d, err = ops[0].request().By(ctx, a.combiner)
 		err = ops[0].answered(kit.Answer{Decision: new(kit.DecisionOf(d))}, err)
 	} else {
 		var r kit.WholeRequest
 		var w kit.Whole
 		r, ops = a.wholeRequest(3)
 		w, err = r.By(ctx, a.combiner)
-		err = recordWhole(w, err, r, ops)
+		err = noteWhole(w, err, r, ops)
 		for _, op := range ops {
 			op.called = called // not reread: others in its call may have taken, and kept to what they had read
 		}
 	}
 	for _, op := range ops {
-		op.returned, op.readings = a.now(), a.chronicler.readings.since(start)
+		op.returned, op.readings = a.now(), a.workload.readings.since(start)
 	}
 	if err != nil {
 		return err
@@ -1150,17 +1301,10 @@ func (a *actor) acquireCombined() error {
 	return nil
 }
 
-// decide makes a call that asks for few tokens, or stops a bucket for some milliseconds.
-func (a *actor) decide(kind string) error {
-	op := a.operation(kind, a.bucket())
-	op.Cost, op.maxWait = a.random.Int64N(5), model.Micros(1_000+a.random.IntN(10_000))
-	return a.transact(func() error { return op.sent(a) }, op)
-}
-
 func (a *actor) cleanUp() error {
 	var ops []*operation
 	for _, b := range a.buckets {
-		ops = append(ops, a.operation(cleansUp, b))
+		ops = append(ops, a.operation("cleanup", b))
 	}
 	return a.transact(func() error { return kit.ErrorOf(a.Exec(context.Background(), "select ratelimit_cleanup()")) }, ops...)
 }

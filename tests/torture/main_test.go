@@ -8,9 +8,4 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-func TestMain(m *testing.M) {
-	if beSlotSessions() {
-		return
-	}
-	pgtest.Main(kit.Tortured{M: m})
-}
+func TestMain(m *testing.M) { pgtest.Main(kit.Tortured{M: m}) }

@@ -14,6 +14,11 @@ func (b plantedBug) plant(db *kit.TestDB) {
 	db.Mutate(kit.Mutation{Pattern: b.pattern, Replacement: b.replacement}, b.function)
 }
 
+// pauseBefore has other sessions come to the same place, where they would seldom meet by chance.
+func pauseBefore(function, pattern string) plantedBug {
+	return plantedBug{function, pattern, "perform pg_sleep(0.002); $0"}
+}
+
 // A checker that has never failed proves nothing: each of these bugs must be found.
 func TestCalls_FindPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
@@ -128,6 +133,7 @@ var bugsOfHolders = map[string]plantedBug{
 	"a renewal at the end of a lease":        {"ratelimit_renew", `and l\.ends_at > v_now; end if;`, "and l.ends_at >= v_now; end if;"},
 	"a release at the end of a lease":        {"ratelimit_release", `and l\.ends_at > v_now returning`, "and l.ends_at >= v_now returning"},
 	"a release of somebody else's lease":     {"ratelimit_release", `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, "$1"},
+	"a renewal of what is over":              {"ratelimit_renew", `and l\.holder = v_holder and l\.ends_at > v_now`, "and l.holder = v_holder"},
 	"a renewal that acquires": {"ratelimit_renew", `if found then if`, `
 		insert into slots values (v_policy.id, 0, 0, '-infinity', v_now, v_key) on conflict on constraint slots_pkey do nothing;
 		insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing;
@@ -173,7 +179,11 @@ var bugsOfHistories = map[string][]plantedBug{
 		{"ratelimit_pause", ` for update;`, ";"},
 		pauseBefore("ratelimit_pause", `update buckets as b set level = v_level`),
 	},
-	"a settlement counts twice": {settleTwice, pauseBefore("ratelimit_settle", `update idempotency_keys as k set settled =`)},
+	"a settlement counts twice": {{"ratelimit_settle", `(update idempotency_keys as k set settled = [^;]*?)and k.settled is null`, "$1"}, pauseBefore("ratelimit_settle", `update idempotency_keys as k set settled =`)},
+	"a charge counts twice": {
+		{"ratelimit_charge", `(insert into idempotency_keys [^;]*?) where k.expires_at <= v_now; exit when found;`, "$1; exit when found;"},
+		pauseBefore("ratelimit_charge", `insert into idempotency_keys as k`),
+	},
 	"a settlement moves the level without its mark": {
 		{"ratelimit_settle", `(update idempotency_keys as k set settled = [^;]*;) exit when found;`, "$1 exit;"},
 		pauseBefore("ratelimit_settle", `update idempotency_keys as k set settled =`),
@@ -202,7 +212,8 @@ var bugsOfHistories = map[string][]plantedBug{
 
 // bugsOfSlotHistories are those about slots.
 var bugsOfSlotHistories = map[string]plantedBug{
-	"a lease from before the wait": {"ratelimit_hold", `v_seen_at := v_now; v_now := clock\(\);`, "v_seen_at := v_now; perform clock();"},
+	"a release of what is live still": {"ratelimit_hold", `and l\.ends_at <= v_now`, "and l.ends_at <= v_now + interval '20 ms'"},
+	"a lease from before the wait":    {"ratelimit_hold", `v_seen_at := v_now; v_now := clock\(\);`, "v_seen_at := v_now; perform clock();"},
 	"a renewed lease from before the wait": {"ratelimit_renew",
 		`v_now := clock\(\);( if v_override\.expires_at <= v_now)`, "perform clock();$1"},
 	// The sum of a grant is not among them: a lease that has ended at the last reading of the clock has it count again.

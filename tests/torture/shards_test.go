@@ -25,37 +25,31 @@ func TestTorture_ShardsLinearizabilityOfCallsOnBuckets(t *testing.T) {
 	pgtest.OncePerServer(t)
 	run := kit.Torture(t, kit.DatabasesOfServer)
 	s := kit.NewShards(t)
-	var chroniclers []*chronicler
-	pools := map[int]*pgxpool.Pool{}
+	var workloads []*workload
+	pools, counts := map[int]*pgxpool.Pool{}, newTally()
 	for n, db := range s.Dbs {
-		c := newChronicler(db, "continuous durable", "stepped durable", "continuous ephemeral", "stepped ephemeral")
-		c.oneIn, c.seed = 2, c.seed+uint64(n)<<32
-		c.key = func(name string) string { return s.Key(n, name) }
-		chroniclers, pools[n] = append(chroniclers, c), c.pool
+		w := newWorkload(db, "continuous durable", "stepped durable", "continuous ephemeral", "stepped ephemeral")
+		w.tally, w.oneIn, w.seed = counts, 2, w.seed+uint64(n)<<32
+		w.key = func(name string) string { return s.Key(n, name) }
+		workloads, pools[n] = append(workloads, w), w.pool
 	}
 	limiter := s.Limiter(pools)
-	var mu sync.Mutex
-	counts := operationCounts{}
 	check := func(seed uint64, histories []history, err error) bool {
-		mu.Lock()
-		defer mu.Unlock()
-		counts.judge(t, seed, histories, err)
-		run.Progress("%d operations in %d histories", counts["operations"], counts["histories"])
+		workloads[0].judge(t, seed, histories, err)
+		run.Progress("%d operations in %d histories", counts.of("operations"), counts.of("histories"))
 		return !t.Failed()
 	}
 	for turn := 0; run.GoesOn(); turn++ {
 		var writers sync.WaitGroup
-		for c := turn % kit.DatabasesOfServer; c < len(chroniclers); c += kit.DatabasesOfServer {
-			chroniclers[c].combiner = limiter
+		for c := turn % kit.DatabasesOfServer; c < len(workloads); c += kit.DatabasesOfServer {
+			workloads[c].combiner = limiter
 			histories := 4
-			writers.Go(func() { chroniclers[c].write(func() bool { histories--; return histories >= 0 }, check) })
+			writers.Go(func() { workloads[c].write(func() bool { histories--; return histories >= 0 }, check) })
 		}
 		writers.Wait()
 	}
-	for _, what := range []string{"grants", "denials", "replays", "shares of granted requests of several", "shares of denied requests of several"} {
-		require.NotZero(t, counts[what], what)
-	}
-	counts.report(run)
+	require.Empty(t, counts.lacks([]string{"acquire, granted", "acquire, denied", "acquire, replayed", "acquire_all, granted", "acquire_all, denied"}))
+	workloads[0].report(run)
 }
 
 // One of the two servers is killed, over and over, under a load that goes through a client.Sharded. On no shard is a grant
@@ -281,7 +275,7 @@ func TestTorture_CitusAgreesWithTheModel(t *testing.T) {
 	for ; run.GoesOn(); rounds++ {
 		require.NoError(t, callers[rounds%len(db)].round(seed, badInput), "through node %d\n%s", rounds%len(db), kit.Repeats(t, seed))
 		seed++
-		run.Progress("%d inputs", inputs.total())
+		run.Progress("%d inputs", inputs.of("inputs"))
 	}
 	for n, node := range db {
 		restarts := kit.One[int](t, node.Pool,
