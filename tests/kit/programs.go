@@ -3,10 +3,8 @@ package kit
 import (
 	"context"
 	"crypto/rand"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/url"
 	"os"
 	"os/exec"
@@ -211,65 +209,3 @@ var nodePackages = sync.OnceValue(func() error {
 	}
 	return exec.Command("node", "--eval", `if (parseInt(process.versions.node) < 20) throw "Node.js 20 or later"`).Run()
 })
-
-// A Process is this test binary once more, as what its specification says. It ends with its standard input.
-type Process struct {
-	cmd     *exec.Cmd
-	Orders  io.WriteCloser
-	Answers io.Reader
-	Read    chan struct{} // nil, or closed when somebody has read all answers
-}
-
-// StartProcess starts one that finds its specification in a variable.
-func StartProcess(t *testing.T, variable string, specification any) *Process {
-	p := &Process{cmd: Command("", []string{variable + "=" + string(NoError(json.Marshal(specification))(t))}, os.Args[0])}
-	p.cmd.Stderr = os.Stderr
-	p.Orders, p.Answers = NoError(p.cmd.StdinPipe())(t), NoError(p.cmd.StdoutPipe())(t)
-	require.NoError(t, p.cmd.Start())
-	t.Cleanup(func() { _ = p.cmd.Process.Kill() })
-	return p
-}
-
-// BeProcess reports whether this process is one with a specification in a variable, and has been that.
-func BeProcess[T any](variable string, be func(specification T) error) bool {
-	text := os.Getenv(variable)
-	if text == "" {
-		return false
-	}
-	var specification T
-	err := json.Unmarshal([]byte(text), &specification)
-	if err == nil {
-		err = be(specification)
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	return true
-}
-
-// Signal sends a signal.
-func (p *Process) Signal(t *testing.T, signal os.Signal) {
-	require.NoError(t, p.cmd.Process.Signal(signal))
-}
-
-// Kill ends it at once, by SIGKILL.
-func (p *Process) Kill(t *testing.T) {
-	p.Signal(t, os.Kill)
-	p.awaitReader()
-	_ = p.cmd.Wait()
-}
-
-// Close returns when it has ended.
-func (p *Process) Close(t *testing.T) {
-	require.NoError(t, p.Orders.Close())
-	p.awaitReader()
-	require.NoError(t, p.cmd.Wait())
-}
-
-// awaitReader lets a reader come to the end: Wait closes the pipe.
-func (p *Process) awaitReader() {
-	if p.Read != nil {
-		<-p.Read
-	}
-}

@@ -116,10 +116,10 @@ var figures struct {
 	Lines []string
 }
 
-// A Tortured M seeds rapid, and prints the figures after its tests.
-type Tortured struct{ *testing.M }
+// A SeededM seeds rapid, and prints the figures after its tests.
+type SeededM struct{ *testing.M }
 
-func (m Tortured) Run() int {
+func (m SeededM) Run() int {
 	_ = flag.Set("rapid.nofailfile", "true") // the seed repeats a failure, and no later run does
 	if seed := os.Getenv(seedVariable); seed != "" {
 		_ = flag.Set("rapid.seed", seed)

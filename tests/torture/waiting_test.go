@@ -31,25 +31,18 @@ func TestTorture_WaitingInLineServesInTheOrderOfTheCalls(t *testing.T) {
 	}
 	db := kit.NewDB(t)
 	db.DefinePolicy("line", lineCapacity, 50, kit.Second, kit.Remember(time.Hour))
-	var served, gaveUp int
-	var due, took time.Duration
+	gaveUp := 0
 	var late []time.Duration
-	var worst time.Duration
 	for n := 0; run.GoesOn(); n++ {
 		l := newLine(t, db, fmt.Sprint("line ", n))
 		l.wait(t, callers)
-		due, took = due+l.due, took+l.took
-		served, gaveUp, worst = served+len(l.late), gaveUp+l.gaveUp, max(worst, l.scheduling)
-		late = append(late, l.late...)
-		run.Progress("%d served, %d gave up", served, gaveUp)
+		late, gaveUp = append(late, l.late...), gaveUp+l.gaveUp
+		run.Progress("%d served, %d gave up", len(late), gaveUp)
 	}
 	slices.Sort(late)
-	run.Figure("callers who were served", served, "")
-	run.Figure("tokens a second while they were, of 50", fmt.Sprintf("%.2f", 50*due.Seconds()/took.Seconds()), "")
+	run.Figures("callers who were served", len(late), "callers who gave up", gaveUp)
 	run.Figure("of these late by, median", late[len(late)/2].Microseconds(), "us")
 	run.Figure("of these late by, most", late[len(late)-1].Microseconds(), "us")
-	run.Figure("how late a timer was meanwhile, most", worst.Microseconds(), "us")
-	run.Figure("callers who gave up", gaveUp, "")
 }
 
 // A waitingLine is the callers who wait for one bucket, which is in debt when they come.
@@ -59,10 +52,8 @@ type waitingLine struct {
 	limiter *client.Limiter
 	calls   *callCounter
 
-	late       []time.Duration // behind the promise
-	gaveUp     int
-	due, took  time.Duration // from the first who was served to the last: as promised, and as it was
-	scheduling time.Duration // by which a timer was late
+	late   []time.Duration // behind the promise
+	gaveUp int
 }
 
 func newLine(t *testing.T, db *kit.TestDB, key string) *waitingLine {
@@ -118,7 +109,6 @@ func (l *waitingLine) wait(t *testing.T, callers int) {
 	emptied := *l.db.Bucket("line", l.key)
 	require.EqualValues(t, -ahead*1_000_000, emptied.Level)
 
-	stop := l.watchTimers()
 	returned := make([]time.Time, callers)
 	var all sync.WaitGroup
 	stay := callers - callers/3
@@ -147,7 +137,7 @@ func (l *waitingLine) wait(t *testing.T, callers int) {
 		})
 	}
 	all.Wait()
-	l.gaveUp, l.scheduling = callers-stay, stop()
+	l.gaveUp = callers - stay
 
 	promises := l.promises()
 	require.Len(t, promises, callers)
@@ -179,7 +169,6 @@ func (l *waitingLine) wait(t *testing.T, callers int) {
 	for i, at := range atOnce { // by the clock of before the lock some came earlier
 		require.False(t, at.Before(tokens[i]), "a caller who need not wait had a token that was there")
 	}
-	l.rate(promises, returned)
 
 	require.Equal(t, callers, l.calls.reserves, "each asks once")
 	// They gave up before their tokens were back: that goes on in the background.
@@ -212,45 +201,9 @@ func (l *waitingLine) promises() map[string]promise {
 	return promises
 }
 
-// rate measures whether the line moved on at 50 tokens a second, with those of callers who gave up.
-func (l *waitingLine) rate(promises map[string]promise, returned []time.Time) {
-	var served []int
-	for i, at := range returned {
-		if !at.IsZero() {
-			served = append(served, i)
-		}
-	}
-	slices.SortFunc(served, func(a, b int) int { return returned[a].Compare(returned[b]) })
-	first, last := served[0], served[len(served)-1]
-	l.due = promises[l.promised(last)].ready.Sub(promises[l.promised(first)].ready)
-	l.took = returned[last].Sub(returned[first])
-}
-
 // promised is the idempotency key of a caller once it was sent.
 func (l *waitingLine) promised(caller int) string {
 	l.calls.mu.Lock()
 	defer l.calls.mu.Unlock()
 	return l.calls.keys[caller]
-}
-
-// watchTimers measures how late timers are, until it is told to stop.
-func (l *waitingLine) watchTimers() (stop func() time.Duration) {
-	done, worst := make(chan struct{}), make(chan time.Duration)
-	go func() {
-		var most time.Duration
-		for {
-			start := time.Now()
-			select {
-			case <-done:
-				worst <- most
-				return
-			case <-time.After(kit.Ms):
-				most = max(most, time.Since(start)-kit.Ms)
-			}
-		}
-	}()
-	return func() time.Duration {
-		close(done)
-		return <-worst
-	}
 }
