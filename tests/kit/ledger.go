@@ -125,14 +125,14 @@ func (l *Ledger) Enter(r Request, d client.Decision) {
 	if d.Replayed {
 		l.Replayed++
 	}
-	l.Grants = append(l.Grants, Entry{r, d, time.Now()})
+	l.Grants = append(l.Grants, Entry{r, d})
 }
 
 func (l *Ledger) Lose(r Request) {
 	l.Mu.Lock()
 	defer l.Mu.Unlock()
 	l.Unknown++
-	l.Unanswered = append(l.Unanswered, Entry{Request: r, At: time.Now()})
+	l.Unanswered = append(l.Unanswered, Entry{Request: r})
 }
 
 // AwaitAnswers waits for so many more decisions, and awaitFailures for so many more tries that fail.
@@ -166,12 +166,7 @@ func (l *Ledger) Check(db *TestDB) error {
 	var keyed int64
 	grants, unanswered := ByBucket(l.Grants), ByBucket(l.Unanswered)
 	for bucket := range ByBucket(slices.Concat(l.Grants, l.Unanswered)) {
-		left := db.Left(bucket.Policy, bucket.Key)
-		found, err := Audit(l.Capacity, left, grants[bucket], unanswered[bucket])
-		if err == nil && len(found.Lost) > 0 {
-			err = fmt.Errorf("a grant was lost: %d are left after %+v", left, found.Lost[0])
-		}
-		if err != nil {
+		if err := Audit(l.Capacity, db.Left(bucket.Policy, bucket.Key), grants[bucket], unanswered[bucket]); err != nil {
 			return fmt.Errorf("bucket %s: %w", bucket.Key, err)
 		}
 		for _, g := range grants[bucket] {
@@ -201,13 +196,6 @@ func (l *Ledger) Check(db *TestDB) error {
 type Entry struct {
 	Request
 	client.Decision
-	At time.Time // of the decision, or of the error
-}
-
-// Try makes a request and returns its entry.
-func (r Request) Try(limiter client.Acquirer) (Entry, error) {
-	d, err := r.By(context.Background(), limiter)
-	return Entry{r, d, time.Now()}, err
 }
 
 func ByBucket(entries []Entry) map[model.BucketID][]Entry {
@@ -218,50 +206,30 @@ func ByBucket(entries []Entry) map[model.BucketID][]Entry {
 	return buckets
 }
 
-// A finding sorts the grants of one bucket by whether the server still knows them.
-type finding struct {
-	Kept, Lost []Entry
-	Unclaimed  int64 // tokens taken for requests that got no answer
-}
-
-// Audit compares the decisions on one bucket, which began full and refilled nothing, with the tokens left in
-// it. A grant is lost if more tokens are left now than its decision said.
-func Audit(capacity, left int64, grants, unanswered []Entry) (f finding, err error) {
+// Audit compares the decisions on one bucket, which began full and refilled nothing, with the tokens left in it.
+func Audit(capacity, left int64, grants, unanswered []Entry) error {
 	grants = slices.Clone(grants)
 	slices.SortFunc(grants, func(a, b Entry) int { return cmp.Compare(b.Remaining, a.Remaining) })
-	level := capacity // after the grants so far
+	level, unclaimed, wanted := capacity, int64(0), int64(0) // unclaimed tokens were taken for requests that got no answer
 	for _, g := range grants {
-		before := g.Remaining + g.Cost
-		switch {
+		switch before := g.Remaining + g.Cost; {
 		case before > level:
-			return f, fmt.Errorf("tokens were granted twice: the bucket held %d before %+v", level, g)
-		case g.Remaining >= left:
-			f.Kept = append(f.Kept, g)
-			f.Unclaimed += level - before
-		case before > left:
-			return f, fmt.Errorf("a grant was lost in part: %d are left after %+v", left, g)
+			return fmt.Errorf("tokens were granted twice: the bucket held %d before %+v", level, g)
+		case g.Remaining < left:
+			return fmt.Errorf("a grant was lost: %d are left after %+v", left, g)
 		default:
-			if len(f.Lost) == 0 {
-				f.Unclaimed += level - left
-			}
-			f.Lost = append(f.Lost, g)
+			unclaimed += level - before
 		}
 		level = g.Remaining
 	}
-	if len(f.Lost) == 0 {
-		f.Unclaimed += level - left
+	unclaimed += level - left
+	for _, r := range unanswered {
+		wanted += r.Cost
 	}
-	if f.Unclaimed < 0 || f.Unclaimed > Costs(unanswered) {
-		return f, fmt.Errorf("%d tokens are gone that were granted to nobody; requests without an answer wanted %d", f.Unclaimed, Costs(unanswered))
+	if unclaimed < 0 || unclaimed > wanted {
+		return fmt.Errorf("%d tokens are gone that were granted to nobody; requests without an answer wanted %d", unclaimed, wanted)
 	}
-	return f, nil
-}
-
-func Costs(entries []Entry) (sum int64) {
-	for _, e := range entries {
-		sum += e.Cost
-	}
-	return sum
+	return nil
 }
 
 // A Load is callers who make one call after the other, until the load ends or a call fails.
@@ -307,12 +275,4 @@ func (l *Load) RunFor(d time.Duration) {
 func (l *Load) End() error {
 	l.cancel()
 	return l.Callers.Wait()
-}
-
-// ExactCapacity is the capacity of policies that refill one token a day: the level of a bucket tells how many tokens were taken.
-const ExactCapacity = 3_000_000
-
-func (db *TestDB) DefineExact() {
-	db.DefinePolicy("durable", ExactCapacity, 1, ADay)
-	db.DefinePolicy("ephemeral", ExactCapacity, 1, ADay, Ephemeral)
 }

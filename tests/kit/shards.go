@@ -80,14 +80,6 @@ func (s *Shards) Limiter(pools map[int]*pgxpool.Pool, opts ...client.Option) *cl
 	return limiter
 }
 
-// Reopen connects anew to the databases of servers that were started again.
-func (s *Shards) Reopen() {
-	for n, db := range s.Dbs {
-		db.Pool.Close()
-		s.Dbs[n] = OpenDB(s.T, s.ServerOf(n), ShardName(n))
-	}
-}
-
 // Of is what a ledger has on the buckets of one shard.
 func (l *Ledger) Of(shard, of int) *Ledger {
 	elsewhere := func(e Entry) bool { return client.ShardOf(e.Key, of) != shard }

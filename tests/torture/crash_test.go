@@ -1,93 +1,160 @@
 package torture
 
 import (
+	"context"
 	"fmt"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"slices"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/migrations"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
 )
 
-// PostgreSQL is killed with SIGKILL at random moments, over and over, under load. The decisions of the callers are then compared
-// with the recovered database.
+// PostgreSQL is killed with SIGKILL over and over, as a whole or one backend of it, while connections are ended, and sessions die in
+// the middle of a transaction or at its commit. The calls on buckets have an order all the same: no grant that was answered is lost, and
+// no idempotency key is charged twice. Of a commit without an answer either may be true. A crash empties the tables of ephemeral
+// policies, and no others.
 //
-// The machine survives, and so does everything that PostgreSQL wrote to the kernel. Without a flush, a grant is lost if its WAL
-// was still in PostgreSQL's own buffers. Under load these are few up to PostgreSQL 16, because full pages are written at once.
-// When grants come slowly, the last page waits for the WAL writer. This test does not see what fsync does when the power fails.
-func TestTorture_CrashLosesNoFlushedGrant(t *testing.T) {
-	run := kit.Torture(t, int64(len(crashes)))
-	const walWriterDelay = 200 * time.Millisecond // PostgreSQL's default
-	db, server := kit.NewPrivateDB(t, "synchronous_commit=on", fmt.Sprintf("wal_writer_delay=%dms", walWriterDelay.Milliseconds()))
-	db.DefineExact()
+// The machine survives, and so does everything that PostgreSQL wrote to the kernel. This test does not see what fsync does when the
+// power fails.
+func TestTorture_CrashLosesNoGrant(t *testing.T) {
+	run := kit.Torture(t, 3)
+	acrossCrashes(t, newWorkload, tokensAcrossCrashes...).judgeAll(run, metAcrossCrashes...)
+}
 
-	var flushed, unflushed settlement
-	var recoveries []time.Duration
-	left := map[model.BucketID]int64{}
-	for n := 0; run.GoesOn(); n++ {
-		crash, total := crashes[n%len(crashes)], &flushed
-		var opts []client.Option
-		if crash.noFlush {
-			total, opts = &unflushed, append(opts, client.NoFlush())
+var (
+	tokensAcrossCrashes = []string{"continuous durable", "quota durable", "continuous ephemeral"}
+	metAcrossCrashes    = []string{
+		"acquire, replayed", "charge, replayed", "settle, replayed", "settlements without a grant", "reserve", "acquire_up_to, granted",
+		"commits without an answer", "rolled back", "crash",
+	}
+)
+
+// The same of holders of slots, of which there are never more than the capacity.
+func TestTorture_SlotsNeverExceedTheCapacity(t *testing.T) {
+	run := kit.Torture(t, 3)
+	acrossCrashes(t, newSlotsWorkload, "slots durable", "slots ephemeral").
+		judgeAll(run, slices.Concat(metBySlots, []string{"commits without an answer", "crash"})...)
+}
+
+// A standby is promoted under load, over and over, and the primary killed just before or just after. Synchronous replication loses no
+// grant that a caller was told of. The clocks of the two nodes differ by up to an hour: the new primary grants what its own clock refills,
+// and nothing before it has caught up.
+func TestTorture_CrashFailoverLosesNoGrantOfASynchronousStandby(t *testing.T) {
+	run := kit.Torture(t, 2)
+	w := acrossCrashes(t, newWorkload, tokensAcrossCrashes...)
+	w.db.Mutate(kit.Mutation{
+		Pattern:     `v_ahead_us( \* interval)`,
+		Replacement: "(v_ahead_us + coalesce(current_setting('test.skew_us', true), '0')::bigint)$1",
+	}, "ratelimit.clock")
+	var standby *pgtest.Server
+	w.faults.prepare = func(t *testing.T, f *faults) {
+		standby = pgtest.Standby(t, f.server, fmt.Sprintf("test.skew_us=%d", (time.Hour-rand.N(2*time.Hour)).Microseconds()))
+		f.db.Execute("alter system set synchronous_standby_names = '*'")
+		f.db.Execute("alter system set synchronous_commit = " + []string{"'on'", "'remote_apply'"}[rand.N(2)])
+		f.db.Execute("select pg_reload_conf()")
+		f.db.Await(t, kit.Patience, "select sync_state = 'sync' from pg_stat_replication")
+	}
+	w.faults.crash = func(t *testing.T, f *faults) {
+		primary, promoted := f.server, kit.Reopen(t, standby)
+		steps := []func(){
+			func() { kill(t, primary) },
+			func() {
+				promoted.Execute("select pg_promote(wait => false)") // a snapshot that waits may be what recovery waits for
+				promoted.Await(t, kit.Patience, "select not pg_is_in_recovery()")
+			},
 		}
-		l := startCrashLoad(t, db.URL, fmt.Sprint("crash ", n), crash.policies, crash.pause, opts...)
-		l.runAWhile(t)
-		recoveries = append(recoveries, crash.kill(t, server, l))
-		l.end()
-		db.Pool.Close()
-		db = kit.Reopen(t, server)
-		total.add(l.settle(db, left))
-		require.Zero(t, flushed.lost, "grants that were flushed")
-		run.Progress("%d crashes; of %d grants flushed %d are lost, of %d others %d", n+1,
-			flushed.grants, flushed.lost, unflushed.grants, unflushed.lost)
+		first := rand.N(2)
+		steps[first]()
+		steps[1-first]()
+		require.NoError(t, primary.Close())
+		f.server = standby
+		promoted.Pool.Close()
 	}
-	for name, left := range left {
-		require.Equal(t, left, db.Left(name.Policy, name.Key), "undone by a later crash: %v", name)
-	}
-
-	require.NotZero(t, flushed.unanswered)
-	require.NotZero(t, flushed.forgotten)
-	if run.Budget >= time.Minute { // enough crashes for one to come too early, and the machine to itself
-		require.NotEmpty(t, unflushed.lostFor)
-		require.Less(t, slices.Max(unflushed.lostFor), 3*walWriterDelay)
-	}
-	slices.Sort(recoveries)
-	run.Figure("crashes", len(recoveries), "")
-	run.Figure("recovery, median", recoveries[len(recoveries)/2].Milliseconds(), "ms")
-	run.Figure("recovery, longest", recoveries[len(recoveries)-1].Milliseconds(), "ms")
-	run.Figures("grants told, flushed", flushed.grants, "of these lost", flushed.lost,
-		"requests without an answer", flushed.unanswered+unflushed.unanswered,
-		"asked again by idempotency key, each charged once", flushed.again+unflushed.again,
-		"ephemeral grants told, all forgotten", flushed.forgotten, "grants told, not flushed", unflushed.grants,
-		"of these lost", unflushed.lost, "of these lost in one crash, most", unflushed.mostLost)
-	run.Figure("how long before the crash the oldest of these was told", slices.Max(append(unflushed.lostFor, 0)).Milliseconds(), "ms")
+	w.judgeAll(run, metAcrossCrashes...)
 }
 
-// The ways to crash, and the load at that time. One backend that dies takes the others with it, and the
-// server recovers by itself while callers go on asking: no time to look at what is ephemeral.
-var crashes = []struct {
-	policies []string
-	pause    time.Duration
-	noFlush  bool
-	kill     func(t *testing.T, server *pgtest.Server, l *crashLoad) (recovery time.Duration)
-}{
-	{[]string{"durable", "ephemeral"}, 0, false, killServer},
-	{[]string{"durable"}, 0, true, killServer},
-	{[]string{"durable"}, 0, false, killBackend},
-	{[]string{"durable"}, time.Second, true, killServer},
+// A server that does not flush loses the grants on its last page of WAL. That page may have been filled and written just before the
+// crash, but not every time.
+func TestCrash_AHistoryFindsWhatIsLost(t *testing.T) {
+	t.Parallel()
+	acrossCrashes(t, newWorkload, "continuous durable", "synchronous_commit=off", "autovacuum=off", "cron.launch_active_jobs=off",
+		"bgwriter_lru_maxpages=0", "wal_writer_delay=10s", "wal_writer_flush_after=1GB").requireNoOrder(t)
 }
 
-func killServer(t *testing.T, server *pgtest.Server, l *crashLoad) (recovery time.Duration) {
+// acrossCrashes has a server of its own. What has no "=" is a policy, the rest are settings.
+func acrossCrashes(t *testing.T, open func(db *kit.TestDB, policies ...string) *workload, policies ...string) *workload {
+	settings := []string{"synchronous_commit=on"}
+	policies = slices.DeleteFunc(slices.Clone(policies), func(s string) bool {
+		isSetting := strings.Contains(s, "=")
+		if isSetting {
+			settings = append(settings, s)
+		}
+		return isSetting
+	})
+	db, server := kit.NewPrivateDB(t, settings...)
+	w := open(db, policies...)
+	w.oneIn, w.calls = 0, 25
+	w.faults = &faults{server: server, db: db, crash: func(t *testing.T, f *faults) {
+		[]func(*testing.T, *pgtest.Server){killServer, killServer, killBackend}[rand.N(3)](t, f.server)
+	}}
+	w.faults.at.MoveTo(db.URL)
+	return w
+}
+
+// Faults end connections, and crash PostgreSQL.
+type faults struct {
+	server  *pgtest.Server
+	db      *kit.TestDB // as it is after the last crash
+	at      kit.Address
+	prepare func(t *testing.T, f *faults) // nil, or before each history
+	crash   func(t *testing.T, f *faults) // leaves a server that runs
+}
+
+// happen ends two connections and then crashes, each when some more calls are over.
+func (h *draft) happen(f *faults) {
+	t := h.db.T.(*testing.T)
+	for n := range 3 {
+		for begin := time.Now(); time.Since(begin) < kit.Second; time.Sleep(kit.Ms) { // calls may all be over
+			h.mu.Lock()
+			over := len(h.operations)
+			h.mu.Unlock()
+			if over > h.calls*(n+1) {
+				break
+			}
+		}
+		if n < 2 {
+			f.db.Execute(`select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'history' order by random() limit 1`)
+			continue
+		}
+		crashed := h.now()
+		f.crash(t, f)
+		f.db.Pool.Close()
+		f.db = kit.Reopen(t, f.server)
+		f.at.MoveTo(f.db.URL)
+		for _, b := range h.buckets {
+			if !isDurable(b.Policy) {
+				h.add(&operation{Spending: kit.Spending{Function: "crash", BucketID: b}, client: -1, called: crashed, returned: h.now()})
+			}
+		}
+	}
+}
+
+// killServer kills it, and again while it recovers.
+func killServer(t *testing.T, server *pgtest.Server) {
 	kill(t, server)
-	l.end()
-	for rand.N(4) == 0 { // and again, while it recovers
+	for rand.N(4) == 0 {
 		started := make(chan struct{})
 		go func() {
 			defer close(started)
@@ -98,22 +165,18 @@ func killServer(t *testing.T, server *pgtest.Server, l *crashLoad) (recovery tim
 		<-started
 		kill(t, server) // it had not begun
 	}
-	start := time.Now()
 	require.NoError(t, server.Start(t.Context()))
-	return time.Since(start)
 }
 
-func killBackend(t *testing.T, server *pgtest.Server, _ *crashLoad) (recovery time.Duration) {
+// killBackend kills one, which takes the others with it. The server recovers by itself.
+func killBackend(t *testing.T, server *pgtest.Server) {
 	victim, witness := kit.Connect(t, server), kit.Connect(t, server)
-	start := time.Now()
 	require.Error(t, kit.ErrorOf(victim.Exec(t.Context(), "copy (select) to program 'kill -KILL $PPID'")))
-	_, err := witness.Exec(t.Context(), "select pg_sleep(60)") // all others are ended before it recovers
-	require.Error(t, err)
+	require.Error(t, kit.ErrorOf(witness.Exec(t.Context(), "select pg_sleep(60)"))) // all others are ended before it recovers
 	require.Eventually(t, func() bool {
 		conn, err := pgx.Connect(t.Context(), server.URL(""))
 		return err == nil && conn.Close(t.Context()) == nil
 	}, kit.Patience, 10*time.Millisecond)
-	return time.Since(start)
 }
 
 func kill(t *testing.T, server *pgtest.Server) {
@@ -121,30 +184,32 @@ func kill(t *testing.T, server *pgtest.Server) {
 	pgtest.OrSkip(t, server.Kill(t.Context()))
 }
 
-// The audit finds lost grants on a server that does not flush: those on its last page of WAL. That page may
-// have been filled and written just before the crash, but not every time.
-func TestCrash_TheAuditFindsWhatIsLost(t *testing.T) {
-	t.Parallel()
-	db, server := kit.NewPrivateDB(t, "synchronous_commit=on", "autovacuum=off", "cron.launch_active_jobs=off",
-		"bgwriter_lru_maxpages=0", "wal_writer_delay=10s", "wal_writer_flush_after=1GB")
-	db.DefineExact()
-	lost := func(key string, opts ...client.Option) int {
-		limiter := client.New(db.Pool, opts...)
-		var grants []kit.Entry
-		for i := range 20 {
-			e := kit.NoError(kit.Request{BucketID: model.BucketID{Policy: "durable", Key: key}, Cost: 2, IdempotencyKey: fmt.Sprint(i)}.Try(limiter))(t)
-			grants = append(grants, e)
+// reconnect returns when the server has ended the session that is lost, and there is another.
+func (w *workload) reconnect(c *clockedConn) error {
+	ended := c.PgConn().PID()
+	_ = c.PgConn().Conn().Close()
+	for begin := time.Now(); ; time.Sleep(5 * kit.Ms) {
+		config := w.faults.at.Config(w.db.T).ConnConfig
+		c.noteReadings(config)
+		conn, err := pgx.ConnectConfig(context.Background(), config)
+		for isThere := true; err == nil && isThere; {
+			err = conn.QueryRow(context.Background(), "select exists (select from pg_stat_activity where pid = $1)", ended).Scan(&isThere)
 		}
-		kill(t, server)
-		require.NoError(t, server.Start(t.Context()))
-		db.Pool.Close()
-		db = kit.Reopen(t, server)
-		return len(kit.NoError(kit.Audit(kit.ExactCapacity, db.Left("durable", key), grants, nil))(t).Lost)
+		if err == nil {
+			c.Conn = conn
+			w.db.T.Cleanup(func() { _ = conn.Close(context.Background()) })
+			return nil
+		}
+		if !isOutage(err) || time.Since(begin) > kit.Patience {
+			return err
+		}
 	}
-	require.Zero(t, lost("flushed"))
-	for try := 1; lost(fmt.Sprint("not flushed ", try), client.NoFlush()) == 0; try++ {
-		require.Less(t, try, 5)
-	}
+}
+
+// isOutage reports whether a connection was refused, lost, or ended by the server.
+func isOutage(err error) bool {
+	answer := kit.PgError(err)
+	return err != nil && (answer == nil || strings.HasPrefix(answer.Code, "57P") || answer.SeverityUnlocalized == "FATAL")
 }
 
 // The schema is upgraded under load, again and again, to made-up next versions: one with changed functions and one with changed tables.
@@ -189,4 +254,83 @@ func TestTorture_UpgradeUnderLoadFailsNoCall(t *testing.T) {
 	}
 	kit.SameSchema(t, pgtest.New(t), db.DB)
 	run.Figures("upgrades under load", 2*rounds, "acquires meanwhile, of which none failed", acquires)
+}
+
+// The disk fills up under load, again and again. Either the tables cannot grow, which is an error, or the WAL cannot, which crashes the
+// server. With space again, calls succeed. Every decision was true, and no bucket has more or fewer tokens than the ledger explains.
+func TestTorture_DiskFullLeavesEveryDecisionTrue(t *testing.T) {
+	run := kit.Torture(t, 2)
+	server, dir := pgtest.PrivateOnDisk(t, 192, "synchronous_commit=on", "min_wal_size=32MB", "max_wal_size=48MB")
+	db := kit.CreateDB(t, server, kit.PrivateName)
+	l := kit.NewLedger(db, "p", 300, 5*time.Second)
+
+	fills, crashes, stops := 0, 0, 0
+	for ; run.GoesOn() || l.Failed["53100"] == 0 && fills < 20; fills++ {
+		pool := kit.NoError(pgxpool.New(t.Context(), db.URL))(t)
+		combiner := client.NewCombiner(pool)
+		callers := l.Load(t, client.New(pool), combiner)
+
+		l.AwaitAnswers(t, 500)
+		remove := fill(t, dir)
+		if fills%2 > 0 {
+			breakLog(t, db)
+			crashes++
+		}
+		l.AwaitFailures(t, 10)
+		remove()
+		if startAgain(t, server) {
+			stops++
+		}
+		l.AwaitAnswers(t, 500)
+		require.NoError(t, callers.End())
+		combiner.Close()
+		pool.Close()
+
+		db.Pool.Reset() // a crash ended its connections
+		require.NoError(t, l.Check(db))
+		db.Execute("vacuum ratelimit.buckets, ratelimit.idempotency_keys")
+		run.Progress("%d times full, %d crashes, %d grants", fills, crashes, l.Granted)
+	}
+
+	require.NotZero(t, l.Failed["53100"], "the tables never lacked space")
+	run.Figures("times the disk was full", fills, "of these, the server crashed for its log", crashes,
+		"of these, it stayed down until it was started", stops, "refused for want of space", l.Failed["53100"], "granted", l.Granted,
+		"denied", l.Denied, "answers lost, and replayed", l.Replayed, "unknown, without an idempotency key", l.Unknown)
+}
+
+// fill leaves no space on a disk.
+func fill(t *testing.T, dir string) (remove func()) {
+	name := filepath.Join(dir, "ballast")
+	file := kit.NoError(os.Create(name))(t)
+	for size := 1 << 20; size > 0; {
+		if _, err := file.Write(make([]byte, size)); err != nil {
+			require.ErrorIs(t, err, syscall.ENOSPC)
+			size /= 2
+		}
+	}
+	require.NoError(t, file.Close())
+	return func() { require.NoError(t, os.Remove(name)) }
+}
+
+// breakLog writes WAL segments until the disk has no space for another.
+func breakLog(t *testing.T, db *kit.TestDB) {
+	conn, err := pgx.Connect(context.Background(), db.URL)
+	for n := 0; err == nil; n++ {
+		require.Less(t, n, 20)
+		_, err = conn.Exec(context.Background(), "select pg_logical_emit_message(false, '', ''), pg_switch_wal()")
+	}
+}
+
+// startAgain starts a server that has stopped for good.
+func startAgain(t *testing.T, server *pgtest.Server) (stopped bool) {
+	require.Eventually(t, func() bool {
+		conn, err := pgx.Connect(context.Background(), server.URL(""))
+		if err == nil {
+			conn.Close(context.Background())
+			return true
+		}
+		stopped = kit.SQLState(err) == "" && server.Start(context.Background()) == nil
+		return stopped
+	}, time.Minute, 100*time.Millisecond)
+	return stopped
 }

@@ -50,28 +50,6 @@ var metBySlots = []string{
 	"release, denied", "holders", "rolled back",
 }
 
-// Slots never exceed the capacity, and a spending is charged once, while connections are ended, sessions die in the middle of a
-// transaction or at its commit, and PostgreSQL is killed with SIGKILL and recovers. Of a commit without an answer either may be true. A
-// crash empties the tables of ephemeral policies, and no others.
-func TestTorture_SlotsNeverExceedTheCapacity(t *testing.T) {
-	acrossCrashes(t, newSlotsWorkload, metBySlots, "slots durable", "slots ephemeral")
-}
-
-// The same of buckets.
-func TestTorture_SpendingIsChargedOnce(t *testing.T) {
-	meet := []string{"acquire, replayed", "charge, replayed", "settle, replayed", "reserve, replayed", "acquire_up_to, granted", "settlements without a grant"}
-	acrossCrashes(t, newWorkload, meet, "continuous durable", "quota durable", "continuous ephemeral")
-}
-
-func acrossCrashes(t *testing.T, open func(db *kit.TestDB, policies ...string) *workload, meet []string, policies ...string) {
-	run := kit.Torture(t, 3)
-	db, server := kit.NewPrivateDB(t, "synchronous_commit=on")
-	w := open(db, policies...)
-	w.oneIn, w.calls, w.faults = 0, 25, &faults{server: server, db: db}
-	w.faults.at.MoveTo(db.URL)
-	w.judgeAll(run, slices.Concat(meet, []string{"commits without an answer", "rolled back", "crash"})...)
-}
-
 // judgeAll checks the histories of a run, and ends with it, when all has been met that has to be, or with the first that has no order.
 func (w *workload) judgeAll(run *kit.TortureRun, meet ...string) {
 	n := int64(0)
@@ -192,12 +170,11 @@ func (w *workload) requireNoOrder(t *testing.T) {
 	t.Logf("written when it was found: %d histories", written)
 }
 
-var spending = []string{"acquire", "acquire", "acquire", "charge", "settle", "settle", "reserve", "reserve", "acquire_up_to"}
-
 // mostly are the calls among which the bugs of a function show soon.
 var mostly = map[string][]string{
-	"ratelimit_acquire": {"acquire"}, "ratelimit_charge": spending, "ratelimit_settle": spending, "ratelimit_acquire_up_to": spending,
-	"ratelimit.moved_level": spending, "ratelimit_pause": {"acquire", "acquire", "acquire", "pause"},
+	"ratelimit_acquire": {"acquire"}, "ratelimit_charge": {"acquire", "charge", "charge"}, "ratelimit_settle": {"acquire", "charge", "settle", "settle"},
+	"ratelimit.moved_level": {"acquire", "charge", "settle", "settle"}, "ratelimit_acquire_up_to": {"acquire", "acquire_up_to", "acquire_up_to"},
+	"ratelimit_pause":   {"acquire", "acquire", "acquire", "pause"},
 	"ratelimit_reserve": {"acquire", "reserve", "reserve", "reserve"}, // most take what an update finds, without a row that was read
 }
 
@@ -423,6 +400,9 @@ func (w *workload) history(seed uint64) (histories []history, err error) {
 			return nil, err
 		}
 	}
+	if w.faults != nil && w.faults.prepare != nil {
+		w.faults.prepare(w.db.T.(*testing.T), w.faults)
+	}
 	var callers errgroup.Group
 	for i, conn := range w.clients {
 		callers.Go(func() error {
@@ -610,73 +590,6 @@ func (h *draft) setNumbers(b model.BucketID, override *model.Override, since, un
 	before := h.numbers[b]
 	before[len(before)-1].until = until
 	h.numbers[b] = append(before, numbers{override, period{since, forever}})
-}
-
-// Faults end connections, and kill PostgreSQL.
-type faults struct {
-	server *pgtest.Server
-	db     *kit.TestDB // as it is after the last crash
-	at     kit.Address
-}
-
-// happen ends two connections and then crashes, each when some more calls are over.
-func (h *draft) happen(f *faults) {
-	for n := range 3 {
-		for begin := time.Now(); time.Since(begin) < kit.Second; time.Sleep(kit.Ms) { // calls may all be over
-			h.mu.Lock()
-			over := len(h.operations)
-			h.mu.Unlock()
-			if over > h.calls*(n+1) {
-				break
-			}
-		}
-		if n < 2 {
-			f.db.Execute(`select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'history' order by random() limit 1`)
-			continue
-		}
-		crashed := h.now()
-		kill(f.db.T.(*testing.T), f.server)
-		require.NoError(f.db.T, f.server.Start(context.Background()))
-		f.db.Pool.Close()
-		f.db = kit.Reopen(f.db.T, f.server)
-		f.at.MoveTo(f.db.URL)
-		for _, b := range h.buckets {
-			if !isDurable(b.Policy) {
-				h.add(&operation{Spending: kit.Spending{Function: "crash", BucketID: b}, client: -1, called: crashed, returned: h.now()})
-			}
-		}
-	}
-}
-
-// reconnect returns when the server has ended the session that is lost, and there is another.
-func (w *workload) reconnect(c *clockedConn) error {
-	ended := c.PgConn().PID()
-	_ = c.PgConn().Conn().Close()
-	for begin := time.Now(); ; time.Sleep(5 * kit.Ms) {
-		config, err := pgx.ParseConfig(w.faults.at.URL())
-		if err != nil {
-			return err
-		}
-		c.noteReadings(config)
-		conn, err := pgx.ConnectConfig(context.Background(), config)
-		for isThere := true; err == nil && isThere; {
-			err = conn.QueryRow(context.Background(), "select exists (select from pg_stat_activity where pid = $1)", ended).Scan(&isThere)
-		}
-		if err == nil {
-			c.Conn = conn
-			w.db.T.Cleanup(func() { _ = conn.Close(context.Background()) })
-			return nil
-		}
-		if !isOutage(err) || time.Since(begin) > kit.Patience {
-			return err
-		}
-	}
-}
-
-// isOutage reports whether a connection was refused, lost, or ended by the server.
-func isOutage(err error) bool {
-	answer := kit.PgError(err)
-	return err != nil && (answer == nil || strings.HasPrefix(answer.Code, "57P") || answer.SeverityUnlocalized == "FATAL")
 }
 
 // An actor makes the calls of one client.

@@ -13,7 +13,6 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
@@ -50,46 +49,6 @@ func TestTorture_ShardsLinearizabilityOfCallsOnBuckets(t *testing.T) {
 	}
 	require.Empty(t, counts.lacks([]string{"acquire, granted", "acquire, denied", "acquire, replayed", "acquire_all, granted", "acquire_all, denied"}))
 	workloads[0].report(run)
-}
-
-// One of the two servers is killed, over and over, under a load that goes through a client.Sharded. On no shard is a grant
-// lost, or a token granted twice, and callers of the other server notice nothing.
-func TestTorture_ShardsCrashLosesNoGrant(t *testing.T) {
-	pgtest.OncePerServer(t)
-	run := kit.Torture(t, 2)
-	s := kit.NewShards(t, "synchronous_commit=on")
-	s.Each((*kit.TestDB).DefineExact)
-	all := make([]settlement, len(s.Servers))
-	crashes := 0
-	for ; run.GoesOn(); crashes++ {
-		victim := crashes % len(s.Servers)
-		limiter := s.Limiter(nil)
-		l := startCrashLoadOn(t, crashTarget{limiter, limiter, func(caller int, key string) string {
-			return s.Key(caller%s.Of(), key)
-		}}, fmt.Sprint("crash ", crashes), []string{"durable", "ephemeral"}, 0)
-		l.runAWhile(t)
-		kill(t, s.Servers[victim])
-		l.end()
-		limiter.Close()
-		require.NoError(t, s.Servers[victim].Start(t.Context()))
-		s.Reopen()
-		for n, db := range s.Dbs {
-			part := l.of(n, s.Of())
-			if s.ServerOf(n) != s.Servers[victim] {
-				require.Empty(t, part.Unanswered, "shard %d was well", n)
-				part.Grants = slices.DeleteFunc(part.Grants, func(e kit.Entry) bool { return e.Policy == "ephemeral" }) // which nobody has forgotten
-			}
-			all[victim].add(part.settle(db, map[model.BucketID]int64{}))
-		}
-		require.Zero(t, all[victim].lost)
-		run.Progress("%d crashes", crashes+1)
-	}
-	sum := all[0]
-	sum.add(all[1])
-	require.NotZero(t, sum.unanswered)
-	require.NotZero(t, sum.forgotten)
-	run.Figures("crashes", crashes, "grants told", sum.grants, "of these lost", sum.lost, "requests without an answer", sum.unanswered,
-		"asked again by idempotency key, each charged once", sum.again)
 }
 
 // A shardFault is done to some of the shards, and undone.
