@@ -84,6 +84,8 @@ type caller struct {
 	wire     *kit.Wire
 	inputs   *tally
 	setClock string // a statement, with the instant for %s
+	pathless bool   // statements name the schema of functions, and go by the simple protocol
+	played   int    // scripts
 	citus    bool   // a request of several keys is refused, and the rows of a dropped policy are left to clean-up
 }
 
@@ -177,7 +179,7 @@ type round struct {
 }
 
 func (c *caller) newRound(seed uint64, m manner) *round {
-	r := &round{drawn: newDrawn(rand.New(rand.NewPCG(seed, 0))), caller: c, manner: m, binary: seed%2 == 0}
+	r := &round{drawn: newDrawn(rand.New(rand.NewPCG(seed, 0))), caller: c, manner: m, binary: seed%2 == 0 && !c.pathless}
 	r.drawn.kinds = m.kinds
 	r.setTime(kit.T0)
 	return r
@@ -449,10 +451,17 @@ func (r *round) add(m kit.Message, c sentCall) int {
 
 // look adds a query of the test's own, and the rows that it must find.
 func (r *round) look(sql string, rows ...string) {
-	r.add(simple(sql), sentCall{query: sql, rows: rows})
+	r.add(r.simple(sql), sentCall{query: sql, rows: rows})
 }
 
-func (r *round) read(sql string) int { return r.add(simple(sql), sentCall{query: sql, any: true}) }
+func (r *round) read(sql string) int { return r.add(r.simple(sql), sentCall{query: sql, any: true}) }
+
+func (c *caller) simple(sql string) kit.Message {
+	if c.pathless {
+		sql = callOf.ReplaceAllString(sql, "public.$0")
+	}
+	return simple(sql)
+}
 
 // save begins a transaction, or sets a savepoint in it.
 func (r *round) save() {
@@ -602,7 +611,7 @@ func outcome(d kit.Decision) string {
 
 func (r *round) message(function string, args []argument) kit.Message {
 	if !r.binary {
-		return simple(r.sql(function, args))
+		return r.simple(r.sql(function, args))
 	}
 	formats, parameters := make([]int16, len(args)), make([][]byte, len(args))
 	for i, a := range args {

@@ -109,6 +109,16 @@ var scripts = map[string]string{
 		acquire ends x 4
 		acquire ends x 5`,
 
+	// Clocks change in Europe in the night after the scripts begin.
+	"a day of 23 hours": `
+		define_policy d 10 1 1s
+		acquire d x 2 i
+		wait 23h30m
+		acquire d x 2 i                    # replayed
+		peek d x 1
+		wait 1h
+		acquire d x 2 i`,
+
 	// A bucket without a row is full by the policy's capacity when the override has ended.
 	"an end of less": `
 		define_policy d 10 1 1s
