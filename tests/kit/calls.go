@@ -89,49 +89,14 @@ func Refund(q Querier, policy, key string, amount int64) (Decision, error) {
 
 // Decide reads the decision of a call.
 func Decide(q Querier, call string, args ...any) (Decision, error) {
-	var row decisionRow
-	if err := q.QueryRow(context.Background(), "select "+decisionColumns+" from "+call+" as d", args...).Scan(row.fields()...); err != nil {
+	rows, err := tableRows(q, "select "+Functions["peek"].Reads+" from "+call+" as d", args)
+	if err != nil {
 		return Decision{}, err
 	}
-	d := row.Decision()
-	if d == nil {
-		return Decision{}, errors.New("no decision")
+	if len(rows) > 0 && rows[0][0] != "" {
+		return *decisionOf(rows[0]), nil
 	}
-	return *d, nil
-}
-
-// decisionColumns are those of a decision d, with intervals as exact microseconds.
-const decisionColumns = `
-	d.allowed, d.remaining, (extract(epoch from d.retry_after) * 1000000)::bigint,
-	(extract(epoch from d.reset_after) * 1000000)::bigint, d.capacity, d.replayed,
-	coalesce(d.shadowed, false)`
-
-// A decisionRow is scanned from decisionColumns, which are null where there is an error.
-type decisionRow struct {
-	Allowed                                     *bool
-	Remaining, RetryAfter, ResetAfter, Capacity *int64
-	Replayed, Shadowed                          *bool
-}
-
-func (r *decisionRow) fields() []any {
-	return []any{&r.Allowed, &r.Remaining, &r.RetryAfter, &r.ResetAfter, &r.Capacity, &r.Replayed, &r.Shadowed}
-}
-
-func (r *decisionRow) Decision() *Decision {
-	if r.Allowed == nil {
-		return nil
-	}
-	return &Decision{
-		Allowed: *r.Allowed, Remaining: *r.Remaining, RetryAfter: OrNever(r.RetryAfter), ResetAfter: OrNever(r.ResetAfter),
-		Capacity: *r.Capacity, Replayed: *r.Replayed, Shadowed: *r.Shadowed,
-	}
-}
-
-func OrNever(micros *int64) model.Micros {
-	if micros == nil {
-		return model.Never
-	}
-	return model.Micros(*micros)
+	return Decision{}, errors.New("no decision")
 }
 
 type Decision = model.Decision
@@ -247,6 +212,24 @@ type Answer struct {
 // Ask makes a call of the call table. Its answer is the rows, as Call.Answer has them, and the decision if they begin with one. By
 // another name than the function's it calls what stands for it.
 func Ask(q Querier, function, name string, args []any) (a Answer, err error) {
+	rows, err := tableRows(q, strings.Replace(Functions[function].Statement(function), "ratelimit_"+function+"(", name+"(", 1), args)
+	var texts []string
+	for _, columns := range rows {
+		texts = append(texts, strings.Join(columns, "|"))
+	}
+	return AnswerOf(texts), err
+}
+
+// argsOf are the arguments of a function by their names; those without a value are null.
+func argsOf(function string, values map[string]any) (args []any) {
+	for _, a := range Functions[function].List() {
+		args = append(args, values[a.Name])
+	}
+	return args
+}
+
+// tableRows are the rows of a statement as texts.
+func tableRows(q Querier, statement string, args []any) (all [][]string, err error) {
 	sent := []any{pgx.QueryResultFormats{pgx.TextFormatCode}}
 	for _, arg := range args {
 		if s, ok := arg.(Span); ok {
@@ -254,20 +237,19 @@ func Ask(q Querier, function, name string, args []any) (a Answer, err error) {
 		}
 		sent = append(sent, arg)
 	}
-	rows, err := q.Query(context.Background(), strings.Replace(Functions[function].Statement(function), "ratelimit_"+function+"(", name+"(", 1), sent...)
+	rows, err := q.Query(context.Background(), statement, sent...)
 	if err != nil {
-		return a, err
+		return nil, err
 	}
 	defer rows.Close()
-	var texts []string
 	for rows.Next() {
 		var columns []string
 		for _, value := range rows.RawValues() {
 			columns = append(columns, string(value))
 		}
-		texts = append(texts, strings.Join(columns, "|"))
+		all = append(all, columns)
 	}
-	return AnswerOf(texts), rows.Err()
+	return all, rows.Err()
 }
 
 // AnswerOf reads the decision that rows begin with, if they do. Of a hold ResetAfter is HeldFor, as in Call.Told.
@@ -277,6 +259,16 @@ func AnswerOf(rows []string) Answer {
 		return a
 	}
 	columns := append(strings.Split(rows[0], "|"), "0")
+	a.Decision = decisionOf(columns)
+	a.Taken, _ = strconv.ParseInt(columns[7], 10, 64) // no number of a request of several charges
+	return a
+}
+
+// decisionOf reads the columns of a decision; nil where there is none.
+func decisionOf(columns []string) *Decision {
+	if columns[0] == "" {
+		return nil
+	}
 	number := func(i int) int64 {
 		if columns[i] == "" {
 			return int64(model.Never)
@@ -284,12 +276,10 @@ func AnswerOf(rows []string) Answer {
 		n, _ := strconv.ParseInt(columns[i], 10, 64) // of what SQL has cast to bigint
 		return n
 	}
-	a.Taken = number(7)
-	a.Decision = &Decision{
+	return &Decision{
 		Allowed: columns[0] == "t", Remaining: number(1), RetryAfter: model.Micros(number(2)), ResetAfter: model.Micros(number(3)), Capacity: number(4),
 		Replayed: columns[5] == "t", Shadowed: columns[6] == "t",
 	}
-	return a
 }
 
 // Is reports whether the answer is this error.
@@ -298,35 +288,24 @@ func (a *Answer) Is(code model.Error) bool {
 }
 
 // AcquireMany sends requests in one call, and leaves out arrays that hold nothing but the default.
-func AcquireMany(q Querier, requests []NullableRequest) ([]Answer, error) {
-	policies, keys, costs, idempotencyKeys := columnsOf(requests)
-	if !slices.ContainsFunc(costs, func(c *int64) bool { return c == nil || *c != 1 }) {
-		costs = nil
-	}
-	if !slices.ContainsFunc(idempotencyKeys, func(k *string) bool { return k != nil }) {
-		idempotencyKeys = nil
-	}
-	rows, err := q.Query(context.Background(), "select "+decisionColumns+`,
-		       concat_ws(': ', d.error_code, d.error_message, d.error_detail, d.error_hint)
-		  from ratelimit_acquire_many($1, $2, $3, $4) as d`, policies, keys, costs, idempotencyKeys)
-	if err != nil {
-		return nil, err
-	}
-	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (a Answer, err error) {
-		var d decisionRow
-		err = row.Scan(append(d.fields(), &a.Error)...)
-		a.Decision = d.Decision()
-		return a, err
-	})
-}
-
-func columnsOf(requests []NullableRequest) (policies, keys []*string, costs []*int64, idempotencyKeys []*string) {
-	policies, keys, costs = []*string{}, []*string{}, []*int64{}
+func AcquireMany(q Querier, requests []NullableRequest) (answers []Answer, err error) {
+	policies, keys, costs, idempotencyKeys := []*string{}, []*string{}, []*int64{}, []*string{}
 	for _, r := range requests {
 		policies, keys, costs = append(policies, r.Policy), append(keys, r.Key), append(costs, r.Cost)
 		idempotencyKeys = append(idempotencyKeys, r.IdempotencyKey)
 	}
-	return policies, keys, costs, idempotencyKeys
+	a := map[string]any{"policies": policies, "keys": keys}
+	if slices.ContainsFunc(costs, func(c *int64) bool { return c == nil || *c != 1 }) {
+		a["costs"] = costs
+	}
+	if slices.ContainsFunc(idempotencyKeys, func(k *string) bool { return k != nil }) {
+		a["idempotency_keys"] = idempotencyKeys
+	}
+	rows, err := manyRows(q, argsOf("acquire_many", a))
+	for _, columns := range rows {
+		answers = append(answers, Answer{Decision: decisionOf(columns[1:]), Error: columns[0]})
+	}
+	return answers, err
 }
 
 // Every way of sending arguments: typed by the server, and written into the text.

@@ -1,8 +1,8 @@
 package kit
 
 import (
-	"context"
 	"fmt"
+	"strconv"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
@@ -38,29 +38,36 @@ func (db *TestDB) Lend(name string, capacity int64, lease time.Duration, opts ..
 	return db
 }
 
-func Hold(q Querier, policy, key, holder string, cost int64) (d HoldDecision, err error) {
-	var retryAfter, heldFor *int64
-	err = q.QueryRow(context.Background(), `
-		select allowed, remaining, (extract(epoch from retry_after) * 1000000)::bigint, (extract(epoch from held_for) * 1000000)::bigint,
-		       capacity, renewed, shadowed
-		  from ratelimit_hold($1, $2, $3, $4)`, policy, key, holder, cost).Scan(
-		&d.Allowed, &d.Remaining, &retryAfter, &heldFor, &d.Capacity, &d.Renewed, &d.Shadowed)
-	if err == nil {
-		d.RetryAfter, d.HeldFor = OrNever(retryAfter), OrNever(heldFor)
+// lent is a call about slots.
+func lent(q Querier, function, policy, key, holder string, cost int64) (Answer, error) {
+	return Spending{Function: function, BucketID: model.BucketID{Policy: policy, Key: key}, Holder: holder, Cost: cost}.Answer(q)
+}
+
+func Hold(q Querier, policy, key, holder string, cost int64) (HoldDecision, error) {
+	a, err := lent(q, "hold", policy, key, holder, cost)
+	if err != nil {
+		return HoldDecision{}, err
 	}
-	return d, err
+	d := a.Decision
+	return HoldDecision{
+		Allowed: d.Allowed, Remaining: d.Remaining, RetryAfter: d.RetryAfter, HeldFor: d.ResetAfter, Capacity: d.Capacity,
+		Renewed: d.Replayed, Shadowed: d.Shadowed,
+	}, nil
 }
 
 // Renew returns model.Never to a holder that does not hold.
 func Renew(q Querier, policy, key, holder string) (model.Micros, error) {
-	var heldFor *int64
-	err := q.QueryRow(context.Background(), "select (extract(epoch from ratelimit_renew($1, $2, $3)) * 1000000)::bigint", policy, key, holder).Scan(&heldFor)
-	return OrNever(heldFor), err
+	a, err := lent(q, "renew", policy, key, holder, 0)
+	if err != nil || a.Rows[0] == "" {
+		return model.Never, err
+	}
+	heldFor, err := strconv.ParseInt(a.Rows[0], 10, 64)
+	return model.Micros(heldFor), err
 }
 
 func Release(q Querier, policy, key, holder string) (held bool, err error) {
-	err = q.QueryRow(context.Background(), "select ratelimit_release($1, $2, $3)", policy, key, holder).Scan(&held)
-	return held, err
+	a, err := lent(q, "release", policy, key, holder, 0)
+	return err == nil && a.Rows[0] == "t", err
 }
 
 // Hold, Renew and Release are calls about key k of policy p that must not fail.

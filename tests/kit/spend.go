@@ -47,10 +47,7 @@ func (s Spending) Args() (args []any) {
 	if s.IdempotencyKey != "" {
 		values["idempotency_key"] = s.IdempotencyKey
 	}
-	for _, a := range Functions[s.Function].List() {
-		args = append(args, values[a.Name])
-	}
-	return args
+	return argsOf(s.Function, values)
 }
 
 // Answer is what SQL answers.
