@@ -91,57 +91,20 @@ func append32(bytes []byte, numbers ...int64) []byte {
 	return bytes
 }
 
-// A shape is how an array is cut into dimensions and where each begins.
-type shape struct{ lengths, bounds []int32 }
-
-func (s shape) String() string {
-	var b strings.Builder
-	for i, length := range s.lengths {
-		fmt.Fprintf(&b, "[%d:%d]", s.bounds[i], int64(s.bounds[i])+int64(length)-1)
-	}
-	return b.String() + "="
+// arrayArgument sends elements, nil for null, in any shape: the function sees them one after another.
+func arrayArgument[T any](values []*T, of string, shape []pgtype.ArrayDimension) argument {
+	oid := map[string]uint32{"text": pgtype.TextArrayOID, "bigint": pgtype.Int8ArrayOID, "integer": pgtype.Int4ArrayOID}[of]
+	return argument{value: values, text: wire(oid, pgtype.TextFormatCode, values, shape), binary: wire(oid, pgtype.BinaryFormatCode, values, shape)}
 }
 
-// arrayArgument sends elements, nil for null, in any shape: the function sees them one after another.
-func arrayArgument(value any, of uint32, elements []argument, s shape) argument {
-	a := argument{value: value, binary: append32(nil, int64(len(s.lengths)), 1, int64(of))} // 1: there may be nulls
-	for i := range s.lengths {
-		a.binary = append32(a.binary, int64(s.lengths[i]), int64(s.bounds[i]))
-	}
-	for _, e := range elements {
-		if e.text == nil {
-			a.binary = append32(a.binary, -1)
-			continue
-		}
-		a.binary = append(append32(a.binary, int64(len(e.binary))), e.binary...)
-	}
+var types = pgtype.NewMap()
 
-	if len(elements) == 0 {
-		a.text = []byte("{}")
-		return a
+func wire[T any](oid uint32, format int16, values []*T, shape []pgtype.ArrayDimension) []byte {
+	bytes, err := types.Encode(oid, format, pgtype.Array[*T]{Elements: values, Dims: shape, Valid: true}, nil)
+	if err != nil {
+		panic(err)
 	}
-	a.text = append(a.text, s.String()...)
-	var write func(depth int)
-	write = func(depth int) {
-		a.text = append(a.text, '{')
-		for i := range s.lengths[depth] {
-			if i > 0 {
-				a.text = append(a.text, ',')
-			}
-			if depth+1 < len(s.lengths) {
-				write(depth + 1)
-				continue
-			}
-			element := "NULL"
-			if elements[0].text != nil {
-				element = `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(string(elements[0].text)) + `"`
-			}
-			a.text, elements = append(a.text, element...), elements[1:]
-		}
-		a.text = append(a.text, '}')
-	}
-	write(0)
-	return a
+	return bytes
 }
 
 // fuzzed makes arguments, good and bad ones.
@@ -376,13 +339,16 @@ func (f fuzzed) brokenArray() string {
 }
 
 // shapeFor cuts n elements into one or two dimensions that begin anywhere.
-func (f fuzzed) shapeFor(n int) shape {
-	if n == 0 {
-		return shape{}
+func (f fuzzed) shapeFor(n int) []pgtype.ArrayDimension {
+	shape := []pgtype.ArrayDimension{} // nil would be null
+	lengths := []int{n}
+	if rows := 2 + f.IntN(4); n == 0 {
+		return shape
+	} else if n%rows == 0 && f.oneIn(4) {
+		lengths = []int{rows, n / rows}
 	}
-	bound := func() int32 { return oneOf(f, []int32{1, 1, 1, 0, 2, -3, 1000, math.MinInt32}) }
-	if rows := 2 + f.IntN(4); n%rows == 0 && f.oneIn(4) {
-		return shape{[]int32{int32(rows), int32(n / rows)}, []int32{bound(), bound()}}
+	for _, length := range lengths {
+		shape = append(shape, pgtype.ArrayDimension{Length: int32(length), LowerBound: oneOf(f, []int32{1, 1, 1, 0, 2, -3, 1000, math.MinInt32})})
 	}
-	return shape{[]int32{int32(n)}, []int32{bound()}}
+	return shape
 }

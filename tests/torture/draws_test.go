@@ -7,7 +7,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
@@ -481,17 +480,16 @@ func (d *drawn) any(of string) argument {
 
 // array encodes an argument. A spoilt one is null, no array, of another length, or has elements that are.
 func (d *drawn) array(a kit.Argument, value any, spoil func() bool) argument {
-	of := kit.Kinds[a.Kind].Type
-	oid := map[string]uint32{"text": pgtype.TextOID, "bigint": pgtype.Int8OID, "integer": pgtype.Int4OID}[of]
-	var elements []argument
 	switch values := value.(type) {
-	case nil:
-		return null
 	case []*string:
-		elements = encoded(of, values)
+		return spoiltArray(d, kit.Kinds[a.Kind].Type, slices.Clone(values), spoil)
 	case []*int64:
-		elements = encoded(of, values)
+		return spoiltArray(d, kit.Kinds[a.Kind].Type, slices.Clone(values), spoil)
 	}
+	return null
+}
+
+func spoiltArray[T any](d *drawn, of string, values []*T, spoil func() bool) argument {
 	if spoil() {
 		switch d.IntN(12) {
 		case 0:
@@ -499,47 +497,22 @@ func (d *drawn) array(a kit.Argument, value any, spoil func() bool) argument {
 		case 1:
 			return d.noArray()
 		case 2:
-			elements = elements[:d.IntN(len(elements)+1)]
+			values = values[:d.IntN(len(values)+1)]
 		case 3:
-			if len(elements) > 0 {
-				elements = append(slices.Clone(elements), elements...)
-			}
+			values = append(values, values...)
 		}
 	}
-	for i := range elements {
+	for i := range values {
 		for spoil() {
 			if e := d.any(of); len(e.unreadable) == 0 && len(e.text) <= 2000 {
-				elements[i] = e
+				if values[i] = nil; e.value != nil {
+					values[i] = new(e.value.(T))
+				}
 				break
 			}
 		}
 	}
-	s := d.shapeFor(len(elements))
-	if of == "text" {
-		return arrayArgument(pointers[string](elements), oid, elements, s)
-	}
-	return arrayArgument(pointers[int64](elements), oid, elements, s)
-}
-
-func encoded[T any](of string, values []*T) []argument {
-	elements := make([]argument, len(values))
-	for i, v := range values {
-		if v != nil {
-			elements[i] = encode(of, *v)
-		}
-	}
-	return elements
-}
-
-// pointers are the values of elements, nil for null.
-func pointers[T any](elements []argument) []*T {
-	values := make([]*T, len(elements))
-	for i, e := range elements {
-		if v, ok := e.value.(T); ok {
-			values[i] = &v
-		}
-	}
-	return values
+	return arrayArgument(values, of, d.shapeFor(len(values)))
 }
 
 // manyCharges are those of a request that has about as many as it may.

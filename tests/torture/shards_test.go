@@ -51,19 +51,11 @@ func TestTorture_ShardsLinearizabilityOfCallsOnBuckets(t *testing.T) {
 	workloads[0].report(run)
 }
 
-// A shardFault is done to some of the shards, and undone.
-type shardFault struct {
-	name   string
-	shards []int
-	begin  func()
-	end    func()
-}
-
 // A shard is killed, frozen, and cut off without a sign. Calls about its keys fail when their time is over, with an error that names
 // it. Calls about other keys go on and have no error, also while calls about its keys wait that have all the time in the world.
 func TestTorture_ShardsFaultStaysOnItsShard(t *testing.T) {
 	pgtest.OncePerServer(t)
-	run := kit.Torture(t, 20) // answers of each shard in each phase
+	run := kit.Torture(t, 20) // answers of each shard before the fault and meanwhile
 	s := kit.NewShards(t)
 	const alone = 1 // of the first server, behind a proxy
 	proxy := kit.NewProxy(t, s.Dbs[alone])
@@ -77,29 +69,66 @@ func TestTorture_ShardsFaultStaysOnItsShard(t *testing.T) {
 			theirs = append(theirs, n)
 		}
 	}
-	for _, fault := range []shardFault{
+	for _, fault := range []struct {
+		name       string
+		shards     []int
+		begin, end func()
+	}{
 		{"cut off", []int{alone}, func() { proxy.Plan(func(bool) kit.Fault { return kit.Vanish }) }, func() { proxy.Heal(); proxy.HangUp() }},
 		{"frozen", theirs, func() { pgtest.OrSkip(t, second.Freeze(t.Context())) }, func() { require.NoError(t, second.Thaw(t.Context())) }},
 		{"killed", theirs, func() { kill(t, second) }, func() { require.NoError(t, second.Start(t.Context())) }},
 	} {
-		watch := newShardWatch(s, limiter, fault.shards)
+		hasFault := func(n int) bool { return slices.Contains(fault.shards, n) }
+		waits, release := context.WithCancel(t.Context()) // the calls of those who have time
+		defer release()
+		var phase atomic.Int32 // before, during and after the fault
+		var mu sync.Mutex
+		answers, failures := make([][3]int, s.Of()), make([][]error, s.Of())
 		load := kit.NewLoad(t)
-		load.Start(4*s.Of(), func(caller int) error { return watch.call(caller%s.Of(), caller < 2*s.Of()) })
-		for _, phase := range []int32{warmUp, calm} {
-			watch.enter(phase)
-			watch.await(t, run, func(n int) bool { return len(watch.took[phase][n]) >= int(run.Steps) }, fault.name)
-		}
-		fault.begin()
-		watch.enter(during)
-		watch.await(t, run, func(n int) bool {
-			if slices.Contains(fault.shards, n) {
-				return len(watch.errors[n]) > 0
+		load.Start(4*s.Of(), func(caller int) error {
+			time.Sleep(rand.N(20 * kit.Ms)) // so that calls wait for a fault and not for each other
+			n, in, ctx := caller%s.Of(), phase.Load(), t.Context()
+			switch isPatient := caller >= 2*s.Of(); {
+			case in == 2 || !hasFault(n):
+			case isPatient:
+				ctx = waits
+			default:
+				var cancel context.CancelFunc
+				ctx, cancel = context.WithTimeout(ctx, time.Second)
+				defer cancel()
 			}
-			return len(watch.took[during][n]) >= int(run.Steps)
-		}, fault.name)
-		watch.enter(after)
+			_, err := limiter.Acquire(ctx, "p", s.Key(n, fmt.Sprint("user ", rand.N(16))))
+			mu.Lock()
+			defer mu.Unlock()
+			if err != nil {
+				failures[n] = append(failures[n], err)
+			} else if in == phase.Load() {
+				answers[n][in]++
+			}
+			return nil
+		})
+		await := func(done func(n int) bool) {
+			time.Sleep(run.Budget / 9)
+			require.Eventually(t, func() bool {
+				mu.Lock()
+				defer mu.Unlock()
+				for n := range answers {
+					if !done(n) {
+						return false
+					}
+				}
+				return true
+			}, 2*kit.Patience, 5*kit.Ms, "%s, phase %d", fault.name, phase.Load())
+		}
+		await(func(n int) bool { return answers[n][0] >= int(run.Steps) })
+		fault.begin()
+		phase.Store(1)
+		await(func(n int) bool {
+			return hasFault(n) && len(failures[n]) > 0 || !hasFault(n) && answers[n][1] >= int(run.Steps)
+		})
+		phase.Store(2)
 		fault.end()
-		watch.release()
+		release()
 		require.Eventually(t, func() bool {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 			defer cancel()
@@ -109,109 +138,14 @@ func TestTorture_ShardsFaultStaysOnItsShard(t *testing.T) {
 			})
 		}, 2*kit.Patience, 50*kit.Ms, fault.name)
 		require.NoError(t, load.End(), fault.name)
-
-		var before, beside []time.Duration
 		for n := range s.Of() {
-			if slices.Contains(fault.shards, n) {
-				for _, err := range watch.errors[n] {
-					require.True(t, isOf(err, n), "%s: shard %d: %v", fault.name, n, err)
-				}
-				continue
+			for _, err := range failures[n] {
+				var of *client.ShardError
+				require.True(t, hasFault(n) && errors.As(err, &of) && of.Shard == n, "%s: shard %d: %v", fault.name, n, err)
 			}
-			require.Empty(t, watch.errors[n], "%s: shard %d is well", fault.name, n)
-			before, beside = append(before, watch.took[calm][n]...), append(beside, watch.took[during][n]...)
-		}
-		p99 := func(d []time.Duration) time.Duration {
-			slices.Sort(d)
-			return d[len(d)*99/100]
 		}
 		run.Figure("shards "+fault.name, len(fault.shards), "")
-		run.Figure("p99 of the others before", p99(before).Microseconds(), "µs")
-		run.Figure("p99 of the others meanwhile", p99(beside).Microseconds(), "µs")
-		run.Figure("ratio", fmt.Sprintf("%.2f", float64(p99(beside))/float64(p99(before))), "")
 	}
-}
-
-// The phases of a fault.
-const (
-	warmUp = iota
-	calm
-	during
-	after
-)
-
-// A shardWatch has how long the calls of each shard took, and their errors.
-type shardWatch struct {
-	s       *kit.Shards
-	limiter *client.Sharded
-	faulty  []int
-	phase   atomic.Int32
-	patient context.Context // until release
-	release func()
-
-	mu     sync.Mutex
-	took   [after + 1][][]time.Duration // of those with an answer, by the phase they began and ended in
-	errors [][]error
-}
-
-func newShardWatch(s *kit.Shards, limiter *client.Sharded, faulty []int) *shardWatch {
-	w := &shardWatch{s: s, limiter: limiter, faulty: faulty, errors: make([][]error, s.Of())}
-	w.patient, w.release = context.WithCancel(s.T.Context())
-	for phase := range w.took {
-		w.took[phase] = make([][]time.Duration, s.Of())
-	}
-	return w
-}
-
-func (w *shardWatch) enter(phase int32) { w.phase.Store(phase) }
-
-// await returns when all shards are done with a phase, in make torture after its time.
-func (w *shardWatch) await(t *testing.T, run *kit.TortureRun, done func(shard int) bool, fault string) {
-	time.Sleep(run.Budget / 9)
-	require.Eventually(t, func() bool {
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		for n := range w.s.Of() {
-			if !done(n) {
-				return false
-			}
-		}
-		return true
-	}, 2*kit.Patience, 5*kit.Ms, "%s, phase %d", fault, w.phase.Load())
-}
-
-// call pauses first, so that calls wait for a fault and not for each other. About a shard with a fault the impatient wait for a
-// second, and the others until they are released.
-func (w *shardWatch) call(shard int, impatient bool) error {
-	time.Sleep(rand.N(20 * kit.Ms))
-	phase, ctx := w.phase.Load(), w.s.T.Context()
-	switch {
-	case phase == after || !slices.Contains(w.faulty, shard):
-	case impatient:
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, time.Second)
-		defer cancel()
-	default:
-		ctx = w.patient
-	}
-	key, start := w.s.Key(shard, fmt.Sprint("user ", rand.N(16))), time.Now()
-	_, err := w.limiter.Acquire(ctx, "p", key)
-	took := time.Since(start)
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	switch {
-	case err != nil:
-		w.errors[shard] = append(w.errors[shard], err)
-	case phase == w.phase.Load():
-		w.took[phase][shard] = append(w.took[phase][shard], took)
-	}
-	return nil
-}
-
-// isOf reports whether an error is one of these shards.
-func isOf(err error, shards ...int) bool {
-	var e *client.ShardError
-	return errors.As(err, &e) && slices.Contains(shards, e.Shard)
 }
 
 // The calls of TestTorture_CallsAgreeWithTheModel, through each node of a Citus cluster: the answers are those of the model, and no node crashes.
