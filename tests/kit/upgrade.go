@@ -1,7 +1,9 @@
 package kit
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -183,42 +185,18 @@ func (db *TestDB) StartLoad() *upgradeLoad {
 	l := &upgradeLoad{NewLoad(db.T), db, map[string]*atomic.Int64{}}
 	ctx := context.Background()
 
-	// sql makes calls whose decisions must be grants. Their arguments are the policy, the key and the number of the round.
-	sql := func(way string, callers int, calls ...string) {
-		l.Add(way, callers, func(policy, key string, n int64) error {
-			for _, call := range calls {
-				args := []any{policy, key, fmt.Sprint(n)}[:2+strings.Count(call, "$3")]
-				if err := ErrorOf(granted(Decide(db.Pool, call, args...))); err != nil {
-					return err
+	for way, statements := range waysOfLoad {
+		l.Add(way, 1, func(policy, key string, n int64) error {
+			for _, statement := range statements {
+				args := []any{policy, key, fmt.Sprint(n)}[:strings.Count(statement, "$")]
+				var isSo bool
+				if err := db.Pool.QueryRow(ctx, statement, args...).Scan(&isSo); err != nil || !isSo {
+					return fmt.Errorf("%s: %w", statement, cmp.Or(err, errors.New("it is not so")))
 				}
 			}
 			return nil
 		})
 	}
-	// besides makes calls that are no decisions, and takes a token.
-	besides := func(way, statement string) {
-		l.Add(way, 1, func(policy, key string, _ int64) error {
-			args := []any{policy, key}[:strings.Count(statement, "$")]
-			if err := ErrorOf(db.Pool.Exec(ctx, statement, args...)); err != nil {
-				return err
-			}
-			return ErrorOf(granted(Acquire(db.Pool, policy, key, 1)))
-		})
-	}
-	sql("acquire", 1, "ratelimit_acquire($1, $2)")
-	sql("many", 1, "ratelimit_acquire_many(array[$1], array[$2])")
-	besides("upkeep", "select ratelimit_cleanup(), ratelimit_version(), count(*) from ratelimit_policies()")
-	l.Add("keyed", 1, func(policy, key string, n int64) error {
-		first, err := granted(Acquire(db.Pool, policy, key, 1, fmt.Sprint(n)))
-		if err != nil {
-			return err
-		}
-		again, err := Acquire(db.Pool, policy, key, 1, fmt.Sprint(n))
-		if err == nil && again != Replayed(first) {
-			err = fmt.Errorf("the replay of %+v is %+v", first, again)
-		}
-		return err
-	})
 	l.Add("transaction", 1, func(policy, key string, _ int64) error {
 		return pgx.BeginFunc(ctx, db.Pool, func(tx pgx.Tx) error {
 			if err := ErrorOf(granted(Acquire(tx, policy, key, 3))); err != nil {
@@ -227,42 +205,15 @@ func (db *TestDB) StartLoad() *upgradeLoad {
 			return ErrorOf(Refund(tx, policy, key, 2))
 		})
 	})
-	l.Add("denied", 1, func(policy, key string, n int64) error {
-		if err := ErrorOf(granted(Acquire(db.Pool, policy, key, 1, fmt.Sprint(n)))); err != nil {
-			return err
-		}
-		d, err := Acquire(db.Pool, policy, key, LoadCapacity)
-		if err == nil && d.Allowed {
-			err = fmt.Errorf("granted: %+v", d)
-		}
-		return err
-	})
 	combiner := client.NewCombiner(db.Pool)
 	db.T.Cleanup(combiner.Close)
-	l.AddGrants("combined", 6, func(policy, key string, _ int64) (Decision, error) {
+	l.Add("combined", 6, func(policy, key string, _ int64) error {
 		d, err := combiner.Acquire(ctx, policy, key)
-		return DecisionOf(d), err
+		return ErrorOf(granted(DecisionOf(d), err))
 	})
-	sql("all", 2, "ratelimit_acquire_all(array[$1, $1], array[$2, $2], array[1, 0], $3)")
-	sql("charged and settled", 2, "ratelimit_charge($1, $2, 3, $3)", "ratelimit_settle($1, $2, $3, 1)")
-	l.AddGrants("all combined", 4, func(policy, key string, _ int64) (Decision, error) {
+	l.Add("all combined", 4, func(policy, key string, _ int64) error {
 		w, err := WholeRequest{Charges: []model.Charge{ChargeOf(policy, key, 1), ChargeOf(policy, key, 0)}}.By(ctx, combiner)
-		return w.Decision, err
-	})
-	l.AddGrants("reserved", 2, func(policy, key string, n int64) (Decision, error) {
-		s := Spending{Function: "reserve", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: 1, MaxWait: 1, IdempotencyKey: fmt.Sprint(n)}
-		got, err := s.By(db.Pool)
-		return got.Decision, err
-	})
-	l.Add("up to", 2, func(policy, key string, _ int64) error {
-		got, err := Spending{Function: "acquire_up_to", BucketID: model.BucketID{Policy: policy, Key: key}, Cost: 1, AtLeast: 1}.By(db.Pool)
-		if err == nil && got.Taken != 1 {
-			err = fmt.Errorf("took %+v", got)
-		}
-		return err
-	})
-	l.AddGrants("enforce", 1, func(policy, key string, n int64) (Decision, error) {
-		return Enforce(db.Pool, policy, key, 1, fmt.Sprint(n))
+		return ErrorOf(granted(w.Decision, err))
 	})
 	for policy := range LoadPolicies {
 		db.Execute(fmt.Sprintf(`
@@ -273,10 +224,26 @@ func (db *TestDB) StartLoad() *upgradeLoad {
 	l.Add("guard", 1, func(policy, key string, _ int64) error {
 		return ErrorOf(db.Pool.Exec(ctx, "insert into "+guardedTable(policy)+" values ($1), ('another')", key))
 	})
-	besides("status", "select count(*) from ratelimit_status($1), ratelimit_doctor()")
-	besides("override", "select ratelimit_override($1, $2)")
 	l.GoOn()
 	return l
+}
+
+// waysOfLoad are statements of which each is to find true, and takes one token, or all together do. Their arguments are the policy, the
+// key and an idempotency key, each named once.
+var waysOfLoad = map[string][]string{
+	"acquire":             {"select allowed from ratelimit_acquire($1, $2)"},
+	"keyed":               {"select allowed from ratelimit_acquire($1, $2, 1, $3)", "select replayed from ratelimit_acquire($1, $2, 1, $3)"},
+	"denied":              {"select allowed from ratelimit_acquire($1, $2)", "select not allowed from ratelimit_acquire($1, $2, 3000000)"},
+	"many":                {"select allowed from ratelimit_acquire_many(array[$1], array[$2])"},
+	"all":                 {"select allowed from ratelimit_acquire_all(array[$1, 'load durable'], array[$2, 'more'], array[1, 0], $3)"},
+	"charged and settled": {"select allowed from ratelimit_charge($1, $2, 3, $3)", "select allowed from ratelimit_settle($1, $2, $3, 1)"},
+	"reserved":            {"select allowed from ratelimit_reserve($1, $2, '1 us', 1, $3)"},
+	"up to":               {"select taken = 1 from ratelimit_acquire_up_to($1, $2, 1)"},
+	"enforce":             {"select allowed from ratelimit_enforce($1, $2, 1, $3)"},
+	"upkeep": {"select allowed from ratelimit_acquire($1, $2)",
+		"select count(*) > 0 from ratelimit_cleanup(), ratelimit_version(), ratelimit_policies()"},
+	"status":   {"select allowed from ratelimit_acquire($1, $2)", "select count(*) >= 0 from ratelimit_status($1), ratelimit_doctor()"},
+	"override": {"select allowed from ratelimit_acquire($1, $2)", "select true from ratelimit_override($1, $2)"},
 }
 
 func guardedTable(policy string) string { return "public." + strings.ReplaceAll(policy, " ", "_") }
@@ -311,11 +278,6 @@ func (l *upgradeLoad) Add(way string, callers int, call func(policy, key string,
 // a function that it has found.
 func isOfDroppedFunction(err error) bool {
 	return SQLState(err) == "XX000" && strings.Contains(err.Error(), "cache lookup failed for function")
-}
-
-// AddGrants is Add for calls whose decisions must be grants.
-func (l *upgradeLoad) AddGrants(way string, callers int, call func(policy, key string, n int64) (Decision, error)) {
-	l.Add(way, callers, func(policy, key string, n int64) error { return ErrorOf(granted(call(policy, key, n))) })
 }
 
 // GoOn returns when each way has gone round some more.

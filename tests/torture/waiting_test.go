@@ -207,3 +207,44 @@ func (l *waitingLine) promised(caller int) string {
 	defer l.calls.mu.Unlock()
 	return l.calls.keys[caller]
 }
+
+// 500 connections acquire from one bucket all the time. Each token is granted once, each decision tells how many
+// tokens are left, and every connection is served.
+func TestTorture_ContentionGrantsEachTokenOnce(t *testing.T) {
+	run := kit.Torture(t, 0) // each connection has some calls in any case
+	const connections, atLeast, capacity, few = 500, 2, 5_000_000, 750
+	db, _ := kit.NewPrivateDB(t, "max_connections=520")
+	db.DefinePolicy("plenty", capacity, 1, 12*time.Hour)
+	db.DefinePolicy("scarce", few, 1, kit.ADay)
+	left := make([]atomic.Bool, capacity) // by a grant
+	var scarce, all atomic.Int64
+	kit.Crowd(t, connections, func(caller int) error {
+		conn, err := pgx.Connect(t.Context(), db.URL)
+		if err != nil {
+			return err
+		}
+		defer conn.Close(context.Background())
+		by, grants := client.New(conn), 0
+		for grants < atLeast || run.GoesOn() && all.Load() < capacity-connections {
+			d, err := by.Acquire(t.Context(), "plenty", "k")
+			if err != nil || !d.Allowed || !left[d.Remaining].CompareAndSwap(false, true) {
+				return fmt.Errorf("%+v, %v", d, err)
+			}
+			grants++
+			run.Progress("%d grants", all.Add(1))
+		}
+		for range atLeast {
+			d, err := by.Acquire(t.Context(), "scarce", "k")
+			if err != nil {
+				return err
+			}
+			if d.Allowed {
+				scarce.Add(1)
+			}
+		}
+		return nil
+	})
+	require.EqualValues(t, capacity-all.Load(), db.Left("plenty", "k"))
+	require.EqualValues(t, few, scarce.Load(), "of %d requests", atLeast*connections)
+	run.Figures("connections", connections, "granted on one key", all.Load())
+}
