@@ -33,7 +33,6 @@ require (
 	golang.org/x/sys v0.48.0
 	golang.org/x/text v0.43.0
 	google.golang.org/grpc v1.85.0
-	pgregory.net/rapid v1.3.0
 )
 
 require (

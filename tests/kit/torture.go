@@ -1,13 +1,11 @@
 package kit
 
 import (
-	"flag"
 	"fmt"
 	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,7 +16,6 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
 )
 
 // A torture test takes a number of steps in make test. In make torture it has the machine to itself, takes as many at least, and
@@ -63,22 +60,6 @@ func (r *TortureRun) GoesOn() bool {
 	return r.taken.Add(1) <= r.Steps || time.Since(r.Started) < r.Budget
 }
 
-// Check has rapid draw a sequence for each step.
-func (r *TortureRun) Check(sequence func(t *rapid.T)) {
-	failing := false // rapid repeats the sequence that has failed
-	for ended := false; !ended; {
-		rapid.Check(RapidTest{r.T}, func(t *rapid.T) {
-			ended = ended || !failing && !r.GoesOn()
-			if ended {
-				return
-			}
-			failing = true
-			sequence(t)
-			failing = false
-		})
-	}
-}
-
 // Progress logs at most every few seconds, from any goroutine.
 func (r *TortureRun) Progress(format string, args ...any) {
 	r.Mu.Lock()
@@ -116,14 +97,10 @@ var figures struct {
 	Lines []string
 }
 
-// A SeededM seeds rapid, and prints the figures after its tests.
-type SeededM struct{ *testing.M }
+// MWithFigures prints figures after the tests.
+type MWithFigures struct{ *testing.M }
 
-func (m SeededM) Run() int {
-	_ = flag.Set("rapid.nofailfile", "true") // the seed repeats a failure, and no later run does
-	if seed := os.Getenv(seedVariable); seed != "" {
-		_ = flag.Set("rapid.seed", seed)
-	}
+func (m MWithFigures) Run() int {
 	code := m.M.Run()
 	table := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
 	for _, line := range figures.Lines {
@@ -163,24 +140,4 @@ func FirstSeed(t testing.TB) uint64 {
 func Repeats(t testing.TB, seed uint64) string {
 	dir, _ := os.Getwd()
 	return fmt.Sprintf("%s=%d go test ./tests/%s -run '^%s$' -count=1", seedVariable, seed, filepath.Base(dir), strings.ReplaceAll(t.Name(), "/", "$/^"))
-}
-
-// A RapidTest has rapid name the seed as other tests do, and leaves out its line about every hundred sequences.
-type RapidTest struct{ *testing.T }
-
-var rapidSeed = regexp.MustCompile(`-rapid\.seed=(\d+)`)
-
-func (r RapidTest) Logf(format string, args ...any) {
-	if !strings.HasPrefix(format, "[rapid] OK") {
-		r.T.Logf(format, args...)
-	}
-}
-
-func (r RapidTest) Errorf(format string, args ...any) {
-	text := fmt.Sprintf(format, args...)
-	if found := rapidSeed.FindStringSubmatch(text); found != nil {
-		seed, _ := strconv.ParseUint(found[1], 10, 64)
-		text += "\n" + Repeats(r, seed)
-	}
-	r.T.Error(text)
 }

@@ -281,7 +281,7 @@ func (stamping) RoundTrip(r *http.Request) (*http.Response, error) {
 func TestMain(m *testing.M) {
 	text := os.Getenv(asProcess)
 	if text == "" {
-		pgtest.Main(kit.SeededM{M: m})
+		pgtest.Main(kit.MWithFigures{M: m})
 		return
 	}
 	var p process

@@ -177,56 +177,63 @@ func (f fuzzed) integer() int64 {
 	}
 }
 
-func (f fuzzed) anyBigint() argument {
-	switch f.IntN(8) {
-	case 0:
+var noNumbers = []string{
+	"", " ", "1.5", "1e3", "NaN", "Infinity", "one", "--1", "+-1", "1 2", "٣", "１", "1\x00", "\xff1", "null", "'1'", "0 or 1=1", strings.Repeat("9", 400),
+}
+
+var noInstants = []string{
+	"", "soon", "2024-02-30", "2024-13-01", "25:00", "294278-01-01", "4714-01-01 BC", "2024-01-01 00:00:00+99", "1", "\x00", "\xff", "2024-01-01 nowhere",
+}
+
+// noValues are of each type what it refuses, with which SQLSTATEs, and the length of a binary value.
+var noValues = map[string]struct {
+	texts  []string
+	codes  []string
+	length int
+}{
+	"bigint":  {append(noNumbers, "9223372036854775808", "-9223372036854775809"), unreadable.number, 8},
+	"integer": {append(noNumbers, "2147483648", "-2147483649"), unreadable.number, 4},
+	"boolean": {[]string{"", "2", "maybe", "tr ue", "o", "\x00", "\xff"}, unreadable.boolean, 0},
+	"interval": {[]string{
+		"", "soon", "1 fortnight", "one day", "1 second 1 second", "999999999999 years", "-2147483649 days", "9223372036854775808 microseconds",
+		"1e400 seconds", "NaN", "P", "00:00:00:00:00", "1\x00second", "\xff", strings.Repeat("1 day ", 50),
+	}, unreadable.interval, 16},
+	"timestamptz": {noInstants, slices.Concat(unreadable.instant, unreadable.number, []string{"22023"}), 8},
+	"timestamp":   {noInstants, slices.Concat(unreadable.instant, unreadable.number, []string{"22023"}), 8},
+}
+
+// any draws an argument of a type, about an instant.
+func (f fuzzed) any(of string, now time.Time) argument {
+	if of == "text" {
+		return f.anyText()
+	}
+	no := noValues[of]
+	switch n := f.IntN(8); {
+	case n == 0 || n == 3 && of == "boolean":
 		return null
-	case 1:
-		return f.noNumber("9223372036854775808", "-9223372036854775809")
-	case 2:
-		return f.noBinary(8)
-	default:
-		return encode("bigint", f.integer())
+	case n == 1:
+		return bad(oneOf(f, slices.Concat(no.texts, []string{"☃" + f.unicode(10)})), no.codes)
+	case n == 2 && no.length > 0: // a binary value of the wrong size
+		size := f.IntN(2 * no.length)
+		if size >= no.length {
+			size++
+		}
+		return argument{text: []byte("no value"), binary: []byte(f.bytes(size)), unreadable: slices.Concat(unreadable.binary, no.codes)}
 	}
-}
-
-func (f fuzzed) anyInteger() argument {
-	switch f.IntN(8) {
-	case 0:
-		return null
-	case 1:
-		return f.noNumber("2147483648", "-2147483649")
-	case 2:
-		return f.noBinary(4)
-	default:
-		return encode("integer", int64(int32(f.integer())))
+	switch of {
+	case "bigint":
+		return encode(of, f.integer())
+	case "integer":
+		return encode(of, int64(int32(f.integer())))
+	case "boolean":
+		return encode(of, f.oneIn(2))
+	case "interval":
+		return f.anySpan()
 	}
-}
-
-func (f fuzzed) noNumber(tooLarge ...string) argument {
-	return bad(oneOf(f, append(tooLarge,
-		"", " ", "1.5", "1e3", "NaN", "Infinity", "one", "--1", "+-1", "1 2", "٣", "１", "1\x00", "\xff1", "null", "'1'", "0 or 1=1",
-		strings.Repeat("9", 400), "☃"+f.unicode(10))), unreadable.number)
-}
-
-// noBinary is a binary value of the wrong size.
-func (f fuzzed) noBinary(size int) argument {
-	n := f.IntN(2 * size)
-	if n >= size {
-		n++
+	if f.oneIn(5) {
+		return encode(of, oneOf(f, []kit.Instant{kit.Infinity, kit.NegativeInfinity}))
 	}
-	return argument{text: []byte("no number"), binary: []byte(f.bytes(n)), unreadable: slices.Concat(unreadable.binary, unreadable.number, unreadable.interval)}
-}
-
-func (f fuzzed) anyBoolean() argument {
-	switch f.IntN(5) {
-	case 0:
-		return bad(oneOf(f, []string{"", "2", "maybe", "tr ue", "o", "\x00", "\xff", "☃" + f.unicode(3)}), unreadable.boolean)
-	case 1, 2:
-		return null
-	default:
-		return encode("boolean", f.oneIn(2))
-	}
+	return encode(of, kit.Instant(now.UnixMicro()+oneOf(f, []int64{0, 1, -1, 1_000_000, -kit.Day, kit.Day, 365 * kit.Day})))
 }
 
 // The ends of what an interval can hold, which in PostgreSQL 17 and later are infinity and -infinity.
@@ -258,56 +265,26 @@ var writtenSpans = map[string]kit.Span{
 var writtenSpanNames = slices.Sorted(maps.Keys(writtenSpans))
 
 func (f fuzzed) anySpan() argument {
-	switch f.IntN(8) {
+	switch f.IntN(5) {
 	case 0:
-		return null
-	case 1:
-		return bad(oneOf(f, []string{
-			"", "soon", "1 fortnight", "one day", "1 second 1 second", "999999999999 years", "-2147483649 days", "9223372036854775808 microseconds",
-			"1e400 seconds", "NaN", "P", "00:00:00:00:00", "1\x00second", "\xff", "☃" + f.unicode(10), strings.Repeat("1 day ", 50),
-		}), unreadable.interval)
-	case 2:
-		return f.noBinary(16)
-	case 3:
 		return f.extreme()
-	case 4, 5:
+	case 1, 2:
 		text := oneOf(f, writtenSpanNames)
 		a := encode("interval", writtenSpans[text])
 		a.text = []byte(text)
 		return a
-	default:
-		s := kit.Span{Us: f.integer()}
-		if f.oneIn(2) {
-			s.Days = int32(f.integer())
-		}
-		if f.oneIn(2) {
-			s.Months = int32(f.integer())
-		}
-		if s == mostSpan || s == leastSpan {
-			return f.extreme()
-		}
-		return encode("interval", s)
 	}
-}
-
-func (f fuzzed) anyInstant(of string, now time.Time) argument {
-	switch f.IntN(8) {
-	case 0:
-		return null
-	case 1:
-		return bad(oneOf(f, []string{
-			"", "soon", "2024-02-30", "2024-13-01", "25:00", "294278-01-01", "4714-01-01 BC", "2024-01-01 00:00:00+99", "1", "\x00", "\xff",
-			"☃" + f.unicode(10), "2024-01-01 nowhere",
-		}), slices.Concat(unreadable.instant, unreadable.number, []string{"22023"}))
-	case 2:
-		a := f.noBinary(8)
-		a.unreadable = slices.Concat(a.unreadable, unreadable.instant)
-		return a
-	case 3:
-		return encode(of, oneOf(f, []kit.Instant{kit.Infinity, kit.NegativeInfinity}))
-	default:
-		return encode(of, kit.Instant(now.UnixMicro()+oneOf(f, []int64{0, 1, -1, 1_000_000, -kit.Day, kit.Day, 365 * kit.Day})))
+	s := kit.Span{Us: f.integer()}
+	if f.oneIn(2) {
+		s.Days = int32(f.integer())
 	}
+	if f.oneIn(2) {
+		s.Months = int32(f.integer())
+	}
+	if s == mostSpan || s == leastSpan {
+		return f.extreme()
+	}
+	return encode("interval", s)
 }
 
 // extreme has no text: what PostgreSQL 17 writes as infinity others cannot read.

@@ -25,7 +25,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func TestMain(m *testing.M) { pgtest.Main(kit.SeededM{M: m}) }
+func TestMain(m *testing.M) { pgtest.Main(kit.MWithFigures{M: m}) }
 
 // Random calls of all public functions, one after the other, with good arguments and with whatever the protocol can carry, get what the
 // model answers: a refusal, to the SQLSTATE and the message, or the rows, in every column. Refused calls change nothing, and what

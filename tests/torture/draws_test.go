@@ -450,7 +450,7 @@ func (d *drawn) spoilt(function string, n int) (args []argument) {
 		case a.Array:
 			args = append(args, d.array(a, values[i], spoil))
 		case spoil():
-			args = append(args, d.any(of))
+			args = append(args, d.any(of, d.now))
 		default:
 			args = append(args, encode(of, values[i]))
 		}
@@ -459,23 +459,6 @@ func (d *drawn) spoilt(function string, n int) (args []argument) {
 		args = d.manyCharges()
 	}
 	return args
-}
-
-// any draws one of a type.
-func (d *drawn) any(of string) argument {
-	switch of {
-	case "text":
-		return d.anyText()
-	case "bigint":
-		return d.anyBigint()
-	case "integer":
-		return d.anyInteger()
-	case "boolean":
-		return d.anyBoolean()
-	case "interval":
-		return d.anySpan()
-	}
-	return d.anyInstant(of, d.now)
 }
 
 // array encodes an argument. A spoilt one is null, no array, of another length, or has elements that are.
@@ -504,7 +487,7 @@ func spoiltArray[T any](d *drawn, of string, values []*T, spoil func() bool) arg
 	}
 	for i := range values {
 		for spoil() {
-			if e := d.any(of); len(e.unreadable) == 0 && len(e.text) <= 2000 {
+			if e := d.any(of, d.now); len(e.unreadable) == 0 && len(e.text) <= 2000 {
 				if values[i] = nil; e.value != nil {
 					values[i] = new(e.value.(T))
 				}
