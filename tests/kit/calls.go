@@ -178,14 +178,8 @@ func (r NullableRequest) Acquire(q Querier) (Decision, error) {
 	return Decide(q, "ratelimit_acquire($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
 }
 
-// Enforce sends the request to ratelimit_enforce, through a function that makes a denial of its error: see
-// CatchDenials. The error does not tell reset_after, so a denial has none.
-func (r Request) Enforce(q Querier) (Decision, error) {
-	n := r.Nullable()
-	return Decide(q, "enforced($1, $2, $3, $4)", n.Policy, n.Key, n.Cost, n.IdempotencyKey)
-}
-
-// CatchDenials creates the function that request.enforce calls.
+// CatchDenials creates a function that makes a denial of the error of ratelimit_enforce. The error does not tell reset_after, so a denial
+// has none.
 func (db *TestDB) CatchDenials() {
 	db.Execute(`
 		create function public.enforced(policy text, key text, cost bigint, idempotency_key text) returns ratelimit.decision language plpgsql as $$

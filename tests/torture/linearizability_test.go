@@ -407,17 +407,8 @@ func (w *workload) history(seed uint64) (histories []history, err error) {
 	for i, conn := range w.clients {
 		callers.Go(func() error {
 			a := h.actor(conn, i)
-			for n := range w.calls {
-				act := a.act
-				switch once := i == 0 && n == 5 && w.mostly == nil && w.faults == nil && !isSlots(w.policies[0]); { // too seldom to be left to chance
-				case once && seed%4 == 0:
-					act = a.drop
-				case once && seed%4 == 1:
-					act = a.change
-				case once && seed%4 == slowly:
-					act = a.reserveOn
-				}
-				if err := act(); err != nil {
+			for range w.calls {
+				if err := a.act(); err != nil {
 					return err
 				}
 			}
@@ -895,19 +886,6 @@ func TestLinearizability_ReadingsOfTheFirstRound(t *testing.T) {
 		require.NoError(t, kit.ErrorOf(r.Exec(t.Context(), call)))
 		require.Len(t, r.readings.all, readings, call)
 	}
-}
-
-// reserveOn reserves until a bucket that refills slowly has nothing left.
-func (a *actor) reserveOn() error {
-	bucket := a.bucket()
-	for range 6 {
-		op := a.operation("reserve", bucket)
-		op.Cost, op.MaxWait = 3, 20*1_000_000
-		if err := a.transact(func() error { return op.sent(a) }, op); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // acquireAndGiveBack refunds or settles what it took. It is one operation if the acquire locks the bucket.

@@ -359,36 +359,3 @@ func TestLedger_SeesWhatDoesNotAddUp(t *testing.T) {
 		}
 	}
 }
-
-func TestAudit_FindsWhatIsWrong(t *testing.T) {
-	t.Parallel()
-	grant := func(cost, remaining int64) kit.Entry {
-		return kit.Entry{Request: kit.Request{Cost: cost}, Decision: client.Decision{Allowed: true, Remaining: remaining}}
-	}
-	grants := []kit.Entry{grant(1, 4), grant(2, 8), grant(3, 5)} // of ten tokens
-	inFlight := []kit.Entry{{Request: kit.Request{Cost: 2}}}
-	for _, c := range []struct {
-		name       string
-		left       int64
-		grants     []kit.Entry
-		unanswered []kit.Entry
-		err        string
-	}{
-		{"nothing", 4, grants, nil, ""},
-		{"a request without an answer was granted", 2, grants, inFlight, ""},
-		{"it was granted before others", 4, grants[:2], []kit.Entry{{Request: kit.Request{Cost: 3}}}, ""},
-		{"the newest is lost", 5, grants, nil, "lost"},
-		{"all are lost", 10, grants, inFlight, "lost"},
-		{"a grant is lost in part", 9, grants, nil, "lost"},
-		{"a token is gone", 3, grants, nil, "granted to nobody"},
-		{"more are gone than were asked for", 1, grants, inFlight, "granted to nobody"},
-		{"tokens are there that never were", 11, nil, nil, "granted to nobody"},
-		{"two callers got the same tokens", 4, append(grants, grant(1, 8)), inFlight, "granted twice"},
-	} {
-		if err := kit.Audit(10, c.left, c.grants, c.unanswered); c.err == "" {
-			require.NoError(t, err, c.name)
-		} else {
-			require.ErrorContains(t, err, c.err, c.name)
-		}
-	}
-}
