@@ -290,7 +290,7 @@ func lateral(t testing.TB) string {
 	return regexp.MustCompile(`'\{[^}]*\}'`).ReplaceAllStringFunc(statement[1], func(string) string { return "$%d" })
 }
 
-func acquireLateral(t testing.TB, q kit.RowsQuerier, keys []string, atMost []int64) (map[string]int64, error) {
+func acquireLateral(t testing.TB, q kit.Querier, keys []string, atMost []int64) (map[string]int64, error) {
 	rows, err := q.Query(context.Background(), fmt.Sprintf(lateral(t), 1, 2), keys, atMost)
 	if err != nil {
 		return nil, err

@@ -123,21 +123,6 @@ func manyRows(q Querier, args []any) ([][]string, error) {
 	return rows, err
 }
 
-// AcquireManyWholes sends requests of one charge.
-func AcquireManyWholes(q Querier, requests []WholeRequest) (wholes []WholeAnswer, err error) {
-	a := arraysOf(requests)
-	delete(a, "sizes")
-	rows, err := manyRows(q, argsOf("acquire_many", a))
-	for _, columns := range rows {
-		w := WholeAnswer{Error: columns[0]}
-		if d := decisionOf(columns[1:]); d != nil {
-			w.Whole = &Whole{Decision: *d, Binding: 1, Decisions: []Decision{*d}}
-		}
-		wholes = append(wholes, w)
-	}
-	return wholes, err
-}
-
 // AcquirePacked sends requests in one call that answers in arrays. Without sizes each has one charge. That the arrays fit together is
 // what the model compares.
 func AcquirePacked(q Querier, requests []WholeRequest, sizes bool) (answers []WholeAnswer, err error) {

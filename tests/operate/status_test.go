@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/migrations"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
@@ -16,53 +15,6 @@ import (
 
 const statusColumns = `select concat_ws('|', policy, key, remaining, coalesce(extract(epoch from retry_after)::real::text, 'never'),
 	coalesce(extract(epoch from reset_after)::real::text, 'never'), capacity, overridden) from `
-
-// The emptiest buckets come first, whatever the arguments select. The numbers are those of peek. A call writes nothing.
-func TestStatus_EmptiestFirst(t *testing.T) {
-	db := kit.ParallelDB(t).Policy("p", 10, 1, 2*kit.Second).Policy("stepped", 100, 50, time.Minute, kit.Stepped, kit.Ephemeral).Policy("budget", 4, 0, kit.Second)
-	db.DefinePolicy("gone", 10, 1, kit.ADay)
-	db.SetClock(kit.T0)
-	for _, take := range []struct {
-		policy, key string
-		cost        int64
-	}{
-		{"p", "half", 5}, {"p", "empty", 10}, {"p", "plan", 2}, {"p", "blocked", 1}, {"p", "later", 9},
-		{"stepped", "k", 99}, {"budget", "k", 4}, {"gone", "k", 10},
-	} {
-		db.Acquire(take.policy, take.key, take.cost)
-	}
-	db.Execute("select ratelimit_override('p', 'plan', 20), ratelimit_override('p', 'blocked', 0)")
-	db.Execute("select ratelimit_override('p', 'half', 1, expires_at => $1)", kit.T0.Add(kit.Second))
-	db.PutBucket("p", "in debt", kit.Bucket{Level: -2_500_000, RefilledAt: kit.T0})
-	db.Execute("delete from ratelimit.policies where name = 'gone'") // and not yet its rows
-	db.SetClock(kit.T0.Add(3 * kit.Second))
-	want := []string{
-		"p|in debt|-1|4|22|10|f", "budget|k|0|never|never|4|f", "p|blocked|0|never|0|0|t", "stepped|k|1|0|117|100|f", "p|empty|1|0|17|10|f",
-		"p|later|2|0|15|10|f", "p|plan|9|0|21|20|t", "p|half|6|0|7|10|f",
-	}
-	require.Equal(t, want, kit.Column(t, db.DB, statusColumns+"ratelimit_status()"))
-	require.Equal(t, want[:3], kit.Column(t, db.DB, statusColumns+"ratelimit_status(max_rows => 3)"))
-	require.Equal(t, want[3:4], kit.Column(t, db.DB, statusColumns+"ratelimit_status('stepped')"))
-	require.Equal(t, []string{want[1], want[3]}, kit.Column(t, db.DB, statusColumns+"ratelimit_status(key => 'k')"))
-	require.Equal(t, want[6:7], kit.Column(t, db.DB, statusColumns+"ratelimit_status('p', 100, 'plan')"))
-	require.Empty(t, kit.Column(t, db.DB, statusColumns+"ratelimit_status('p', key => 'k')"))
-	for _, row := range kit.Column(t, db.DB, "select policy || '|' || key from ratelimit_status()") {
-		policy, key, _ := strings.Cut(row, "|")
-		d := db.Must(kit.Peek(db.Pool, policy, key, 1))
-		require.Equal(t, []string{fmt.Sprintf("%d %d %d", d.Remaining, d.ResetAfter, d.Capacity)}, kit.Column(t, db.DB, `
-			select concat_ws(' ', remaining, coalesce((extract(epoch from reset_after) * 1000000)::bigint, $3), capacity) from ratelimit_status($1) where key = $2`,
-			policy, key, model.Never))
-	}
-	for call, code := range map[string]string{
-		"('none')": "RL001", "('none', key => 'k')": "RL001", "('')": "22023", "(repeat('x', 513))": "22023", "(key => '')": "22023",
-		"('p', -1)": "22023", "(max_rows => 0)": "22023", "(max_rows => null)": "22023",
-	} {
-		_ = db.Refused(code, "select * from ratelimit_status"+call)
-	}
-	before := db.Rows()
-	db.Execute("select * from ratelimit_status()")
-	require.Equal(t, before, db.Rows())
-}
 
 // Clean-up has ten minutes for a row that is due. After that the doctor warns, with the call that removes it.
 func TestDoctor_OverdueRows(t *testing.T) {
