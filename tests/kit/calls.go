@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -288,13 +287,8 @@ func AcquireMany(q Querier, requests []NullableRequest) (answers []Answer, err e
 		policies, keys, costs = append(policies, r.Policy), append(keys, r.Key), append(costs, r.Cost)
 		idempotencyKeys = append(idempotencyKeys, r.IdempotencyKey)
 	}
-	a := map[string]any{"policies": policies, "keys": keys}
-	if slices.ContainsFunc(costs, func(c *int64) bool { return c == nil || *c != 1 }) {
-		a["costs"] = costs
-	}
-	if slices.ContainsFunc(idempotencyKeys, func(k *string) bool { return k != nil }) {
-		a["idempotency_keys"] = idempotencyKeys
-	}
+	a := map[string]any{"policies": policies, "keys": keys, "costs": costs, "idempotency_keys": idempotencyKeys}
+	dropDefaults(a)
 	rows, err := manyRows(q, argsOf("acquire_many", a))
 	for _, columns := range rows {
 		answers = append(answers, Answer{Decision: decisionOf(columns[1:]), Error: columns[0]})

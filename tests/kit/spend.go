@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/stretchr/testify/require"
@@ -72,16 +71,8 @@ func (s *Session) StartSpending(call Spending) *Pending {
 	})
 }
 
-// A spender is a *client.Limiter, or what has its methods.
-type spender interface {
-	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.CallOption) (client.Decision, error)
-	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)
-	Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...client.CallOption) (client.Reservation, error)
-	AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...client.CallOption) (client.PartialDecision, error)
-}
-
 // With sends the spending through a limiter of the client.
-func (s Spending) With(ctx context.Context, limiter spender) (Spent, error) {
+func (s Spending) With(ctx context.Context, limiter *client.Limiter) (Spent, error) {
 	var opts []client.CallOption
 	if s.IdempotencyKey != "" {
 		opts = append(opts, client.IdempotencyKey(s.IdempotencyKey))
@@ -127,10 +118,5 @@ func (s Spending) Foretold(m *model.Model, now time.Time) (Answer, error) {
 }
 
 func (s Spending) String() string {
-	return fmt.Sprintf("%s of %d (at least %d) from %v within %v under %q", s.Function, s.Cost, s.AtLeast, s.BucketID, s.MaxWait, s.IdempotencyKey)
-}
-
-// IntervalOfDays counts whole days as such: here a day is 24 hours, whatever the time zone has.
-func IntervalOfDays(m model.Micros) pgtype.Interval {
-	return pgtype.Interval{Days: int32(m / Day), Microseconds: int64(m % Day), Valid: true}
+	return fmt.Sprintf("%s of %d (at least %d) from %v within %v under %q by %q", s.Function, s.Cost, s.AtLeast, s.BucketID, s.MaxWait, s.IdempotencyKey, s.Holder)
 }

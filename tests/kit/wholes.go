@@ -34,23 +34,28 @@ type WholeAnswer struct {
 // that hold nothing but the default are null.
 func arraysOf(requests []WholeRequest) map[string]any {
 	var policies, keys []string
-	var costs []int64
+	var costs []*int64
 	var sizes []int32
 	var idempotencyKeys []*string
 	for _, r := range requests {
 		for _, c := range r.Charges {
-			policies, keys, costs = append(policies, c.Policy), append(keys, c.Key), append(costs, c.Cost)
+			policies, keys, costs = append(policies, c.Policy), append(keys, c.Key), append(costs, &c.Cost)
 		}
 		sizes, idempotencyKeys = append(sizes, int32(len(r.Charges))), append(idempotencyKeys, nullable(r.IdempotencyKey))
 	}
-	a := map[string]any{"policies": policies, "keys": keys, "sizes": sizes}
-	if slices.ContainsFunc(costs, func(c int64) bool { return c != 1 }) {
-		a["costs"] = costs
-	}
-	if slices.ContainsFunc(idempotencyKeys, func(k *string) bool { return k != nil }) {
-		a["idempotency_keys"] = idempotencyKeys
-	}
+	a := map[string]any{"policies": policies, "keys": keys, "costs": costs, "sizes": sizes, "idempotency_keys": idempotencyKeys}
+	dropDefaults(a)
 	return a
+}
+
+// dropDefaults drops costs that are all 1, and idempotency keys that are all null.
+func dropDefaults(a map[string]any) {
+	if !slices.ContainsFunc(a["costs"].([]*int64), func(c *int64) bool { return c == nil || *c != 1 }) {
+		delete(a, "costs")
+	}
+	if !slices.ContainsFunc(a["idempotency_keys"].([]*string), func(k *string) bool { return k != nil }) {
+		delete(a, "idempotency_keys")
+	}
 }
 
 // wholeOf reads the columns of a whole as the call table has them; nil where there is an error.

@@ -30,7 +30,7 @@ import (
 // power fails.
 func TestTorture_CrashLosesNoGrant(t *testing.T) {
 	run := kit.Torture(t, 3)
-	acrossCrashes(t, newWorkload, tokensAcrossCrashes...).judgeAll(run, metAcrossCrashes...)
+	acrossCrashes(t, newWorkload, tokensAcrossCrashes).judgeAll(run, metAcrossCrashes...)
 }
 
 var (
@@ -44,7 +44,7 @@ var (
 // The same of holders of slots, of which there are never more than the capacity.
 func TestTorture_SlotsNeverExceedTheCapacity(t *testing.T) {
 	run := kit.Torture(t, 3)
-	acrossCrashes(t, newSlotsWorkload, "slots durable", "slots ephemeral").
+	acrossCrashes(t, newSlotsWorkload, []string{"slots durable", "slots ephemeral"}).
 		judgeAll(run, slices.Concat(metBySlots, []string{"commits without an answer", "crash"})...)
 }
 
@@ -53,7 +53,7 @@ func TestTorture_SlotsNeverExceedTheCapacity(t *testing.T) {
 // and nothing before it has caught up.
 func TestTorture_CrashFailoverLosesNoGrantOfASynchronousStandby(t *testing.T) {
 	run := kit.Torture(t, 2)
-	w := acrossCrashes(t, newWorkload, tokensAcrossCrashes...)
+	w := acrossCrashes(t, newWorkload, tokensAcrossCrashes)
 	w.db.Mutate(kit.Mutation{
 		Pattern:     `v_ahead_us( \* interval)`,
 		Replacement: "(v_ahead_us + coalesce(current_setting('test.skew_us', true), '0')::bigint)$1",
@@ -66,7 +66,7 @@ func TestTorture_CrashFailoverLosesNoGrantOfASynchronousStandby(t *testing.T) {
 		f.db.Execute("select pg_reload_conf()")
 		f.db.Await(t, kit.Patience, "select sync_state = 'sync' from pg_stat_replication")
 	}
-	w.faults.crash = func(t *testing.T, f *faults) {
+	w.faults.crash = func(t *testing.T, f *faults) int {
 		primary, promoted := f.server, kit.Reopen(t, standby)
 		steps := []func(){
 			func() { kill(t, primary) },
@@ -81,6 +81,7 @@ func TestTorture_CrashFailoverLosesNoGrantOfASynchronousStandby(t *testing.T) {
 		require.NoError(t, primary.Close())
 		f.server = standby
 		promoted.Pool.Close()
+		return 1
 	}
 	w.judgeAll(run, metAcrossCrashes...)
 }
@@ -89,25 +90,17 @@ func TestTorture_CrashFailoverLosesNoGrantOfASynchronousStandby(t *testing.T) {
 // crash, but not every time.
 func TestCrash_AHistoryFindsWhatIsLost(t *testing.T) {
 	t.Parallel()
-	acrossCrashes(t, newWorkload, "continuous durable", "synchronous_commit=off", "autovacuum=off", "cron.launch_active_jobs=off",
+	acrossCrashes(t, newWorkload, []string{"continuous durable"}, "synchronous_commit=off", "autovacuum=off", "cron.launch_active_jobs=off",
 		"bgwriter_lru_maxpages=0", "wal_writer_delay=10s", "wal_writer_flush_after=1GB").requireNoOrder(t)
 }
 
-// acrossCrashes has a server of its own. What has no "=" is a policy, the rest are settings.
-func acrossCrashes(t *testing.T, open func(db *kit.TestDB, policies ...string) *workload, policies ...string) *workload {
-	settings := []string{"synchronous_commit=on"}
-	policies = slices.DeleteFunc(slices.Clone(policies), func(s string) bool {
-		isSetting := strings.Contains(s, "=")
-		if isSetting {
-			settings = append(settings, s)
-		}
-		return isSetting
-	})
-	db, server := kit.NewPrivateDB(t, settings...)
+// acrossCrashes has a server of its own.
+func acrossCrashes(t *testing.T, open func(db *kit.TestDB, policies ...string) *workload, policies []string, settings ...string) *workload {
+	db, server := kit.NewPrivateDB(t, append([]string{"synchronous_commit=on"}, settings...)...)
 	w := open(db, policies...)
 	w.oneIn, w.calls = 0, 25
-	w.faults = &faults{server: server, db: db, crash: func(t *testing.T, f *faults) {
-		[]func(*testing.T, *pgtest.Server){killServer, killServer, killBackend}[rand.N(3)](t, f.server)
+	w.faults = &faults{server: server, db: db, crash: func(t *testing.T, f *faults) int {
+		return []func(*testing.T, *pgtest.Server) int{killServer, killServer, killBackend}[rand.N(3)](t, f.server)
 	}}
 	w.faults.at.MoveTo(db.URL)
 	return w
@@ -118,8 +111,8 @@ type faults struct {
 	server  *pgtest.Server
 	db      *kit.TestDB // as it is after the last crash
 	at      kit.Address
-	prepare func(t *testing.T, f *faults) // nil, or before each history
-	crash   func(t *testing.T, f *faults) // leaves a server that runs
+	prepare func(t *testing.T, f *faults)     // nil, or before each history
+	crash   func(t *testing.T, f *faults) int // leaves a server that runs, and tells how often one was killed
 }
 
 // happen ends two connections and then crashes, each when some more calls are over.
@@ -139,12 +132,15 @@ func (h *draft) happen(f *faults) {
 			continue
 		}
 		crashed := h.now()
-		f.crash(t, f)
+		kills := f.crash(t, f)
 		f.db.Pool.Close()
 		f.db = kit.Reopen(t, f.server)
 		f.at.MoveTo(f.db.URL)
 		for _, b := range h.buckets {
-			if !isDurable(b.Policy) {
+			for range kills {
+				if isDurable(b.Policy) {
+					continue
+				}
 				h.add(&operation{Spending: kit.Spending{Function: "crash", BucketID: b}, client: -1, called: crashed, returned: h.now()})
 			}
 		}
@@ -152,8 +148,9 @@ func (h *draft) happen(f *faults) {
 }
 
 // killServer kills it, and again while it recovers.
-func killServer(t *testing.T, server *pgtest.Server) {
+func killServer(t *testing.T, server *pgtest.Server) (kills int) {
 	kill(t, server)
+	kills = 1
 	for rand.N(4) == 0 {
 		started := make(chan struct{})
 		go func() {
@@ -164,12 +161,14 @@ func killServer(t *testing.T, server *pgtest.Server) {
 		kill(t, server)
 		<-started
 		kill(t, server) // it had not begun
+		kills += 2
 	}
 	require.NoError(t, server.Start(t.Context()))
+	return kills
 }
 
 // killBackend kills one, which takes the others with it. The server recovers by itself.
-func killBackend(t *testing.T, server *pgtest.Server) {
+func killBackend(t *testing.T, server *pgtest.Server) int {
 	victim, witness := kit.Connect(t, server), kit.Connect(t, server)
 	require.Error(t, kit.ErrorOf(victim.Exec(t.Context(), "copy (select) to program 'kill -KILL $PPID'")))
 	require.Error(t, kit.ErrorOf(witness.Exec(t.Context(), "select pg_sleep(60)"))) // all others are ended before it recovers
@@ -177,6 +176,7 @@ func killBackend(t *testing.T, server *pgtest.Server) {
 		conn, err := pgx.Connect(t.Context(), server.URL(""))
 		return err == nil && conn.Close(t.Context()) == nil
 	}, kit.Patience, 10*time.Millisecond)
+	return 1
 }
 
 func kill(t *testing.T, server *pgtest.Server) {

@@ -117,13 +117,25 @@ func TestTorture_HTTPKeysAreNotTheClientsChoice(t *testing.T) {
 	random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
 
 	users := map[string]string{} // by their keys
-	last := ""
-	inputs := 0
+	last, inputs := "", 0
 	for ; run.GoesOn(); run.Progress("%d requests", inputs) {
 		for range 10_000 {
 			inputs += 2
 			checkAddressKey(t, random)
-			last = checkUserKey(t, random, users, last)
+
+			name := randomText(random)
+			switch random.IntN(50) {
+			case 0:
+				name = strings.Repeat("a", 500+random.IntN(20))
+			case 1, 2, 3: // what some users would like to have
+				name = strings.TrimPrefix(last, "user:")
+			}
+			last = httplimit.ByUser(func(*http.Request) string { return name }, httplimit.ByIP(0))(&http.Request{RemoteAddr: "192.0.2.9:4711"})
+			other, taken := users[last]
+			if !isKeyOf("", last) || strings.HasPrefix(last, "ip:") != (name == "") || taken && other != name {
+				t.Fatalf("%q has the key %q, as has %q", name, last, other)
+			}
+			users[last] = name
 		}
 		if len(users) > 100_000 {
 			clear(users)
@@ -142,37 +154,14 @@ func checkAddressKey(t *testing.T, random *rand.Rand) {
 	added := address + strings.Repeat(", 10.0.0.1", max(0, proxies-1))
 	want := key(request(added))
 	require.True(t, isKeyOf("ip:", want), "%q", want)
-	direct := httplimit.ByIP(0)(&http.Request{RemoteAddr: address})
-	if proxies > 0 && direct != "ip:unknown" {
+	if direct := httplimit.ByIP(0)(&http.Request{RemoteAddr: address}); proxies > 0 && direct != "ip:unknown" {
 		require.Equal(t, direct, want, "%d proxies, %q", proxies, added)
 	}
-	lying := request(randomText(random), randomText(random)+","+added)
-	if random.IntN(2) == 0 {
-		lying = request(randomText(random), randomText(random), added)
+	for _, lying := range []*http.Request{request(randomText(random), randomText(random)+","+added), request(randomText(random), randomText(random), added)} {
+		if got := key(lying); got != want {
+			t.Fatalf("with %d proxies %q has the key %q, and without what the client wrote %q", proxies, lying.Header, got, want)
+		}
 	}
-	if got := key(lying); got != want {
-		t.Fatalf("with %d proxies %q has the key %q, and without what the client wrote %q", proxies, lying.Header, got, want)
-	}
-}
-
-// checkUserKey returns the key. The last one is what some users would like to have.
-func checkUserKey(t *testing.T, random *rand.Rand, users map[string]string, last string) (key string) {
-	name := randomText(random)
-	switch random.IntN(50) {
-	case 0:
-		name = strings.Repeat("a", 500+random.IntN(20))
-	case 1, 2, 3:
-		name = strings.TrimPrefix(last, "user:")
-	}
-	key = httplimit.ByUser(func(*http.Request) string { return name }, httplimit.ByIP(0))(&http.Request{RemoteAddr: "192.0.2.9:4711"})
-	if !isKeyOf("", key) || strings.HasPrefix(key, "ip:") != (name == "") {
-		t.Fatalf("%q has the key %q", name, key)
-	}
-	if other, ok := users[key]; ok && other != name {
-		t.Fatalf("%q and %q have the key %q", name, other, key)
-	}
-	users[key] = name
-	return key
 }
 
 func isKeyOf(prefix, key string) bool {

@@ -420,10 +420,7 @@ func (h history) explain(n int) string {
 
 func (op *operation) String() string {
 	var text strings.Builder
-	fmt.Fprintf(&text, "%8d to %8d us: client %d, %s %d", op.called.Microseconds(), op.returned.Microseconds(), op.client, op.Function, op.Cost)
-	if op.IdempotencyKey != "" {
-		fmt.Fprintf(&text, " under %q", op.IdempotencyKey)
-	}
+	fmt.Fprintf(&text, "%8d to %8d us: client %d, %s", op.called.Microseconds(), op.returned.Microseconds(), op.client, op.Spending)
 	if op.batch != 0 {
 		fmt.Fprintf(&text, ", place %d of batch %d", op.place, op.batch)
 	}
@@ -437,9 +434,9 @@ func (op *operation) String() string {
 		fmt.Fprintf(&text, ", with override %d", op.sets)
 	}
 	if op.answer != nil {
-		fmt.Fprintf(&text, ": %s", op.answer.Error)
+		fmt.Fprintf(&text, ": %s%q", op.answer.Error, op.answer.Rows)
 		if op.answer.Decision != nil {
-			fmt.Fprintf(&text, "%+v", *op.answer.Decision)
+			fmt.Fprintf(&text, " %+v", *op.answer.Decision)
 		}
 	}
 	for i, now := range op.readings {
@@ -450,12 +447,6 @@ func (op *operation) String() string {
 		if r.override != nil {
 			fmt.Fprintf(&text, " with override %d: %+v", r.number, *r.override)
 		}
-	}
-	if op.spends() {
-		fmt.Fprintf(&text, ", at least %d, within %v, taken %v", op.AtLeast, op.MaxWait, op.answer)
-	}
-	if isSlots(op.Policy) {
-		fmt.Fprintf(&text, ", holder %q, answered %+v", op.Holder, op.answer)
 	}
 	if op.then != nil {
 		fmt.Fprintf(&text, "\n    then %s", op.then)

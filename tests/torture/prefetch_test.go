@@ -24,17 +24,14 @@ import (
 func TestPrefetcher_AKilledProcessLosesItsStockAtMost(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	const capacity, callers = 100_000, 8
-	db := kit.NewDB(t)
-	db.DefinePolicy("api", capacity, 1, kit.ADay)
-	keepBooks(db)
+	db := newPrefetchDB(t)
 	granted, loads := map[string]*atomic.Int64{}, map[string]*kit.Load{}
 	lost := func(name string) int64 { return charged(db, name) - granted[name].Load() }
 	start := func(name string, idle time.Duration) (*pgxpool.Pool, *client.Prefetcher) {
 		pool := kit.Pool(t, db.URL+"&application_name="+name)
 		prefetcher := client.NewPrefetcher(kit.PatientPool{Pool: pool}, client.Prefetch{Policy: "api", Idle: idle})
 		granted[name], loads[name] = new(atomic.Int64), kit.NewLoad(t)
-		loads[name].Start(callers, func(int) error {
+		loads[name].Start(8, func(int) error {
 			time.Sleep(2 * kit.Ms)
 			d, err := prefetcher.Acquire(context.Background(), "api", "hot")
 			if d.Allowed {
@@ -56,7 +53,7 @@ func TestPrefetcher_AKilledProcessLosesItsStockAtMost(t *testing.T) {
 	prefetcher.Close()
 	t.Logf("%d tokens were lost with the killed one", lost("killed"))
 	require.Positive(t, lost("killed"))
-	require.LessOrEqual(t, lost("killed"), int64(capacity/10))
+	require.LessOrEqual(t, lost("killed"), int64(prefetchCapacity/10))
 }
 
 // A prefetchRound is some callers of several Prefetchers that share buckets, which gain nothing while it lasts.
@@ -148,9 +145,11 @@ func (r *prefetchRound) run(t *testing.T) error {
 	return nil
 }
 
+const prefetchCapacity = 3_000_000
+
 func newPrefetchDB(t *testing.T) *kit.TestDB {
 	db := kit.NewDB(t)
-	db.DefinePolicy("api", 3_000_000, 1, kit.ADay)
+	db.DefinePolicy("api", prefetchCapacity, 1, kit.ADay)
 	keepBooks(db)
 	return db
 }
