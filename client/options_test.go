@@ -16,7 +16,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/client/httplimit"
 )
 
 // callOptions are all of them, by their names in errors.
@@ -87,14 +86,6 @@ func TestCallOptions_AreCheckedBeforeARequestWaits(t *testing.T) {
 		require.NoError(t, (<-first).err)
 		require.ErrorIs(t, (<-ask(t.Context(), limiter, "k1", client.AtLeast(1))).err, client.ErrInvalidArgument)
 	})
-}
-
-// The limiter for an outage charges nobody less than the program meant.
-func TestCallOptions_AMemoryRefusesACostOfAllCharges(t *testing.T) {
-	t.Parallel()
-	memory := httplimit.NewMemory(client.Policy{Name: "p", Capacity: 10, Refill: client.Zero})
-	_, err := memory.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "k"}}, client.Cost(5))
-	require.ErrorIs(t, err, client.ErrInvalidArgument)
 }
 
 // A constructor panics at an option that it has no use for.

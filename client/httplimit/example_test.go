@@ -209,29 +209,6 @@ func ExampleSlots() {
 	// 200
 }
 
-// While the database is away, each of four processes lets a fourth pass.
-func ExampleLocal() {
-	api := client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Hour}
-	fake := clienttest.New(nil)
-	fake.FailAll(fmt.Errorf("connection refused"))
-
-	outcomes := map[httplimit.Outcome]int{} // a program has metrics
-
-	share := api
-	share.Capacity, share.Every = api.Capacity/4, api.Every*4
-	limit := httplimit.New(fake, httplimit.Per("api", httplimit.ByIP(0)),
-		httplimit.Local(time.Second, httplimit.NewMemory(share)),
-		httplimit.Observe(func(_ *http.Request, e httplimit.Event) { outcomes[e.Outcome]++ }),
-	)
-	handler := limit(http.NotFoundHandler())
-
-	for range 30 {
-		handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodGet, "/", nil))
-	}
-	fmt.Println(outcomes)
-	// Output: map[allowed:25 denied:5]
-}
-
 // A page in place of the JSON.
 func ExampleRefuseWith() {
 	limiter := limiterWith(client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: time.Minute})

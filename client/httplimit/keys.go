@@ -37,18 +37,12 @@ func ByUser(user func(*http.Request) string, otherwise Key) Key {
 		if name == "" {
 			return otherwise(r)
 		}
-		return Named("user", name)
+		if key := "user:" + name; fits(key) {
+			return key
+		}
+		hash := sha256.Sum256([]byte(name))
+		return "user-sha256:" + hex.EncodeToString(hash[:])
 	}
-}
-
-// Named is the key of a text of some kind, "kind:" and the text. Of a text that is too long for a key, or no text, it is
-// "kind-sha256:" and its hash. Texts of different kinds have different keys if no kind has a colon, or ends with "-sha256".
-func Named(kind, text string) string {
-	if key := kind + ":" + text; fits(key) {
-		return key
-	}
-	hash := sha256.Sum256([]byte(text))
-	return kind + "-sha256:" + hex.EncodeToString(hash[:])
 }
 
 // ByIP is [ByNetwork] with the /64 of an IPv6 address: one customer has at least a /64.

@@ -126,16 +126,6 @@ func TestMiddleware_ADenialIsAProblem(t *testing.T) {
 	require.Equal(t, http.StatusOK, l.get().StatusCode, "Retry-After is a promise")
 }
 
-func TestMiddleware_NoChargesNoQuestion(t *testing.T) {
-	t.Parallel()
-	l := newLimited(t, charge(), httplimit.Closed(time.Second))
-	l.FailAll(errors.New("not to be asked"))
-	response := l.get()
-	require.Equal(t, http.StatusOK, response.StatusCode)
-	require.NotContains(t, response.Header, "Ratelimit")
-	require.Zero(t, l.event)
-}
-
 // Each kind of field that may be wrong, or may be left out.
 func TestFields(t *testing.T) {
 	t.Parallel()
@@ -240,69 +230,6 @@ func TestMiddleware_TheKeyNeverReachesTheClient(t *testing.T) {
 	require.Contains(t, l.event.Err.Error(), secret)
 }
 
-func TestMiddleware_WhatTheClientCallsItsRequestMeansNothing(t *testing.T) {
-	t.Parallel()
-	l := newLimited(t, nil, httplimit.Closed(time.Second))
-	for range 3 {
-		l.get(func(r *http.Request) {
-			for _, name := range []string{"Idempotency-Key", "X-Idempotency-Key", "X-Request-Id", "Request-Id"} {
-				r.Header.Set(name, "1")
-			}
-		})
-	}
-	require.EqualValues(t, 97, l.event.Decision.Remaining)
-
-	said := newLimited(t, charge(client.Charge{Policy: "api", Key: "k"}, client.Charge{Policy: "api", Key: "l"}), httplimit.Closed(time.Second),
-		httplimit.IdempotencyKey(func(r *http.Request) string { return r.Header.Get("Idempotency-Key") }))
-	for range 3 {
-		said.get(func(r *http.Request) { r.Header.Set("Idempotency-Key", "1") })
-	}
-	require.True(t, said.event.Decision.Replayed)
-	said.get()
-	require.EqualValues(t, 98, said.event.Decision.Remaining)
-}
-
-func TestFailure_EachModeAnswersAsItSays(t *testing.T) {
-	t.Parallel()
-	memory := httplimit.NewMemory(client.Policy{Name: "api", Capacity: 2, Refill: 1, Every: time.Hour})
-	broken := clienttest.New(nil)
-	broken.FailAll(errors.New("this too"))
-	for name, test := range map[string]struct {
-		failure httplimit.Failure
-		status  []int // of one request after the other
-		outcome httplimit.Outcome
-		local   bool
-	}{
-		"closed":            {httplimit.Closed(time.Second), []int{503, 503}, httplimit.FailedClosed, false},
-		"open":              {httplimit.Open(time.Second), []int{200, 200}, httplimit.FailedOpen, false},
-		"local":             {httplimit.Local(time.Second, memory), []int{200, 200, 429}, httplimit.Denied, true},
-		"local, broken too": {httplimit.Local(time.Second, broken), []int{503}, httplimit.FailedClosed, true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			l := newLimited(t, nil, test.failure)
-			l.FailAll(errors.New("no database"))
-			var last answer
-			for _, status := range test.status {
-				last = l.get()
-				require.Equal(t, status, last.StatusCode)
-				require.NotContains(t, last.Header, "Ratelimit")
-				require.NotContains(t, last.Header, "Ratelimit-Policy")
-			}
-			require.Equal(t, test.outcome, l.event.Outcome)
-			require.Equal(t, test.local, l.event.Local)
-			require.ErrorContains(t, l.event.Err, "no database")
-			if test.outcome == httplimit.Denied {
-				require.NotEmpty(t, last.Header.Get("Retry-After"))
-				require.Contains(t, last.Body, `"violated-policies":["api"]`)
-			}
-			l.FailAll(nil)
-			require.Equal(t, http.StatusOK, l.get().StatusCode)
-			require.NoError(t, l.event.Err)
-		})
-	}
-}
-
 // Each row of the table, in each mode, before the first decision and after it, with an idempotency key and without. It replaces the
 // program's logger, so it is not parallel.
 func TestFailure_AsTheTableOfErrorsSays(t *testing.T) {
@@ -402,46 +329,6 @@ type tabled struct {
 	calls int
 }
 
-// Two mistakes within a minute are both logged.
-func TestFailure_EachMistakeIsLogged(t *testing.T) {
-	log := failuretest.Log(t)
-	policy := "typo"
-	l := newLimited(t, func(*http.Request) []client.Charge { return []client.Charge{{Policy: policy, Key: "k"}} }, httplimit.Open(time.Second))
-	for _, policy = range []string{"typo", "tpyo", "typo"} {
-		require.Equal(t, http.StatusInternalServerError, l.get().StatusCode)
-	}
-	require.Equal(t, 1, strings.Count(log.String(), "'typo'"))
-	require.Equal(t, 1, strings.Count(log.String(), "'tpyo'"))
-	require.Equal(t, 2, strings.Count(log.String(), "level=ERROR"))
-}
-
-// Nobody gets past the limit with what cannot be charged, in no mode.
-func TestFailure_WhatTheRequestIsToBlameForIsRefusedInEachMode(t *testing.T) {
-	t.Parallel()
-	for name, c := range map[string]client.Charge{
-		"unknown policy": {Policy: "nobody", Key: "k"},
-		"empty key":      {Policy: "api"},
-		"long key":       {Policy: "api", Key: strings.Repeat("k", 513)},
-		"zero byte":      {Policy: "api", Key: "k\x00"},
-		"no text":        {Policy: "api", Key: "\xff"},
-		"negative cost":  {Policy: "api", Key: "k", Cost: client.Cost(-1)},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			for _, failure := range []httplimit.Failure{httplimit.Open(time.Second), httplimit.Closed(time.Second), httplimit.Local(time.Second, generous{})} {
-				l := newLimited(t, charge(c), failure)
-				require.Equal(t, http.StatusInternalServerError, l.get().StatusCode)
-				require.Equal(t, httplimit.Invalid, l.event.Outcome)
-				require.Zero(t, l.ran)
-			}
-			l := newLimited(t, charge(c), httplimit.Local(time.Second, httplimit.NewMemory(api)))
-			l.FailAll(errors.New("no database"))
-			require.Equal(t, http.StatusInternalServerError, l.get().StatusCode, "by the Memory")
-			require.Zero(t, l.ran)
-		})
-	}
-}
-
 // generous is a limiter that allows everything.
 type generous struct{ client.Acquirer }
 
@@ -469,19 +356,6 @@ func (silent) Acquire(ctx context.Context, _, _ string, _ ...client.CallOption) 
 	return client.Decision{}, ctx.Err()
 }
 
-func TestFailure_NobodyWaitsLongerThanTheTimeout(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		started := time.Now()
-		ran := false
-		handler := httplimit.New(silent{}, httplimit.Per("api", httplimit.ByIP(0)), httplimit.Open(70*time.Millisecond))(
-			http.HandlerFunc(func(http.ResponseWriter, *http.Request) { ran = true }))
-		handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodGet, "/", nil))
-		require.True(t, ran)
-		require.Equal(t, 70*time.Millisecond, time.Since(started))
-	})
-}
-
 // Who asks and leaves before there is an answer does not get past the limit, also when it fails open, and is waited for no longer. It is
 // no news.
 func TestFailure_WhoLeavesDoesNotPass(t *testing.T) {
@@ -499,30 +373,6 @@ func TestFailure_WhoLeavesDoesNotPass(t *testing.T) {
 		}
 	})
 	require.Empty(t, log.String())
-}
-
-func TestNew_InsistsOnWhatHasNoDefault(t *testing.T) {
-	t.Parallel()
-	fake, charges := clienttest.New(nil), httplimit.Per("api", httplimit.ByIP(0))
-	require.Panics(t, func() { httplimit.New(fake, charges, httplimit.Failure{}) })
-	require.Panics(t, func() { httplimit.New(nil, charges, httplimit.Open(1)) })
-	require.Panics(t, func() { httplimit.New(fake, nil, httplimit.Open(1)) })
-	require.Panics(t, func() { httplimit.Open(0) })
-	require.Panics(t, func() { httplimit.Closed(-1) })
-	require.Panics(t, func() { httplimit.Local(1, nil) })
-	require.Panics(t, func() { httplimit.ByIP(-1) })
-	require.Panics(t, func() { httplimit.ByUser(nil, httplimit.ByIP(0)) })
-	require.Panics(t, func() { httplimit.ByNetwork(0, 0) })
-	require.Panics(t, func() { httplimit.ByNetwork(0, 129) })
-	require.Panics(t, func() { httplimit.ByNetwork(-1, 64) })
-	require.Panics(t, func() { httplimit.Per("api", nil) })
-	require.Panics(t, func() { httplimit.New(fake, charges, httplimit.Open(1), httplimit.Observe(nil)) })
-	require.Panics(t, func() { httplimit.New(fake, charges, httplimit.Open(1), httplimit.RefuseWith(nil)) })
-	require.Panics(t, func() { httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1}) })
-	require.Panics(t, func() {
-		httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1, Refill: client.Zero, Every: -time.Second})
-	})
-	require.Panics(t, func() { httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: 1500}) }, "the database refuses it")
 }
 
 // Any timeout above 0 is one: the shortest, and the longest that there is.
@@ -562,28 +412,6 @@ func TestMiddleware_BehindATimeoutHandler(t *testing.T) {
 			require.Equal(t, httplimit.Abandoned, (<-seen).Outcome, name)
 		}
 	}
-}
-
-// A refusal of HEAD has the header of that of GET, Content-Length too, and no body.
-func TestMiddleware_ARefusalOfHEADHasNoBody(t *testing.T) {
-	t.Parallel()
-	l := newLimited(t, nil, httplimit.Closed(time.Second))
-	require.NoError(t, l.SetLevel("api", "k", 0))
-	server := httptest.NewServer(l.handler)
-	t.Cleanup(server.Close)
-	get, err := server.Client().Get(server.URL)
-	require.NoError(t, err)
-	head, err := server.Client().Head(server.URL)
-	require.NoError(t, err)
-	body := noError(io.ReadAll(get.Body))(t)
-	require.NoError(t, get.Body.Close())
-	require.Equal(t, http.StatusTooManyRequests, head.StatusCode)
-	require.EqualValues(t, len(body), head.ContentLength)
-	require.Empty(t, noError(io.ReadAll(head.Body))(t))
-	require.NoError(t, head.Body.Close())
-	get.Header.Del("Date")
-	head.Header.Del("Date")
-	require.Equal(t, get.Header, head.Header)
 }
 
 // The handler gets the ResponseWriter of the server, which can flush, hijack and so on, and the request as it was.
@@ -654,4 +482,67 @@ func TestFields_OfAQuotaThatIsUsedUp(t *testing.T) {
 	response = l.get()
 	require.Equal(t, []string{"1"}, response.Header["Retry-After"])
 	require.Equal(t, `"api";r=0;t=1, "month";r=5;t=1`, response.Header.Get("RateLimit"))
+}
+
+// While the database is away the Memory decides, of requests that can be charged. Its numbers are not for clients.
+func TestFailure_LocalDecidesWhileTheDatabaseIsAway(t *testing.T) {
+	t.Parallel()
+	charges := []client.Charge{{Policy: "api", Key: "k"}}
+	memory := httplimit.NewMemory(client.Policy{Name: "api", Capacity: 2, Refill: 1, Every: time.Hour})
+	l := newLimited(t, func(*http.Request) []client.Charge { return charges }, httplimit.Local(time.Second, memory))
+	l.FailAll(errors.New("no database"))
+	for _, status := range []int{http.StatusOK, http.StatusOK, http.StatusTooManyRequests} {
+		response := l.get()
+		require.Equal(t, status, response.StatusCode)
+		require.NotContains(t, response.Header, "Ratelimit")
+		require.NotContains(t, response.Header, "Ratelimit-Policy")
+		require.Equal(t, status != http.StatusOK, response.Header.Get("Retry-After") != "")
+		require.True(t, l.event.Local)
+		require.ErrorContains(t, l.event.Err, "no database")
+	}
+	for _, unfit := range []client.Charge{
+		{Policy: "nobody", Key: "k"}, {Policy: "api"}, {Policy: "api", Key: strings.Repeat("k", 513)}, {Policy: "api", Key: "k\x00"},
+		{Policy: "api", Key: "\xff"}, {Policy: "api", Key: "k", Cost: client.Cost(-1)},
+	} {
+		charges = []client.Charge{unfit}
+		require.Equal(t, http.StatusInternalServerError, l.get().StatusCode, "%+v", unfit)
+		require.Equal(t, httplimit.Invalid, l.event.Outcome)
+	}
+	require.Equal(t, 2, l.ran)
+}
+
+func TestNew_InsistsOnWhatHasNoDefault(t *testing.T) {
+	t.Parallel()
+	fake, per, open := clienttest.New(nil), httplimit.Per("api", httplimit.ByIP(0)), httplimit.Open(1)
+	for name, call := range map[string]func(){
+		"New without a limiter":   func() { httplimit.New(nil, per, open) },
+		"New without charges":     func() { httplimit.New(fake, nil, open) },
+		"New without a failure":   func() { httplimit.New(fake, per, httplimit.Failure{}) },
+		"Observe nothing":         func() { httplimit.New(fake, per, open, httplimit.Observe(nil)) },
+		"RefuseWith nothing":      func() { httplimit.New(fake, per, open, httplimit.RefuseWith(nil)) },
+		"Slots without a limiter": func() { httplimit.Slots(nil, per, open) },
+		"Slots without charges":   func() { httplimit.Slots(fake, nil, open) },
+		"Slots without a failure": func() { httplimit.Slots(fake, per, httplimit.Failure{}) },
+		"Slots of a Memory":       func() { httplimit.Slots(fake, per, httplimit.Local(1, fake)) },
+		"Slots with Policies":     func() { httplimit.Slots(fake, per, open, httplimit.Policies()) },
+		"Slots with an idempotency key": func() {
+			httplimit.Slots(fake, per, open, httplimit.IdempotencyKey(func(*http.Request) string { return "" }))
+		},
+		"no timeout":                   func() { httplimit.Open(0) },
+		"a negative timeout":           func() { httplimit.Closed(-1) },
+		"Local without a limiter":      func() { httplimit.Local(1, nil) },
+		"a negative number of proxies": func() { httplimit.ByIP(-1) },
+		"ByUser without a user":        func() { httplimit.ByUser(nil, httplimit.ByIP(0)) },
+		"a network of no bits":         func() { httplimit.ByNetwork(0, 0) },
+		"a network of too many bits":   func() { httplimit.ByNetwork(0, 129) },
+		"Per without a key":            func() { httplimit.Per("api", nil) },
+		"a Memory of slots":            func() { httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1, Lease: time.Second}) },
+		"a Memory without a refill":    func() { httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1}) },
+		"a Memory of a negative interval": func() {
+			httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1, Refill: client.Zero, Every: -time.Second})
+		},
+		"a Memory of half a microsecond": func() { httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1, Refill: 1, Every: 1500}) },
+	} {
+		require.Panics(t, call, name)
+	}
 }

@@ -142,33 +142,6 @@ func TestSlots_TheRequestEndsWithItsLease(t *testing.T) {
 	})
 }
 
-func TestSlots_WithoutAnAnswer(t *testing.T) {
-	t.Parallel()
-	ended, cancel := context.WithCancel(t.Context())
-	cancel()
-	for name, test := range map[string]struct {
-		failure httplimit.Failure
-		err     error
-		ctx     context.Context
-		outcome httplimit.Outcome
-		status  int
-	}{
-		"closed":            {httplimit.Closed(time.Second), errors.New("no connection"), t.Context(), httplimit.FailedClosed, http.StatusServiceUnavailable},
-		"open":              {httplimit.Open(time.Second), errors.New("no connection"), t.Context(), httplimit.FailedOpen, http.StatusOK},
-		"a client has gone": {httplimit.Open(time.Second), nil, ended, httplimit.Abandoned, http.StatusServiceUnavailable},
-		"no such policy":    {httplimit.Open(time.Second), client.ErrUnknownPolicy, t.Context(), httplimit.Invalid, http.StatusInternalServerError},
-	} {
-		l := newHeld(t, test.failure, reports)
-		l.FailAll(test.err)
-		require.Equal(t, test.status, l.get(test.ctx).Code, name)
-		require.Equal(t, test.outcome, l.events[0].Outcome, name)
-	}
-	l := newHeld(t, httplimit.Closed(time.Second))
-	l.FailAll(errors.New("not to be asked"))
-	require.Equal(t, http.StatusOK, l.get(t.Context()).Code)
-	require.Empty(t, l.events)
-}
-
 // A silentHolder has no answer before its ctx ends.
 type silentHolder struct{ late *client.Limiter }
 
@@ -197,22 +170,4 @@ func TestSlots_WaitNoLongerThanTheTimeout(t *testing.T) {
 			require.Zero(t, l.holders())
 		}
 	})
-}
-
-func TestSlots_Panics(t *testing.T) {
-	t.Parallel()
-	fake, per, closed := clienttest.New(nil), httplimit.Per("reports", httplimit.ByIP(0)), httplimit.Closed(time.Second)
-	for name, call := range map[string]func(){
-		"no limiter": func() { httplimit.Slots(nil, per, closed) },
-		"no charges": func() { httplimit.Slots(fake, nil, closed) },
-		"no failure": func() { httplimit.Slots(fake, per, httplimit.Failure{}) },
-		"Local":      func() { httplimit.Slots(fake, per, httplimit.Local(time.Second, fake)) },
-		"IdempotencyKey": func() {
-			httplimit.Slots(fake, per, closed, httplimit.IdempotencyKey(func(*http.Request) string { return "" }))
-		},
-		"Policies": func() { httplimit.Slots(fake, per, closed, httplimit.Policies()) },
-		"a Memory": func() { httplimit.NewMemory(client.Policy{Name: "p", Capacity: 1, Lease: time.Second}) },
-	} {
-		require.Panics(t, call, name)
-	}
 }

@@ -292,6 +292,16 @@ func (m *Model) Buckets() (ids []BucketID) {
 	return ids
 }
 
+// Size counts the buckets that were asked for or taken from.
+func (m *Model) Size() int { return len(m.states) }
+
+// TakeOver has what calls on another model have left of a bucket, if no call on this one has left anything.
+func (m *Model) TakeOver(other *Model, id BucketID) {
+	if s, ok := other.states[id]; ok && m.states[id].HasNoRow() {
+		m.states[id] = s
+	}
+}
+
 // Grants returns how many idempotency keys there are.
 func (m *Model) Grants() (n int) {
 	for _, s := range m.states {

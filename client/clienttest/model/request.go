@@ -177,6 +177,14 @@ func (m Micros) After(t time.Time) time.Time {
 	return time.UnixMicro(t.UnixMicro() + int64(m)).UTC()
 }
 
+// Duration is the same time, or the longest Duration of whole microseconds. Of Never it is [math.MaxInt64].
+func (m Micros) Duration() time.Duration {
+	if m == Never {
+		return math.MaxInt64
+	}
+	return time.Duration(min(m, math.MaxInt64/1000)) * time.Microsecond
+}
+
 // String writes days as such: 3650 days and an hour is "3650d1h0m0s".
 func (m Micros) String() string {
 	if m == Never {
