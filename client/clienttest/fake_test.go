@@ -86,66 +86,7 @@ func TestSetLevel(t *testing.T) {
 		require.Equal(t, want, noError(fake.Peek(t.Context(), "api", "k"))(t), tokens)
 	}
 	require.ErrorIs(t, fake.SetLevel("none", "k", 1), client.ErrUnknownPolicy)
-}
-
-func TestFake_Overrides(t *testing.T) {
-	t.Parallel()
-	now := time.Unix(0, 0)
-	fake := newFake(t, func() time.Time { return now })
-	ctx := t.Context()
-	require.NoError(t, fake.DefinePolicy(ctx, client.Policy{Name: "other", Capacity: 1, Refill: 1, Every: time.Second}))
-	expires := now.Add(time.Minute).UTC()
-	block := client.Override{Policy: "api", Key: "k", Capacity: client.Zero, Refill: client.Zero, Every: time.Hour, ExpiresAt: expires}
-	plan := client.Override{Policy: "other", Key: "k", Capacity: 100, Refill: 1, Every: time.Second}
-	for _, o := range []client.Override{{Policy: "other", Key: "k", Capacity: 100}, {Policy: "api", Key: "k"}, block} {
-		require.NoError(t, fake.Override(ctx, o))
-	}
-	list := func(opts ...client.CallOption) []client.Override {
-		return noError(fake.Overrides(ctx, opts...))(t)
-	}
-	require.Equal(t, []client.Override{block, plan}, list())
-	require.Equal(t, []client.Override{plan}, list(client.OfPolicy("other")))
-	require.Empty(t, list(client.OfKey("l")))
-	require.Equal(t, []client.Override{block}, list(client.OfKey("k"), client.MaxRows(1)))
-	require.Equal(t, time.Minute, noError(fake.Acquire(ctx, "api", "k"))(t).RetryAfter)
-	now = now.Add(time.Minute)
-	require.True(t, noError(fake.Acquire(ctx, "api", "k"))(t).Allowed)
-	require.Equal(t, []client.Override{plan}, list())
-	for _, want := range []bool{true, false} {
-		require.Equal(t, want, noError(fake.RemoveOverride(ctx, "other", "k"))(t))
-	}
-}
-
-func TestFake_Slots(t *testing.T) {
-	t.Parallel()
-	now := time.Unix(0, 0)
-	fake := newFake(t, func() time.Time { return now })
-	ctx := t.Context()
-	jobs := client.Policy{Name: "jobs", Capacity: 5, Lease: time.Hour, Durable: client.Yes, Shadow: client.No}
-	require.NoError(t, fake.DefinePolicy(ctx, client.Policy{Name: "jobs", Capacity: 5, Lease: time.Hour}))
-	require.Equal(t, []client.Policy{api, jobs}, noError(fake.Policies(ctx))(t))
-	require.NoError(t, fake.DefinePolicy(ctx, jobs), "what is listed can be passed back")
-	plan := client.Override{Policy: "jobs", Key: "k", Capacity: 1, Lease: time.Minute, ExpiresAt: now.Add(time.Hour).UTC()}
-	require.NoError(t, fake.Override(ctx, client.Override{Policy: "jobs", Key: "k", Capacity: 1, Lease: time.Minute, ExpiresAt: plan.ExpiresAt}))
-	require.Equal(t, []client.Override{plan}, noError(fake.Overrides(ctx))(t))
-
-	h, d, err := fake.Hold(ctx, "jobs", "k")
-	require.NoError(t, err)
-	require.Equal(t, client.HoldDecision{Allowed: true, HeldFor: time.Minute, Capacity: 1}, d)
-	require.Equal(t, client.Decision{RetryAfter: time.Minute, ResetAfter: time.Minute, Capacity: 1}, noError(fake.Peek(ctx, "jobs", "k"))(t))
-	other, _, err := fake.Hold(ctx, "jobs", "l", client.Cost(5))
-	require.NoError(t, err)
-	now = now.Add(time.Second)
-	require.Equal(t, []client.Holder{
-		{Policy: "jobs", Key: "k", Holder: h.Holder(), Cost: 1, HeldFor: 59 * time.Second},
-		{Policy: "jobs", Key: "l", Holder: other.Holder(), Cost: 5, HeldFor: time.Hour - time.Second},
-	}, noError(fake.Holders(ctx))(t))
-	require.Len(t, noError(fake.Holders(ctx, client.OfPolicy("jobs"), client.OfKey("l")))(t), 1)
-	require.Len(t, noError(fake.Holders(ctx, client.MaxRows(1)))(t), 1)
-	require.NoError(t, h.Release(ctx))
-	require.NoError(t, fake.Reset(ctx, "jobs", "l"))
-	require.Empty(t, noError(fake.Holders(ctx))(t))
-	require.NoError(t, other.Release(ctx))
+	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 5, Lease: time.Hour}))
 	require.ErrorIs(t, fake.SetLevel("jobs", "k", 1), client.ErrInvalidArgument)
 }
 

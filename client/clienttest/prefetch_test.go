@@ -152,21 +152,6 @@ func TestPrefetcher_AnswersForHotBuckets(t *testing.T) {
 	})
 }
 
-// The estimate counts what the stock has left.
-func TestPrefetcher_EstimatesWhatRemains(t *testing.T) {
-	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
-		l.ask("p", "hot", 500, time.Millisecond)
-		for range 100 {
-			d := noError(l.Acquire(t.Context(), "p", "hot"))(t)
-			require.True(t, d.Estimated)
-			require.EqualValues(t, 10_000, d.Capacity)
-			require.InDelta(t, 9_750, d.Remaining, 500, "it gains as much as is asked for")
-			require.Equal(t, time.Duration(10_000-d.Remaining)*time.Millisecond, d.ResetAfter, "of these numbers")
-			require.Zero(t, d.RetryAfter)
-		}
-	})
-}
-
 // Requests with an idempotency key, of several charges, and of no cost are never answered from a stock.
 func TestPrefetcher_LeavesTheRestToTheServer(t *testing.T) {
 	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
@@ -215,25 +200,6 @@ func TestPrefetcher_GivesBackWhatIsNotSpent(t *testing.T) {
 			})
 		})
 	}
-}
-
-// A stock gets smaller with the rate, and ends with it.
-func TestPrefetcher_FollowsTheRate(t *testing.T) {
-	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
-		require.NoError(t, l.fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Refill: 1, Every: 24 * time.Hour}))
-		total, held := 0, int64(0)
-		at := func(requests int, apart time.Duration) {
-			granted, _ := l.ask("p", "hot", requests, apart)
-			total += granted
-			held = 10_000 - int64(total) - l.remaining("p", "hot")
-		}
-		at(1000, time.Millisecond)
-		require.InDelta(t, 500, held, 330, "of 0.8 seconds at most, of 0.2 at least")
-		at(200, 10*time.Millisecond)
-		require.InDelta(t, 80, held, 80, "twice the size at most")
-		at(10, 150*time.Millisecond)
-		require.Zero(t, held)
-	})
 }
 
 // The server's denial, with its promise: it holds to the microsecond. With a cache, the stock still comes first.
@@ -335,23 +301,6 @@ func TestPrefetcher_NoticesChangesWithinASecond(t *testing.T) {
 	}
 }
 
-// A reset through the Prefetcher leaves a full bucket, and nothing besides. The other buckets of the policy keep their stocks.
-func TestPrefetcher_ResetLeavesNothingBesides(t *testing.T) {
-	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
-		for range 200 {
-			for _, key := range []string{"hot", "other"} {
-				l.ask("p", key, 1, time.Millisecond)
-			}
-		}
-		l.made()
-		require.NoError(t, l.Reset(t.Context(), "p", "hot"))
-		require.Equal(t, 1, l.made()["ratelimit_refund"])
-		require.EqualValues(t, 10_000, l.remaining("p", "hot"))
-		require.True(t, noError(l.Acquire(t.Context(), "p", "other"))(t).Estimated)
-		require.False(t, noError(l.Acquire(t.Context(), "p", "hot"))(t).Estimated)
-	})
-}
-
 // Nor does one under load: while it lasts, nothing is taken for a new stock that would be granted after it.
 func TestPrefetcher_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
 	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
@@ -441,21 +390,6 @@ func TestPrefetcher_GivesBackNothingThatAShadowPolicyDidNotTake(t *testing.T) {
 	}
 }
 
-// A policy that watches takes for a stock what it would have denied, and says so: that is not granted from the stock, so that each
-// such request is seen.
-func TestPrefetcher_GrantsNothingThatAShadowPolicyWouldHaveDenied(t *testing.T) {
-	withPrefetcher(t, client.Prefetch{Policy: "watch"}, func(t *testing.T, l *prefetching) {
-		granted, _ := l.ask("watch", "hot", 300, time.Millisecond)
-		held := 10_000 - granted - int(l.remaining("watch", "hot"))
-		require.Greater(t, held, 50)
-		prefetched := l.askUntilItTakes(0)
-		_, n := l.ask("watch", "hot", 5, 200*time.Microsecond) // until it is answered
-		prefetched += n
-		_, n = l.ask("watch", "hot", 1000, 0)
-		require.LessOrEqual(t, prefetched+n, held, "what was taken while the bucket had it")
-	})
-}
-
 func TestPrefetcher_RefusesAPrefetchThatIsNone(t *testing.T) {
 	t.Parallel()
 	for _, wrong := range []client.Prefetch{{MaxTokens: -1}, {MaxShare: -0.1}, {MaxShare: 1.1}, {MaxShare: math.NaN()}, {Idle: -1}} {
@@ -499,16 +433,8 @@ func TestPrefetcher_ClosesInTimeBesideASilentDatabase(t *testing.T) {
 func TestPrefetcher_GivesBackWithinTheContextOfTheCaller(t *testing.T) {
 	t.Parallel()
 	for name, call := range map[string]func(context.Context, *prefetching) error{
-		"reset": func(ctx context.Context, l *prefetching) error { return l.Reset(ctx, "p", "hot") },
-		"override": func(ctx context.Context, l *prefetching) error {
-			return l.Override(ctx, client.Override{Policy: "p", Key: "hot"})
-		},
-		"remove override": func(ctx context.Context, l *prefetching) error {
-			_, err := l.RemoveOverride(ctx, "p", "hot")
-			return err
-		},
+		"reset":         func(ctx context.Context, l *prefetching) error { return l.Reset(ctx, "p", "hot") },
 		"define policy": func(ctx context.Context, l *prefetching) error { return l.DefinePolicy(ctx, client.Policy{Name: "p"}) },
-		"drop policy":   func(ctx context.Context, l *prefetching) error { return l.DropPolicy(ctx, "p") },
 	} {
 		t.Run(name, func(t *testing.T) {
 			withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {

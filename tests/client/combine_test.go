@@ -3,7 +3,6 @@ package client_test
 import (
 	"errors"
 	"fmt"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -59,90 +58,6 @@ func TestCombiner_GrantsExactlyWhatIsThere(t *testing.T) {
 			}
 		}
 	})
-}
-
-func setClock(t *testing.T, db *pgtest.DB, milliseconds int) {
-	db.Exec(t, fmt.Sprintf(`
-		create or replace function ratelimit.clock() returns timestamptz language sql volatile parallel safe
-		as $$ select timestamptz '2026-03-28 01:00 UTC' + interval '%d milliseconds' $$`, milliseconds))
-}
-
-// The same requests of one charge or several, in the same order, in each mode of pgx, on two databases whose clocks say the same.
-// An idempotency key is used twice, so that cached statements are used too.
-func TestCombiner_AnswersLikeAPlainLimiterInEachMode(t *testing.T) {
-	t.Parallel()
-	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
-		for _, opts := range [][]client.Option{nil, {client.NoFlush()}} {
-			t.Run(fmt.Sprintf("%s/%d", strings.ReplaceAll(mode.String(), " ", "_"), len(opts)), func(t *testing.T) {
-				t.Parallel()
-				const a, b = "it's \"new\"\n🪣 {,}", "b"
-				databases := []*pgtest.DB{pgtest.New(t), pgtest.New(t)}
-				for _, db := range databases {
-					setClock(t, db, 0)
-					db.Exec(t, "select ratelimit_define_policy('gate', 9, 1, '1 day'), ratelimit_define_policy('b', 5, 1, '3650 days')")
-					db.Exec(t, "select ratelimit_define_policy($1, 10, 3, '2 seconds')", a)
-				}
-				pool := connect(t, databases[1], map[string]string{"IntervalStyle": "sql_standard"}, func(config *pgx.ConnConfig) {
-					config.DefaultQueryExecMode = mode
-				})
-				plain, limiter := client.New(databases[0].Pool), newCombiner(t, pool, append(opts, client.CallsInFlight(1))...)
-				charge := func(policy, key string, cost int64) client.Charge {
-					return client.Charge{Policy: policy, Key: key, Cost: client.Cost(cost)}
-				}
-				odd := `o'clock \ $1 "{NULL}", ` + strings.Repeat("é", 200)
-				requests := [][]client.Charge{
-					{charge(a, odd, 3), charge(b, "NULL", 2)},
-					{charge(b, "NULL", 2), charge(a, odd, 3), charge(a, odd, 4)},
-					{charge(a, odd, 8)},
-					{charge(a, odd, 1), charge(b, "NULL", 4)},
-					{charge(a, odd, 1), charge(b, "NULL", 6)},
-					{charge(a, odd, 0), charge(b, "NULL", 0)},
-					{charge(a, odd, 1), charge("none", "NULL", 1)},
-					{charge(a, odd, 1), charge(b, "", 1)},
-					{},
-				}
-				singles := []client.Charge{
-					charge(a, odd, 4), charge(a, odd, 5), charge(a, odd, 2), charge(a, odd, 11), charge(a, "NULL", 1), charge(a, odd, -1),
-					charge(a, "a\xffb", 1), charge(a, "a\x00'b", 1), charge("none", odd, 1),
-				}
-				for _, single := range singles {
-					requests = append(requests, []client.Charge{single})
-				}
-				seen, last := map[string]bool{}, ""
-				for _, key := range []string{"", "NULL", "NULL", `"'\`, "a\x00'b"} {
-					if key != last {
-						require.NoError(t, errors.Join(plain.Reset(t.Context(), a, odd), limiter.Reset(t.Context(), a, odd)))
-						last = key
-					}
-					var single []client.CallOption
-					var joint []client.CallOption
-					if key != "" {
-						single, joint = append(single, client.IdempotencyKey(key)), append(joint, client.IdempotencyKey(key))
-					}
-					ask := func(by client.Acquirer, i int) (any, error) {
-						if i < len(requests) {
-							return by.AcquireAll(t.Context(), requests[i], joint...)
-						}
-						c := singles[i-len(requests)]
-						return by.Acquire(t.Context(), c.Policy, c.Key, append(single, c.Cost)...)
-					}
-					got, errs := make([]any, len(requests)+len(singles)), make([]error, len(requests)+len(singles))
-					combineCalls(t, databases[1], limiter, len(got), func(i int) { got[i], errs[i] = ask(limiter, i) })()
-					for i := range got {
-						want, err := ask(plain, i)
-						text := fmt.Sprintf("%+v %v", want, err)
-						require.Equal(t, text, fmt.Sprintf("%+v %v", got[i], errs[i]), "request %d, idempotency key %q", i, key)
-						for _, kind := range []string{"Allowed:true", "Allowed:false", "Replayed:true", "RL001", "RL002", "22023", "22021", "zero byte"} {
-							seen[kind] = seen[kind] || strings.Contains(text, kind)
-						}
-					}
-				}
-				for kind, met := range seen {
-					require.True(t, met, kind)
-				}
-			})
-		}
-	}
 }
 
 // Rows come before the transaction commits.
