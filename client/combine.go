@@ -126,7 +126,17 @@ func (c *Combiner) Waiting() int {
 	return c.queue.waiting.length
 }
 
-// combine makes a call for the request, or waits for a call that carries it.
+// A request goes one of three ways. The queue decides which, and when calls begin; its comment has the rules.
+//
+//	combine ── unfit to share ──────> askAlone
+//	        ── claim gives a place ──> askAlone, finishClaimed
+//	        ── else ────────────────> enqueue, await <── answer ── send
+//
+// A goroutine, serve, makes the shared calls of a place, one after another: gather lets more requests arrive, take fills the batch
+// with them, send makes the call and answers each waiter, and finish returns whether the place has another call to make. follow
+// starts serve when the queue reserves a place, and after maxLinger calls hurry.
+
+// combine returns the answer to a request.
 func (c *Combiner) combine(ctx context.Context, r request) (JointDecision, error) {
 	sendable := isSendable(r)
 
@@ -142,10 +152,10 @@ func (c *Combiner) combine(ctx context.Context, r request) (JointDecision, error
 		return c.askAlone(ctx, r)
 	}
 	now := time.Now()
-	if own := c.queue.claim(r, now); own != nil {
+	if claimed := c.queue.claim(r, now); claimed != nil {
 		c.running.Add(1)
 		c.mu.Unlock()
-		defer c.finishOwn(ctx, own)
+		defer c.finishClaimed(ctx, claimed)
 		return c.askAlone(ctx, r)
 	}
 	w, err := c.enqueue(ctx, r, now)
@@ -165,7 +175,7 @@ func (c *Combiner) enqueue(ctx context.Context, r request, now time.Time) (*wait
 		c.recycle(w)
 		return nil, failed(r.verb(), refusal)
 	}
-	c.do(c.queue.add(w))
+	c.follow(c.queue.add(w))
 	return w, nil
 }
 
@@ -210,8 +220,8 @@ func isSendable(r request) bool {
 	return isFit(r.policy) && isFit(r.key)
 }
 
-// do takes the next step for the queue. The caller holds c.mu.
-func (c *Combiner) do(next step) {
+// follow does the duty that the queue names. The caller holds c.mu.
+func (c *Combiner) follow(next step) {
 	switch {
 	case next == serve:
 		c.running.Add(1)
@@ -227,7 +237,7 @@ func (c *Combiner) hurry() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.lingering = false
-	c.do(c.queue.hurry())
+	c.follow(c.queue.hurry())
 }
 
 // serve makes calls for waiting requests in a reserved place, until the place is not reserved any more.
@@ -275,7 +285,7 @@ func (c *Combiner) take(b *batch) context.Context {
 	if !taken {
 		return nil
 	}
-	c.do(c.queue.next())
+	c.follow(c.queue.next())
 	var ctx context.Context
 	ctx, b.cancel = context.WithCancel(context.Background())
 	return ctx
@@ -289,16 +299,16 @@ func (c *Combiner) finish(b *batch) (reserved bool) {
 	if next == serve {
 		return true
 	}
-	c.do(next)
+	c.follow(next)
 	return false
 }
 
-// finishOwn ends a caller's own call.
-func (c *Combiner) finishOwn(ctx context.Context, b *batch) {
+// finishClaimed ends the call that a caller has made for itself.
+func (c *Combiner) finishClaimed(ctx context.Context, b *batch) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	b.abandoned = ctx.Err() != nil
-	c.do(c.queue.finish(b, time.Now()))
+	c.follow(c.queue.finish(b, time.Now()))
 	c.running.Done()
 }
 
@@ -332,7 +342,7 @@ func (c *Combiner) send(ctx context.Context, b *batch) {
 	}
 	for _, w := range b.waiters {
 		switch {
-		case !isShared, isText(err): // text of one request fails the call, and not the other requests
+		case !isShared, isUnfitText(err): // text of one request fails the call, and not the other requests
 			w.answer, w.err = c.askAlone(ctx, w.request)
 		case err != nil:
 			w.answer, w.err = JointDecision{}, err

@@ -106,20 +106,6 @@ func TestDenialCache_AnswersForItsCostAndLarger(t *testing.T) {
 	}
 }
 
-func TestDenialCache_ALargerCostDoesNotReplaceASmaller(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := &gatedPool{}
-		limiter := client.New(db, client.DenialCache())
-		two, one := ask(t.Context(), limiter, "k", client.Cost(2)), ask(t.Context(), limiter, "k", client.Cost(1))
-		calls := db.underWay()
-		calls[1].deny(time.Minute)
-		require.False(t, (<-one).Allowed)
-		calls[0].deny(time.Hour)
-		require.False(t, (<-two).Allowed)
-		require.False(t, (<-ask(t.Context(), limiter, "k")).Allowed)
-	})
-}
-
 func TestDenialCache_RemembersDenialsOnly(t *testing.T) {
 	t.Parallel()
 	acquire := func(ctx context.Context, l *client.Limiter) error { return errOf(l.Acquire(ctx, "p", "k")) }

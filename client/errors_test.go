@@ -1,6 +1,7 @@
 package client_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -9,65 +10,40 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
-	"github.com/stretchr/testify/require"
 )
 
 var kinds = []error{client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrInvalidArgument, client.ErrLocked, client.ErrSettled}
 
-func TestErrors_BySQLSTATE(t *testing.T) {
-	t.Parallel()
-	for code, want := range map[string]error{
-		"RL001": client.ErrUnknownPolicy,
-		"RL002": client.ErrIdempotencyMismatch,
-		"22023": client.ErrInvalidArgument,
-		"22007": client.ErrInvalidArgument,
-		"22008": client.ErrInvalidArgument,
-		"22P02": client.ErrInvalidArgument,
-		"22021": client.ErrInvalidArgument,
-		"22P05": client.ErrInvalidArgument,
-		"55P03": client.ErrLocked,
-		"25006": nil,
-		"RL003": nil,
-		"RL004": client.ErrSettled,
-	} {
-		cause := pgError(code)
-		_, err := client.New(&fakePool{fakeDB{answers: []any{cause}}}).Acquire(t.Context(), "p", "k")
-		for _, kind := range kinds {
-			isWanted := kind == want //nolint:errorlint // which of them it is, not what wraps it
-			require.Equal(t, isWanted, errors.Is(err, kind), "%s is %v", code, kind)
-		}
-		var pgErr *pgconn.PgError
-		require.ErrorAs(t, err, &pgErr)
-		require.Same(t, cause, pgErr)
-	}
-}
-
+// An error says what failed, why, and what to do. Its kind is that of its SQLSTATE, and the server's error is within reach. An address
+// that is tried with TLS and without is reported once.
 func TestErrors_SayWhatFailedAndWhatHelps(t *testing.T) {
 	t.Parallel()
-	cause := &pgconn.PgError{Severity: "ERROR", Code: "RL001", Message: "unknown policy", Detail: "It is not there.", Hint: "Define it."}
-	_, err := client.New(&fakeDB{answers: []any{cause}}).Peek(t.Context(), "p", "k")
-	require.EqualError(t, err, "pgratelimit: peek: ERROR: unknown policy (SQLSTATE RL001). It is not there. Define it.")
-
-	_, err = client.New(&fakeDB{answers: []any{pgError("22021")}}).Acquire(t.Context(), "p", "\xff")
-	require.ErrorContains(t, err, "pass text in UTF-8, or a hash")
-
-	broken := errors.New("connection lost")
-	_, err = client.New(&fakeDB{answers: []any{broken}}).Acquire(t.Context(), "p", "k")
-	require.EqualError(t, err, "pgratelimit: acquire: connection lost")
-	require.ErrorIs(t, err, broken)
-}
-
-// What to do about a connection, or an installation, stands in the error. An address that is tried with TLS and without is reported once.
-func TestErrors_SayWhatHelpsToConnectAndInstall(t *testing.T) {
-	t.Parallel()
-	for code, help := range map[string]string{
-		"28P01": "Check the user and the password", "28000": "pg_hba.conf", "3D000": "Check the name of the database",
-		"08P01": "ignore_startup_parameters", "3F000": "Install pgratelimit", "42P01": "Install pgratelimit", "42703": "another version",
+	for code, test := range map[string]struct {
+		kind  error
+		helps string
+	}{
+		"RL001": {client.ErrUnknownPolicy, "Detail. Hint."}, "RL002": {client.ErrIdempotencyMismatch, "Hint."}, "RL003": {client.ErrNoGrant, "Hint."},
+		"RL004": {client.ErrSettled, "Hint."}, "22023": {client.ErrInvalidArgument, "Hint."}, "22007": {client.ErrInvalidArgument, "Hint."},
+		"22008": {client.ErrInvalidArgument, "Hint."}, "22P02": {client.ErrInvalidArgument, "Hint."},
+		"22021": {client.ErrInvalidArgument, "pass text in UTF-8, or a hash"}, "22P05": {client.ErrInvalidArgument, "pass text in UTF-8"},
+		"55P03": {client.ErrLocked, "Hint."}, "28P01": {nil, "Check the user and the password"}, "28000": {nil, "pg_hba.conf"},
+		"3D000": {nil, "Check the name of the database"}, "08P01": {nil, "ignore_startup_parameters"}, "3F000": {nil, "Install pgratelimit"},
+		"42P01": {nil, "Install pgratelimit"}, "42703": {nil, "another version"}, "25006": {nil, "Hint."},
 	} {
-		_, err := client.New(&fakeDB{answers: []any{pgError(code)}}).Acquire(t.Context(), "p", "k")
-		require.ErrorContains(t, err, help, code)
+		cause := &pgconn.PgError{Severity: "ERROR", Code: code, Message: "made up", Detail: "Detail.", Hint: "Hint."}
+		_, err := client.New(&fakeDB{answers: []any{cause}}).Peek(t.Context(), "p", "k")
+		require.ErrorContains(t, err, "pgratelimit: peek: ERROR: made up (SQLSTATE "+code+"). Detail. ")
+		require.ErrorContains(t, err, test.helps)
+		require.ErrorIs(t, err, cause)
+		for _, kind := range []error{
+			client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrNoGrant, client.ErrSettled, client.ErrInvalidArgument, client.ErrLocked,
+		} {
+			require.Equal(t, kind == test.kind, errors.Is(err, kind), "%s is %v", code, kind) //nolint:errorlint // which of them it is
+		}
 	}
 	_, err := client.New(&fakeDB{answers: []any{refused(t)}}).Acquire(t.Context(), "p", "k")
 	require.Equal(t, 1, strings.Count(err.Error(), "connection refused"), err)
@@ -155,17 +131,12 @@ func TestAsDenial_TellsWhatTheErrorTells(t *testing.T) {
 	require.False(t, saturated.Never())
 
 	for name, err := range map[string]error{
-		"nil":             nil,
-		"another error":   errors.New("RL429"),
-		"another code":    &pgconn.PgError{Code: "RL001", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": 1, "capacity": 5}`},
-		"no detail":       &pgconn.PgError{Code: "RL429"},
-		"another detail":  &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p"}`},
-		"no policy":       &pgconn.PgError{Code: "RL429", Detail: `{"cost": 1, "remaining": 0, "retry_after": 1, "capacity": 5}`},
-		"no cost":         &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "remaining": 0, "retry_after": 1, "capacity": 5}`},
-		"no remaining":    &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "cost": 1, "retry_after": 1, "capacity": 5}`},
-		"no capacity":     &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": 1}`},
-		"another number":  &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": "soon", "capacity": 5}`},
-		"a broken detail": &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p"`},
+		"nil":            nil,
+		"another error":  errors.New("RL429"),
+		"another code":   &pgconn.PgError{Code: "RL001", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": 1, "capacity": 5}`},
+		"no detail":      &pgconn.PgError{Code: "RL429"},
+		"no policy":      &pgconn.PgError{Code: "RL429", Detail: `{"cost": 1, "remaining": 0, "retry_after": 1, "capacity": 5}`},
+		"another number": &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": "soon", "capacity": 5}`},
 	} {
 		d, ok := client.AsDenial(err)
 		require.False(t, ok, name)
@@ -215,4 +186,137 @@ func TestDecision_RetryAfterSeconds(t *testing.T) {
 	} {
 		require.Equal(t, want, client.Decision{RetryAfter: retryAfter}.RetryAfterSeconds(), retryAfter)
 	}
+}
+
+// A request of any kind is sent again where that can do no harm. The answer to the last try is that of the request.
+func TestRetry_WhereItDoesNoHarm(t *testing.T) {
+	t.Parallel()
+	conflict, deadlock, refused, broken := pgError("40001"), pgError("40P01"), pgError("57014"), errors.New("connection reset")
+	fatal, panicked, internal, replaced := pgError("57P01"), pgError("XX000"), pgError("XX000"), pgError("XX000")
+	fatal.SeverityUnlocalized, panicked.SeverityUnlocalized = "FATAL", "PANIC"
+	replaced.Message = "cache lookup failed for function 16999"
+	sends := map[string]func(*testing.T, *gatedPool, *client.Combiner, ...client.CallOption) []<-chan answer{
+		"acquire": func(t *testing.T, db *gatedPool, _ *client.Combiner, opts ...client.CallOption) []<-chan answer {
+			return []<-chan answer{ask(t.Context(), client.New(db), "k1", opts...)}
+		},
+		"acquire all": func(t *testing.T, db *gatedPool, _ *client.Combiner, opts ...client.CallOption) []<-chan answer {
+			return []<-chan answer{askAll(t.Context(), client.New(db), []string{"k1"}, opts...)}
+		},
+		"acquire, alone in a Combiner": func(t *testing.T, _ *gatedPool, limiter *client.Combiner, opts ...client.CallOption) []<-chan answer {
+			return []<-chan answer{ask(t.Context(), limiter, "k1", opts...)}
+		},
+		"acquire, in a shared call": func(t *testing.T, db *gatedPool, limiter *client.Combiner, opts ...client.CallOption) []<-chan answer {
+			_ = ask(t.Context(), limiter, "k1")
+			answers := []<-chan answer{ask(t.Context(), limiter, "k2", opts...), ask(t.Context(), limiter, "k3", opts...)}
+			db.only(t).grant()
+			return answers
+		},
+	}
+	for name, test := range map[string]struct {
+		opts     []client.CallOption
+		failures []error // of the tries; a request that succeeds is granted after them
+		err      error
+	}{
+		"a grant":                           {nil, nil, nil},
+		"a conflict":                        {nil, []error{conflict}, nil},
+		"a conflict, with idempotency key":  {once, []error{conflict}, nil},
+		"both":                              {nil, []error{deadlock, conflict}, nil},
+		"three are enough":                  {nil, []error{conflict, conflict, deadlock}, deadlock},
+		"a function that was replaced":      {nil, []error{replaced}, nil},
+		"another error":                     {nil, []error{refused}, refused},
+		"an internal error":                 {nil, []error{internal}, internal},
+		"that again, with idempotency key":  {once, []error{refused}, refused},
+		"another error, later":              {nil, []error{conflict, refused}, refused},
+		"a conflict, then an unknown end":   {nil, []error{conflict, broken}, broken},
+		"an unknown outcome":                {nil, []error{broken}, broken},
+		"the end of the session":            {nil, []error{fatal}, fatal},
+		"an unknown outcome, settled":       {once, []error{broken}, nil},
+		"the end of the session, settled":   {once, []error{fatal}, nil},
+		"the end of the server, settled":    {once, []error{panicked}, nil},
+		"an unknown outcome, and two again": {once, []error{broken, fatal, broken}, broken},
+	} {
+		for way, send := range sends {
+			t.Run(name+"/"+way, func(t *testing.T) {
+				atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+					answers := send(t, db, limiter, test.opts...)
+					first := db.only(t)
+					require.Len(t, first.keys, len(answers))
+					for _, failure := range test.failures {
+						call := db.only(t)
+						require.Equal(t, []any{first.sql, first.keys, first.once}, []any{call.sql, call.keys, call.once})
+						call.answer <- failure
+						time.Sleep(100 * time.Millisecond) // the longest pause before another try
+					}
+					if test.err == nil {
+						db.only(t).grant()
+					}
+					require.Empty(t, db.underWay())
+					verb, _, _ := strings.Cut(way, ",")
+					for _, got := range answers {
+						got := <-got
+						require.ErrorIs(t, got.err, test.err)
+						if test.err != nil {
+							require.EqualError(t, got.err, "pgratelimit: "+verb+": "+test.err.Error())
+							require.Zero(t, got.JointDecision)
+						}
+					}
+				})
+			})
+		}
+	}
+}
+
+// After the loss of a connection nobody knows: a request that can be sent twice is, but only where there are other connections, and a
+// caller that waits.
+func TestRetry_AnUnknownOutcomeIsOfNoUse(t *testing.T) {
+	t.Parallel()
+	lost := errors.New("connection reset")
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	db, pool := &fakeDB{answers: []any{lost}}, &fakePool{fakeDB{answers: []any{lost}}}
+	for n, err := range []error{
+		errOf(client.New(db).Acquire(t.Context(), "p", "k", once...)), // it may be a connection
+		errOf(client.New(pool).Acquire(ended, "p", "k", once...)),
+		errOf(client.New(pool).Refund(t.Context(), "p", "k", 1)),
+	} {
+		require.EqualError(t, err, []string{"pgratelimit: acquire: ", "pgratelimit: acquire: ", "pgratelimit: refund: "}[n]+lost.Error())
+	}
+	require.Len(t, db.sent(), 1)
+	require.Len(t, pool.sent(), 2)
+}
+
+func TestRetry_BackoffIsRandomAndBounded(t *testing.T) {
+	t.Parallel()
+	for n, limit := range map[int]time.Duration{
+		1: 50 * time.Millisecond,
+		2: 100 * time.Millisecond,
+		4: 400 * time.Millisecond,
+		5: 500 * time.Millisecond,
+		9: 500 * time.Millisecond,
+	} {
+		var low, high bool
+		for range 200 {
+			pause := client.Backoff(n)
+			require.GreaterOrEqual(t, pause, time.Duration(0))
+			require.Less(t, pause, limit)
+			low = low || pause < limit/4
+			high = high || pause > limit*3/4
+		}
+		require.True(t, low && high, "200 pauses after try %d fill the range up to %v", n, limit)
+	}
+}
+
+func TestRetry_EndsWithItsContext(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		db := &fakePool{fakeDB{answers: []any{pgError("40001")}}}
+		cancel()
+		start := time.Now()
+		_, err := client.New(db).Acquire(ctx, "p", "k")
+		require.Len(t, db.sent(), 1)
+		require.Zero(t, time.Since(start))
+		require.ErrorIs(t, err, context.Canceled)
+		var pgErr *pgconn.PgError
+		require.ErrorAs(t, err, &pgErr, "the reason for a retry is not lost")
+	})
 }

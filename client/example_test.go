@@ -4,11 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
-	"sync/atomic"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -80,26 +77,6 @@ func ExampleIdempotencyKey() {
 	// true
 }
 
-// In a transaction the tokens are taken if it commits, and only then.
-func ExampleLimiter_WithTx() {
-	ctx := context.Background()
-	limiter := client.New(pool)
-
-	check(limiter.DefinePolicy(ctx, client.Policy{Name: "signups", Capacity: 10, Refill: 1, Every: time.Hour}))
-
-	failed := errors.New("card declined")
-	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-		// The work comes first: from here on the bucket is locked.
-		d := must(limiter.WithTx(tx).Acquire(ctx, "signups", "203.0.113.7"))
-		fmt.Println(d.Remaining) // 9
-		return failed
-	})
-	fmt.Println(err)
-
-	d := must(limiter.Peek(ctx, "signups", "203.0.113.7"))
-	fmt.Println(d.Remaining) // 10: the token came back
-}
-
 // A budget of tokens a day for a language model: take the most an answer can cost, give back what it
 // did not.
 func ExampleLimiter_Refund() {
@@ -124,27 +101,6 @@ func ExampleLimiter_Refund() {
 	// true 94800
 	// 97950 left until the budget is renewed
 	// false 24h0m0s
-}
-
-// Definitions belong to the program: stating them at every start changes nothing that has not changed.
-func ExampleLimiter_DefinePolicy() {
-	ctx := context.Background()
-	limiter := newLimiter()
-
-	for _, p := range []client.Policy{
-		{Name: "api", Capacity: 100, Refill: 10, Every: time.Second},
-		{Name: "login", Capacity: 5, Refill: 5, Every: 15 * time.Minute, Stepped: client.Yes},
-		{Name: "pixel", Capacity: 1000, Refill: 1000, Every: time.Minute, Durable: client.No},
-	} {
-		check(limiter.DefinePolicy(ctx, p))
-	}
-	for _, p := range must(limiter.Policies(ctx)) {
-		fmt.Printf("%s: %d every %v, stepped %v, durable %v\n", p.Name, p.Refill, p.Every, p.Stepped, p.Durable)
-	}
-	// Output:
-	// api: 10 every 1s, stepped no, durable yes
-	// login: 5 every 15m0s, stepped yes, durable yes
-	// pixel: 1000 every 1m0s, stepped no, durable no
 }
 
 // One request, three limits: all of them allow it, or nothing is taken.
@@ -182,29 +138,6 @@ func ExampleLimiter_AcquireAll() {
 	//   endpoint true 999
 }
 
-// A customer with a bigger plan, and one that is blocked for a day.
-func ExampleLimiter_Override() {
-	ctx := context.Background()
-	limiter := newLimiter()
-
-	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second}))
-	check(limiter.Override(ctx, client.Override{Policy: "api", Key: "user:42", Capacity: 5000, Refill: 500}))
-	check(limiter.Override(ctx, client.Override{
-		Policy: "api", Key: "user:66", Capacity: client.Zero, ExpiresAt: time.Now().Add(24 * time.Hour),
-	}))
-
-	for _, user := range []string{"user:1", "user:42", "user:66"} {
-		d := must(limiter.Acquire(ctx, "api", user))
-		fmt.Println(user, d.Allowed, d.Remaining, d.Capacity, d.RetryAfter.Round(time.Hour))
-	}
-	fmt.Println(must(limiter.RemoveOverride(ctx, "api", "user:66")))
-	// Output:
-	// user:1 true 99 100 0s
-	// user:42 true 4999 5000 0s
-	// user:66 false 0 0 24h0m0s
-	// true
-}
-
 // At most two jobs of a tenant at a time, on any number of machines. A worker that dies frees its slot within a minute.
 func ExampleLimiter_Hold() {
 	ctx := context.Background()
@@ -237,82 +170,4 @@ func ExampleLimiter_Hold() {
 	// export <nil>
 	// report has to wait
 	// report <nil>
-}
-
-// A worker that has nothing else to do waits for a slot.
-func ExampleLimiter_HoldWait() {
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
-	defer cancel()
-	limiter := newLimiter()
-
-	check(limiter.DefinePolicy(ctx, client.Policy{Name: "migration", Capacity: 1, Lease: time.Minute}))
-
-	h, _, err := limiter.HoldWait(ctx, "migration", "all")
-	check(err)
-	defer func() { check(h.Release(ctx)) }() // also after ctx has ended
-
-	_, _, err = limiter.HoldWait(ctx, "migration", "all")
-	fmt.Println(errors.Is(err, context.DeadlineExceeded))
-	// Output: true
-}
-
-// A limit is tried out on real traffic before it is enforced.
-func ExamplePolicy_shadow() {
-	ctx := context.Background()
-	limiter := newLimiter()
-
-	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 2, Refill: 1, Every: time.Hour, Shadow: client.Yes}))
-	for range 3 {
-		d := must(limiter.Acquire(ctx, "api", "user:42"))
-		fmt.Println(d.Allowed, d.Remaining, d.Shadowed)
-	}
-	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Shadow: client.No}))
-	fmt.Println(must(limiter.Acquire(ctx, "api", "user:42")).Allowed)
-	// Output:
-	// true 1 false
-	// true 0 false
-	// true 0 true
-	// false
-}
-
-// A server with many requests at a time.
-func ExampleNewCombiner() {
-	ctx := context.Background()
-
-	limiter := client.NewCombiner(pool)
-	defer limiter.Close() // before the pool
-
-	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 100, Refill: 1, Every: time.Hour}))
-
-	var allowed atomic.Int64
-	var requests sync.WaitGroup
-	for range 300 {
-		requests.Go(func() {
-			d := must(limiter.Acquire(ctx, "api", "user:42"))
-			if d.Allowed {
-				allowed.Add(1)
-			}
-		})
-	}
-	requests.Wait()
-	fmt.Println(allowed.Load()) // 100
-}
-
-// A client that does not wait as long as it was told is denied without a call.
-func ExampleDenialCache() {
-	ctx := context.Background()
-	limiter := client.New(pool, client.DenialCache())
-
-	check(limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
-
-	must(limiter.Acquire(ctx, "api", "user:42", client.Cost(10)))
-	before := pool.Stat().AcquireCount()
-	for range 1000 {
-		must(limiter.Acquire(ctx, "api", "user:42"))
-	}
-	fmt.Println(pool.Stat().AcquireCount() - before) // 1
-
-	// What is given back through this limiter is seen at once.
-	must(limiter.Refund(ctx, "api", "user:42", 10))
-	fmt.Println(must(limiter.Acquire(ctx, "api", "user:42")).Allowed) // true
 }

@@ -278,24 +278,6 @@ func TestHold_ReleaseWaitsForARenewal(t *testing.T) {
 	})
 }
 
-func TestHold_ReleaseOutlivesItsContext(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := newSlotDB(replies{"release": {silent, after(2*time.Second, row{true})}})
-		h := db.held(t)
-		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second+time.Second)
-		defer cancel()
-		ended, end := context.WithCancel(ctx)
-		end()
-		begin := time.Now()
-		require.ErrorIs(t, h.Release(ended), context.Canceled)
-		require.Equal(t, 5*time.Second, time.Since(begin))
-		require.NoError(t, h.Release(ctx), "one that has failed is repeated")
-		require.Equal(t, 7*time.Second, time.Since(begin))
-		require.NoError(t, h.Release(ctx))
-		require.Equal(t, []string{"hold", "release", "release"}, db.calls())
-	})
-}
-
 // When ctx ends the program is to stop. What it does not release, nobody renews, and who waits asks at the instant at which the lease
 // ends.
 func TestHold_EndsWithTheContextOfTheCall(t *testing.T) {
@@ -314,29 +296,6 @@ func TestHold_EndsWithTheContextOfTheCall(t *testing.T) {
 		require.Equal(t, 25*time.Second, time.Since(begin).Truncate(time.Microsecond))
 		require.NoError(t, next.Release(t.Context()))
 		require.NoError(t, h.Release(ctx))
-	})
-}
-
-func TestHold_ReleasesInTheBackgroundWhatACallWithoutAnAnswerMayHold(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		db := newSlotDB(replies{"hold": {silent}})
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-		defer cancel()
-		begin := time.Now()
-		h, d, err := client.New(db).Hold(ctx, "jobs", "k")
-		require.ErrorIs(t, err, context.DeadlineExceeded)
-		require.Equal(t, time.Second, time.Since(begin))
-		require.Nil(t, h)
-		require.Zero(t, d)
-		synctest.Wait()
-		require.Equal(t, []string{"hold", "release"}, db.calls())
-
-		_, _, err = client.New(db).Hold(ctx, "jobs", "k")
-		require.EqualError(t, err, "pgratelimit: hold: context deadline exceeded")
-		_, _, err = client.New(db).HoldWait(ctx, "jobs", "k")
-		require.ErrorIs(t, err, context.DeadlineExceeded)
-		synctest.Wait()
-		require.Len(t, db.calls(), 2, "nothing was sent")
 	})
 }
 
@@ -504,35 +463,5 @@ func TestHoldWait(t *testing.T) {
 		require.Len(t, s.waits, 3)
 		require.Equal(t, wait{"jobs", 10 * time.Second, context.DeadlineExceeded}, s.waits[2])
 		require.NoError(t, second.Release(t.Context()))
-	})
-}
-
-// A program that names its holder makes each call by itself, and nothing renews for it.
-func TestHoldAs_IsOneCall(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		s := &seen{}
-		ctx, fake := t.Context(), newJobs(t, client.Observe(s.hooks()))
-		holdAs := func(holder string, opts ...client.CallOption) client.HoldDecision {
-			return noError(fake.HoldAs(ctx, "jobs", "k", holder, opts...))(t)
-		}
-		granted := client.HoldDecision{Allowed: true, HeldFor: 30 * time.Second, Capacity: 2}
-		require.Equal(t, granted, holdAs("a", client.Cost(2)))
-		time.Sleep(20 * time.Second)
-		require.Equal(t, client.HoldDecision{RetryAfter: 10 * time.Second, Capacity: 2}, holdAs("b"))
-		granted.Renewed = true
-		require.Equal(t, granted, holdAs("a", client.Cost(2)))
-		_, err := fake.HoldAs(ctx, "jobs", "k", "a")
-		require.ErrorIs(t, err, client.ErrIdempotencyMismatch)
-		time.Sleep(20 * time.Second)
-		require.Equal(t, 30*time.Second, noError(fake.Renew(ctx, "jobs", "k", "a"))(t))
-		require.True(t, noError(fake.Release(ctx, "jobs", "k", "a"))(t))
-		require.False(t, noError(fake.Release(ctx, "jobs", "k", "a"))(t))
-		require.Zero(t, noError(fake.Renew(ctx, "jobs", "k", "a"))(t), "a renewal takes nothing")
-		require.True(t, holdAs("b").Allowed)
-		time.Sleep(30 * time.Second)
-		require.Zero(t, noError(fake.Renew(ctx, "jobs", "k", "b"))(t), "it was not renewed")
-		require.Equal(t, "hold allowed\nhold denied\nhold replayed\nhold error\nrenew allowed\nrelease allowed\nrelease denied\nrenew denied\n"+
-			"hold allowed\nrenew denied\n", s.operations())
 	})
 }

@@ -1,15 +1,15 @@
 package client
 
 import (
-	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 )
 
@@ -37,7 +37,7 @@ func TestStock_KeepsItsInvariants(t *testing.T) {
 				d.now += pick[time.Duration](r, 1, 10, 50, 400) * time.Millisecond
 				d.bucket += r.Int64N(10)
 			case 4:
-				if r.IntN(10) == 0 && d.stock.begin(ending) {
+				if r.IntN(10) == 0 && d.stock.enter(ending) {
 					d.begins(ending)
 				}
 			default:
@@ -255,33 +255,6 @@ func (d *drivenStock) refund() {
 	}
 }
 
-// An uncalledPool is one for a Prefetcher that makes no calls.
-type uncalledPool struct{ Pool }
-
-func (uncalledPool) QueryRow(context.Context, string, ...any) pgx.Row { panic("a call") }
-
-// However many buckets are hot, no more than 10,000 of a policy have a stock. Another policy has its own.
-func TestPrefetcher_HasTenThousandStocksOfAPolicyAtMost(t *testing.T) {
-	t.Parallel()
-	l := NewPrefetcher(uncalledPool{}, Prefetch{Policy: "p"}, Prefetch{Policy: "q"})
-	l.Close() // so that nothing is taken for the stocks, nor looked at
-	p := l.policies["p"]
-	d := Decision{Allowed: true, Remaining: 9_000, Capacity: 10_000, ResetAfter: time.Second}
-	for key := range uint64(10_100) {
-		for range hotRequests {
-			l.learn(candidate{policy: p, hash: key}, request{policy: "p", key: fmt.Sprint(key), cost: 1}, d)
-		}
-	}
-	held := 0
-	p.each(func(*hotBucket) { held++ })
-	require.Equal(t, 10_000, held)
-	require.EqualValues(t, 10_000, p.size.Load())
-	for range hotRequests {
-		l.learn(candidate{policy: l.policies["q"]}, request{policy: "q", key: "k", cost: 1}, d)
-	}
-	require.EqualValues(t, 1, l.policies["q"].size.Load())
-}
-
 // Whatever the demand and the bucket, a stock keeps within its bounds, and leaves others as much as it has.
 func TestStockSize_KeepsItsBounds(t *testing.T) {
 	t.Parallel()
@@ -454,3 +427,511 @@ func Forget(l *Limiter) { l.denialCache.forgetAll() }
 
 // StopTimer makes a Hold find out by itself that its lease has ended.
 func StopTimer(h *Hold) { h.timer.Stop() }
+
+// Whatever arrives, leaves and ends in whatever order, the invariants of the queue hold after each step, and in the
+// end every request was sent or refused, or its caller has left. The test knows the queue by the calls of its methods alone.
+func TestQueue_KeepsItsInvariants(t *testing.T) {
+	t.Parallel()
+	random(t, 100, func(t *testing.T, r *rand.Rand) {
+		d := &drivenQueue{T: t, limit: 1 + r.IntN(4), maxWaiting: pick(r, 1, 20, 300, 10_000), now: time.Unix(0, 0), taken: map[*waiter]*batch{}}
+		d.queue = newQueue(d.limit, d.maxWaiting)
+		arrive := func() {
+			spread := pick(r, 1, 5, 300)
+			for range pick(r, 1, 1, 1, 40, 300) {
+				next := request{policy: pick(r, "p", "q"), key: fmt.Sprint(r.IntN(spread + 1))}
+				if r.IntN(4) == 0 {
+					next.idempotencyKey = "once"
+				}
+				if r.IntN(3) == 0 {
+					next.policy = ""
+					next.charges = make([]Charge, pick(r, 1, 3, 1000))
+				}
+				d.arrive(next, pick[time.Duration](r, 0, 1, 50, 1000, 1e6)*time.Millisecond)
+				d.check()
+			}
+		}
+		for range 30 {
+			switch step := r.IntN(6); {
+			case step == 0:
+				arrive()
+			case step == 1 && d.reserved:
+				d.take()
+			case step == 2 && len(d.batches) > 0:
+				d.finish(pick(r, d.batches...))
+			case step == 3 && len(d.callers()) > 0:
+				d.leave(pick(r, d.callers()...))
+			case step == 4 && d.lingering:
+				d.hurry()
+			default:
+				d.now = d.now.Add(time.Duration(1+r.IntN(100)) * time.Millisecond)
+			}
+			d.check()
+		}
+
+		for d.reserved || d.lingering || len(d.batches) > 0 {
+			switch {
+			case d.reserved:
+				d.take()
+			case d.lingering:
+				d.hurry()
+			default:
+				d.finish(d.batches[0])
+			}
+			d.check()
+		}
+		require.Empty(t, d.waiting, "nobody is forgotten")
+		require.Empty(t, d.queue.owners, "nor is a bucket kept")
+	})
+}
+
+// random runs a test of random choices under the seeds from 0 on, and logs the seed that fails.
+func random(t *testing.T, seeds uint64, test func(*testing.T, *rand.Rand)) {
+	t.Helper()
+	seed := uint64(0)
+	defer func() {
+		if t.Failed() {
+			t.Logf("seed %d", seed)
+		}
+	}()
+	for ; seed < seeds && !t.Failed(); seed++ {
+		test(t, rand.New(rand.NewPCG(seed, 0)))
+	}
+}
+
+func pick[T any](r *rand.Rand, from ...T) T { return from[r.IntN(len(from))] }
+
+// A drivenQueue records the calls of its queue's methods, and requires what follows from them.
+type drivenQueue struct {
+	*testing.T
+	queue      *queue
+	limit      int
+	maxWaiting int
+	now        time.Time
+	calls      []time.Duration // of the calls that have ended
+	ended      time.Time       // when the last call did
+	reserved   bool
+	lingering  bool
+	waiting    []*waiter // in order of arrival
+	batches    []*batch  // open
+	claimed    []*batch  // those of batches that claim opened
+	claimedFor []request // the request of each claimed batch
+	abandoned  []*batch  // those of batches whose callers have all left
+	taken      map[*waiter]*batch
+}
+
+func (d *drivenQueue) do(next step) {
+	switch next {
+	case serve:
+		require.False(d, d.reserved, "one place is reserved at a time")
+		d.reserved = true
+	case linger:
+		require.NotEmpty(d, d.batches)
+		d.lingering = true
+	}
+}
+
+func (d *drivenQueue) hurry() {
+	d.lingering = false
+	next := d.queue.hurry()
+	require.NotEqual(d, linger, next)
+	d.do(next)
+}
+
+// recent returns the times of the calls that the queue may judge by.
+func (d *drivenQueue) recent() []time.Duration {
+	return d.calls[max(0, len(d.calls)-max(paceCalls, 2*d.limit+1)):]
+}
+
+// judges reports whether the queue knows of enough calls, of which the last has just ended.
+func (d *drivenQueue) judges() bool {
+	return len(d.calls) >= paceCalls && d.now.Sub(d.ended) <= paceLife
+}
+
+func (d *drivenQueue) arrive(r request, within time.Duration) {
+	if b := d.queue.claim(r, d.now); b != nil {
+		require.False(d, d.reserved)
+		d.batches, d.claimed, d.claimedFor = append(d.batches, b), append(d.claimed, b), append(d.claimedFor, r)
+		return
+	}
+	w := &waiter{request: r}
+	if within > 0 {
+		w.deadline = d.now.Add(within)
+	}
+	refusal := d.queue.refusal(w, d.now)
+	d.checkRefusal(w, within, refusal)
+	if refusal != nil {
+		return
+	}
+	d.waiting = append(d.waiting, w)
+	d.do(d.queue.add(w))
+}
+
+// checkRefusal requires no refusal where the deadline plainly can be met, and one where it plainly cannot.
+func (d *drivenQueue) checkRefusal(w *waiter, within time.Duration, refusal *OverloadedError) {
+	isFree := !d.reserved && len(d.batches) < d.limit
+	if isFree && d.owners()[w.bucket()] == nil {
+		require.Nil(d, refusal, "it can be sent at once")
+		return
+	}
+	if len(d.waiting) >= d.maxWaiting {
+		require.NotNil(d, refusal)
+		return
+	}
+	if !d.judges() {
+		require.Nil(d, refusal, "too little is known")
+	}
+	if refusal != nil {
+		require.Equal(d, len(d.waiting), refusal.Waiting)
+		require.NotZero(d, within)
+		require.Greater(d, refusal.Expected, within)
+	}
+	longest, shortest := time.Duration(0), time.Duration(0)
+	if len(d.calls) > 0 {
+		longest, shortest = slices.Max(d.recent()), slices.Min(d.recent())
+	}
+	lasted, young := time.Duration(0), !d.reserved
+	for _, b := range d.batches {
+		lasted = max(lasted, d.now.Sub(b.began))
+		young = young && d.now.Sub(b.began) <= shortest/2
+	}
+	elements := w.elements()
+	for _, o := range d.waiting {
+		elements += o.elements()
+	}
+	if within >= 2*(max(lasted, longest)+longest*time.Duration(elements)) {
+		require.Nil(d, refusal, "it would be met if each request had calls of its own, the longest there were")
+	}
+	if d.judges() && within > 0 && len(d.batches) == d.limit && young && within < shortest {
+		require.NotNil(d, refusal, "all calls have just begun, and none was as short")
+	}
+}
+
+func (d *drivenQueue) take() {
+	d.reserved = false
+	b := new(batch)
+	before := len(d.waiting)
+	taken := d.queue.take(b, d.now)
+	d.checkLate(b, before)
+	if !taken {
+		return
+	}
+	require.NotEmpty(d, b.waiters)
+	elements := 0
+	passed := map[bucket][2]bool{}
+	inBatch := map[*waiter]bool{}
+	for _, w := range b.waiters {
+		require.Less(d, elements, maxBatch, "a full batch takes no more")
+		elements += max(1, len(w.charges))
+		require.Equal(d, b.waiters[0].keyed(), w.keyed())
+		require.Equal(d, b.waiters[0].isJoint(), w.isJoint())
+		inBatch[w] = true
+	}
+	for _, w := range d.waiting {
+		which := map[bool]int{false: 0, true: 1}[w.keyed()]
+		if !inBatch[w] {
+			p := passed[w.bucket()]
+			p[which] = true
+			passed[w.bucket()] = p
+			continue
+		}
+		require.False(d, passed[w.bucket()][which], "one that arrived before it still waits")
+		d.taken[w] = b
+	}
+	left := len(d.waiting) - len(b.waiters)
+	d.waiting = slices.DeleteFunc(d.waiting, func(w *waiter) bool { return inBatch[w] })
+	require.Len(d, d.waiting, left, "all of them waited")
+	d.batches = append(d.batches, b)
+	d.do(d.queue.next())
+}
+
+// checkLate requires that take refused only requests that cannot be answered in time, and not the last one that waited.
+func (d *drivenQueue) checkLate(b *batch, before int) {
+	soonest := d.now
+	if d.judges() {
+		soonest = soonest.Add(slices.Min(d.recent()))
+	}
+	late := map[*waiter]bool{}
+	for _, w := range b.late {
+		require.True(d, !w.deadline.IsZero() && w.deadline.Before(soonest))
+		require.Contains(d, d.waiting, w)
+		late[w] = true
+	}
+	d.waiting = slices.DeleteFunc(d.waiting, func(w *waiter) bool { return late[w] })
+	require.Len(d, d.waiting, before-len(b.late))
+	if before > 0 {
+		require.NotEmpty(d, d.waiting)
+	}
+	for _, w := range b.waiters {
+		require.True(d, w.deadline.IsZero() || !w.deadline.Before(soonest) || len(d.waiting) == 1, "it is sent in vain")
+	}
+}
+
+func (d *drivenQueue) finish(b *batch) {
+	took := d.now.Sub(b.began)
+	if slices.Contains(d.abandoned, b) {
+		took *= 2
+	}
+	d.calls, d.ended = append(d.calls, took), d.now
+	d.batches = slices.DeleteFunc(d.batches, func(o *batch) bool { return o == b })
+	if i := slices.Index(d.claimed, b); i >= 0 {
+		d.claimed, d.claimedFor = slices.Delete(d.claimed, i, i+1), slices.Delete(d.claimedFor, i, i+1)
+	}
+	maps.DeleteFunc(d.taken, func(_ *waiter, by *batch) bool { return by == b })
+	d.do(d.queue.finish(b, d.now))
+}
+
+// callers returns the waiters whose callers have not left.
+func (d *drivenQueue) callers() []*waiter {
+	callers := slices.Clone(d.waiting)
+	for _, b := range d.batches {
+		for _, w := range b.waiters {
+			if d.taken[w] == b {
+				callers = append(callers, w)
+			}
+		}
+	}
+	return callers
+}
+
+func (d *drivenQueue) leave(w *waiter) {
+	abandoned := d.queue.leave(w)
+	b := d.taken[w]
+	if b == nil {
+		require.Nil(d, abandoned)
+		d.waiting = slices.DeleteFunc(d.waiting, func(o *waiter) bool { return o == w })
+		return
+	}
+	delete(d.taken, w)
+	for _, by := range d.taken {
+		if by == b {
+			require.Nil(d, abandoned, "others wait for that batch")
+			return
+		}
+	}
+	require.Same(d, b, abandoned)
+	d.abandoned = append(d.abandoned, b)
+}
+
+func (d *drivenQueue) check() {
+	places := len(d.batches)
+	if d.reserved {
+		places++
+	}
+	require.LessOrEqual(d, places, d.limit)
+	require.LessOrEqual(d, len(d.waiting), d.maxWaiting+1)
+	elements := 0
+	for _, w := range d.waiting {
+		elements += w.elements()
+	}
+	require.Equal(d, elements, d.queue.elements)
+
+	owners := d.owners()
+	if places == d.limit || d.reserved || d.lingering {
+		return
+	}
+	for _, w := range d.waiting {
+		require.NotNil(d, owners[w.bucket()], "%v waits for nobody, and a place is free", w.bucket())
+	}
+}
+
+// owners returns the open batch of each bucket.
+func (d *drivenQueue) owners() map[bucket]*batch {
+	owners := map[bucket]*batch{}
+	owned := func(b *batch, r request) {
+		require.True(d, owners[r.bucket()] == nil || owners[r.bucket()] == b, "%v is in two calls", r.bucket())
+		owners[r.bucket()] = b
+	}
+	for _, b := range d.batches {
+		for _, w := range b.waiters {
+			owned(b, w.request)
+		}
+	}
+	for i, b := range d.claimed {
+		owned(b, d.claimedFor[i])
+	}
+	return owners
+}
+
+// Each list of buckets has a name of its own, whatever texts the policies and keys are.
+func TestQueue_TellsListsOfBucketsApart(t *testing.T) {
+	t.Parallel()
+	names := map[string][]Charge{}
+	for _, charges := range [][]Charge{
+		{{Policy: "p", Key: "k"}},
+		{{Policy: "pk", Key: ""}},
+		{{Policy: "", Key: "pk"}},
+		{{Policy: "p", Key: "k1 p1 k"}},
+		{{Policy: "p", Key: "k"}, {Policy: "p", Key: "k"}},
+		{{Policy: "p", Key: "k"}, {Policy: "p", Key: "l"}},
+		{{Policy: "p", Key: "l"}, {Policy: "p", Key: "k"}},
+		{{Policy: "p", Key: "1 k"}, {Policy: "", Key: ""}},
+		{{Policy: "p", Key: ""}, {Policy: "k", Key: ""}},
+	} {
+		name := nameOfAll(charges)
+		require.NotContains(t, names, name, "%v", charges)
+		names[name] = charges
+	}
+}
+
+// A batch gets an equal share of the requests for each place: at least minShare, and at most maxBatch. Further requests
+// for its own buckets do not count, because no other batch could take them.
+func TestQueue_Shares(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct{ limit, keys, each, want int }{
+		{1, 10, 1, 10},
+		{1, 300, 1, 256},
+		{2, 20, 1, 20},
+		{2, 64, 1, 32},
+		{2, 200, 1, 100},
+		{2, 2000, 1, 256},
+		{4, 200, 1, 50},
+		{4, 100, 1, 32},
+		{4, 1, 200, 200},
+		{4, 1, 300, 256},
+		{2, 40, 3, 120}, // a share of sixty requests has all buckets, and then all their requests
+	} {
+		q := newQueue(test.limit, 10_000)
+		for i := range test.keys * test.each {
+			q.add(&waiter{request: request{policy: "p", key: fmt.Sprint(i % test.keys)}})
+		}
+		var b batch
+		require.True(t, q.take(&b, time.Time{}))
+		require.Len(t, b.waiters, test.want, "%+v", test)
+	}
+}
+
+// The expected time is the rest of the call that ends first, unless a place is reserved, and the calls that are needed then, each as
+// long as the quickest recent call. A quarter is added. A request is refused if and only if its deadline is earlier.
+func TestQueue_ExpectsTheNextCallAndThoseThatAreNeeded(t *testing.T) {
+	t.Parallel()
+	const ms = time.Millisecond
+	now := time.Unix(100, 0)
+	plain := func(key string) *waiter { return &waiter{request: request{policy: "p", key: key}} }
+	joint := func(charges int) *waiter { return &waiter{request: request{charges: make([]Charge, charges)}} }
+	for name, test := range map[string]struct {
+		limit    int
+		lasted   []time.Duration // of the calls under way, for keys 0 and on
+		reserved bool
+		waiting  int
+		waiter   func() *waiter
+		want     time.Duration // before a quarter is added
+	}{
+		"the call that ends first":  {2, []time.Duration{10 * ms, 60 * ms}, false, 0, func() *waiter { return plain("k") }, 40*ms + 100*ms},
+		"a reserved place":          {2, []time.Duration{10 * ms}, true, 0, func() *waiter { return plain("k") }, 100 * ms},
+		"its bucket's call":         {2, []time.Duration{10 * ms, 60 * ms}, false, 0, func() *waiter { return plain("0") }, 90*ms + 100*ms},
+		"one bucket, a call a time": {2, []time.Duration{10 * ms}, false, 600, func() *waiter { return plain("0") }, 90*ms + 3*100*ms},
+		"a request is never split":  {1, []time.Duration{10 * ms}, false, 0, func() *waiter { return joint(1000) }, 90*ms + 100*ms},
+		"large requests":            {1, []time.Duration{10 * ms}, false, 9, func() *waiter { return joint(20) }, 90*ms + 100*ms},
+	} {
+		q := newQueue(test.limit, 10_000)
+		for range paceCalls {
+			q.pace.observe(100*ms, false, now)
+		}
+		for key, lasted := range test.lasted {
+			r := plain(fmt.Sprint(key)).request
+			require.NotNil(t, q.claim(r, now.Add(-lasted)), name)
+		}
+		for range test.waiting {
+			q.push(test.waiter())
+		}
+		q.reserved = test.reserved
+		w := test.waiter()
+		want := test.want * 5 / 4
+		require.Equal(t, want, q.expected(w, now), name)
+		w.deadline = now.Add(want)
+		require.Nil(t, q.refusal(w, now), name)
+		w.deadline = now.Add(want - 1)
+		require.Equal(t, &OverloadedError{Waiting: test.waiting, Expected: want}, q.refusal(w, now), name)
+	}
+}
+
+// An abandoned call is cancelled: the pace counts it as twice as long as it lasted.
+func TestQueue_AnAbandonedCallCountsTwice(t *testing.T) {
+	t.Parallel()
+	q, now := newQueue(1, 10), time.Unix(0, 0)
+	for range paceCalls {
+		one, two := &waiter{request: request{key: "1"}}, &waiter{request: request{key: "2"}}
+		require.Equal(t, serve, q.add(one))
+		q.add(two)
+		b := new(batch)
+		require.True(t, q.take(b, now))
+		require.Nil(t, q.leave(one))
+		require.Same(t, b, q.leave(two))
+		now = now.Add(40 * time.Millisecond)
+		q.finish(b, now)
+	}
+	require.Equal(t, 80*time.Millisecond, q.pace.call(now))
+}
+
+// A call has stalled when it has lasted twice as long as usual, and not before: until then it is expected to end at any moment.
+func TestPace_ACallHasStalledAfterTwiceTheUsualTime(t *testing.T) {
+	t.Parallel()
+	now := time.Unix(0, 0)
+	p := newPace(2)
+	for range paceCalls {
+		require.Zero(t, p.left(time.Hour, now), "too little is known")
+		p.observe(100*time.Millisecond, false, now)
+	}
+	for lasted, left := range map[time.Duration]time.Duration{
+		0: 100, 60: 40, 99: 1, 100: 0, 101: 0, 199: 0, 200: 200, 201: 201, 5000: 5000,
+	} {
+		require.Equal(t, left*time.Millisecond, p.left(lasted*time.Millisecond, now), "after %d ms", lasted)
+	}
+	require.Zero(t, p.left(time.Hour, now.Add(paceLife+1)), "what is known is too old")
+}
+
+// The pace is that of the quickest recent call. Two slow rounds of calls do not change it: the first ones connect, and some may stall.
+func TestPace_SlowCallsNowAndThenDoNotCount(t *testing.T) {
+	t.Parallel()
+	now := time.Unix(0, 0)
+	for _, limit := range []int{1, 2, 8} {
+		p := newPace(limit)
+		observe := func(calls int, took time.Duration) time.Duration {
+			for range calls {
+				p.observe(took, false, now)
+			}
+			return p.call(now)
+		}
+		observe(2*limit, 500*time.Millisecond)
+		require.Equal(t, 50*time.Millisecond, observe(paceCalls, 50*time.Millisecond))
+		require.Equal(t, 50*time.Millisecond, observe(2*limit, 500*time.Millisecond))
+		require.Equal(t, 500*time.Millisecond, observe(paceCalls, 500*time.Millisecond), "all are slow now")
+	}
+}
+
+// A later denial of a bucket replaces the earlier one. When the cache is full, a new bucket replaces one whose denial ends soon.
+func TestDenialCache_IsBoundedAndKeepsDenialsThatLast(t *testing.T) {
+	t.Parallel()
+	const most = maxDenials / denialCacheParts
+	now := time.Unix(0, 0)
+	s := &denialCachePart{byKey: make(map[bucket]cachedDenial)}
+	store := func(key int, lasts time.Duration) {
+		s.store(bucket{"p", fmt.Sprint(key)}, cachedDenial{Decision{RetryAfter: lasts, Capacity: 10}, 1, now, now}, 0)
+	}
+	for key := range most {
+		store(key, time.Minute+time.Duration(key)*time.Second)
+	}
+	store(most-1, time.Hour)
+	require.Len(t, s.byKey, most)
+	d, known, _ := s.find(bucket{"p", fmt.Sprint(most - 1)}, 1, now)
+	require.True(t, known)
+	require.Equal(t, time.Hour, d.RetryAfter)
+
+	at := bucket{"p", fmt.Sprint(most - 1)}
+	s.store(at, cachedDenial{Decision{RetryAfter: 2 * time.Hour, Capacity: 10}, 2, now, now}, 0)
+	_, known, _ = s.find(at, 1, now)
+	require.True(t, known, "a denial of a larger cost does not replace one of a smaller")
+
+	for key := range 2 * most {
+		store(most+key, time.Duration(2+key)*time.Hour)
+		require.Len(t, s.byKey, most)
+		require.Contains(t, s.byKey, bucket{"p", fmt.Sprint(most + key)})
+	}
+	kept := 0
+	for key := range most / 2 {
+		if _, ok := s.byKey[bucket{"p", fmt.Sprint(3*most - 1 - key)}]; ok {
+			kept++
+		}
+	}
+	require.Greater(t, kept, most/2*9/10, "of the denials that last longest")
+}

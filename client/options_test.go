@@ -1,6 +1,8 @@
 package client_test
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"math"
@@ -8,14 +10,17 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/clienttest"
 )
 
 // callOptions are all of them, by their names in errors.
@@ -74,20 +79,6 @@ func TestCallOptions_AreForTheirMethods(t *testing.T) {
 	require.Panics(t, func() { client.New(nil).RunCleanup(ctx, time.Second, client.MaxRows(1)) }, "it returns nothing")
 }
 
-// A wrong option is refused while other requests wait for a call, and where a denial would come from memory.
-func TestCallOptions_AreCheckedBeforeARequestWaits(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		db, limiter := gated(t, client.CallsInFlight(1), client.DenialCache())
-		first := ask(t.Context(), limiter, "k1")
-		require.ErrorIs(t, (<-ask(t.Context(), limiter, "k2", client.AtLeast(1))).err, client.ErrInvalidArgument)
-		require.ErrorIs(t, (<-askAll(t.Context(), limiter, []string{"k2"}, client.Cost(1))).err, client.ErrInvalidArgument)
-		db.only(t).deny(time.Second)
-		require.NoError(t, (<-first).err)
-		require.ErrorIs(t, (<-ask(t.Context(), limiter, "k1", client.AtLeast(1))).err, client.ErrInvalidArgument)
-	})
-}
-
 // A constructor panics at an option that it has no use for.
 func TestOptions_AreForTheirConstructors(t *testing.T) {
 	t.Parallel()
@@ -115,18 +106,8 @@ func TestOptions_AreForTheirConstructors(t *testing.T) {
 			require.PanicsWithValue(t, "client: "+constructor+" has no use for "+name, func() { test.make(option) })
 		}
 	}
-}
-
-// A request of a Combiner shares calls, and one of its WithTx is part of the transaction: no other limiter is within reach.
-func TestCombiner_HasNoWayPastIt(t *testing.T) {
-	t.Parallel()
-	for _, limiter := range []reflect.Type{reflect.TypeFor[client.Combiner](), reflect.TypeFor[client.Prefetcher](), reflect.TypeFor[client.Sharded]()} {
-		for i := range limiter.NumField() {
-			require.False(t, limiter.Field(i).IsExported(), limiter.Field(i).Name)
-		}
-	}
-	_, closes := any(client.NewCombiner(&fakePool{}).WithTx(nil)).(interface{ Close() })
-	require.False(t, closes)
+	require.Panics(t, func() { client.NewCombiner(&fakePool{}, client.CallsInFlight(0)) })
+	require.Panics(t, func() { client.NewCombiner(&fakePool{}, client.MaxWaiting(0)) })
 }
 
 // An option costs a caller no memory.
@@ -146,31 +127,6 @@ func TestCost_IsOneUnlessSaid(t *testing.T) {
 	}
 }
 
-func TestChoice_String(t *testing.T) {
-	t.Parallel()
-	require.Equal(t, "keep yes no Choice(3)", fmt.Sprint(client.Keep, client.Yes, client.No, client.Choice(3)))
-}
-
-func TestDefinePolicy_SendsNullForWhatIsLeftOpen(t *testing.T) {
-	t.Parallel()
-	db := &fakeDB{answers: []any{row{1}}}
-	limiter := client.New(db)
-	for _, p := range []client.Policy{{Name: "p"}, {
-		Name: "p", Capacity: -2, Refill: client.Zero, Every: time.Second,
-		Stepped: client.Yes, Durable: client.No, Remember: -time.Second, Shadow: client.Yes,
-	}, {Name: "p", Period: client.Period{Months: 1}, TimeZone: "UTC", Anchor: anchor}, {Name: "p", Capacity: 5, Lease: 5 * time.Minute}} {
-		require.NoError(t, limiter.DefinePolicy(t.Context(), p))
-	}
-	sent := db.sent()
-	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil}, sent[0].args)
-	require.Equal(t, []any{"p", int64(-2), int64(0), "1000000 microseconds", "yes", "no", "-1000000 microseconds", "yes", nil, nil, nil, nil}, sent[1].args)
-	require.Equal(t, []any{"p", nil, nil, nil, nil, nil, nil, nil, "1 month", "UTC", "2024-01-31T09:30:00.000001", nil}, sent[2].args)
-	require.Equal(t, []any{"p", int64(5), nil, nil, nil, nil, nil, nil, nil, nil, nil, "300000000 microseconds"}, sent[3].args)
-}
-
-// anchor is a time of day with a fraction of a microsecond, in a zone that does not count.
-var anchor = time.Date(2024, 1, 31, 9, 30, 0, 1999, time.FixedZone("", -3600))
-
 func TestPeriod_Texts(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string]client.Period{
@@ -189,4 +145,160 @@ func TestPeriod_Texts(t *testing.T) {
 		require.ErrorIs(t, err, client.ErrInvalidArgument, text)
 		require.ErrorContains(t, err, strconv.Quote(text))
 	}
+}
+
+// seen is what the hooks were told.
+type seen struct {
+	mu      sync.Mutex // of answers: a Hold renews in the background
+	answers []client.Answer
+	waits   []wait
+	calls   []int
+}
+
+type wait struct {
+	policy string
+	slept  time.Duration
+	err    error
+}
+
+func (s *seen) hooks() client.Hooks {
+	return client.Hooks{
+		Answered: func(_ context.Context, a client.Answer) {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.answers = append(s.answers, a)
+		},
+		Waited: func(_ context.Context, policy string, slept time.Duration, err error) {
+			s.waits = append(s.waits, wait{policy, slept, err})
+		},
+		Combined: func(requests int) { s.calls = append(s.calls, requests) },
+	}
+}
+
+func TestObserve_SeesEachAnswer(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	var s seen
+	now := time.Now()
+	fake := clienttest.New(func() time.Time { return now }, client.Observe(s.hooks()))
+	for _, p := range []client.Policy{
+		{Name: "api", Capacity: 10, Refill: 1, Every: time.Second},
+		{Name: "org", Capacity: 3, Refill: 1, Every: time.Second},
+		{Name: "trial", Capacity: 1, Refill: 1, Every: time.Second, Shadow: client.Yes},
+	} {
+		require.NoError(t, fake.DefinePolicy(ctx, p))
+	}
+	for _, ask := range []struct {
+		operation, policy string
+		result            client.Result
+		takes             bool
+		call              func() error
+	}{
+		{"acquire", "api", client.ResultAllowed, true, func() error { return errOf(fake.Acquire(ctx, "api", "k", client.Cost(2), client.IdempotencyKey("i"))) }},
+		{"acquire", "api", client.ResultReplayed, true, func() error { return errOf(fake.Acquire(ctx, "api", "k", client.Cost(2), client.IdempotencyKey("i"))) }},
+		{"acquire", "api", client.ResultDenied, true, func() error { return errOf(fake.Acquire(ctx, "api", "k", client.Cost(9))) }},
+		{"acquire", "trial", client.ResultShadowed, true, func() error { return errOf(fake.Acquire(ctx, "trial", "k", client.Cost(2))) }},
+		{"acquire", "nobody", client.ResultError, true, func() error { return errOf(fake.Acquire(ctx, "nobody", "k")) }},
+		{"acquire all", "org", client.ResultAllowed, true, func() error {
+			return errOf(fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "org", Key: "k"}}))
+		}},
+		{"acquire all", "", client.ResultError, true, func() error {
+			return errOf(fake.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: "k"}, {Policy: "nobody", Key: "k"}}))
+		}},
+		{"acquire up to", "api", client.ResultAllowed, true, func() error { return errOf(fake.AcquireUpTo(ctx, "api", "k", 2)) }},
+		{"acquire up to", "nobody", client.ResultError, true, func() error { return errOf(fake.AcquireUpTo(ctx, "nobody", "k", 2)) }},
+		{"charge", "api", client.ResultAllowed, true, func() error { return errOf(fake.Charge(ctx, "api", "k", 100)) }},
+		{"settle", "api", client.ResultAllowed, false, func() error { return errOf(fake.Settle(ctx, "api", "k", "i", 1)) }},
+		{"reserve", "api", client.ResultDenied, true, func() error { return errOf(fake.Reserve(ctx, "api", "k", time.Second)) }},
+		{"reserve", "api", client.ResultError, true, func() error { return errOf(fake.Reserve(ctx, "api", "k", time.Nanosecond)) }},
+		{"peek", "api", client.ResultDenied, false, func() error { return errOf(fake.Peek(ctx, "api", "k")) }},
+		{"refund", "api", client.ResultAllowed, false, func() error { return errOf(fake.Refund(ctx, "api", "k", 1)) }},
+	} {
+		s.answers = nil
+		err := ask.call()
+		require.Len(t, s.answers, 1, ask.operation)
+		a := s.answers[0]
+		require.Equal(t, ask.operation, a.Operation)
+		require.Equal(t, ask.policy, a.Policy, ask.operation)
+		require.Equal(t, ask.result, a.Result(), ask.operation)
+		require.Equal(t, ask.takes, a.Takes(), ask.operation)
+		require.Equal(t, err, a.Err, "the caller's")
+		require.GreaterOrEqual(t, a.Duration, time.Duration(0))
+	}
+	require.Empty(t, s.calls, "a Limiter combines nothing")
+}
+
+func TestObserve_SeesWaits(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		var s seen
+		fake := clienttest.New(time.Now, client.Observe(s.hooks()))
+		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Capacity: 1, Refill: 1, Every: time.Second}))
+		for range 2 {
+			noError(fake.Wait(t.Context(), "line", "k"))(t)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second-time.Microsecond)
+		defer cancel()
+		require.ErrorIs(t, errOf(fake.Wait(ctx, "line", "k")), client.ErrTooLate)
+		ctx, cancel = context.WithCancel(t.Context())
+		time.AfterFunc(time.Second/4, cancel)
+		require.ErrorIs(t, errOf(fake.Wait(ctx, "line", "k")), context.Canceled)
+		require.Equal(t, []wait{{"line", 0, nil}, {"line", time.Second, nil}, {"line", time.Second / 4, context.Canceled}}, s.waits)
+
+		var operations []string
+		for _, a := range s.answers {
+			operations = append(operations, a.Operation+" "+string(a.Result()))
+		}
+		require.Equal(t, []string{"reserve allowed", "reserve allowed", "reserve denied", "reserve allowed", "settle allowed"}, operations)
+	})
+}
+
+// Each request that is sent is in one call.
+func TestObserve_SeesTheSizeOfCalls(t *testing.T) {
+	var s seen
+	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
+		askKeys(t.Context(), limiter, 1, 4)
+		_ = askAll(t.Context(), limiter, []string{"k5", "k6"})
+		_ = askAll(t.Context(), limiter, []string{"k7", "k8"})
+		_ = ask(t.Context(), limiter, strings.Repeat("k", 513))
+		db.grantAll()
+		require.ElementsMatch(t, []int{1, 1, 3, 2}, s.calls)
+		require.Len(t, s.answers, 7)
+	}, client.Observe(s.hooks()))
+}
+
+func TestRunCleanup_CallsAndPausesAlsoAfterAnError(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		broken := errors.New("connection refused")
+		db := &fakePool{fakeDB{answers: []any{broken, pgx.ErrNoRows}}}
+		ctx, cancel := context.WithCancel(t.Context())
+		reported := make(chan error, 10)
+		go client.New(db, client.Schema("app")).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { reported <- err }))
+
+		synctest.Wait()
+		call := query{`call "app".ratelimit_cleanup_all($1::text::interval)`, []any{"60000000 microseconds"}}
+		require.Equal(t, []query{call}, db.sent())
+		err := <-reported
+		require.ErrorIs(t, err, broken)
+		require.EqualError(t, err, "pgratelimit: clean up: connection refused")
+		time.Sleep(time.Minute - 1)
+		synctest.Wait()
+		require.Len(t, db.sent(), 1)
+		time.Sleep(time.Nanosecond)
+		synctest.Wait()
+		require.Equal(t, []query{call, call}, db.sent())
+
+		cancel()
+		synctest.Wait()
+		time.Sleep(time.Hour)
+		require.Len(t, db.sent(), 2, "it ends with its context; synctest fails when the goroutine does not")
+		require.Empty(t, reported)
+	})
+}
+
+func TestRunCleanup_EndOfContextIsNoError(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithCancel(t.Context())
+	db := &fakePool{fakeDB{answers: []any{context.Canceled}, after: cancel}}
+	client.New(db).RunCleanup(ctx, time.Minute, client.OnError(func(err error) { t.Error(err) }))
+	require.Len(t, db.sent(), 1)
 }

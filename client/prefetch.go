@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"hash/maphash"
-	"log/slog"
 	"maps"
 	"math"
 	"slices"
@@ -24,9 +23,6 @@ const (
 
 	// maxHotBuckets of one policy.
 	maxHotBuckets = 10_000
-
-	// jointOnly requests of several charges, and none of one charge, make a Prefetcher log that it takes nothing in advance.
-	jointOnly = 1000
 
 	hotMaps       = 256     // maps of stocks in a policy, each with a mutex
 	requestCounts = 1 << 16 // counts of requests in a policy
@@ -101,21 +97,17 @@ type combiner = Combiner // so that only this package names the field of a Prefe
 // Close it when it is no longer used: else its stocks are lost.
 type Prefetcher struct {
 	*combiner
-	own      limiter // for refills and refunds: no caller made them, so hooks are not called
+	unseen   limiter // for refills and refunds: no caller made them, so hooks are not called
 	policies map[string]*prefetchedPolicy
 	start    time.Time       // of the Prefetcher's clock
 	calls    chan struct{}   // has an element for each refill or refund under way
 	closed   context.Context // ends when Close begins
 	close    context.CancelFunc
-	working  context.Context // ends when Close has no more time
+	working  context.Context // of refills and refunds: ends when Close has no more time
 	stop     context.CancelFunc
 
-	background sync.WaitGroup // goroutines that refill and refund
-	closing    sync.Mutex
-	isClosed   bool
-
-	joint     atomic.Int64 // requests of several charges, of a prefetched policy
-	hasSingle atomic.Bool  // a request that a stock might answer
+	background sync.WaitGroup // watch, and the goroutines that refill and refund
+	starting   sync.Mutex     // so that no goroutine starts once Close waits for them
 }
 
 // NewPrefetcher returns a Prefetcher. The role needs the rights that [NewCombiner] names, and EXECUTE on ratelimit_acquire_up_to and on
@@ -131,8 +123,8 @@ func NewPrefetcher(pool Pool, opts ...Option) *Prefetcher {
 	}
 	l.closed, l.close = context.WithCancel(context.Background())
 	l.working, l.stop = context.WithCancel(context.Background())
-	l.own = l.combiner.limiter
-	l.own.hooks.Answered = nil
+	l.unseen = l.combiner.limiter
+	l.unseen.hooks.Answered = nil
 	for _, prefetch := range config.prefetches {
 		if l.policies[prefetch.Policy] != nil {
 			panic(fmt.Sprintf("client: NewPrefetcher: two Prefetches for policy %q", prefetch.Policy))
@@ -195,11 +187,20 @@ type hotBucket struct {
 	stock stock
 }
 
-func (b *hotBucket) do(step func(*stock)) {
+// do calls a method of the stock.
+func (b *hotBucket) do(method func(*stock)) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	step(&b.stock)
+	method(&b.stock)
 }
+
+// Four goroutines meet at a hotBucket. All decisions about its tokens are those of its [stock].
+//
+//   - The caller of Acquire takes from the stock: find, grantFrom. If that fails, the Combiner asks, and learn has the stock see the
+//     server's answer. The request that makes a bucket hot begins its stock.
+//   - watch visits each stock every prefetchTick, to refill it early, to shrink it, or to end it.
+//   - When a grant or a visit says so, startWork has a goroutine of its own make the call: refill, refundRest or end.
+//   - Close, and the calls that change a policy, seize each stock, and end it.
 
 // Acquire is [Limiter.Acquire]. A hot bucket's stock grants without a call to the server. Requests that it cannot grant, and all
 // other requests, go the way of [Combiner.Acquire].
@@ -243,30 +244,17 @@ func (l *Prefetcher) grantFrom(ctx context.Context, at candidate, r request) (De
 			return d, true
 		}
 	}
-	if at.policy != nil && !l.hasSingle.Load() {
-		l.hasSingle.Store(true)
-	}
 	return Decision{}, false
-}
-
-// AcquireAll is [Combiner.AcquireAll]: a stock answers requests of Acquire only. A Prefetcher that gets no such request of its
-// policies logs one warning through log/slog's default logger.
-func (l *Prefetcher) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
-	isPrefetched := func(c Charge) bool { return l.policies[c.Policy] != nil }
-	if slices.ContainsFunc(charges, isPrefetched) && l.joint.Add(1) == jointOnly && !l.hasSingle.Load() {
-		slog.Warn("a Prefetcher takes nothing in advance: all requests of its policies are AcquireAll, which a stock cannot answer", "requests", jointOnly)
-	}
-	return l.combiner.AcquireAll(ctx, charges, opts...)
 }
 
 // grant takes from the stock, if it has as much.
 func (l *Prefetcher) grant(b *hotBucket, cost int64) (Decision, bool) {
 	now := l.now()
 	b.mu.Lock()
-	d, ok, begins := b.stock.grant(cost, now)
+	d, ok, hasWork := b.stock.grant(cost, now)
 	b.mu.Unlock()
-	if begins {
-		l.begin(b)
+	if hasWork {
+		l.startWork(b)
 	}
 	return d, ok
 }
@@ -295,18 +283,18 @@ func (l *Prefetcher) learn(at candidate, r request, d Decision) {
 		p.size.Add(1)
 	})
 	if b != nil {
-		l.begin(b)
+		l.startWork(b)
 	}
 }
 
 // now is the time on the Prefetcher's own clock.
 func (l *Prefetcher) now() time.Duration { return time.Since(l.start) }
 
-// begin starts the work that a stock asks for. A Prefetcher that closes lets the stock rest.
-func (l *Prefetcher) begin(b *hotBucket) {
-	l.closing.Lock()
-	defer l.closing.Unlock()
-	if l.isClosed {
+// startWork begins the work that the stock's state names, in a goroutine. While the Prefetcher closes, the stock rests.
+func (l *Prefetcher) startWork(b *hotBucket) {
+	l.starting.Lock()
+	defer l.starting.Unlock()
+	if l.closed.Err() != nil {
 		b.do((*stock).rest)
 		return
 	}
@@ -321,7 +309,7 @@ func (l *Prefetcher) begin(b *hotBucket) {
 	})
 }
 
-// work does what the state of the stock names.
+// work makes the calls of the stock's state, and with them brings the stock back to resting, or to ended.
 func (l *Prefetcher) work(b *hotBucket) {
 	var work state
 	b.do(func(s *stock) { work = s.state })
@@ -346,14 +334,14 @@ func (l *Prefetcher) refill(b *hotBucket) {
 	}
 	ctx, cancel := context.WithTimeout(l.working, stockLife)
 	defer cancel()
-	d, err := l.own.AcquireUpTo(ctx, b.policy.Policy, b.key, n)
+	d, err := l.unseen.AcquireUpTo(ctx, b.policy.Policy, b.key, n)
 	doubt := err == nil && d.Taken == n && d.Remaining <= 0 && l.mayBeShadow(ctx, b)
 	b.do(func(s *stock) { s.took(d, err, doubt, sent, l.now()) })
 }
 
 // mayBeShadow reports whether the policy grants more than any bucket has. Only a shadow policy does. After an error it may be one.
 func (l *Prefetcher) mayBeShadow(ctx context.Context, b *hotBucket) bool {
-	d, err := l.own.AcquireUpTo(ctx, b.policy.Policy, b.key, math.MaxInt64, AtLeast(math.MaxInt64))
+	d, err := l.unseen.AcquireUpTo(ctx, b.policy.Policy, b.key, math.MaxInt64, AtLeast(math.MaxInt64))
 	return err != nil || d.Allowed
 }
 
@@ -369,9 +357,9 @@ func (l *Prefetcher) watch(ctx context.Context) {
 		}
 		for _, p := range l.policies {
 			p.each(func(b *hotBucket) {
-				begins := false
-				if b.do(func(s *stock) { begins = s.visit(l.now()) }); begins {
-					l.begin(b)
+				hasWork := false
+				if b.do(func(s *stock) { hasWork = s.visit(l.now()) }); hasWork {
+					l.startWork(b)
 				}
 			})
 			if n%hotTicks == 0 && p.counted.Swap(false) {
@@ -416,16 +404,15 @@ func (l *Prefetcher) refundRest(ctx context.Context, b *hotBucket) {
 	defer cancel()
 	var n int64
 	if b.do(func(s *stock) { n = s.refund(l.now()) }); n > 0 {
-		_, _ = l.own.Refund(ctx, b.policy.Policy, b.key, n)
+		_, _ = l.unseen.Refund(ctx, b.policy.Policy, b.key, n)
 	}
 }
 
 // Close refunds the tokens that stocks have left, for up to 5 seconds, and then closes as [Combiner.Close] does.
 func (l *Prefetcher) Close() {
-	l.closing.Lock()
-	l.isClosed = true
-	l.closing.Unlock()
+	l.starting.Lock()
 	l.close()
+	l.starting.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
 	defer cancel()
 	context.AfterFunc(ctx, l.stop)
@@ -460,11 +447,11 @@ func (l *Prefetcher) endAll(ctx context.Context, policies []*prefetchedPolicy, k
 	ends.Wait()
 }
 
-// seize waits until the stock rests and has it end, or reports false if it has ended, or ctx has.
+// seize waits until the stock rests, and makes it enter the state ending. It returns false if the stock has ended, or ctx.
 func (l *Prefetcher) seize(ctx context.Context, b *hotBucket) (seized bool) {
 	for {
 		if ctx.Err() == nil {
-			b.do(func(s *stock) { seized = s.begin(ending) })
+			b.do(func(s *stock) { seized = s.enter(ending) })
 		}
 		if seized || b.policy.maps[b.hash%hotMaps].find(b.key) != b {
 			return seized

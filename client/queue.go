@@ -110,7 +110,7 @@ func (q *queue) claim(r request, now time.Time) *batch {
 		return nil
 	}
 	b := &batch{began: now}
-	q.own(b, r.bucket())
+	q.assign(b, r.bucket())
 	q.open = append(q.open, b)
 	return b
 }
@@ -179,7 +179,7 @@ func (q *queue) take(b *batch, now time.Time) bool {
 		case len(b.waiters) > 0 && !w.canShare(b.waiters[0]):
 			continue
 		case owner == nil && len(b.waiters) < share:
-			q.own(b, w.bucket())
+			q.assign(b, w.bucket())
 		case owner == b: // no other batch could take it, so share does not count
 		default:
 			continue
@@ -303,7 +303,8 @@ func (q *queue) remove(w *waiter) {
 	q.elements -= w.elements()
 }
 
-func (q *queue) own(b *batch, at bucket) {
+// assign makes a bucket belong to an open batch.
+func (q *queue) assign(b *batch, at bucket) {
 	q.owners[at] = b
 	b.buckets = append(b.buckets, at)
 }

@@ -80,26 +80,6 @@ func openNumbered(t *testing.T, shards ...*numberedShard) (*client.Sharded, erro
 	return limiter, err
 }
 
-// The errors of all shards are there: to errors.Is, and in words that name each shard.
-func TestSharded_JoinsTheErrorsOfAllShards(t *testing.T) {
-	t.Parallel()
-	codes := []string{"RL001", "RL001", "22023", "RL001"}
-	shards := make([]*numberedShard, len(codes))
-	for i, code := range codes {
-		shards[i] = &numberedShard{fakePool: fakePool{fakeDB{answers: []any{pgError(code)}}}}
-	}
-	err := noError(openNumbered(t, shards...))(t).DefinePolicy(t.Context(), client.Policy{Name: "api"})
-	require.ErrorIs(t, err, client.ErrUnknownPolicy)
-	require.ErrorIs(t, err, client.ErrInvalidArgument)
-	joined, ok := err.(interface{ Unwrap() []error })
-	require.True(t, ok, "%T", err)
-	require.Len(t, joined.Unwrap(), len(codes))
-	for i, e := range joined.Unwrap() {
-		shardIs(t, i, len(codes), e)
-		require.ErrorContains(t, e, codes[i])
-	}
-}
-
 // A database that has no place for a connection, or is starting, may be the right one: a program starts beside it. One that answers
 // and cannot say which shard it is, is refused.
 func TestNewSharded_TakesUnavailabilityForNoRefusal(t *testing.T) {

@@ -29,9 +29,9 @@ const (
 //
 //	resting ──grant, visit──> refilling ──take────> (call) ──took──> resting
 //	resting ──visit─────────> shrinking ──refund──> (call) ──rest──> resting
-//	resting ──visit, begin──> ending ─────refund──> (call) ──end───> ended
+//	resting ──visit, enter──> ending ─────refund──> (call) ──end───> ended
 //
-// grant, visit and begin return true if the stock has left the state resting. The owner then does the work of the new state, at
+// grant, visit and enter return true if the stock has left the state resting. The owner then does the work of the new state, at
 // once or later, or skips it and calls rest. Grants continue in every state except ended.
 //
 // Invariants, between any two methods:
@@ -73,45 +73,45 @@ const (
 )
 
 // newStock returns the stock of a bucket that hotRequests of this cost have just made hot. Its state is refilling.
-func newStock(l Prefetch, cost int64, seen sight) stock {
-	s := stock{Prefetch: l, state: refilling, seen: seen, looked: seen.at, lastDemand: seen.at}
+func newStock(p Prefetch, cost int64, seen sight) stock {
+	s := stock{Prefetch: p, state: refilling, seen: seen, looked: seen.at, lastDemand: seen.at}
 	s.demand.observe(hotRequests*cost, hotTicks*prefetchTick)
 	return s
 }
 
-// grant takes cost from left. ok is false if left is less or grants have stopped. begins is true if a refill is due.
-func (s *stock) grant(cost int64, now time.Duration) (d Decision, ok, begins bool) {
+// grant takes cost from left. ok is false if left is less or grants have stopped. hasWork is true if a refill is due.
+func (s *stock) grant(cost int64, now time.Duration) (d Decision, ok, hasWork bool) {
 	s.asked += cost
 	if ok = s.left >= cost && now < s.until; ok {
 		s.left -= cost
 		d = s.seen.with(s.left)
 	}
-	return d, ok, s.left < s.low && s.begin(refilling)
+	return d, ok, s.left < s.low && s.enter(refilling)
 }
 
 // learn uses the server's decision for a caller.
 func (s *stock) learn(seen sight) { s.seen, s.silent = seen, false }
 
-// visit begins the work that a resting stock needs: to end when idle, cold or too old, to shrink, or to refill.
-func (s *stock) visit(now time.Duration) (begins bool) {
+// visit makes a resting stock enter the state that it needs: to end when idle, cold or too old, to shrink, or to refill.
+func (s *stock) visit(now time.Duration) (hasWork bool) {
 	if s.state != resting {
 		return false
 	}
 	size := s.look(now)
 	switch ends := s.until - now; {
 	case now-s.lastDemand >= s.Idle, s.demand < coldDemand, s.left > 0 && ends <= 0:
-		return s.begin(ending)
+		return s.enter(ending)
 	case size.excess(s.left) > 0:
-		return s.begin(shrinking)
+		return s.enter(shrinking)
 	case s.left < size.low, s.left < size.full && ends < 2*prefetchTick:
-		return s.begin(refilling)
+		return s.enter(refilling)
 	}
 	s.low = size.low
 	return false
 }
 
-// begin changes the state from resting to work. It returns false if the stock was not resting.
-func (s *stock) begin(work state) bool {
+// enter changes the state from resting to work. It returns false if the stock was not resting.
+func (s *stock) enter(work state) bool {
 	if s.state != resting {
 		return false
 	}

@@ -198,17 +198,3 @@ func TestWait_GivesBackWhatACallWithoutAnAnswerMayHaveTaken(t *testing.T) {
 		require.Equal(t, "31536000000000 microseconds", sent[0].args[2])
 	}
 }
-
-// Nor is it when the policy has forgotten the grant while Wait slept.
-func TestWait_ReturnsTheErrorOfItsContextWhenItsGrantIsForgotten(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		fake := newLine(t)
-		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Remember: time.Millisecond}))
-		require.NoError(t, fake.SetLevel("line", "k", 0))
-		ctx, cancel := context.WithCancel(t.Context())
-		time.AfterFunc(500*time.Millisecond, cancel)
-		_, err := fake.Wait(ctx, "line", "k")
-		require.EqualError(t, err, "pgratelimit: wait: context canceled")
-		require.NotErrorIs(t, err, client.ErrNoGrant)
-	})
-}

@@ -338,29 +338,6 @@ func TestPrefetcher_ResetUnderLoadLeavesNothingBesides(t *testing.T) {
 	})
 }
 
-// Tokens of a bucket that gains nothing would be lost with a process, and a policy that watches is to see every request.
-func TestPrefetcher_TakesNeitherOfBudgetsNorOfWhatIsShadowed(t *testing.T) {
-	withPrefetcher(t, client.Prefetch{Policy: "budget"}, func(t *testing.T, l *prefetching) {
-		granted, prefetched := l.ask("budget", "hot", 1000, time.Millisecond)
-		require.Equal(t, 1000, granted)
-		require.Zero(t, prefetched)
-		require.EqualValues(t, 9000, l.remaining("budget", "hot"))
-
-		shadowed := 0
-		for range 1000 {
-			d := noError(l.Acquire(t.Context(), "shadow", "hot"))(t)
-			require.True(t, d.Allowed)
-			if d.Shadowed {
-				shadowed++
-			}
-			time.Sleep(time.Millisecond)
-		}
-		require.Equal(t, 990, shadowed, "all but those that the bucket had")
-		time.Sleep(2 * time.Second)
-		require.Zero(t, l.remaining("shadow", "hot"), "nothing was given back that was not taken")
-	}, client.Prefetch{Policy: "shadow", MaxShare: 1})
-}
-
 // A shadow policy reports a charge as taken in full, also when the bucket had less. The Prefetcher does not refund such tokens. Once
 // they are spent, it refunds what it takes next.
 func TestPrefetcher_GivesBackNothingThatAShadowPolicyDidNotTake(t *testing.T) {

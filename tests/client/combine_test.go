@@ -7,7 +7,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -121,28 +120,6 @@ func TestCombiner_RepeatsTheVictimOfADeadlock(t *testing.T) {
 	}, kit.Patience, 10*time.Millisecond, "as many deadlocks as repeats, %d", repeats)
 }
 
-// A role that may make its own calls but not share one is told so by the first call that is shared.
-func TestCombiner_SaysThatItNeedsAcquirePacked(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	role := pgx.Identifier{"combiner of " + db.Name}.Sanitize()
-	db.Exec(t, "select ratelimit_define_policy('gate', 10, 1, '1 day')")
-	db.Exec(t, "create role "+role+" role current_user; grant execute on function ratelimit_acquire to "+role)
-	t.Cleanup(func() { db.Exec(t, "drop owned by "+role+"; drop role "+role) })
-
-	limiter := newCombiner(t, connect(t, db, map[string]string{"role": "combiner of " + db.Name}), client.CallsInFlight(1))
-	for _, got := range combine(t, db, limiter, []request{{"gate", "l", nil}, {"gate", "m", nil}})() {
-		kit.RequireState(t, "42501", got.err)
-		require.EqualError(t, got.err, "pgratelimit: acquire: ERROR: permission denied for function ratelimit_acquire_packed (SQLSTATE 42501). "+
-			"Its owner can run: grant execute on function ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[]) to <role>;")
-	}
-	db.Exec(t, "grant execute on function ratelimit_acquire_packed(text[], text[], bigint[], integer[], text[]) to "+role)
-	for _, got := range combine(t, db, limiter, []request{{"gate", "l", nil}, {"gate", "m", nil}})() {
-		require.NoError(t, got.err)
-		require.True(t, got.Allowed)
-	}
-}
-
 // newCombiner returns a combiner that is closed after the test, and after the transactions that the test begins later.
 func newCombiner(t *testing.T, pool client.Pool, opts ...client.Option) *client.Combiner {
 	limiter := client.NewCombiner(pool, opts...)
@@ -215,49 +192,4 @@ func waiter(t *testing.T, db *pgtest.DB, statement string, not int32) int32 {
 		 where datname = current_database() and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> $2`
 	db.Await(t, time.Minute, "select ("+find+") <> 0", statement, not)
 	return kit.One[int32](t, db.Pool, find, statement, not)
-}
-
-// Callers of a hot bucket and buckets of their own, in both orders and by both limiters: each token is granted
-// once, nothing is taken for who is denied, and nobody deadlocks.
-func TestAcquireAll_GrantsExactlyWhatIsThere(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	db.Exec(t, "select ratelimit_define_policy('everybody', 1000, 1, '1 day'), ratelimit_define_policy('user', 100, 1, '1 day')")
-	combiner := client.NewCombiner(db.Pool)
-	defer combiner.Close()
-	limiters := []client.Acquirer{combiner, combiner, combiner, client.New(db.Pool)}
-
-	const callers, each, users = 200, 10, 20
-	grants := make([][users]int64, callers)
-	kit.Crowd(t, callers, func(caller int) (err error) {
-		for n := range each {
-			user := (caller + n) % users
-			charges := []client.Charge{{Policy: "everybody", Key: "all"}, {Policy: "user", Key: fmt.Sprint(user), Cost: client.Cost(2)}}
-			if n%2 == 0 {
-				charges[0], charges[1] = charges[1], charges[0]
-			}
-			var opts []client.CallOption
-			if n%5 == 0 {
-				opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
-			}
-			d, failed := limiters[caller%len(limiters)].AcquireAll(t.Context(), charges, opts...)
-			if d.Allowed {
-				grants[caller][user]++
-			}
-			err = errors.Join(err, failed)
-		}
-		return err
-	})
-	var all int64
-	for user := range users {
-		granted := int64(0)
-		for caller := range callers {
-			granted += grants[caller][user]
-		}
-		require.EqualValues(t, 50, granted, user)
-		all += granted
-		require.Zero(t, kit.NoError(combiner.Peek(t.Context(), "user", fmt.Sprint(user)))(t).Remaining)
-	}
-	require.EqualValues(t, 1000, all)
-	require.Zero(t, kit.NoError(combiner.Peek(t.Context(), "everybody", "all"))(t).Remaining)
 }

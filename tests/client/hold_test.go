@@ -1,16 +1,9 @@
 package client_test
 
 import (
-	"bufio"
-	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"os"
-	"os/exec"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -79,58 +72,6 @@ func TestHold_OutlastsItsLease(t *testing.T) {
 		require.NoError(t, <-failed)
 		require.Equal(t, waited.Holder(), holders(t, db)[0].Holder)
 		require.NoError(t, waited.Release(t.Context()))
-	})
-}
-
-// stall returns a transaction that keeps the lock of a key of jobs.
-func stall(t *testing.T, db *pgtest.DB) pgx.Tx {
-	tx := begin(t, db.Pool)
-	kit.NoError(tx.Exec(t.Context(), "select ratelimit_hold('jobs', 'k', 'stalled')"))(t)
-	return tx
-}
-
-// A transaction that keeps the lock of the key holds up a hold, a renewal and a release. Each fails by statement_timeout,
-// or by lock_timeout, and nothing is taken; the renewal is tried again.
-func TestHold_StatementAndLockTimeout(t *testing.T) {
-	asLong(t, 2, func(t *testing.T, db *pgtest.DB, pass func(time.Duration)) {
-		pool := connect(t, db, map[string]string{"statement_timeout": "200ms"})
-		renewals := make(chan error, 100)
-		renewal := func() error {
-			select {
-			case err := <-renewals:
-				return err
-			case <-time.After(heldLease):
-				return errors.New("none")
-			}
-		}
-		limiter := client.New(pool, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
-			if a.Operation == "renew" {
-				renewals <- a.Err
-			}
-		}}))
-		h, _, err := limiter.Hold(t.Context(), "jobs", "k")
-		require.NoError(t, err)
-		tx := stall(t, db)
-
-		_, _, err = limiter.Hold(t.Context(), "jobs", "k")
-		kit.RequireState(t, "57014", err)
-		_, _, err = client.New(connect(t, db, map[string]string{"lock_timeout": "100ms"})).Hold(t.Context(), "jobs", "k")
-		require.ErrorIs(t, err, client.ErrLocked)
-		_, _, err = client.New(pool).Hold(t.Context(), "jobs", "other")
-		require.NoError(t, err, "another key waits for nothing")
-		pass(heldLease / 3)
-		kit.RequireState(t, "57014", renewal())
-		require.NoError(t, tx.Rollback(t.Context()))
-		pass(time.Second)
-		require.NoError(t, renewal())
-		require.NoError(t, h.Context().Err())
-		require.Len(t, holders(t, db), 2)
-
-		tx = stall(t, db)
-		kit.RequireState(t, "57014", h.Release(t.Context()))
-		require.NoError(t, tx.Rollback(t.Context()))
-		require.NoError(t, h.Release(t.Context()), "once more")
-		require.Len(t, holders(t, db), 1)
 	})
 }
 
@@ -227,121 +168,4 @@ func requireNoLeak(t *testing.T, before goleak.Option) {
 		time.Sleep(time.Millisecond) // they end by and by
 	}
 	goleak.VerifyNone(t, before)
-}
-
-const asHolder = "RATELIMIT_TEST_HOLDER"
-
-// A holderProcess is another process with a slot of jobs, which it uses all the time.
-type holderProcess struct {
-	*exec.Cmd
-	lines chan holderLine
-}
-
-// A holderLine is what it says: the time at which it had looked at its context, and whether that had ended.
-type holderLine struct {
-	At    time.Time
-	Ended bool
-	Cause string
-}
-
-// beHolder reports whether this process is one, and is done.
-func beHolder() bool {
-	url := os.Getenv(asHolder)
-	if url == "" {
-		return false
-	}
-	err := func() error {
-		pool, err := pgxpool.New(context.Background(), url)
-		if err != nil {
-			return err
-		}
-		h, d, err := client.New(pool).Hold(context.Background(), "jobs", "k")
-		if err != nil || !d.Allowed {
-			return fmt.Errorf("%+v: %w", d, err)
-		}
-		says := json.NewEncoder(os.Stdout)
-		for {
-			line := holderLine{At: time.Now()}
-			if h.Context().Err() != nil {
-				line.Ended, line.Cause = true, fmt.Sprint(context.Cause(h.Context()))
-			}
-			if err := says.Encode(line); err != nil {
-				return err
-			}
-			if line.Ended {
-				select {} // until it is killed
-			}
-		}
-	}()
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	return true
-}
-
-// startHolder returns when the process has held for longer than its lease.
-func startHolder(t *testing.T, db *pgtest.DB, lease time.Duration) *holderProcess {
-	p := &holderProcess{Cmd: exec.Command(os.Args[0]), lines: make(chan holderLine, 1)}
-	p.Env = append(os.Environ(), asHolder+"="+db.URL)
-	p.Stderr = os.Stderr
-	out := kit.NoError(p.StdoutPipe())(t)
-	require.NoError(t, p.Start())
-	t.Cleanup(func() { _ = p.Process.Kill() })
-	go func() {
-		defer close(p.lines)
-		lines := bufio.NewScanner(out)
-		for lines.Scan() {
-			var line holderLine
-			if err := json.Unmarshal(lines.Bytes(), &line); err != nil {
-				t.Error(err)
-			}
-			p.lines <- line
-		}
-		_, _ = io.Copy(io.Discard, out)
-	}()
-	_, ok := <-p.lines
-	require.True(t, ok)
-	renewed := time.Now().Add(2 * lease)
-	p.drain(t, func(l holderLine) bool { return l.Ended || l.At.After(renewed) })
-	return p
-}
-
-// drain reads what the process says, until a line that is wanted.
-func (p *holderProcess) drain(t *testing.T, until func(holderLine) bool) holderLine {
-	for line := range p.lines {
-		if until(line) {
-			return line
-		}
-	}
-	require.Fail(t, "it has ended")
-	return holderLine{}
-}
-
-// A process that did not run for longer than its lease finds its context ended before it does anything else, and by then its
-// slot was another's.
-func TestHold_AFrozenProcessFindsItsLeaseLost(t *testing.T) {
-	pgtest.OncePerServer(t)
-	t.Parallel()
-	const lease = time.Second
-	db := newJobs(t, 1, lease)
-	for trials, frozen := 1, 0; frozen < 3; trials++ {
-		require.LessOrEqual(t, trials, 20, "it loses what it should renew")
-		p := startHolder(t, db, lease)
-		require.NoError(t, p.Process.Signal(syscall.SIGSTOP))
-		next, _, err := client.New(db.Pool).HoldWait(t.Context(), "jobs", "k")
-		require.NoError(t, err)
-		continued := time.Now()
-		require.NoError(t, p.Process.Signal(syscall.SIGCONT))
-		// A process that was stopped between its two looks has one of them from before.
-		first := p.drain(t, func(l holderLine) bool { return l.Ended || l.At.After(continued) })
-		require.True(t, first.Ended, "it went on")
-		require.Equal(t, client.ErrLeaseLost.Error(), first.Cause)
-		require.NoError(t, p.Process.Kill())
-		_ = p.Wait() // killed
-		require.NoError(t, next.Release(t.Context()))
-		if first.At.After(continued) { // else it may have been too slow to renew before it was stopped
-			frozen++
-		}
-	}
 }

@@ -2,19 +2,26 @@ package client_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
-	"github.com/stretchr/testify/assert"
-	"github.com/stretchr/testify/require"
+	"github.com/pgratelimit/pgratelimit/tests/vectors"
 )
 
 // A rollback to a savepoint would give back tokens unseen.
@@ -33,24 +40,6 @@ func TestDenialCache_IsNotForTransactions(t *testing.T) {
 			require.EqualValues(t, map[bool]int{true: 2, false: 3}[handle.retries], sent.n.Load(), "one that retries is no transaction")
 		})
 	}
-}
-
-func TestDenialCache_ACombinerRepeatsDenials(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
-	ctx := t.Context()
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
-	var sent tryCounter
-	limiter := client.NewCombiner(connect(t, db, nil, sent.count), client.DenialCache())
-	defer limiter.Close()
-	for n := range 5 {
-		require.Equal(t, n == 0, kit.NoError(limiter.Acquire(ctx, "api", "k", client.Cost(6)))(t).Allowed)
-	}
-	require.EqualValues(t, 2, sent.n.Load())
-
-	require.True(t, kit.NoError(limiter.Acquire(ctx, "api", "k", client.Cost(4)))(t).Allowed)
-	kit.NoError(limiter.Refund(ctx, "api", "k", 10))(t)
-	require.True(t, kit.NoError(limiter.Acquire(ctx, "api", "k", client.Cost(6)))(t).Allowed)
 }
 
 const longest = math.MaxInt64 / 1000 * time.Microsecond
@@ -130,4 +119,127 @@ func TestWait_ACancelledCallKeepsNoTokens(t *testing.T) {
 		}
 		assert.Equal(t, granted.Load(), taken)
 	}, 20*time.Second, 10*time.Millisecond)
+}
+
+// Close while callers ask gives back all that they did not get, and leaves nothing running.
+func TestPrefetcher_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
+	pgtest.OncePerServer(t)
+	db := pgtest.New(t)
+	const capacity = 1_000_000
+	db.Exec(t, "select ratelimit_define_policy('api', 1000000, 1, '1 day')")
+	require.NoError(t, db.Pool.Ping(t.Context()))
+	before := goleak.IgnoreCurrent()
+	for n := range 3 {
+		prefetcher := client.NewPrefetcher(kit.PatientPool{Pool: db.Pool}, client.Prefetch{Policy: "api"})
+		key := fmt.Sprint(n)
+		var granted, prefetched atomic.Int64
+		isHot := make(chan struct{})
+		var callers sync.WaitGroup
+		for range 16 {
+			callers.Go(func() {
+				for {
+					d, err := prefetcher.Acquire(t.Context(), "api", key)
+					if err != nil {
+						if !errors.Is(err, client.ErrClosed) {
+							t.Error(err)
+						}
+						return
+					}
+					granted.Add(1)
+					if d.Estimated && prefetched.Add(1) == 1000 {
+						close(isHot)
+					}
+				}
+			})
+		}
+		<-isHot
+		prefetcher.Close()
+		callers.Wait()
+		prefetcher.Close() // again
+		require.Equal(t, granted.Load(), capacity-kit.NoError(client.New(db.Pool).Peek(t.Context(), "api", key))(t).Remaining)
+	}
+	db.Pool.Close() // waits for its connections, which are no goroutines of a Prefetcher
+	requireNoLeak(t, before)
+}
+
+var kinds = map[string]error{
+	"UnknownPolicy": client.ErrUnknownPolicy, "IdempotencyMismatch": client.ErrIdempotencyMismatch, "NoGrant": client.ErrNoGrant,
+	"Settled": client.ErrSettled, "InvalidArgument": client.ErrInvalidArgument, "Locked": client.ErrLocked,
+}
+
+// Each client runs this table.
+func TestErrors_AsInEveryLanguage(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+	limiter := client.New(db.Pool)
+	ctx := t.Context()
+	kit.NoError(limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("once")))(t)
+	kit.NoError(limiter.Acquire(ctx, "api", "user:42", client.Cost(2), client.IdempotencyKey("over")))(t)
+	kit.NoError(limiter.Settle(ctx, "api", "user:42", "over", 1))(t)
+	for _, test := range vectors.Errors {
+		var opts []client.CallOption
+		cost := int64(1)
+		if test.Cost != nil {
+			cost = *test.Cost
+			opts = append(opts, client.Cost(cost))
+		}
+		key := ""
+		if test.IdempotencyKey != nil {
+			key = *test.IdempotencyKey
+			opts = append(opts, client.IdempotencyKey(key))
+		}
+		var err error
+		switch test.Call {
+		case "acquire":
+			_, err = limiter.Acquire(ctx, test.Policy, test.Key, opts...)
+		case "settle":
+			_, err = limiter.Settle(ctx, test.Policy, test.Key, key, cost)
+		case "charge":
+			_, err = limiter.Charge(ctx, test.Policy, test.Key, cost)
+		case "refund":
+			_, err = limiter.Refund(ctx, test.Policy, test.Key, cost)
+		}
+		require.ErrorIs(t, err, kinds[test.Error], test.Name)
+		kit.RequireState(t, test.SQLState, err)
+	}
+}
+
+func TestErrors_ALockTimeoutIsErrLocked(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
+	ctx := t.Context()
+
+	holder := begin(t, db.Pool)
+	// The row has to be there first: only then does the holder lock it.
+	kit.NoError(client.New(db.Pool).Acquire(ctx, "api", "k"))(t)
+	kit.NoError(client.New(holder).Acquire(ctx, "api", "k"))(t)
+
+	hasty := client.New(connect(t, db, map[string]string{"lock_timeout": "1ms"}))
+	_, acquire := hasty.Acquire(ctx, "api", "k")
+	_, refund := hasty.Refund(ctx, "api", "k", 1)
+	for verb, err := range map[string]error{"acquire": acquire, "refund": refund, "reset": hasty.Reset(ctx, "api", "k")} {
+		require.ErrorIs(t, err, client.ErrLocked)
+		require.ErrorContains(t, err, "pgratelimit: "+verb+": ")
+		kit.RequireState(t, "55P03", err)
+	}
+
+	require.NoError(t, holder.Rollback(ctx))
+	require.EqualValues(t, 8, kit.NoError(hasty.Acquire(ctx, "api", "k"))(t).Remaining, "only the two grants that stayed")
+}
+
+func TestErrors_SayThatThePackageIsMissing(t *testing.T) {
+	t.Parallel()
+	require.ErrorContains(t, kit.ErrorOf(client.New(pgtest.Empty(t).Pool).Acquire(t.Context(), "api", "k")), "Install pgratelimit")
+}
+
+// connect opens a pool whose sessions have these settings.
+func connect(t testing.TB, db *pgtest.DB, settings map[string]string, change ...func(*pgx.ConnConfig)) *pgxpool.Pool {
+	return kit.Pool(t, db.URL, func(config *pgxpool.Config) {
+		maps.Copy(config.ConnConfig.RuntimeParams, settings)
+		for _, change := range change {
+			change(config.ConnConfig)
+		}
+	})
 }

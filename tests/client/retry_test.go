@@ -121,54 +121,6 @@ func TestRetry_ASerializationFailureOutsideATransaction(t *testing.T) {
 	}
 }
 
-func TestRetry_ADeadlockOutsideATransaction(t *testing.T) {
-	t.Parallel()
-	for _, name := range []string{"pool", "connection", "transaction of a pool"} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			handle := handles[name]
-			db := pgtest.New(t)
-			db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
-			// Two acquires take two locks in opposite order, and meet at a gate between the two.
-			db.Exec(t, `
-				create function cross_locks() returns trigger language plpgsql as $$
-				declare
-				  v_first integer := case new.key when 'a' then 1 else 2 end;
-				begin
-				  perform pg_advisory_xact_lock(v_first);
-				  perform pg_advisory_xact_lock_shared(0);
-				  perform pg_advisory_xact_lock(3 - v_first);
-				  return new;
-				end $$;
-				create trigger cross_locks before insert on ratelimit.buckets
-				  for each row execute function public.cross_locks()`)
-			gate := begin(t, db.Pool)
-			kit.NoError(gate.Exec(t.Context(), "select pg_advisory_xact_lock(0)"))(t)
-
-			var tries tryCounter
-			pool := connect(t, db, nil, tries.count)
-			acquires := make(chan answer, 2)
-			for _, key := range []string{"a", "b"} {
-				limiter := client.New(handle.open(t, pool))
-				go func() { acquires <- acquireOne(limiter, key) }()
-			}
-			db.Await(t, time.Minute, waiting, 2)
-			require.NoError(t, gate.Rollback(t.Context()))
-
-			one, other := <-acquires, <-acquires
-			if handle.retries {
-				require.NoError(t, one.err)
-				require.NoError(t, other.err)
-				require.EqualValues(t, 3, tries.n.Load())
-			} else {
-				require.NotEqual(t, one.err == nil, other.err == nil, "one of a deadlock is the victim")
-				kit.RequireState(t, "40P01", errors.Join(one.err, other.err))
-				require.EqualValues(t, 2, tries.n.Load())
-			}
-		})
-	}
-}
-
 // True when this many sessions of the database wait for a lock.
 const waiting = `
 	select count(*) = $1 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`

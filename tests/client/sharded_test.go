@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -237,40 +236,5 @@ func TestCheckShard_RefusesConnections(t *testing.T) {
 		err := connect(wrong[0], wrong[1])
 		require.ErrorIs(t, err, client.ErrWrongShard)
 		shardIs(t, wrong[0], wrong[1], err)
-	}
-}
-
-// With a Prefetch each shard prefetches for its own keys, and gives back what is left when it is closed.
-func TestSharded_Prefetches(t *testing.T) {
-	pgtest.OncePerServer(t)
-	t.Parallel()
-	s := newShards(t, 2)
-	var pools []kit.PatientPool
-	for _, db := range s.dbs {
-		db.Exec(t, "select ratelimit_define_policy('busy', 1000000, 1, '1 day')")
-		pools = append(pools, kit.PatientPool{Pool: db.Pool})
-	}
-	limiter := kit.NoError(client.NewSharded(t.Context(), pools, client.Prefetch{Policy: "busy"}))(t)
-	var granted, prefetched [2]atomic.Int64
-	kit.Crowd(t, 16, func(caller int) error { // whose calls are combined: a bucket is hot at once, on a slow machine, too
-		n := caller % 2
-		for prefetched[n].Load() < 100 && granted[n].Load() < 100_000 {
-			d, err := limiter.Acquire(t.Context(), "busy", keyOn(n, 2))
-			if err != nil || !d.Allowed {
-				return fmt.Errorf("%+v, %w", d, err)
-			}
-			granted[n].Add(1)
-			if d.Estimated {
-				prefetched[n].Add(1)
-			}
-		}
-		return nil
-	})
-	limiter.Close()
-	limiter.Close() // again
-	require.ErrorIs(t, kit.ErrorOf(limiter.Acquire(t.Context(), "busy", "k")), client.ErrClosed)
-	for n, pool := range s.pools {
-		require.Equal(t, granted[n].Load(), 1_000_000-kit.NoError(client.New(pool).Peek(t.Context(), "busy", keyOn(n, 2)))(t).Remaining)
-		require.GreaterOrEqual(t, prefetched[n].Load(), int64(100))
 	}
 }
