@@ -60,7 +60,7 @@ var (
 	// ErrClosed: the [Combiner] was closed. Nothing was sent.
 	ErrClosed = errors.New("limiter is closed")
 
-	// ErrWrongShard: a database is another shard than it is listed as, or no shard, or a shard that is used [Alone]. Nothing
+	// ErrWrongShard: a database is another shard than it is listed as, or no shard, or a shard where [CheckAlone] expects none. Nothing
 	// was taken. The error names the database and the remedy.
 	ErrWrongShard = errors.New("wrong shard")
 

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// An Option changes a limiter when it is made. [New], [CheckShard] and [CheckAlone] take [Schema], [NoFlush], [DenialCache],
-// [Alone] and [Observe]. [NewCombiner] takes [CallsInFlight] and [MaxWaiting], too. [NewPrefetcher] and [NewSharded] take all of these,
+// An Option changes a limiter when it is made. [New], [CheckShard] and [CheckAlone] take [Schema], [NoFlush], [DenialCache]
+// and [Observe]. [NewCombiner] takes [CallsInFlight] and [MaxWaiting], too. [NewPrefetcher] and [NewSharded] take all of these,
 // and each [Prefetch]. Any other Option makes the constructor panic.
 type Option interface{ option() option }
 
@@ -195,11 +195,6 @@ func DenialCache() Option { return option{set: func(c *config) { c.cachesDenials
 // Observe makes the limiter call functions of the program, for metrics and logs. Limiters that WithTx makes of it call them, too.
 // Defaults to none, which costs nothing.
 func Observe(hooks Hooks) Option { return option{set: func(c *config) { c.hooks = hooks }} }
-
-// Alone makes the first call ask whether the database is one of several shards, and calls fail with [ErrWrongShard] if it is: a
-// program that was given the URL of a shard by mistake would find full buckets there. The role needs EXECUTE on ratelimit_shard.
-// [CheckAlone] asks for each connection. Alone is not for a [Sharded]. Defaults to asking nothing.
-func Alone() Option { return at(0, alone) }
 
 // CallsInFlight bounds how many calls a [Combiner] has under way at a time, 1 or more, and with it the
 // connections it uses. A call keeps one core of the server busy. Two calls keep the server busy while the

@@ -84,9 +84,9 @@ func TestOptions_AreForTheirConstructors(t *testing.T) {
 	t.Parallel()
 	options := map[string]client.Option{
 		"Schema": client.Schema("s"), "NoFlush": client.NoFlush(), "DenialCache": client.DenialCache(), "Observe": client.Observe(client.Hooks{}),
-		"Alone": client.Alone(), "CallsInFlight": client.CallsInFlight(1), "MaxWaiting": client.MaxWaiting(1), "a Prefetch": client.Prefetch{Policy: "p"},
+		"CallsInFlight": client.CallsInFlight(1), "MaxWaiting": client.MaxWaiting(1), "a Prefetch": client.Prefetch{Policy: "p"},
 	}
-	ofLimiter := []string{"Schema", "NoFlush", "DenialCache", "Observe", "Alone"}
+	ofLimiter := []string{"Schema", "NoFlush", "DenialCache", "Observe"}
 	ofCombiner := append(slices.Clone(ofLimiter), "CallsInFlight", "MaxWaiting")
 	for constructor, test := range map[string]struct {
 		takes []string

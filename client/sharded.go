@@ -194,8 +194,8 @@ func CheckShard(shard, of int, opts ...Option) func(context.Context, *pgx.Conn) 
 	}
 }
 
-// CheckAlone is CheckShard for a program of one database: it refuses connections to a database that is one of several shards. The
-// option [Alone] asks once.
+// CheckAlone is CheckShard for a program of one database: it refuses connections to a database that is one of several shards, where
+// a program that was given the URL of a shard by mistake would find full buckets.
 //
 // Errors: [ErrWrongShard].
 func CheckAlone(opts ...Option) func(context.Context, *pgx.Conn) error {

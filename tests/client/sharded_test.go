@@ -178,47 +178,6 @@ func TestNewSharded_RefusesWhatIsWrong(t *testing.T) {
 	require.ErrorContains(t, err, "Install pgratelimit in this database")
 }
 
-// A program that was given one shard's URL would find full buckets there: those of the keys that are elsewhere.
-func TestAlone_RefusesAShard(t *testing.T) {
-	t.Parallel()
-	ctx := t.Context()
-	shard, single, plain := newShards(t, 2).dbs[1], newShards(t, 1).dbs[0], pgtest.New(t)
-	for _, db := range []*pgtest.DB{shard, single, plain} {
-		db.Exec(t, "select ratelimit_define_policy('api', 10, 0, '1 day')")
-	}
-	acquirers := func(db *pgtest.DB) map[string]client.Acquirer {
-		combiner, prefetcher := client.NewCombiner(db.Pool, client.Alone()), client.NewPrefetcher(db.Pool, client.Alone(), client.Prefetch{Policy: "api"})
-		t.Cleanup(combiner.Close)
-		t.Cleanup(prefetcher.Close)
-		return map[string]client.Acquirer{"limiter": client.New(db.Pool, client.Alone()), "combiner": combiner, "prefetcher": prefetcher}
-	}
-	for name, limiter := range acquirers(shard) {
-		for range 2 {
-			_, err := limiter.Acquire(ctx, "api", "k")
-			require.ErrorIs(t, err, client.ErrWrongShard, name)
-			require.ErrorContains(t, err, shard.Name+`"`, name)
-			require.ErrorContains(t, err, "is shard 1 of 2: buckets of most keys are elsewhere, and would be full here. List all 2 databases", name)
-		}
-	}
-	_, err := client.New(shard.Pool, client.Alone()).Policies(ctx)
-	require.ErrorIs(t, err, client.ErrWrongShard)
-	require.ErrorIs(t, client.CheckAlone()(ctx, shard.Connect(t)), client.ErrWrongShard)
-	for _, db := range []*pgtest.DB{single, plain} {
-		for name, limiter := range acquirers(db) {
-			d, err := limiter.Acquire(ctx, "api", name)
-			require.NoError(t, err, name)
-			require.True(t, d.Allowed)
-		}
-		require.NoError(t, client.CheckAlone()(ctx, db.Connect(t)))
-	}
-	require.EqualValues(t, 10, kit.NoError(client.New(shard.Pool).Peek(ctx, "api", "k"))(t).Remaining)
-
-	asked := client.New(plain.Pool, client.Alone()) // it asks once
-	kit.NoError(asked.Peek(ctx, "api", "k"))(t)
-	plain.Exec(t, "drop function ratelimit_shard()")
-	kit.NoError(asked.Peek(ctx, "api", "k"))(t)
-}
-
 // A connection to the wrong database is refused, too, when it is made later.
 func TestCheckShard_RefusesConnections(t *testing.T) {
 	pgtest.OncePerServer(t)
@@ -236,5 +195,11 @@ func TestCheckShard_RefusesConnections(t *testing.T) {
 		err := connect(wrong[0], wrong[1])
 		require.ErrorIs(t, err, client.ErrWrongShard)
 		shardIs(t, wrong[0], wrong[1], err)
+	}
+	err := client.CheckAlone()(t.Context(), s.dbs[1].Connect(t))
+	require.ErrorIs(t, err, client.ErrWrongShard)
+	require.ErrorContains(t, err, "is shard 1 of 2: buckets of most keys are elsewhere, and would be full here. List all 2 databases")
+	for _, db := range []*pgtest.DB{newShards(t, 1).dbs[0], pgtest.New(t)} {
+		require.NoError(t, client.CheckAlone()(t.Context(), db.Connect(t)))
 	}
 }
