@@ -158,6 +158,7 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 	if err := checkAnchor(p.Anchor); err != nil {
 		return failed(verbDefine, err)
 	}
+	defer l.withoutStocks(ctx, p.Name, "")()
 	defer l.denialCache.forgetAll()
 	return l.run(ctx, call{
 		verb: verbDefine,
@@ -182,6 +183,7 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) DropPolicy(ctx context.Context, name string) error {
+	defer l.withoutStocks(ctx, name, "")()
 	defer l.denialCache.forgetAll()
 	return l.run(ctx, newCall("drop policy", "ratelimit_drop_policy($1::text)", name))
 }
@@ -337,6 +339,7 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 	if err := checkAnchor(o.Anchor); err != nil {
 		return failed(verbOverride, err)
 	}
+	defer l.withoutStocks(ctx, o.Policy, o.Key)()
 	defer l.denialCache.forget(o.Policy, o.Key)
 	return l.run(ctx, call{
 		verb: verbOverride,
@@ -354,6 +357,7 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
+	defer l.withoutStocks(ctx, policy, key)()
 	defer l.denialCache.forget(policy, key)
 	c := newCall("remove override", "ratelimit_remove_override($1::text, $2::text)", policy, key)
 	c.columns = "ratelimit_remove_override"

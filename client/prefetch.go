@@ -74,8 +74,8 @@ type combiner = Combiner // so that only this package names the field of a Prefe
 // rate of the last moments, but no more than Prefetch.MaxTokens and than Prefetch.MaxShare of the capacity. As far as the Prefetcher last
 // saw, the bucket keeps at least as many tokens for other processes. With a quarter left, the Prefetcher refills in the background.
 //
-// It uses 2 more connections than [CallsInFlight], and up to 8 besides while Close, Reset, Pause, Override, RemoveOverride,
-// DefinePolicy or DropPolicy refunds stocks.
+// It uses 2 more connections than [CallsInFlight], and up to 8 besides while Close, Reset, ResetAll, Pause, Override,
+// RemoveOverride, DefinePolicy or DropPolicy refunds stocks.
 //
 // Guarantees:
 //
@@ -87,7 +87,7 @@ type combiner = Combiner // so that only this package names the field of a Prefe
 //     than MaxTokens. So does a process whose call to the server got no answer.
 //   - A stock is used for at most a second after the server has last given tokens to it. So a policy that is changed or dropped,
 //     an override and a block take effect for it within a second, and when the database is away, grants go on for so long.
-//     Reset, Pause, Override, RemoveOverride, DefinePolicy and DropPolicy through this Prefetcher refund stocks first. The Prefetcher takes
+//     Reset, ResetAll, Pause, Override, RemoveOverride, DefinePolicy and DropPolicy through this Prefetcher refund stocks first. It takes
 //     no tokens for the policy until they are done. After a reset by another program, prefetched tokens can be spent, or refunded,
 //     besides the full bucket.
 //
@@ -125,6 +125,7 @@ func NewPrefetcher(pool Pool, opts ...Option) *Prefetcher {
 	l.working, l.stop = context.WithCancel(context.Background())
 	l.unseen = l.combiner.limiter
 	l.unseen.hooks.Answered = nil
+	l.combiner.endStocksOf = l.endStocksOf
 	for _, prefetch := range config.prefetches {
 		if l.policies[prefetch.Policy] != nil {
 			panic(fmt.Sprintf("client: NewPrefetcher: two Prefetches for policy %q", prefetch.Policy))
@@ -462,51 +463,13 @@ func (l *Prefetcher) seize(ctx context.Context, b *hotBucket) (seized bool) {
 	}
 }
 
-// withoutStocks makes a change to a policy when its stocks, of one key or of all keys, are refunded. Meanwhile it takes no tokens
-// for the policy.
-func (l *Prefetcher) withoutStocks(ctx context.Context, policy, key string, change func() error) error {
-	if p := l.policies[policy]; p != nil {
-		p.changing.Add(1) // before the stocks are listed: a refill that takes tokens since has seen it
-		defer p.changing.Add(-1)
-		l.endAll(ctx, []*prefetchedPolicy{p}, key)
+// endStocksOf ends the stocks of a key, or of all keys, and takes no tokens for the policy until the returned function is called.
+func (l *Prefetcher) endStocksOf(ctx context.Context, policy, key string) (done func()) {
+	p := l.policies[policy]
+	if p == nil {
+		return func() {}
 	}
-	return change()
-}
-
-// Reset is [Limiter.Reset]. Prefetched tokens are refunded before.
-func (l *Prefetcher) Reset(ctx context.Context, policy, key string) error {
-	return l.withoutStocks(ctx, policy, key, func() error { return l.combiner.Reset(ctx, policy, key) })
-}
-
-// Pause is [Limiter.Pause]. Prefetched tokens are refunded before. Those of other processes are used for a second at most.
-func (l *Prefetcher) Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (d Decision, err error) {
-	err = l.withoutStocks(ctx, policy, key, func() error {
-		d, err = l.combiner.Pause(ctx, policy, key, pauseFor)
-		return err
-	})
-	return d, err
-}
-
-// Override is [Limiter.Override]. Prefetched tokens are refunded before.
-func (l *Prefetcher) Override(ctx context.Context, o Override) error {
-	return l.withoutStocks(ctx, o.Policy, o.Key, func() error { return l.combiner.Override(ctx, o) })
-}
-
-// RemoveOverride is [Limiter.RemoveOverride]. Prefetched tokens are refunded before.
-func (l *Prefetcher) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
-	err = l.withoutStocks(ctx, policy, key, func() error {
-		removed, err = l.combiner.RemoveOverride(ctx, policy, key)
-		return err
-	})
-	return removed, err
-}
-
-// DefinePolicy is [Limiter.DefinePolicy]. Prefetched tokens are refunded before.
-func (l *Prefetcher) DefinePolicy(ctx context.Context, p Policy) error {
-	return l.withoutStocks(ctx, p.Name, "", func() error { return l.combiner.DefinePolicy(ctx, p) })
-}
-
-// DropPolicy is [Limiter.DropPolicy]. Prefetched tokens are refunded before.
-func (l *Prefetcher) DropPolicy(ctx context.Context, name string) error {
-	return l.withoutStocks(ctx, name, "", func() error { return l.combiner.DropPolicy(ctx, name) })
+	p.changing.Add(1) // before the stocks are listed: a refill that takes tokens since has seen it
+	l.endAll(ctx, []*prefetchedPolicy{p}, key)
+	return func() { p.changing.Add(-1) }
 }

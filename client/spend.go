@@ -53,32 +53,15 @@ func (l *limiter) Settle(ctx context.Context, policy, key, idempotencyKey string
 	return l.answer(ctx, policy, c)
 }
 
-// A Reservation is the answer to [Limiter.Reserve]. Times count from the moment the server decided.
+// A Reservation is the answer to [Limiter.Reserve]. Of its Decision, RetryAfter is Wait, Remaining below zero counts the tokens that
+// callers, this one included, are waiting for, and Shadowed means that enforcing the policy would make this caller wait, or refuse it.
 type Reservation struct {
-	// Allowed reports whether the tokens were taken.
-	Allowed bool
+	Decision
 
 	// Wait is how long to wait before acting. After a refusal it is how long the wait would have been, or [math.MaxInt64] if
-	// no wait would help: see [Reservation.Never].
+	// no wait would help: see [Decision.Never].
 	Wait time.Duration
-
-	// Remaining is the number of whole tokens in the bucket after the call, rounded down. Below zero, it counts the tokens
-	// that callers, this one included, are waiting for.
-	Remaining int64
-
-	// ResetAfter, Capacity and Replayed are as in a [Decision].
-	ResetAfter time.Duration
-	Capacity   int64
-	Replayed   bool
-
-	// Shadowed means that the policy only watches, and that enforcing it would make this caller wait, or refuse it. Wait
-	// is then zero.
-	Shadowed bool
 }
-
-// Never reports whether no wait would help: the cost is above the capacity, or the policy refills nothing and the bucket
-// holds less than the cost.
-func (r Reservation) Never() bool { return r.Wait == never }
 
 // Reserve takes tokens from the bucket of key now, if it will have them within maxWait, and returns how long to wait before
 // acting. Options are [Cost] and [IdempotencyKey]. maxWait is whole microseconds, up to 365 days; with 0 it is Acquire. A
@@ -101,15 +84,7 @@ func (l *limiter) Reserve(ctx context.Context, policy, key string, maxWait time.
 	begin := l.hooks.begin()
 	d, err := l.reserve(ctx, newRequest("Reserve", policy, key, opts), maxWait)
 	l.hooks.answered(ctx, verbReserve, policy, begin, d, err)
-	return Reservation{
-		Allowed:    d.Allowed,
-		Wait:       d.RetryAfter,
-		Remaining:  d.Remaining,
-		ResetAfter: d.ResetAfter,
-		Capacity:   d.Capacity,
-		Replayed:   d.Replayed,
-		Shadowed:   d.Shadowed,
-	}, err
+	return Reservation{d, d.RetryAfter}, err
 }
 
 // reserve returns a decision whose RetryAfter is the wait.

@@ -20,7 +20,6 @@ package grpclimit
 
 import (
 	"context"
-	"fmt"
 	"math"
 	"strconv"
 	"time"
@@ -116,11 +115,7 @@ func (i *Interceptor) pass(ctx context.Context, method string) error {
 	if len(charges) == 0 {
 		return nil
 	}
-	var d client.JointDecision
-	err := i.guard.Ask(ctx, func() (err error) {
-		d, err = i.ask(ctx, charges)
-		return err
-	})
+	d, err := i.guard.Ask(ctx, i.failure.timeout, i.limiter, charges)
 	switch {
 	case err == nil && d.Allowed:
 		return nil
@@ -140,21 +135,6 @@ func (i *Interceptor) pass(ctx context.Context, method string) error {
 		return nil
 	}
 	return status.Error(codes.Unavailable, "rate limit: no answer")
-}
-
-// ask makes one call for all charges. The answer about one charge is made joint.
-func (i *Interceptor) ask(ctx context.Context, charges []client.Charge) (client.JointDecision, error) {
-	ctx, cancel := context.WithTimeout(ctx, i.failure.timeout)
-	defer cancel()
-	if len(charges) == 1 {
-		d, err := i.limiter.Acquire(ctx, charges[0].Policy, charges[0].Key, charges[0].Cost)
-		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, err
-	}
-	d, err := i.limiter.AcquireAll(ctx, charges)
-	if err == nil && len(d.Decisions) != len(charges) { // an Acquirer of somebody else's
-		err = fmt.Errorf("grpclimit: %w: a limiter with %d decisions about %d charges", client.ErrInvalidArgument, len(d.Decisions), len(charges))
-	}
-	return d, err
 }
 
 // pushback is the trailer by which a server tells a client when to try again, in milliseconds.

@@ -44,7 +44,6 @@
 package httplimit
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -139,31 +138,29 @@ func (m *middleware) see(r *http.Request, e Event) {
 // decide asks the limiter, and if there is no answer follows the program's [Failure].
 func (m *middleware) decide(r *http.Request, charges []client.Charge) Event {
 	e := Event{Charges: charges}
-	var idempotencyKey string
+	var opts []client.CallOption
 	if m.idempotencyKey != nil {
-		if idempotencyKey = m.idempotencyKey(r); idempotencyKey != "" && !fits(idempotencyKey) {
-			e.Err = errIdempotencyKey
-			return e.ended(Invalid, http.StatusBadRequest)
+		if idempotencyKey := m.idempotencyKey(r); idempotencyKey != "" {
+			opts = append(opts, client.IdempotencyKey(idempotencyKey))
+			if !fits(idempotencyKey) {
+				e.Err = errIdempotencyKey
+				return e.ended(Invalid, http.StatusBadRequest)
+			}
 		}
 	}
-	e.Err = m.guard.Ask(r.Context(), func() (err error) {
-		ctx, cancel := context.WithTimeout(r.Context(), m.failure.timeout)
-		defer cancel()
-		e.Decision, err = ask(ctx, m.limiter, charges, idempotencyKey)
-		return err
-	})
+	e.Decision, e.Err = m.guard.Ask(r.Context(), m.failure.timeout, m.limiter, charges, opts...)
 	if e.Err == nil {
 		return e.decided()
 	}
 	err := e.Err
 	if m.failure.local != nil && !m.guard.Fails(err) && r.Context().Err() == nil {
 		e.Local = true
-		if e.Decision, err = ask(r.Context(), m.failure.local, charges, idempotencyKey); err == nil {
+		if e.Decision, err = failure.Ask(r.Context(), m.failure.local, charges, opts...); err == nil {
 			return e.decided()
 		}
 		e.Err = errors.Join(e.Err, err)
 	}
-	return m.undecided(r, e, err, idempotencyKey != "")
+	return m.undecided(r, e, err, len(opts) > 0)
 }
 
 // undecided is the fate of a request whose last limiter failed with err.
@@ -180,27 +177,6 @@ func (m *middleware) undecided(r *http.Request, e Event, err error, keyed bool) 
 		return e.ended(FailedOpen, 0)
 	}
 	return e.ended(FailedClosed, http.StatusServiceUnavailable)
-}
-
-// ask makes one call for all charges. The answer about one charge is made joint.
-func ask(ctx context.Context, limiter client.Acquirer, charges []client.Charge, idempotencyKey string) (client.JointDecision, error) {
-	var opts []client.CallOption
-	if idempotencyKey != "" {
-		opts = append(opts, client.IdempotencyKey(idempotencyKey))
-	}
-	if len(charges) == 1 {
-		c := charges[0]
-		d, err := limiter.Acquire(ctx, c.Policy, c.Key, append(opts, c.Cost)...)
-		if err != nil {
-			return client.JointDecision{}, err
-		}
-		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, nil
-	}
-	d, err := limiter.AcquireAll(ctx, charges, opts...)
-	if err == nil && len(d.Decisions) != len(charges) { // a foreign Acquirer
-		return client.JointDecision{}, fmt.Errorf("httplimit: %w: a limiter with %d decisions about %d charges", client.ErrInvalidArgument, len(d.Decisions), len(charges))
-	}
-	return d, err
 }
 
 // An Option changes the middleware: [Policies], [IdempotencyKey], [Observe] and [RefuseWith] return one.

@@ -74,7 +74,7 @@ func (m *middleware) serveHolding(w http.ResponseWriter, r *http.Request, next h
 func (m *middleware) hold(r *http.Request, limiter Holder, charge []client.Charge) (h *client.Hold, e Event) {
 	e.Charges = charge
 	var d client.HoldDecision
-	e.Err = m.guard.Ask(r.Context(), func() (err error) {
+	e.Err = m.guard.Try(r.Context(), func() (err error) {
 		h, d, err = m.holdOnce(r.Context(), limiter, charge[0])
 		return err
 	})

@@ -42,8 +42,36 @@ func NewGuard() *Guard {
 	return &Guard{passed: make(map[string]int64), logged: make(map[string]time.Time)}
 }
 
-// Ask makes the call of a limiter, and once more after a pause if the package or a privilege is missing.
-func (g *Guard) Ask(ctx context.Context, call func() error) error {
+// Ask makes one call for all charges, and makes the answer about one charge joint: see Try.
+func (g *Guard) Ask(ctx context.Context, timeout time.Duration, limiter client.Acquirer, charges []client.Charge, opts ...client.CallOption) (d client.JointDecision, err error) {
+	err = g.Try(ctx, func() error {
+		ctx, cancel := context.WithTimeout(ctx, timeout)
+		defer cancel()
+		d, err = Ask(ctx, limiter, charges, opts...)
+		return err
+	})
+	return d, err
+}
+
+// Ask is [Guard.Ask] without a guard, for a limiter that is asked instead.
+func Ask(ctx context.Context, limiter client.Acquirer, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error) {
+	if len(charges) == 1 {
+		c := charges[0]
+		d, err := limiter.Acquire(ctx, c.Policy, c.Key, append(opts, c.Cost)...)
+		if err != nil {
+			return client.JointDecision{}, err
+		}
+		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, nil
+	}
+	d, err := limiter.AcquireAll(ctx, charges, opts...)
+	if err == nil && len(d.Decisions) != len(charges) { // a foreign Acquirer
+		return client.JointDecision{}, fmt.Errorf("%w: a limiter with %d decisions about %d charges", client.ErrInvalidArgument, len(d.Decisions), len(charges))
+	}
+	return d, err
+}
+
+// Try makes the call of a limiter, and once more after a pause if the package or a privilege is missing.
+func (g *Guard) Try(ctx context.Context, call func() error) error {
 	err := call()
 	if client.KindOf(err) == client.Setup {
 		select {
