@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"math/big"
 	"reflect"
 	"regexp"
 	"slices"
@@ -169,64 +168,19 @@ func wait(m model.Micros) any {
 
 // define has the arguments after the name: a nil argument keeps the current value.
 func (db *database) define(name string, args []any) error {
-	p, exists := db.model.Policy(name)
-	def := model.Definition{Numbers: numbers(args), Remember: micros(args[5])}
+	def := model.Definition{Numbers: numbers(args[:3], args[8:]), Remember: micros(args[5])}
 	var errs [3]error
 	def.Stepped, errs[0] = boolean(args[3])
 	def.Durable, errs[1] = boolean(args[4])
 	def.Shadow, errs[2] = boolean(args[6])
-	def.Zone, def.Anchor = calendar(args[8:])
-	def.Lease = micros(args[10])
-	err := cmp.Or(errs[0], errs[1], errs[2], checkName("policy", name))
-
-	var wrongPeriod error
 	if text, ok := args[7].(string); ok {
-		period, unreadable := client.ParsePeriod(text)
+		period, _ := client.ParsePeriod(text) // a text that is none is no period, which is refused
 		def.Period = (*model.Period)(&period)
-		if unreadable != nil {
-			wrongPeriod = invalid("period", text)
-		}
 	}
-	if def.Lease != nil || p.IsSlots() {
-		if err = cmp.Or(err, checkSlotsOf(def, p, exists), checkDurable(name, def, p, exists)); err != nil {
-			return err
-		}
-		return db.model.Define(name, def)
-	}
-	if exists && !p.IsQuota() {
-		err = cmp.Or(err, not("period", def.Period))
-	}
-	isQuota := exists && p.IsQuota() || def.Period != nil
-	err = cmp.Or(err, checkKind(def.Numbers, isQuota))
-	least := func(n *int64) int64 { // null is 0 for a new policy, and not meant
-		if !exists && n == nil {
-			return 1
-		}
-		return 0
-	}
-	leastRefill := least(def.Refill)
-	if isQuota {
-		leastRefill, p.Every = 0, 1 // which it does not have
-		err = cmp.Or(err, not("stepped", def.Stepped), wrongPeriod)
-		if def.Zone != nil && !model.IsZone(*def.Zone) {
-			err = cmp.Or(err, invalid("time_zone", *def.Zone))
-		}
-	}
-	err = cmp.Or(err, checkNumbers(def.Numbers, p, least(def.Capacity), leastRefill))
-	if def.Remember != nil {
-		err = cmp.Or(err, checkPositive("remember", int64(*def.Remember)))
-	}
-	if err = cmp.Or(err, checkDurable(name, def, p, exists)); err != nil {
+	if err := cmp.Or(errs[0], errs[1], errs[2], checkName("policy", name)); err != nil {
 		return err
 	}
-	return db.model.Define(name, def)
-}
-
-func checkDurable(name string, def model.Definition, p model.Policy, exists bool) error {
-	if exists && def.Durable != nil && *def.Durable != p.Durable {
-		return failure("22023", "invalid durable", fmt.Sprintf("Policy %s was created with durable => %v.", quoted(name), p.Durable))
-	}
-	return nil
+	return db.known(name, db.model.Define(name, def))
 }
 
 // override has the arguments after the bucket: a number that is nil is the policy's.
@@ -238,34 +192,28 @@ func (db *database) override(now time.Time, id model.BucketID, args []any) error
 			return failure("22007", fmt.Sprintf(`invalid input syntax for type timestamp with time zone: "%s"`, text), "")
 		}
 	}
-	n := numbers(args)
-	n.Zone, n.Anchor = calendar(args[4:])
-	n.Lease = micros(args[6])
-	err := cmp.Or(checkBucket(id), checkNumbers(n, model.Policy{Every: 1}, 0, 0))
-	if err == nil && !expires.IsZero() && !expires.After(now) {
-		err = invalid("expires_at", expires)
-	}
-	if err = cmp.Or(err, db.checkPolicy(id.Policy)); err == nil {
-		p, _ := db.model.Policy(id.Policy)
-		if p.IsSlots() {
-			if err = checkSlots(model.Definition{Numbers: n}, 0); err != nil {
-				return err
-			}
-			return db.model.Override(now, id, n, expires)
-		}
-		err = checkKind(n, p.IsQuota())
-		if p.IsQuota() {
-			p.Every = 1 // which it does not have
-			if n.Zone != nil && !model.IsZone(*n.Zone) {
-				err = cmp.Or(err, invalid("time_zone", *n.Zone))
-			}
-		}
-		err = cmp.Or(err, checkNumbers(n, p, 0, 0))
-	}
-	if err != nil {
+	if err := checkBucket(id); err != nil {
 		return err
 	}
-	return db.model.Override(now, id, n, expires)
+	return db.known(id.Policy, db.model.Override(now, id, numbers(args[:3], args[4:]), expires))
+}
+
+// known makes an error of the server of one of the model about a definition. It does not name the argument.
+func (db *database) known(policy string, err error) error {
+	switch {
+	case errors.Is(err, model.UnknownPolicy):
+		return db.checkPolicy(policy)
+	case err != nil:
+		return failure(err.Error(), "invalid argument", "An argument is out of range, or not for a policy of this kind.")
+	}
+	return nil
+}
+
+// numbers reads a capacity, a refill and an interval, and a zone, an anchor and a lease.
+func numbers(refilling, rest []any) model.Numbers {
+	n := model.Numbers{Capacity: given[int64](refilling[0]), Refill: given[int64](refilling[1]), Every: micros(refilling[2]), Lease: micros(rest[2])}
+	n.Zone, n.Anchor = calendar(rest)
+	return n
 }
 
 // calendar reads a zone and an anchor, as the client writes them.
@@ -285,49 +233,7 @@ func given[T any](arg any) *T {
 	return nil
 }
 
-// checkKind refuses numbers that are for policies of the other kind.
-func checkKind(n model.Numbers, isQuota bool) error {
-	if isQuota {
-		return cmp.Or(not("lease", n.Lease), not("refill", n.Refill), not("every", n.Every))
-	}
-	return cmp.Or(not("lease", n.Lease), not("time_zone", n.Zone), not("anchor", n.Anchor))
-}
-
-// not refuses an argument that is given.
-func not[T any](argument string, value *T) error {
-	if value != nil {
-		return invalid(argument, *value)
-	}
-	return nil
-}
-
-// numbers are the first three arguments.
-func numbers(args []any) model.Numbers {
-	return model.Numbers{Capacity: given[int64](args[0]), Refill: given[int64](args[1]), Every: micros(args[2])}
-}
-
-// checkNumbers refuses numbers that are out of range in place of the policy's.
-func checkNumbers(n model.Numbers, p model.Policy, leastCapacity, leastRefill int64) error {
-	if n.Capacity != nil {
-		p.Capacity = *n.Capacity
-	}
-	if n.Refill != nil {
-		p.Refill = *n.Refill
-	}
-	if n.Every != nil {
-		p.Every = *n.Every
-	}
-	err := cmp.Or(checkRange("capacity", p.Capacity, leastCapacity), checkRange("refill", p.Refill, leastRefill),
-		checkPositive("every", int64(p.Every)))
-	if err == nil && p.Refill > 0 && product(p.Capacity, int64(p.Every)).Cmp(product(p.Refill, 3_652_500*day)) > 0 {
-		err = invalid("refill", fmt.Sprintf("%d every %v", p.Refill, p.Every))
-	}
-	return err
-}
-
 const day = 24 * 60 * 60 * 1_000_000
-
-func product(a, b int64) *big.Int { return new(big.Int).Mul(big.NewInt(a), big.NewInt(b)) }
 
 // micros reads an interval as the client writes it.
 func micros(arg any) *model.Micros {
@@ -424,13 +330,6 @@ func checkName(argument, name string) error {
 
 func checkTokens(argument string, n int64) error {
 	if n < 0 {
-		return invalid(argument, n)
-	}
-	return nil
-}
-
-func checkRange(argument string, n, least int64) error {
-	if n < least || n > maxTokens {
 		return invalid(argument, n)
 	}
 	return nil

@@ -10,8 +10,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-const maxSlots = 10_000
-
 // lend answers the functions of a holder.
 func (db *database) lend(function string, now time.Time, id model.BucketID, args []any) ([]any, error) {
 	holder, _ := args[2].(string)
@@ -80,31 +78,4 @@ func (db *database) checkTokensOf(name string) error {
 // checkHasBuckets refuses a policy that is not there, or has slots in place of buckets.
 func (db *database) checkHasBuckets(name string) error {
 	return cmp.Or(db.checkPolicy(name), db.checkTokensOf(name))
-}
-
-// checkSlots refuses what slots do not have, and numbers out of range. A capacity that is nil is the policy's.
-func checkSlots(def model.Definition, leastCapacity int64) error {
-	n := def.Numbers
-	err := cmp.Or(not("refill", n.Refill), not("every", n.Every), not("stepped", def.Stepped), not("remember", def.Remember),
-		not("period", def.Period), not("time_zone", n.Zone), not("anchor", n.Anchor))
-	switch {
-	case err != nil:
-		return err
-	case n.Capacity != nil && (*n.Capacity < leastCapacity || *n.Capacity > maxSlots):
-		return invalid("capacity", *n.Capacity)
-	case n.Lease != nil && *n.Lease < 1000: // the client has none above the 1,000 years that are allowed
-		return invalid("lease", *n.Lease)
-	}
-	return nil
-}
-
-// checkSlotsOf is checkSlots for the definition of a policy, which may exist.
-func checkSlotsOf(def model.Definition, p model.Policy, exists bool) error {
-	if exists && !p.IsSlots() {
-		return invalid("lease", *def.Lease)
-	}
-	if !exists && def.Capacity == nil {
-		def.Capacity = new(int64) // null is refused like 0
-	}
-	return checkSlots(def, 1)
 }

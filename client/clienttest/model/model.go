@@ -69,6 +69,13 @@ type Numbers struct {
 	Lease            *Micros    // of slots
 }
 
+// areInRange reports whether the numbers are right for some policy.
+func (n Numbers) areInRange() bool {
+	const most = 9_000_000_000_000
+	capacity, refill := valueOr(n.Capacity, 0), valueOr(n.Refill, 0)
+	return 0 <= capacity && capacity <= most && 0 <= refill && refill <= most && valueOr(n.Every, 1) >= 1
+}
+
 // over returns the policy with these numbers in place of its own, if they fit it.
 func (n Numbers) over(p Policy) (Policy, error) {
 	p.Capacity = valueOr(n.Capacity, p.Capacity)
@@ -86,7 +93,7 @@ func (n Numbers) over(p Policy) (Policy, error) {
 	default:
 		fit = p.Refill >= 0 && p.Every >= 1 && p.fillsInTime() && n.Zone == nil && n.Anchor == nil && n.Lease == nil
 	}
-	if !fit || p.Capacity < 0 {
+	if !fit || !n.areInRange() || p.Capacity < 0 {
 		return p, InvalidArgument
 	}
 	return p, nil
@@ -145,7 +152,9 @@ func (m *Model) Define(name string, def Definition) error {
 		return err
 	}
 	p.Stepped = valueOr(def.Stepped, p.Stepped)
-	p.Remember = valueOr(def.Remember, p.Remember)
+	if p.Remember = valueOr(def.Remember, p.Remember); p.Remember < 1 && !isSlots {
+		return InvalidArgument
+	}
 	p.Shadow = valueOr(def.Shadow, p.Shadow)
 	m.policies[name] = p
 	return nil
@@ -349,10 +358,8 @@ func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Tim
 	if !(Override{Expires: expires}).Live(now) {
 		return InvalidArgument
 	}
-	if n.Capacity != nil && n.Refill != nil && n.Every != nil { // wrong for any policy
-		if _, err := (Numbers{Capacity: n.Capacity, Refill: n.Refill, Every: n.Every}).over(Policy{}); err != nil {
-			return err
-		}
+	if p := (Policy{Capacity: valueOr(n.Capacity, 0), Refill: valueOr(n.Refill, 0), Every: valueOr(n.Every, 1)}); !n.areInRange() || !p.fillsInTime() {
+		return InvalidArgument // for any policy
 	}
 	p, ok := m.policies[id.Policy]
 	if !ok {
