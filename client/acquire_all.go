@@ -3,7 +3,6 @@ package client
 import (
 	"context"
 	"fmt"
-	"slices"
 	"strconv"
 
 	"github.com/jackc/pgx/v5/pgtype"
@@ -101,11 +100,6 @@ var jointColumns = decisionColumns + ", binding, array(select " + numbersOf("d."
 func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) {
 	var p packed
 	p.add(r)
-	for i, texts := range [][]string{p.policies, p.keys} {
-		if slices.ContainsFunc(texts, hasZeroByte) {
-			return JointDecision{}, failed(r.verb(), zeroByteIn(r.verb(), i))
-		}
-	}
 	var binding int64
 	var numbers array[pgtype.Int8]
 	whole, err := l.decide(ctx, call{

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"slices"
 	"strings"
 	"time"
 
@@ -389,9 +390,11 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	if c.err != nil {
 		return c.err
 	}
-	for i, arg := range c.args {
-		if text, ok := arg.(string); ok && hasZeroByte(text) {
-			return failed(c.verb, zeroByteIn(c.verb, i))
+	for _, arg := range c.args {
+		text, _ := arg.(string)
+		texts, _ := arg.([]string)
+		if hasZeroByte(text) || slices.ContainsFunc(texts, hasZeroByte) {
+			return failed(c.verb, errZeroByte)
 		}
 	}
 	if c.tokens && l.noFlush && !isAutocommit(l.db) {
@@ -412,19 +415,7 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	return &callError{c.verb, l.schema + c.function, err, mayRun}
 }
 
-// zeroByteIn is the error about an argument of a call, from 0. Policy and key come first. Of the further arguments only one is the
-// caller's text.
-func zeroByteIn(verb string, argument int) error {
-	third := "idempotency_key"
-	switch verb {
-	case verbHold, verbRenew, verbRelease:
-		third = "holder"
-	case verbDefine, verbOverride:
-		third = "time_zone"
-	}
-	name := [...]string{"policy", "key", third}[min(argument, 2)]
-	return fmt.Errorf("%w: %s has a zero byte, which no text in PostgreSQL can hold; pass a hash of it", ErrInvalidArgument, name)
-}
+var errZeroByte = fmt.Errorf("%w: a text has a zero byte, which no text in PostgreSQL can hold; pass a hash of it", ErrInvalidArgument)
 
 // hasZeroByte reports whether the simple protocol would cut the statement short.
 func hasZeroByte(text string) bool { return strings.Contains(text, "\x00") }

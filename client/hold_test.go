@@ -401,16 +401,12 @@ func TestHold_UnderAPolicyThatWatches(t *testing.T) {
 func TestHold_Refusals(t *testing.T) {
 	t.Parallel()
 	ctx, db := t.Context(), &fakePool{fakeDB{answers: []any{errors.New("not to be asked")}}}
-	for name, limiter := range map[string]interface {
-		Hold(context.Context, string, string, ...client.CallOption) (*client.Hold, client.HoldDecision, error)
-		HoldWait(context.Context, string, string, ...client.CallOption) (*client.Hold, client.HoldDecision, error)
-	}{
-		"WithTx":        client.New(db).WithTx(nil),
-		"a transaction": client.New(struct{ pgx.Tx }{}),
-		"a connection":  client.New(&pgx.Conn{}),
+	for name, limiter := range map[string]*client.Limiter{
+		"WithTx": client.New(db).WithTx(nil), "a transaction": client.New(struct{ pgx.Tx }{}), "a connection": client.New(&pgx.Conn{}),
 	} {
-		for _, hold := range []func(context.Context, string, string, ...client.CallOption) (*client.Hold, client.HoldDecision, error){limiter.Hold, limiter.HoldWait} {
-			_, _, err := hold(ctx, "jobs", "k")
+		_, _, hold := limiter.Hold(ctx, "jobs", "k")
+		_, _, holdWait := limiter.HoldWait(ctx, "jobs", "k")
+		for _, err := range []error{hold, holdWait} {
 			require.ErrorIs(t, err, client.ErrInvalidArgument, name)
 			require.ErrorContains(t, err, "in a transaction call the SQL function ratelimit_hold", name)
 		}
@@ -418,16 +414,6 @@ func TestHold_Refusals(t *testing.T) {
 	_, _, err := client.New(db).Hold(ctx, "jobs", "k", client.IdempotencyKey("i"))
 	require.ErrorContains(t, err, "IdempotencyKey is no option of Hold, which takes Cost")
 	require.Empty(t, db.sent())
-	require.ErrorContains(t, client.New(db).DefinePolicy(ctx, client.Policy{Name: "p", Lease: 1500}), "lease 1.5µs must be whole microseconds")
-	require.ErrorContains(t, client.New(db).Override(ctx, client.Override{Policy: "p", Key: "k", Lease: 1500}), "lease 1.5µs must be whole microseconds")
-
-	fake := newJobs(t)
-	for _, cost := range []int64{0, -1} {
-		_, _, err = fake.Hold(ctx, "jobs", "k", client.Cost(cost))
-		require.ErrorIs(t, err, client.ErrInvalidArgument)
-	}
-	_, _, err = fake.Hold(ctx, "nobody", "k")
-	require.ErrorIs(t, err, client.ErrUnknownPolicy)
 }
 
 func TestHoldWait(t *testing.T) {

@@ -40,9 +40,9 @@ import (
 
 // A Fake is a Limiter whose database is in memory. It is safe for concurrent use.
 //
-// Its calls are the Limiter's own down to the SQL, which the fake answers: arguments are checked and
-// errors are a server's without their HINT, of definitions also without the name of the argument. Cleanup and RunCleanup find nothing to remove. WithTx leaves the fake, for
-// the database of that transaction.
+// Its calls are the Limiter's own down to the SQL, which the fake answers: arguments are checked and errors are a server's without their
+// HINT, of definitions also without the name of the argument. Cleanup and RunCleanup find nothing to remove. WithTx leaves the fake,
+// for the database of that transaction.
 type Fake struct {
 	*client.Limiter
 	db *database

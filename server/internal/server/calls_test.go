@@ -207,7 +207,7 @@ func TestErrors_OfRequests(t *testing.T) {
 		"another cost":               {"acquire", `{"policy":"api","key":"k","cost":2,"idempotency_key":"used"}`, service.IdempotencyMismatch, "RL002", "idempotency key used before with another cost"},
 		"no grant":                   {"settle", `{"policy":"api","key":"k","cost":2,"idempotency_key":"unused"}`, service.NoGrant, "RL003", "no live grant"},
 		"no key":                     {"acquire", `{"policy":"api"}`, service.InvalidArgument, "22023", "invalid key"},
-		"zero byte":                  {"acquire", `{"policy":"api","key":"a\u0000b"}`, service.InvalidArgument, "22023", "key has a zero byte"},
+		"zero byte":                  {"acquire", `{"policy":"api","key":"a\u0000b"}`, service.InvalidArgument, "22023", "a text has a zero byte"},
 		"negative cost":              {"acquire", `{"policy":"api","key":"k","cost":-1}`, service.InvalidArgument, "22023", "invalid cost"},
 		"no charges":                 {"acquire_all", `{}`, service.InvalidArgument, "22023", "invalid charges"},
 		"charge without a cost":      {"charge", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid cost"},
@@ -222,7 +222,7 @@ func TestErrors_OfRequests(t *testing.T) {
 		"pause that ended":           {"pause", `{"policy":"api","key":"k","pause_for":-10000000000}`, service.InvalidArgument, "22023", "pause_for is -1"},
 		"hold at another cost":       {"hold", `{"policy":"jobs","key":"k","holder":"used","cost":2}`, service.IdempotencyMismatch, "RL002", "the holder holds with another cost"},
 		"hold of nothing":            {"hold", `{"policy":"jobs","key":"k","holder":"h","cost":0}`, service.InvalidArgument, "22023", "invalid cost"},
-		"zero byte in a holder":      {"hold", `{"policy":"jobs","key":"k","holder":"a\u0000b"}`, service.InvalidArgument, "22023", "holder has a zero byte"},
+		"zero byte in a holder":      {"hold", `{"policy":"jobs","key":"k","holder":"a\u0000b"}`, service.InvalidArgument, "22023", "a text has a zero byte"},
 		"pause without end":          {"pause", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid pause_for"},
 		"refund of nothing":          {"refund", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid amount"},
 	} {
