@@ -792,38 +792,6 @@ func TestAcquireMany_MaxWaitingRefusesTheRequestsBeyondIt(t *testing.T) {
 	})
 }
 
-// The rules of a DenialCache are those of Acquire: the cost counts, and a refund ends the denial.
-func TestAcquireMany_RepeatsDenialsFromMemory(t *testing.T) {
-	atGate(t, 1, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
-		list := requests("k1", "k2")
-		list[0].Cost = client.Cost(5)
-		got := askMany(t.Context(), limiter, list)
-		db.only(t).deny(time.Minute)
-		first := <-got
-		again := limiter.AcquireMany(t.Context(), list) // without a call
-		require.False(t, again[0].Decision.Allowed || again[1].Decision.Allowed)
-		require.Equal(t, first[0].Decision, again[0].Decision)
-
-		less := requests("k1", "k2", "k2")
-		less[0].Cost = client.Cost(4)
-		less[1].IdempotencyKey = &[]string{"i"}[0]
-		got = askMany(t.Context(), limiter, less)
-		call := db.only(t)
-		require.Equal(t, []string{"k1"}, call.keys, "a smaller cost was not denied")
-		call.grant()
-		db.only(t).grant() // nor is a request with an idempotency key
-		answers := <-got
-		require.True(t, answers[0].Decision.Allowed && answers[1].Decision.Allowed && !answers[2].Decision.Allowed)
-
-		go limiter.Refund(t.Context(), "p", "k2", 1) //nolint:errcheck // the calls below see it
-		db.only(t).grant()
-		synctest.Wait() // until the refund has its answer
-		got = askMany(t.Context(), limiter, requests("k2"))
-		db.only(t).grant()
-		require.True(t, (<-got)[0].Decision.Allowed)
-	}, client.DenialCache())
-}
-
 // Package clienttest compares what is read of answers that fit.
 func TestAcquireAll_RefusesAMisshapenAnswer(t *testing.T) {
 	t.Parallel()

@@ -141,21 +141,11 @@
 // the transaction's snapshot, and a denial is as old as the snapshot. READ COMMITTED, the default, has
 // neither problem.
 //
-// # Poolers
+// # Poolers and encodings
 //
-// Each call is one statement that depends on no session state but search_path, so PgBouncer in
-// transaction mode is fine. Where it (before 1.21, or with max_prepared_statements = 0) does not carry
-// prepared statements over, add default_query_exec_mode=exec to the connection string; cache_describe
-// and simple_protocol work too, cache_statement does not. describe_exec works with no such pooler: it
-// prepares a statement without a name, and then may run the unnamed statement of another client. If the
-// pooler's search_path does not lead to the functions, name their schema with [Schema].
-//
-// # Encodings
-//
-// Text in Go is UTF-8, and pgx leaves client_encoding to the database. If it is not UTF8, add
-// client_encoding=UTF8 to the connection string, or set it for the database: else a key that is not ASCII
-// names another bucket than the same key from psql. Text that the database cannot hold is
-// [ErrInvalidArgument]. The 512 bytes of a key are counted as the database stores it.
+// Each call is one statement that depends on no session state but search_path, so PgBouncer in transaction mode is fine. What the
+// connection string of an older pooler needs, or of a database that is not UTF8, is in docs/operating.md. If search_path does not
+// lead to the functions, name their schema with [Schema]. Text that the database cannot hold is [ErrInvalidArgument].
 //
 // # Clean-up
 //

@@ -77,32 +77,6 @@ func ExampleIdempotencyKey() {
 	// true
 }
 
-// A budget of tokens a day for a language model: take the most an answer can cost, give back what it
-// did not.
-func ExampleLimiter_Refund() {
-	ctx := context.Background()
-	limiter := newLimiter()
-
-	check(limiter.DefinePolicy(ctx, client.Policy{
-		Name: "llm-tokens", Capacity: 100_000, Refill: 100_000, Every: 24 * time.Hour, Stepped: client.Yes,
-	}))
-
-	const prompt, maxAnswer = 1_200, 4_000
-	d := must(limiter.Acquire(ctx, "llm-tokens", "team:7", client.Cost(prompt+maxAnswer)))
-	fmt.Println(d.Allowed, d.Remaining)
-
-	answer := int64(850) // as the model reports it
-	d = must(limiter.Refund(ctx, "llm-tokens", "team:7", maxAnswer-answer))
-	fmt.Println(d.Remaining, "left until the budget is renewed")
-
-	d = must(limiter.Acquire(ctx, "llm-tokens", "team:7", client.Cost(99_000)))
-	fmt.Println(d.Allowed, d.RetryAfter.Round(time.Hour))
-	// Output:
-	// true 94800
-	// 97950 left until the budget is renewed
-	// false 24h0m0s
-}
-
 // One request, three limits: all of them allow it, or nothing is taken.
 func ExampleLimiter_AcquireAll() {
 	ctx := context.Background()

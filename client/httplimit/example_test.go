@@ -127,59 +127,6 @@ func ExampleByUser() {
 	// GET / 429 "person";r=0;t=60, "service";r=996;t=1
 }
 
-// A budget of a language model: the middleware takes an estimate, and the handler settles what was used. The job's number
-// is the idempotency key, which the program draws before the middleware runs.
-func ExampleIdempotencyKey() {
-	limiter := limiterWith(client.Policy{Name: "tokens", Capacity: 10_000, Refill: 100, Every: time.Second}).(*clienttest.Fake)
-
-	type job struct {
-		id, team string
-		estimate int64
-	}
-	type jobKey struct{}
-	jobOf := func(r *http.Request) job { return r.Context().Value(jobKey{}).(job) }
-
-	complete := func(w http.ResponseWriter, r *http.Request) {
-		var used int64
-		defer func() { // with a context of its own: the model's tokens are spent, whether the client waits or not
-			ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), 5*time.Second)
-			defer cancel()
-			d, err := limiter.Settle(ctx, "tokens", jobOf(r).team, jobOf(r).id, used)
-			if err != nil {
-				panic(err) // a program logs it, and settles later
-			}
-			fmt.Println("settled at", used, "remaining", d.Remaining)
-		}()
-		for _, word := range []string{"It", "depends"} { // the stream of the model
-			used += 150
-			fmt.Fprint(w, word, " ")
-			_ = http.NewResponseController(w).Flush() // the middleware is not in the way
-		}
-	}
-
-	limit := httplimit.New(limiter,
-		func(r *http.Request) []client.Charge {
-			return []client.Charge{{Policy: "tokens", Key: jobOf(r).team, Cost: client.Cost(jobOf(r).estimate)}}
-		},
-		httplimit.Closed(time.Second),
-		httplimit.IdempotencyKey(func(r *http.Request) string { return jobOf(r).id }),
-	)
-	limited := limit(http.HandlerFunc(complete))
-	jobs := 0
-	handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		jobs++ // a program draws it, such as crypto/rand.Text()
-		j := job{id: fmt.Sprint("job ", jobs), team: "7", estimate: 9000}
-		limited.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), jobKey{}, j)))
-	})
-
-	show(handler, "", "POST /complete", "POST /complete")
-	// Output:
-	// settled at 300 remaining 9700
-	// POST /complete 200 "tokens";r=1000;t=1
-	// settled at 300 remaining 9400
-	// POST /complete 200 "tokens";r=700;t=1
-}
-
 // One report at a time for each user, however long it takes.
 func ExampleSlots() {
 	fake := clienttest.New(nil)
@@ -207,25 +154,4 @@ func ExampleSlots() {
 	// meanwhile 429
 	// 200
 	// 200
-}
-
-// A page in place of the JSON.
-func ExampleRefuseWith() {
-	limiter := limiterWith(client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: time.Minute})
-	limit := httplimit.New(limiter, httplimit.Per("api", httplimit.ByIP(0)), httplimit.Closed(time.Second),
-		httplimit.RefuseWith(func(w http.ResponseWriter, r *http.Request, e httplimit.Event) {
-			if e.Outcome != httplimit.Denied {
-				httplimit.Refuse(w, r, e)
-				return
-			}
-			http.Error(w, "Please wait for "+w.Header().Get("Retry-After")+" seconds.", e.Status)
-		}))
-	handler := limit(http.NotFoundHandler())
-	var w *httptest.ResponseRecorder
-	for range 2 {
-		w = httptest.NewRecorder()
-		handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
-	}
-	fmt.Print(w.Code, " ", w.Body)
-	// Output: 429 Please wait for 60 seconds.
 }
