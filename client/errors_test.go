@@ -270,27 +270,6 @@ func TestRetry_AnUnknownOutcomeIsOfNoUse(t *testing.T) {
 	require.Len(t, pool.sent(), 2)
 }
 
-func TestRetry_BackoffIsRandomAndBounded(t *testing.T) {
-	t.Parallel()
-	for n, limit := range map[int]time.Duration{
-		1: 50 * time.Millisecond,
-		2: 100 * time.Millisecond,
-		4: 400 * time.Millisecond,
-		5: 500 * time.Millisecond,
-		9: 500 * time.Millisecond,
-	} {
-		var low, high bool
-		for range 200 {
-			pause := client.Backoff(n)
-			require.GreaterOrEqual(t, pause, time.Duration(0))
-			require.Less(t, pause, limit)
-			low = low || pause < limit/4
-			high = high || pause > limit*3/4
-		}
-		require.True(t, low && high, "200 pauses after try %d fill the range up to %v", n, limit)
-	}
-}
-
 func TestRetry_EndsWithItsContext(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())

@@ -227,11 +227,6 @@ func TestHold_ALookAtTheContextLooksAtTheClock(t *testing.T) {
 					return false
 				}
 			},
-			"a child": func(ctx context.Context) bool {
-				child, cancel := context.WithCancel(ctx)
-				defer cancel()
-				return child.Err() != nil
-			},
 		} {
 			proceed := make(chan struct{})
 			db := newSlotDB(replies{"renew": {func(context.Context) any { <-proceed; return row{nil} }}})

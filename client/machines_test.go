@@ -420,8 +420,6 @@ func TestTenure_PausesAfterAFailureAreRandom(t *testing.T) {
 	require.Greater(t, len(due), 50)
 }
 
-var Backoff = backoff
-
 // StopTimer makes a Hold find out by itself that its lease has ended.
 func StopTimer(h *Hold) { h.timer.Stop() }
 
@@ -912,4 +910,18 @@ func TestDenialCache_IsBoundedAndKeepsDenialsThatLast(t *testing.T) {
 		}
 	}
 	require.Greater(t, kept, most/2*9/10, "of the denials that last longest")
+}
+
+// Calls that collided do not meet again, and none pauses for long.
+func TestBackoff_IsRandomAndBounded(t *testing.T) {
+	t.Parallel()
+	for n, limit := range map[int]time.Duration{1: 50, 2: 100, 4: 400, 5: 500, 9: 500} {
+		limit *= time.Millisecond
+		shortest, longest := limit, time.Duration(0)
+		for range 200 {
+			pause := backoff(n)
+			shortest, longest = min(shortest, pause), max(longest, pause)
+		}
+		require.True(t, 0 <= shortest && shortest < limit/4 && limit*3/4 < longest && longest < limit, "%d: %v to %v", n, shortest, longest)
+	}
 }
