@@ -221,22 +221,15 @@ func (l *Prefetcher) AcquireMany(ctx context.Context, requests []Request) []Answ
 			rest = append(rest, i)
 		}
 	}
-	answerSome(answers, requests, rest, func(rest []Request) []Answer { return l.combiner.AcquireMany(ctx, rest) })
-	for _, i := range rest {
-		if answers[i].Err == nil {
-			l.learn(found[i], requests[i].request(), answers[i].Decision)
+	asked := make([]Request, len(rest))
+	for i, n := range rest {
+		asked[i] = requests[n]
+	}
+	for i, a := range l.combiner.AcquireMany(ctx, asked) {
+		n := rest[i]
+		if answers[n] = a; a.Err == nil {
+			l.learn(found[n], requests[n].request(), a.Decision)
 		}
 	}
 	return answers
-}
-
-// answerSome asks for the requests of some numbers, and puts their answers in their places.
-func answerSome(answers []Answer, requests []Request, numbers []int, ask func([]Request) []Answer) {
-	some := make([]Request, len(numbers))
-	for i, n := range numbers {
-		some[i] = requests[n]
-	}
-	for i, a := range ask(some) {
-		answers[numbers[i]] = a
-	}
 }

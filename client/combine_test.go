@@ -138,32 +138,22 @@ func TestCombiner_AStalledCallLeavesTheWayToOthers(t *testing.T) {
 // Requests of several charges stay together if they have all buckets in common.
 func TestCombiner_ALockedCallIsSplitByBucket(t *testing.T) {
 	t.Parallel()
-	type ask func(*testing.T, client.Acquirer) <-chan answer
-	one := func(policy, key string) ask {
-		return func(t *testing.T, l client.Acquirer) <-chan answer { return askOf(t.Context(), l, policy, key) }
-	}
-	all := func(keys ...string) ask {
-		return func(t *testing.T, l client.Acquirer) <-chan answer { return askAll(t.Context(), l, keys) }
-	}
 	for verb, test := range map[string]struct {
-		asks   []ask
-		locked []int    // the requests that fail
-		apart  []string // the calls, of which the first meets the lock
+		asks  [][2]string // policy and key; of a joint request two keys
+		apart []string    // the calls, of which the first meets the lock, for the first request and the last
 	}{
-		"acquire": {
-			[]ask{one("p", "k2"), one("p", "k3"), one("q", "k2"), one("p", "k2")}, []int{0, 3},
-			[]string{"[p p] [k2 k2]", "[p] [k3]", "[q] [k2]"},
-		},
-		"acquire all": {
-			[]ask{all("k9", "k2"), all("k9", "k3"), all("k9", "k2")}, []int{0, 2},
-			[]string{"[p p p p] [k9 k2 k9 k2]", "[p p] [k9 k3]"},
-		},
+		"acquire":     {[][2]string{{"p", "k2"}, {"p", "k3"}, {"q", "k2"}, {"p", "k2"}}, []string{"[p p] [k2 k2]", "[p] [k3]", "[q] [k2]"}},
+		"acquire all": {[][2]string{{"k9", "k2"}, {"k9", "k3"}, {"k9", "k2"}}, []string{"[p p p p] [k9 k2 k9 k2]", "[p p] [k9 k3]"}},
 	} {
 		t.Run(verb, func(t *testing.T) {
 			behindK1(t, func(t *testing.T, db *gatedPool, limiter *client.Combiner) {
 				var answers []<-chan answer
-				for _, ask := range test.asks {
-					answers = append(answers, ask(t, limiter))
+				for _, a := range test.asks {
+					if verb == "acquire" {
+						answers = append(answers, askOf(t.Context(), limiter, a[0], a[1]))
+					} else {
+						answers = append(answers, askAll(t.Context(), limiter, a[:]))
+					}
 				}
 				db.next(t).answer <- pgError("55P03")
 				var apart []string
@@ -176,12 +166,9 @@ func TestCombiner_ALockedCallIsSplitByBucket(t *testing.T) {
 					}
 				}
 				require.ElementsMatch(t, test.apart, apart)
-				for i, got := range answers {
-					if !slices.Contains(test.locked, i) {
-						requireGranted(t, got)
-						continue
-					}
-					got := <-got
+				last := len(answers) - 1
+				requireGranted(t, answers[1:last]...)
+				for _, got := range []answer{<-answers[0], <-answers[last]} {
 					require.ErrorIs(t, got.err, client.ErrLocked)
 					require.ErrorContains(t, got.err, "pgratelimit: "+verb+": ")
 					require.Zero(t, got.JointDecision)

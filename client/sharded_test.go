@@ -120,21 +120,3 @@ func TestNewSharded_StartsBesideAShardThatIsDown(t *testing.T) {
 	shardIs(t, 0, 2, err)
 	require.ErrorIs(t, err, gone)
 }
-
-// A policy that is dropped again, since a shard was down, is unknown to the others. The error is that shard's.
-func TestSharded_DropPolicyNamesTheShardThatIsDown(t *testing.T) {
-	t.Parallel()
-	gone, unknown := errors.New("no route to host"), pgError("RL001")
-	shards := []*numberedShard{{}, {}}
-	shards[0].answers = []any{row{1}, unknown}
-	shards[1].answers = []any{gone, gone, row{1}, unknown}
-	limiter := noError(openNumbered(t, shards...))(t)
-	for range 2 {
-		err := limiter.DropPolicy(t.Context(), "api")
-		shardIs(t, 1, 2, err)
-		require.ErrorIs(t, err, gone)
-		require.NotErrorIs(t, err, client.ErrUnknownPolicy)
-	}
-	require.NoError(t, limiter.DropPolicy(t.Context(), "api"))
-	require.ErrorIs(t, limiter.DropPolicy(t.Context(), "api"), client.ErrUnknownPolicy)
-}

@@ -2,12 +2,8 @@ package clienttest_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
-	"net/http"
-	"net/http/httptest"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -135,49 +131,4 @@ func TestFake_IsExactUnderConcurrency(t *testing.T) {
 	callers.Wait()
 	require.EqualValues(t, 10, granted.Load())
 	require.EqualValues(t, 2, failed.Load())
-}
-
-// limited is a handler of a program that limits its users.
-func limited(limiter client.Acquirer) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		d, err := limiter.Acquire(r.Context(), "api", r.RemoteAddr)
-		switch {
-		case err != nil:
-			w.WriteHeader(http.StatusServiceUnavailable)
-		case !d.Allowed:
-			if !d.Never() {
-				w.Header().Set("Retry-After", strconv.FormatInt(d.RetryAfterSeconds(), 10))
-			}
-			w.WriteHeader(http.StatusTooManyRequests)
-		}
-	})
-}
-
-// A program is tested without a database, at times of the test's choosing.
-func ExampleNew() {
-	now := time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
-	fake := clienttest.New(func() time.Time { return now })
-	err := fake.DefinePolicy(context.Background(), client.Policy{Name: "api", Capacity: 1, Refill: 1, Every: 90 * time.Second})
-	if err != nil {
-		panic(err)
-	}
-	handler := limited(fake)
-	request := func() {
-		w := httptest.NewRecorder()
-		handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
-		fmt.Println(w.Code, w.Header()["Retry-After"])
-	}
-
-	request()
-	now = now.Add(500 * time.Millisecond)
-	request()
-	now = now.Add(90 * time.Second)
-	request()
-	fake.FailNext(errors.New("connection refused"))
-	request()
-	// Output:
-	// 200 []
-	// 429 [90]
-	// 200 []
-	// 503 []
 }

@@ -126,32 +126,3 @@ func ExampleByUser() {
 	// GET / 404 "person";r=0;t=60, "service";r=996;t=1
 	// GET / 429 "person";r=0;t=60, "service";r=996;t=1
 }
-
-// One report at a time for each user, however long it takes.
-func ExampleSlots() {
-	fake := clienttest.New(nil)
-	_ = fake.DefinePolicy(context.Background(), client.Policy{Name: "reports", Capacity: 1, Lease: time.Minute})
-
-	var handler http.Handler
-	again := true
-	report := func(http.ResponseWriter, *http.Request) {
-		if again { // meanwhile the same user asks for another
-			again = false
-			w := httptest.NewRecorder()
-			handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
-			fmt.Println("meanwhile", w.Code)
-		}
-	}
-	slots := httplimit.Slots(fake, httplimit.Per("reports", httplimit.ByIP(0)), httplimit.Closed(time.Second))
-	handler = slots(http.HandlerFunc(report))
-
-	for range 2 {
-		w := httptest.NewRecorder()
-		handler.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
-		fmt.Println(w.Code)
-	}
-	// Output:
-	// meanwhile 429
-	// 200
-	// 200
-}
