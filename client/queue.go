@@ -86,7 +86,7 @@ func (w *waiter) canShare(other *waiter) bool {
 	return w.keyed() == other.keyed() && w.isJoint() == other.isJoint()
 }
 
-// A batch is the requests of one call.
+// A batch is the requests of one call. One that claim has opened has no waiters: the caller of its only request makes the call.
 type batch struct {
 	waiters   []*waiter
 	late      []*waiter // refused by take: the owner sends them the error

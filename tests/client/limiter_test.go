@@ -3,7 +3,6 @@ package client_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"math"
@@ -12,7 +11,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -21,7 +19,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"go.uber.org/goleak"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -124,47 +121,6 @@ func TestWait_ACancelledCallKeepsNoTokens(t *testing.T) {
 		}
 		assert.Equal(t, granted.Load(), taken)
 	}, 20*time.Second, 10*time.Millisecond)
-}
-
-// Close while callers ask gives back all that they did not get, and leaves nothing running.
-func TestPrefetcher_ClosesUnderLoadAndLeavesNoGoroutines(t *testing.T) {
-	pgtest.OncePerServer(t)
-	db := pgtest.New(t)
-	const capacity = 1_000_000
-	db.Exec(t, "select ratelimit_define_policy('api', 1000000, 1, '1 day')")
-	require.NoError(t, db.Pool.Ping(t.Context()))
-	before := goleak.IgnoreCurrent()
-	for n := range 3 {
-		prefetcher := client.NewPrefetcher(kit.PatientPool{Pool: db.Pool}, client.Prefetch{Policy: "api"})
-		key := fmt.Sprint(n)
-		var granted, prefetched atomic.Int64
-		isHot := make(chan struct{})
-		var callers sync.WaitGroup
-		for range 16 {
-			callers.Go(func() {
-				for {
-					d, err := prefetcher.Acquire(t.Context(), "api", key)
-					if err != nil {
-						if !errors.Is(err, client.ErrClosed) {
-							t.Error(err)
-						}
-						return
-					}
-					granted.Add(1)
-					if d.Estimated && prefetched.Add(1) == 1000 {
-						close(isHot)
-					}
-				}
-			})
-		}
-		<-isHot
-		prefetcher.Close()
-		callers.Wait()
-		prefetcher.Close() // again
-		require.Equal(t, granted.Load(), capacity-kit.NoError(client.New(db.Pool).Peek(t.Context(), "api", key))(t).Remaining)
-	}
-	db.Pool.Close() // waits for its connections, which are no goroutines of a Prefetcher
-	requireNoLeak(t, before)
 }
 
 var kinds = map[string]error{
