@@ -15,8 +15,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 )
 
-var kinds = []error{client.ErrUnknownPolicy, client.ErrIdempotencyMismatch, client.ErrInvalidArgument, client.ErrLocked, client.ErrSettled}
-
 // An error says what failed, why, and what to do. Its kind is that of its SQLSTATE, and the server's error is within reach. An address
 // that is tried with TLS and without is reported once.
 func TestErrors_SayWhatFailedAndWhatHelps(t *testing.T) {

@@ -6,16 +6,12 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
-
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 )
 
 // newLimiter stands for client.New(pool). The fake answers as a database does.
 func newLimiter() *clienttest.Fake { return clienttest.New(nil) }
-
-var pool *pgxpool.Pool // the program's own
 
 // check and must keep the examples to the point. A program handles its errors.
 func check(err error) {
