@@ -95,7 +95,8 @@ func (m *Memory) Acquire(ctx context.Context, policy, key string, opts ...client
 func (m *Memory) AcquireAll(_ context.Context, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error) {
 	for _, opt := range opts {
 		if _, ok := opt.(client.CostOption); ok {
-			return client.JointDecision{}, fmt.Errorf("httplimit: memory: %w: Cost is no option of AcquireAll, which takes IdempotencyKey", client.ErrInvalidArgument)
+			return client.JointDecision{}, fmt.Errorf(
+				"httplimit: memory: %w: Cost is no option of AcquireAll, which takes IdempotencyKey", client.ErrInvalidArgument)
 		}
 	}
 	if len(charges) == 0 {

@@ -100,7 +100,8 @@ func useEverything(ctx context.Context, l *client.Limiter) (answers []string) {
 	}
 
 	charges := []client.Charge{
-		{Policy: policy.Name, Key: "NULL {\"},"}, {Policy: policy.Name, Key: oddKey, Cost: client.Cost(7)}, {Policy: policy.Name, Key: "NULL {\"},", Cost: client.Cost(0)},
+		{Policy: policy.Name, Key: "NULL {\"},"}, {Policy: policy.Name, Key: oddKey, Cost: client.Cost(7)},
+		{Policy: policy.Name, Key: "NULL {\"},", Cost: client.Cost(0)},
 	}
 	for _, cost := range []int64{7, 7, 8} {
 		charges[1].Cost = client.Cost(cost)

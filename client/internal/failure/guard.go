@@ -43,7 +43,9 @@ func NewGuard() *Guard {
 }
 
 // Ask makes one call for all charges, and makes the answer about one charge joint: see Try.
-func (g *Guard) Ask(ctx context.Context, timeout time.Duration, limiter client.Acquirer, charges []client.Charge, opts ...client.CallOption) (d client.JointDecision, err error) {
+func (g *Guard) Ask(
+	ctx context.Context, timeout time.Duration, limiter client.Acquirer, charges []client.Charge, opts ...client.CallOption,
+) (d client.JointDecision, err error) {
 	err = g.Try(ctx, func() error {
 		ctx, cancel := context.WithTimeout(ctx, timeout)
 		defer cancel()
@@ -65,7 +67,8 @@ func Ask(ctx context.Context, limiter client.Acquirer, charges []client.Charge, 
 	}
 	d, err := limiter.AcquireAll(ctx, charges, opts...)
 	if err == nil && len(d.Decisions) != len(charges) { // a foreign Acquirer
-		return client.JointDecision{}, fmt.Errorf("%w: a limiter with %d decisions about %d charges", client.ErrInvalidArgument, len(d.Decisions), len(charges))
+		return client.JointDecision{}, fmt.Errorf("%w: a limiter with %d decisions about %d charges",
+			client.ErrInvalidArgument, len(d.Decisions), len(charges))
 	}
 	return d, err
 }
