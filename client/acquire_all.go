@@ -148,7 +148,7 @@ func (r Request) request() request {
 // AcquireMany is [Combiner.Acquire] for a caller that has many requests at once, such as a server. Each request is granted, denied
 // or refused by itself, as if its caller had asked alone. The answers are in the order of the requests. The requests join the queue
 // in one step, without a goroutine for each. AcquireMany returns when all are answered: a request that waits for a locked bucket
-// holds up this caller, and no other. A [DenialCache] neither answers nor remembers.
+// holds up this caller, and no other.
 //
 // When ctx ends, the requests without an answer have its error.
 func (c *Combiner) AcquireMany(ctx context.Context, requests []Request) []Answer {
@@ -169,6 +169,10 @@ func (c *Combiner) AcquireMany(ctx context.Context, requests []Request) []Answer
 // decideMany sets the decisions and errors of the answers.
 func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers []Answer, begin time.Time) {
 	waiters := make([]*waiter, len(requests))
+	var changes []uint64
+	if c.denialCache != nil {
+		changes = make([]uint64, len(requests))
+	}
 	var alone []int // requests that cannot share a call
 
 	c.mu.Lock()
@@ -183,6 +187,12 @@ func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers [
 	defer c.running.Done()
 	for i := range requests {
 		r := requests[i].request()
+		if changes != nil && !r.keyed() {
+			var known bool
+			if answers[i].Decision, known, changes[i] = c.denialCache.find(r, begin); known {
+				continue
+			}
+		}
 		if !isSendable(r) {
 			alone = append(alone, i)
 			continue
@@ -199,6 +209,9 @@ func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers [
 		if w != nil {
 			d, err := c.await(ctx, w)
 			answers[i].Decision, answers[i].Err = d.Decision, err
+			if r := requests[i].request(); changes != nil && !r.keyed() {
+				c.denialCache.learn(r, d.Decision, err, begin, changes[i])
+			}
 		}
 	}
 }

@@ -186,7 +186,7 @@ func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }}
 // Such an answer repeats the denial with its times counted down: for a larger cost RetryAfter is only
 // the earliest time to ask again. At most 131,072 buckets are remembered, in some 40 MB. The cache never answers for a smaller
 // cost than was denied, for longer than RetryAfter, or for a cost that no wait helps. Requests with an
-// idempotency key are always sent, and so are AcquireAll, AcquireMany, AcquireUpTo and Reserve. In a transaction the cache is not used.
+// idempotency key are always sent, and so are AcquireAll, AcquireUpTo and Reserve. In a transaction the cache is not used.
 //
 // The cache sees at once what calls through this Limiter do that change a bucket or a policy. It sees such calls of other programs, and the end of an override, when RetryAfter or a minute has passed. Leave the cache out where
 // tokens are given back by other programs, in transactions, or with SQL, and callers must not wait for them.
