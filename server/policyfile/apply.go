@@ -19,17 +19,17 @@ const applyLock = 0x726c_6170_706c_790a
 // Apply locks the policies and overrides that it changes until it commits; acquires do not wait for these locks. Its error is
 // [Problems] if the database refuses values of the file.
 func Apply(ctx context.Context, db Database, file *File, options Options) (*Difference, error) {
-	return try(ctx, db, file, options, func(tx pgx.Tx) error { return tx.Commit(ctx) })
+	return inTransaction(ctx, db, file, options, func(tx pgx.Tx) error { return tx.Commit(ctx) })
 }
 
-// try makes the changes. They are taken back unless end commits.
-func try(ctx context.Context, db Database, file *File, options Options, end func(pgx.Tx) error) (*Difference, error) {
+// inTransaction makes the changes of a file. They are taken back unless end commits.
+func inTransaction(ctx context.Context, db Database, file *File, options Options, end func(pgx.Tx) error) (*Difference, error) {
 	tx, err := db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite})
 	if err != nil {
 		return nil, failed("begin", err)
 	}
 	defer tx.Rollback(ctx)
-	if err := alone(ctx, tx); err != nil {
+	if err := waitForOthers(ctx, tx); err != nil {
 		return nil, failed("wait for others who apply a file", err)
 	}
 	d, err := plan(ctx, tx, file, options)
@@ -47,8 +47,8 @@ func try(ctx context.Context, db Database, file *File, options Options, end func
 	return d, nil
 }
 
-// alone waits until no other session applies a file: for 30 s, unless the role has a lock_timeout.
-func alone(ctx context.Context, tx pgx.Tx) error {
+// waitForOthers waits until no other session applies a file: for 30 s, unless the role has a lock_timeout.
+func waitForOthers(ctx context.Context, tx pgx.Tx) error {
 	_, err := tx.Exec(ctx, "select set_config('lock_timeout', '30s', true) where current_setting('lock_timeout') = '0'")
 	if err != nil {
 		return err
@@ -62,7 +62,7 @@ func (c *Change) failed(err error) error {
 	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && c.Action != Drop && refusal.Code == "22023" {
 		at := c.at
 		if field := c.node.find(strings.TrimPrefix(refusal.Message, "invalid ")); field != nil {
-			at = field.value
+			at = field.valueAt
 		}
 		return Problems{{at, fmt.Sprintf("the database refuses this: %s: %s %s", refusal.Message, refusal.Detail, refusal.Hint)}}
 	}
@@ -85,7 +85,7 @@ func (c *Change) apply(ctx context.Context, tx pgx.Tx) error {
 		passed = append(passed, fmt.Sprintf("$%d::text", i+1))
 	}
 	for _, v := range c.sets {
-		if v.is == nil {
+		if v.value == nil {
 			continue
 		}
 		args = append(args, v.sql())
@@ -102,9 +102,9 @@ var types = map[string]string{
 }
 
 // sql writes a value for PostgreSQL, a span exactly.
-func (v value) sql() string {
-	if span, isSpan := v.is.(Span); isSpan {
+func (v fieldValue) sql() string {
+	if span, isSpan := v.value.(Span); isSpan {
 		return fmt.Sprintf("%d microseconds", int64(span))
 	}
-	return fmt.Sprint(v.is)
+	return fmt.Sprint(v.value)
 }

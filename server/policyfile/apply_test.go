@@ -3,6 +3,8 @@ package policyfile_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -387,21 +389,8 @@ func awaitLock(t *testing.T, db *pgtest.DB, conn *pgx.Conn, kind string) {
 }
 
 var (
-	allBefore = []string{"a 1 1 1000000 f t 86400000000 f", "b 1 1 1000000 f t 86400000000 f"}
-	allAfter  = []string{"a 2 1 1000000 f t 86400000000 f", "b 2 1 1000000 f t 86400000000 f", "c 2 1 1000000 f t 86400000000 f"}
+	allAfter = []string{"a 2 1 1000000 f t 86400000000 f", "b 2 1 1000000 f t 86400000000 f", "c 2 1 1000000 f t 86400000000 f"}
 )
-
-func TestApply_CrashInTheMiddle(t *testing.T) {
-	db := kit.ParallelDB(t).DB
-	s := startStuck(t, db)
-	db.Exec(t, "select pg_terminate_backend($1)", s.conn.PgConn().PID())
-	require.Error(t, <-s.done)
-	require.NoError(t, s.holder.Rollback(t.Context()))
-
-	require.Equal(t, allBefore, policiesIn(t, db))
-	require.Len(t, apply(t, db.Pool, after).Changes, 3)
-	require.Equal(t, allAfter, policiesIn(t, db))
-}
 
 // The second waits, and compares with what the first has left.
 func TestApply_OneAfterTheOther(t *testing.T) {
@@ -440,4 +429,165 @@ func TestApply_WaitsNoLongerThanTold(t *testing.T) {
 	require.NoError(t, s.holder.Rollback(t.Context()))
 	require.NoError(t, <-s.done)
 	require.Equal(t, allAfter, policiesIn(t, db))
+}
+
+func TestExport_LeavesOutWhatHasItsDefault(t *testing.T) {
+	db := kit.ParallelDB(t).DB
+	text := kit.NoError(policyfile.Export(t.Context(), db.Pool))(t)
+	require.Equal(t, "policies: {}\n", string(text))
+	db.Exec(t, `select ratelimit_define_policy('api', 100, 10, '1 second'), ratelimit_define_policy('closed', 0, 0, '1 day'),
+		ratelimit_define_policy(E'odd\n"\u00e9', 5, 1, '90 minutes', stepped => true, durable => false, remember => '7 days', shadow => true)`)
+	db.Exec(t, `select ratelimit_override('api', 'user:42', capacity => 1000), ratelimit_override('api', 'blocked', capacity => 0, expires_at => '2999-01-01 12:00:00.5Z'),
+		ratelimit_override('closed', 'k', capacity => 1)`)
+	db.Exec(t, `select ratelimit_define_policy('plan', 1000, period => '12 months', anchor => '2024-01-31 09:00'), ratelimit_define_policy('days', 50, period => '1 day', time_zone => 'Etc/GMT+5')`)
+	db.Exec(t, `select ratelimit_override('plan', 'k', time_zone => 'Europe/Berlin')`)
+	db.Exec(t, `select ratelimit_define_policy('jobs', 5, lease => '90 seconds'), ratelimit_define_policy('streams', 2, lease => '1 ms', durable => false, shadow => true)`)
+	db.Exec(t, `select ratelimit_override('jobs', 'k', capacity => 0)`)
+	text = kit.NoError(policyfile.Export(t.Context(), db.Pool))(t)
+	require.Equal(t, `policies:
+  "api": {capacity: 100, refill: 10, every: 1s}
+  "closed": {capacity: 0, refill: 0, every: 1d}
+  "days": {capacity: 50, period: 1 day, time_zone: Etc/GMT+5}
+  "jobs": {capacity: 5, lease: 1m30s}
+  "odd\n\"é": {capacity: 5, refill: 1, every: 1h30m, stepped: true, durable: false, remember: 7d, shadow: true}
+  "plan": {capacity: 1000, period: 1 year, anchor: 2024-01-31T09:00:00}
+  "streams": {capacity: 2, lease: 1ms, durable: false, shadow: true}
+
+overrides:
+  "api":
+    "blocked": {capacity: 0, refill: 10, every: 1s, expires_at: 2999-01-01T12:00:00.5Z}
+    "user:42": {capacity: 1000, refill: 10, every: 1s}
+  "closed":
+    "k": {capacity: 1, refill: 0, every: 1d}
+  "jobs":
+    "k": {capacity: 0, lease: 1m30s}
+  "plan":
+    "k": {capacity: 1000, time_zone: Europe/Berlin, anchor: 2024-01-31T09:00:00}
+`, string(text))
+}
+
+func TestExport_OfShards(t *testing.T) {
+	t.Parallel()
+	one, two := pgtest.New(t), pgtest.New(t)
+	for i, db := range []*pgtest.DB{one, two} {
+		db.Exec(t, `select ratelimit_define_policy('api', 100, 10, '1 second')`)
+		db.Exec(t, `select ratelimit_override('api', $1, capacity => 5)`, []string{"b", "a"}[i])
+	}
+	text := kit.NoError(policyfile.Export(t.Context(), one.Pool, two.Pool))(t)
+	require.Contains(t, string(text), "    \"a\": {capacity: 5, refill: 10, every: 1s}\n    \"b\": {")
+	two.Exec(t, `select ratelimit_define_policy('api', 101)`)
+	_, err := policyfile.Export(t.Context(), one.Pool, two.Pool)
+	require.ErrorContains(t, err, "the policies of the shards are not the same")
+}
+
+func TestExport_RefusesWhatNoFileCanHave(t *testing.T) {
+	db := kit.ParallelDB(t).DB
+	db.Exec(t, `select ratelimit_define_policy('api', 100, 10, '1 second'); select ratelimit_override('api', 'k', capacity => 5, expires_at => '10001-01-01Z')`)
+	_, err := policyfile.Export(t.Context(), db.Pool)
+	require.ErrorContains(t, err, "the export:6:")
+	require.ErrorContains(t, err, "write an instant")
+}
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func parse(t require.TestingT, text string) *policyfile.File {
+	file, err := policyfile.Parse("limits.yaml", []byte(text))
+	require.NoError(t, err, text)
+	return file
+}
+
+func apply(t require.TestingT, db policyfile.Database, text string, options ...policyfile.Options) *policyfile.Difference {
+	return kit.NoError(policyfile.Apply(context.Background(), db, parse(t, text), append(options, policyfile.Options{})[0]))(t)
+}
+
+// policiesIn and overridesIn list what a database has, a line each, with times in microseconds.
+func policiesIn(t require.TestingT, db *pgtest.DB) []string {
+	return lines(t, db, `
+		select concat_ws(' ', policy, capacity, refill, (extract(epoch from every) * 1000000)::bigint, stepped, durable,
+		                 (extract(epoch from remember) * 1000000)::bigint, shadow, period, time_zone, anchor,
+		                 (extract(epoch from lease) * 1000000)::bigint)
+		  from ratelimit_policies()`)
+}
+
+func overridesIn(t require.TestingT, db *pgtest.DB) []string {
+	return lines(t, db, `
+		select concat_ws(' ', policy, key, capacity, refill, (extract(epoch from every) * 1000000)::bigint,
+		                 coalesce((extract(epoch from expires_at) * 1000000)::bigint, 0), time_zone, anchor,
+		                 (extract(epoch from lease) * 1000000)::bigint)
+		  from ratelimit_overrides(max_rows => 1000000)`)
+}
+
+func lines(t require.TestingT, db *pgtest.DB, query string) []string {
+	return slices.Sorted(slices.Values(kit.ColumnOf(t, db.Pool, query)))
+}
+
+// anyName is any text that the database stores.
+var anyName = rapid.Custom(func(t *rapid.T) string {
+	return rapid.OneOf(
+		rapid.SampledFrom([]string{"api", "web", "42", "null", "~", "yes", "<<", "*a", "a: b", " a", "\"", "'", "é", "\u2028", "😀", "\n", "a\tb"}),
+		rapid.StringN(1, 20, 100),
+	).Filter(func(s string) bool { return s != "" && !strings.ContainsRune(s, 0) }).Draw(t, "name")
+})
+
+// someFile has policies of each kind with any of their fields, and overrides. What cannot change, the kind and durable, follows
+// from the name. Buckets of these numbers fill within 10,000 years.
+func someFile(t *rapid.T) string {
+	maybe := func(fields ...string) (some string) {
+		for _, field := range fields {
+			if rapid.Bool().Draw(t, field) {
+				some += ", " + field
+			}
+		}
+		return some
+	}
+	span := func() string {
+		return fmt.Sprint(rapid.IntRange(1, 50).Draw(t, "n"), rapid.SampledFrom([]string{"us", "ms", "s", "m", "h", "d", "w"}).Draw(t, "unit"))
+	}
+	policies, overrides := "policies:\n", "overrides:\n"
+	for _, name := range rapid.SliceOfNDistinct(anyName, 1, 5, rapid.ID[string]).Draw(t, "policies") {
+		capacity := fmt.Sprint("capacity: ", rapid.IntRange(1, 2000).Draw(t, "capacity"))
+		durable := fmt.Sprint(", durable: ", len(name)%2 == 0)
+		switch len(name) % 3 {
+		case 0:
+			policies += fmt.Sprintf("  %q: {%s, refill: %d, every: 1h%s%s%s}\n", name, capacity, rapid.Int64Range(0, 9e12).Draw(t, "refill"),
+				span(), durable, maybe("stepped: true", "shadow: true", "remember: "+span()))
+			capacity += maybe("refill: 7", "every: "+span())
+		case 1:
+			period := rapid.SampledFrom([]string{"1 day", "2 weeks", "18 months", "1000 years"}).Draw(t, "period")
+			policies += fmt.Sprintf("  %q: {%s, period: %s%s%s}\n", name, capacity, period, durable,
+				maybe("time_zone: Etc/GMT+5", "anchor: 2024-03-31T02:30:00", "shadow: true", "remember: "+span()))
+			capacity += maybe("time_zone: Europe/Berlin", "anchor: 9999-12-31T23:59:59.999999")
+		case 2:
+			policies += fmt.Sprintf("  %q: {%s, lease: 1ms%s%s%s}\n", name, capacity, span(), durable, maybe("shadow: true"))
+			capacity += maybe("lease: 1h" + span())
+		}
+		overrides += fmt.Sprintf("  %q: {}\n", name)
+		if keys := rapid.SliceOfNDistinct(anyName, 0, 3, rapid.ID[string]).Draw(t, "keys"); len(keys) > 0 {
+			overrides = strings.TrimSuffix(overrides, " {}\n") + "\n"
+			for _, key := range keys {
+				overrides += fmt.Sprintf("    %q: {%s%s}\n", key, capacity, maybe("expires_at: 9999-12-31T23:59:59.999999-14:00"))
+			}
+		}
+	}
+	return policies + overrides
+}
+
+// everything has the rules of a file, without places.
+func everything(t require.TestingT, text string) string {
+	return textOf(kit.NoError(parse(t, text).Rules(""))(t))
+}
+
+func textOf(rules *policyfile.Rules) string {
+	var all []string
+	for _, p := range rules.Policies {
+		all = append(all, fmt.Sprintf("%s %v %t %t %v %t %s", p.Name, p.Numbers, p.Stepped, p.Durable, p.Remember, p.Shadow, p.Period))
+	}
+	for _, o := range rules.Overrides {
+		expires := "never"
+		if !o.ExpiresAt.IsZero() {
+			expires = o.ExpiresAt.Format("2006-01-02 15:04:05.999999")
+		}
+		all = append(all, fmt.Sprintf("%s %s %v %s", o.Policy, o.Key, o.Numbers, expires))
+	}
+	return strings.Join(slices.Sorted(slices.Values(all)), "\n")
 }

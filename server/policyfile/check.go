@@ -11,8 +11,6 @@ import (
 	"github.com/santhosh-tekuri/jsonschema/v6"
 	"github.com/santhosh-tekuri/jsonschema/v6/kind"
 	"go.yaml.in/yaml/v4"
-
-	"github.com/pgratelimit/pgratelimit/server/internal/nearest"
 )
 
 //go:embed schema.json
@@ -75,13 +73,14 @@ var examples = map[string]string{
 // check returns what the schema refuses.
 func (n *node) check(schema *jsonschema.Schema) (problems Problems) {
 	var invalid *jsonschema.ValidationError
-	if errors.As(schema.Validate(n.is), &invalid) {
+	if errors.As(schema.Validate(n.json), &invalid) {
 		n.explain(&problems, invalid, "")
 	}
 	return problems
 }
 
-// explain adds the problems of a validation error. The remedy is that of the schema which refers to this one.
+// explain adds the problems of a validation error. A remedy beside a $ref is given on: for the same value it counts before that of the
+// schema that is referred to.
 func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, remedy string) {
 	url, _ := url.Parse(invalid.SchemaURL)
 	pointer := url.Fragment
@@ -105,24 +104,24 @@ func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, 
 		for _, name := range is.Missing {
 			lines = append(lines, name+": "+examples[name])
 		}
-		problems.Add(at.name, "%s has no %s: write %s", shorten(at.key), strings.Join(is.Missing, " and no "), and(lines))
+		problems.Add(at.nameAt, "%s has no %s: write %s", shorten(at.name), strings.Join(is.Missing, " and no "), and(lines))
 	case *kind.AdditionalProperties:
 		for _, name := range is.Properties {
 			unknown := at.find(name)
-			if near := nearest.Of(name, fields[pointer]); near != "" {
-				problems.Add(unknown.name, "unknown field %s: did you mean %s?", quote(name), near)
+			if near := nearest(name, fields[pointer]); near != "" {
+				problems.Add(unknown.nameAt, "unknown field %s: did you mean %s?", quote(name), near)
 			} else {
-				problems.Add(unknown.name, "unknown field %s: the fields here are %s", quote(name), and(fields[pointer]))
+				problems.Add(unknown.nameAt, "unknown field %s: the fields here are %s", quote(name), and(fields[pointer]))
 			}
 		}
 	default:
 		switch {
 		case !strings.HasPrefix(remedy, "write "):
-			problems.Add(at.name, "%s %s", shorten(at.key), remedy)
-		case at.is == nil:
-			problems.Add(at.value, "%s is empty: %s, or remove the line", shorten(at.key), remedy)
+			problems.Add(at.nameAt, "%s %s", shorten(at.name), remedy)
+		case at.json == nil:
+			problems.Add(at.valueAt, "%s is empty: %s, or remove the line", shorten(at.name), remedy)
 		default:
-			problems.Add(at.value, "%s is %s: %s", shorten(at.key), describe(at.is), remedy)
+			problems.Add(at.valueAt, "%s is %s: %s", shorten(at.name), describe(at.json), remedy)
 		}
 	}
 }
@@ -141,4 +140,43 @@ func describe(value any) string {
 		return quote(value)
 	}
 	return shorten(fmt.Sprint(value))
+}
+
+// nearest returns the name that is most like a misspelled one, or nothing. It does not search for long names, or among many names.
+func nearest(wrong string, names []string) string {
+	const longest, most = 40, 100
+	if len(wrong) > longest || len(names) > most {
+		return ""
+	}
+	best, least := "", 1+len(wrong)/3
+	for _, name := range names {
+		if len(name) > longest {
+			continue
+		}
+		if d := distance(wrong, name); d > 0 && d <= least {
+			best, least = name, d-1 // the first of equals
+		}
+	}
+	return best
+}
+
+// distance returns the number of bytes to insert, remove or replace to make b of a.
+func distance(a, b string) int {
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		diagonal := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			replace := diagonal
+			if a[i] != b[j] {
+				replace++
+			}
+			diagonal = row[j+1]
+			row[j+1] = min(replace, row[j]+1, row[j+1]+1)
+		}
+	}
+	return row[len(b)]
 }

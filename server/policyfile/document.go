@@ -36,13 +36,13 @@ type document struct {
 	stopped  bool
 }
 
-// A node is a value with its places. Aliases are followed.
+// A node is a value of the file and where it stands. Aliases are followed.
 type node struct {
-	is    any              // JSON: map[string]any, []any, string, json.Number, bool or nil
-	key   string           // the name of a field, and what an element is called
-	name  Position         // of the name
-	value Position         // of the value
-	below map[string]*node // fields by name, elements by number
+	name     string           // of the field, or what an element is called in messages
+	json     any              // map[string]any, []any, string, json.Number, bool or nil: what the schema validates
+	children map[string]*node // fields by name, elements by number
+
+	nameAt, valueAt Position
 }
 
 // find returns the node at a path, or nil.
@@ -51,17 +51,17 @@ func (n *node) find(path ...string) *node {
 		if n == nil {
 			return nil
 		}
-		n = n.below[name]
+		n = n.children[name]
 	}
 	return n
 }
 
-// children returns the fields or elements in the order of the file. The node may be nil, as for the methods below.
-func (n *node) children() []*node {
+// inOrder returns the fields or elements in the order of the file. The node may be nil, as for the methods below.
+func (n *node) inOrder() []*node {
 	if n == nil {
 		return nil
 	}
-	return slices.SortedFunc(maps.Values(n.below), func(a, b *node) int { return a.name.Compare(b.name) })
+	return slices.SortedFunc(maps.Values(n.children), func(a, b *node) int { return a.nameAt.Compare(b.nameAt) })
 }
 
 // text returns a text, also of a number or boolean without quotes.
@@ -69,10 +69,10 @@ func (n *node) text() string {
 	if n == nil {
 		return ""
 	}
-	return fmt.Sprint(n.is)
+	return fmt.Sprint(n.json)
 }
 
-func (n *node) isTrue() bool { return n != nil && n.is == true }
+func (n *node) isTrue() bool { return n != nil && n.json == true }
 
 func (n *node) whole() int64 {
 	whole, _ := strconv.ParseInt(n.text(), 10, 64)
@@ -108,7 +108,7 @@ func readDocument(file string, data []byte) (*document, error) {
 	case err != nil:
 		d.addSyntax(start, err)
 	default:
-		d.root = &node{key: "the file", name: d.position(first.Content[0])}
+		d.root = &node{name: "the file", nameAt: d.position(first.Content[0])}
 		d.fill(d.root, first.Content[0], 0)
 		switch err := loader.Load(&second); {
 		case err == nil:
@@ -149,13 +149,13 @@ func (d *document) position(n *yaml.Node) Position {
 
 // fill reads the value of a node.
 func (d *document) fill(into *node, n *yaml.Node, depth int) {
-	into.value = d.position(n)
+	into.valueAt = d.position(n)
 	switch d.values++; {
 	case d.stopped:
 	case d.values > maxValues:
-		d.stop(into.value, "the file has more than %d values by here, aliases followed: split it, and write fewer aliases", maxValues)
+		d.stop(into.valueAt, "the file has more than %d values by here, aliases followed: split it, and write fewer aliases", maxValues)
 	case depth > maxDepth:
-		d.stop(into.value, "values are nested more than %d deep here: write fewer levels, and no alias inside of its own anchor", maxDepth)
+		d.stop(into.valueAt, "values are nested more than %d deep here: write fewer levels, and no alias inside of its own anchor", maxDepth)
 	case n.Kind == yaml.AliasNode:
 		d.fill(into, n.Alias, depth+1)
 	case n.Kind == yaml.MappingNode:
@@ -163,30 +163,30 @@ func (d *document) fill(into *node, n *yaml.Node, depth int) {
 		d.fillFields(into, n, depth)
 	case n.Kind == yaml.SequenceNode:
 		d.checkTag(n, "!!seq")
-		into.below = make(map[string]*node, len(n.Content))
+		into.children = make(map[string]*node, len(n.Content))
 		items := make([]any, len(n.Content))
 		for i, item := range n.Content {
-			element := &node{key: "an element of " + strings.TrimPrefix(into.key, "an element of "), name: d.position(item)}
+			element := &node{name: "an element of " + strings.TrimPrefix(into.name, "an element of "), nameAt: d.position(item)}
 			d.fill(element, item, depth+1)
-			into.below[strconv.Itoa(i)], items[i] = element, element.is
+			into.children[strconv.Itoa(i)], items[i] = element, element.json
 		}
-		into.is = items
+		into.json = items
 	default:
-		into.is = d.scalar(n)
+		into.json = d.scalar(n)
 	}
 }
 
 func (d *document) fillFields(into *node, n *yaml.Node, depth int) {
-	into.below = make(map[string]*node, len(n.Content)/2)
+	into.children = make(map[string]*node, len(n.Content)/2)
 	fields := make(map[string]any, len(n.Content)/2)
-	into.is = fields
+	into.json = fields
 	for i := 0; i+1 < len(n.Content) && !d.stopped; i += 2 {
 		name := n.Content[i]
 		if name.Kind == yaml.AliasNode {
 			name = name.Alias
 		}
 		at := d.position(n.Content[i])
-		before := into.below[name.Value]
+		before := into.children[name.Value]
 		switch {
 		case name.Kind != yaml.ScalarNode:
 			d.problems.Add(at, "a name is a list or a mapping: write a text")
@@ -199,11 +199,11 @@ func (d *document) fillFields(into *node, n *yaml.Node, depth int) {
 		case strings.ContainsRune(name.Value, 0):
 			d.problems.Add(at, `this name has the character \0, which PostgreSQL does not store: remove it`)
 		case before != nil:
-			d.problems.Add(at, "%s is here a second time, after %d:%d: remove one of them", quote(name.Value), before.name.Line, before.name.Column)
+			d.problems.Add(at, "%s is here a second time, after %d:%d: remove one of them", quote(name.Value), before.nameAt.Line, before.nameAt.Column)
 		default:
-			field := &node{key: name.Value, name: at}
+			field := &node{name: name.Value, nameAt: at}
 			d.fill(field, n.Content[i+1], depth+1)
-			into.below[name.Value], fields[name.Value] = field, field.is
+			into.children[name.Value], fields[name.Value] = field, field.json
 		}
 	}
 }

@@ -197,7 +197,7 @@ func ParseEnvoy(name string, data []byte) ([]EnvoyDomain, error) {
 
 // envoy reads the domains of a policy file.
 func (r *reader) envoy(list *node) (domains []EnvoyDomain) {
-	for _, n := range list.children() {
+	for _, n := range list.inOrder() {
 		domains = append(domains, r.envoyDomain(n))
 	}
 	described, problems := EnvoyPolicies(domains)
@@ -213,7 +213,7 @@ func (r *reader) envoy(list *node) (domains []EnvoyDomain) {
 
 func (r *reader) envoyDomain(n *node) EnvoyDomain {
 	domain := n.find("domain")
-	return EnvoyDomain{Name: domain.text(), At: domain.value, Descriptors: r.envoyDescriptors(n.find("descriptors"))}
+	return EnvoyDomain{Name: domain.text(), At: domain.valueAt, Descriptors: r.envoyDescriptors(n.find("descriptors"))}
 }
 
 func (r *reader) envoyDescriptors(list *node) (descriptors []EnvoyDescriptor) {
@@ -228,11 +228,11 @@ func (r *reader) envoyDescriptors(list *node) (descriptors []EnvoyDescriptor) {
 			}
 		}
 	}
-	for _, n := range list.children() {
+	for _, n := range list.inOrder() {
 		d := EnvoyDescriptor{
 			Key: n.find("key").text(), Value: n.find("value").text(), Limit: r.envoyLimit(n.find("rate_limit")),
 			Descriptors: r.envoyDescriptors(n.find("descriptors")), Quota: n.find("quota_mode").isTrue(),
-			Watches: n.find("shadow_mode").isTrue() || n.find("quota_mode").isTrue(), ShareThreshold: n.find("share_threshold").isTrue(), At: n.value,
+			Watches: n.find("shadow_mode").isTrue() || n.find("quota_mode").isTrue(), ShareThreshold: n.find("share_threshold").isTrue(), At: n.valueAt,
 		}
 		composite := d.Composite()
 		if at, isSecond := first[composite]; isSecond {
@@ -244,7 +244,7 @@ func (r *reader) envoyDescriptors(list *node) (descriptors []EnvoyDescriptor) {
 			isBehind(d, composite) // whose * no text of a pattern has
 			patterns = append(patterns, d)
 		} else if d.ShareThreshold {
-			r.problems.Add(n.find("share_threshold").value, "share_threshold is for a value with *: write one, or remove share_threshold")
+			r.problems.Add(n.find("share_threshold").valueAt, "share_threshold is for a value with *: write one, or remove share_threshold")
 		}
 		descriptors = append(descriptors, d)
 	}
@@ -261,15 +261,15 @@ func (r *reader) envoyLimit(n *node) *EnvoyLimit {
 		return nil
 	}
 	l := &EnvoyLimit{
-		Policy: n.find("policy").text(), Name: n.find("name").text(), At: n.name,
+		Policy: n.find("policy").text(), Name: n.find("name").text(), At: n.nameAt,
 		RequestsPerUnit: uint32(n.find("requests_per_unit").whole()), Unit: EnvoyUnit(strings.ToLower(n.find("unit").text())),
 		Calendar: n.find("calendar").isTrue(), Unlimited: n.find("unlimited").isTrue(), Overdraw: n.find("overdraw").isTrue(),
 	}
-	for _, replaced := range n.find("replaces").children() {
+	for _, replaced := range n.find("replaces").inOrder() {
 		l.Replaces = append(l.Replaces, replaced.find("name").text())
 	}
-	if r.policies != nil && l.Policy != "" && r.checkPolicy(n.find("policy").value, l.Policy) && r.policies[l.Policy].isSlots() {
-		r.problems.Add(n.find("policy").value, "policy %s lends slots, and has no tokens to take: write another policy", quote(l.Policy))
+	if r.policies != nil && l.Policy != "" && r.checkPolicy(n.find("policy").valueAt, l.Policy) && r.policies[l.Policy].isSlots() {
+		r.problems.Add(n.find("policy").valueAt, "policy %s lends slots, and has no tokens to take: write another policy", quote(l.Policy))
 	}
 	return l
 }

@@ -6,21 +6,30 @@
 //	}
 //	difference, err := policyfile.Apply(ctx, conn, file, policyfile.Options{Environment: "staging"})
 //
-// schema.json says what a file may have, and what to write in place of a mistake. A file goes through these steps, each in a source
-// file; the first with mistakes is the last:
+// schema.json says what a file may have. Its errorMessage, which is ours, says what to write in place of a mistake; an empty enum
+// forbids a field. The path of a file, where the first step with mistakes is the last:
 //
-//   - document.go: YAML becomes a tree of nodes, JSON values with their places. A file that was made to exhaust memory or time is refused.
-//   - environment.go: the tree of an environment is that of the file, with values replaced.
-//   - check.go: the schema validates a tree. Its errors become [Problems].
-//   - rules.go and envoy.go: a tree becomes [Rules]. What no schema can say is checked here, such as an override of an unknown policy.
-//   - state.go: the policies and overrides of a database are read.
-//   - plan.go: rules and state become a [Difference], which show.go prints.
-//   - apply.go: the difference is made, in one transaction, through the public SQL functions, which check the numbers once more.
+//   - [Parse], document.go: YAML becomes a tree of nodes, which are JSON values with their places. A file that was made to exhaust
+//     memory or time is refused.
+//   - overlay: the tree of an environment is that of the file, with fields replaced. Each tree goes through the next two steps.
+//   - check.go: the schema validates the tree. Its errors become [Problems].
+//   - rules.go, envoy.go: the tree becomes [Rules]. What no schema can say is checked here, such as an override of an unknown policy.
 //
-// export.go writes a state as a file. span.go has the intervals and dates of a file.
+// [Apply] then begins a transaction, which [Plan] rolls back and Apply commits:
+//
+//   - state.go: the policies and overrides of the database are read. [Export] writes such a state as a file.
+//   - plan.go: rules are compared with the state. What differs is a [Difference], whose text is what pgratelimit apply prints.
+//   - apply.go: each [Change] is a call of a public SQL function, which checks the numbers once more. The place of a field that the
+//     database refuses is in the node of the change.
 package policyfile
 
-import "fmt"
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+)
 
 // A File has no mistakes that can be found without a database.
 type File struct {
@@ -56,10 +65,10 @@ func (d *document) parse() (*File, error) {
 	for _, environment := range environments {
 		rules, found := read(environment)
 		for _, p := range found {
-			problems.Add(p.Position, "%s (in environment %s)", p.Message, shorten(environment.key))
+			problems.Add(p.Position, "%s (in environment %s)", p.Message, shorten(environment.name))
 		}
-		file.rules[environment.key] = rules
-		file.environments = append(file.environments, environment.key)
+		file.rules[environment.name] = rules
+		file.environments = append(file.environments, environment.name)
 	}
 	if problems != nil {
 		return nil, problems.sorted()
@@ -87,4 +96,107 @@ func (f *File) Rules(environment string) (*Rules, error) {
 		return nil, fmt.Errorf("%s has no environment %q: it has none at all", f.name, environment)
 	}
 	return nil, fmt.Errorf("%s has no environment %q: it has %s", f.name, environment, and(f.environments))
+}
+
+// environments returns what the file has for each environment.
+func (d *document) environments() (merged []*node, problems Problems) {
+	shared := &node{json: d.root.json, children: maps.Clone(d.root.children)}
+	delete(shared.children, "environments")
+	environments := d.root.find("environments").inOrder()
+	if d.values*(1+len(environments)) > maxValues {
+		problems.Add(d.root.find("environments").nameAt, "the file with its environments has more than %d values: write several files", maxValues)
+		return nil, problems
+	}
+	for _, environment := range environments {
+		merged = append(merged, overlay(shared, environment))
+	}
+	return merged, nil
+}
+
+// overlay returns base with the values of over: mappings are merged by field, to any depth, other values replaced. Base may be nil.
+func overlay(base, over *node) *node {
+	if base == nil || !base.isMapping() || !over.isMapping() {
+		return over
+	}
+	merged, is := *over, make(map[string]any)
+	merged.json, merged.children = is, maps.Clone(base.children)
+	for name, n := range over.children {
+		merged.children[name] = overlay(base.children[name], n)
+	}
+	for name, n := range merged.children {
+		is[name] = n.json
+	}
+	return &merged
+}
+
+func (n *node) isMapping() bool {
+	_, isMapping := n.json.(map[string]any)
+	return isMapping
+}
+
+// A Position is a place in a file. Lines and columns count from 1. A column is a character.
+type Position struct {
+	File   string `json:"file"`
+	Line   int    `json:"line"`
+	Column int    `json:"column"`
+}
+
+// String is the position as compilers write it: file:line:column.
+func (p Position) String() string { return fmt.Sprintf("%s:%d:%d", p.File, p.Line, p.Column) }
+
+// Compare orders positions by file, line and column.
+func (p Position) Compare(q Position) int {
+	return cmp.Or(cmp.Compare(p.File, q.File), cmp.Compare(p.Line, q.Line), cmp.Compare(p.Column, q.Column))
+}
+
+// A Problem is one mistake in a file, and what to write instead.
+type Problem struct {
+	Position
+	Message string `json:"message"`
+}
+
+// Error is file:line:column: message.
+func (p Problem) Error() string { return p.String() + ": " + p.Message }
+
+// Problems are the mistakes in a file, in its order: one or more.
+type Problems []Problem
+
+// Error has a line for each of them.
+func (p Problems) Error() string {
+	lines := make([]string, len(p))
+	for i := range p {
+		lines[i] = p[i].Error()
+	}
+	return strings.Join(lines, "\n")
+}
+
+// Add appends a problem.
+func (p *Problems) Add(at Position, format string, args ...any) {
+	*p = append(*p, Problem{Position: at, Message: fmt.Sprintf(format, args...)})
+}
+
+// sorted returns the problems in the order of the file, each once: an environment has many values of the file.
+func (p Problems) sorted() Problems {
+	slices.SortFunc(p, func(a, b Problem) int { return cmp.Or(a.Compare(b.Position), cmp.Compare(a.Message, b.Message)) })
+	return slices.Compact(p)
+}
+
+// quote writes a text for a message.
+func quote(text string) string { return fmt.Sprintf("%q", shorten(text)) }
+
+func shorten(text string) string {
+	const most = 60
+	if runes := []rune(text); len(runes) > most {
+		return string(runes[:most]) + "…"
+	}
+	return text
+}
+
+// and joins names: a, b and c.
+func and(names []string) string {
+	if len(names) < 2 {
+		return strings.Join(names, "")
+	}
+	last := len(names) - 1
+	return strings.Join(names[:last], ", ") + " and " + names[last]
 }

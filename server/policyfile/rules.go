@@ -3,11 +3,14 @@ package policyfile
 import (
 	"cmp"
 	"encoding/json"
+	"fmt"
+	"regexp"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/server/internal/nearest"
 )
 
 // Numbers are what each bucket or key has. Those of a quota have a TimeZone and an Anchor in place of Refill and Every, and those of
@@ -54,7 +57,7 @@ type Policy struct {
 func (p Policy) MarshalJSON() ([]byte, error) {
 	object := map[string]any{"policy": p.Name, "refill": nil, "every": nil, "stepped": nil, "remember": nil}
 	for _, v := range p.fields() {
-		object[v.field] = v.is
+		object[v.field] = v.value
 	}
 	return json.Marshal(object)
 }
@@ -73,45 +76,44 @@ type Override struct {
 	node *node
 }
 
-// A value is the value of a field, as a file writes it: an int64, a bool, a string or a Span, or nil for an override that does not
-// expire.
-type value struct {
+// A fieldValue is a field as a file writes it: an int64, a bool, a string or a Span, or nil for an override that does not expire.
+type fieldValue struct {
 	field string
-	is    any
+	value any
 }
 
 // fields returns the fields of numbers of their kind, always in the same order.
-func (n Numbers) fields() []value {
+func (n Numbers) fields() []fieldValue {
 	switch {
 	case n.isSlots():
-		return []value{{"capacity", n.Capacity}, {"lease", n.Lease}}
+		return []fieldValue{{"capacity", n.Capacity}, {"lease", n.Lease}}
 	case n.isQuota():
-		return []value{{"capacity", n.Capacity}, {"time_zone", n.TimeZone}, {"anchor", n.Anchor}}
+		return []fieldValue{{"capacity", n.Capacity}, {"time_zone", n.TimeZone}, {"anchor", n.Anchor}}
 	}
-	return []value{{"capacity", n.Capacity}, {"refill", n.Refill}, {"every", n.Every}}
+	return []fieldValue{{"capacity", n.Capacity}, {"refill", n.Refill}, {"every", n.Every}}
 }
 
-func (p Policy) fields() []value {
+func (p Policy) fields() []fieldValue {
 	fields := p.Numbers.fields()
 	switch {
 	case p.isSlots():
-		return append(fields, value{"durable", p.Durable}, value{"shadow", p.Shadow})
+		return append(fields, fieldValue{"durable", p.Durable}, fieldValue{"shadow", p.Shadow})
 	case p.isQuota():
-		fields = slices.Insert(fields, 1, value{"period", p.Period})
+		fields = slices.Insert(fields, 1, fieldValue{"period", p.Period})
 	default:
-		fields = append(fields, value{"stepped", p.Stepped})
+		fields = append(fields, fieldValue{"stepped", p.Stepped})
 	}
-	return append(fields, value{"durable", p.Durable}, value{"remember", p.Remember}, value{"shadow", p.Shadow})
+	return append(fields, fieldValue{"durable", p.Durable}, fieldValue{"remember", p.Remember}, fieldValue{"shadow", p.Shadow})
 }
 
 // fields writes expires_at in UTC. If its year then has five digits, the zone is the one furthest behind that PostgreSQL reads.
-func (o Override) fields() []value {
-	expires := value{field: "expires_at"}
+func (o Override) fields() []fieldValue {
+	expires := fieldValue{field: "expires_at"}
 	if at := o.ExpiresAt; !at.IsZero() {
 		if at.Year() > 9999 {
 			at = at.In(time.FixedZone("", -(16*60-1)*60))
 		}
-		expires.is = at.Format(time.RFC3339Nano)
+		expires.value = at.Format(time.RFC3339Nano)
 	}
 	return append(o.Numbers.fields(), expires)
 }
@@ -125,16 +127,16 @@ type reader struct {
 
 func (n *node) rules() (*Rules, Problems) {
 	r, rules := &reader{policies: make(map[string]Policy)}, &Rules{}
-	for _, n := range n.find("policies").children() {
+	for _, n := range n.find("policies").inOrder() {
 		p := policy(n)
 		r.policies[p.Name] = p
 		r.names = append(r.names, p.Name)
 		rules.Policies = append(rules.Policies, p)
 	}
-	for _, keys := range n.find("overrides").children() {
-		if r.checkPolicy(keys.name, keys.key) {
-			for _, key := range keys.children() {
-				rules.Overrides = append(rules.Overrides, r.override(n.find("policies", keys.key), key))
+	for _, keys := range n.find("overrides").inOrder() {
+		if r.checkPolicy(keys.nameAt, keys.name) {
+			for _, key := range keys.inOrder() {
+				rules.Overrides = append(rules.Overrides, r.override(n.find("policies", keys.name), key))
 			}
 		}
 	}
@@ -150,8 +152,8 @@ const (
 
 func policy(n *node) Policy {
 	p := Policy{
-		Name: n.key, Numbers: numbers(n), Stepped: n.find("stepped").isTrue(), Shadow: n.find("shadow").isTrue(),
-		Durable: n.find("durable") == nil || n.find("durable").isTrue(), Remember: parseSpan(n.find("remember").text()), At: n.name, node: n,
+		Name: n.name, Numbers: numbers(n), Stepped: n.find("stepped").isTrue(), Shadow: n.find("shadow").isTrue(),
+		Durable: n.find("durable") == nil || n.find("durable").isTrue(), Remember: parseSpan(n.find("remember").text()), At: n.nameAt, node: n,
 	}
 	if !p.isSlots() {
 		p.Remember = cmp.Or(p.Remember, Day)
@@ -178,14 +180,14 @@ func numbers(n *node) Numbers {
 
 // override reads an override. What it omits is the policy's.
 func (r *reader) override(policy, n *node) Override {
-	base := r.policies[policy.key]
+	base := r.policies[policy.name]
 	fields := Override{Numbers: base.Numbers}.fields()
-	for _, field := range n.children() {
-		if !slices.ContainsFunc(fields, func(v value) bool { return v.field == field.key }) {
-			r.problems.Add(field.name, "%s is not for a key of policy %s, which %s: remove it", field.key, quote(base.Name), base.kind())
+	for _, field := range n.inOrder() {
+		if !slices.ContainsFunc(fields, func(v fieldValue) bool { return v.field == field.name }) {
+			r.problems.Add(field.nameAt, "%s is not for a key of policy %s, which %s: remove it", field.name, quote(base.Name), base.kind())
 		}
 	}
-	o := Override{Policy: base.Name, Key: n.key, Numbers: numbers(overlay(policy, n)), At: n.name, node: n}
+	o := Override{Policy: base.Name, Key: n.name, Numbers: numbers(overlay(policy, n)), At: n.nameAt, node: n}
 	if expires := n.find("expires_at"); expires != nil {
 		at, _ := time.Parse(time.RFC3339Nano, expires.text())
 		o.ExpiresAt = at.UTC()
@@ -196,10 +198,95 @@ func (r *reader) override(policy, n *node) Override {
 // checkPolicy reports a policy that the file does not have.
 func (r *reader) checkPolicy(at Position, name string) bool {
 	_, isThere := r.policies[name]
-	if near := nearest.Of(name, r.names); !isThere && near != "" {
+	if near := nearest(name, r.names); !isThere && near != "" {
 		r.problems.Add(at, "unknown policy %s: did you mean %s?", quote(name), quote(near))
 	} else if !isThere {
 		r.problems.Add(at, "unknown policy %s: write it below policies", quote(name))
 	}
 	return isThere
 }
+
+// formats are those that the schema names, beside a pattern. They know the calendar and the longest times.
+var formats = map[string]func(string) bool{
+	"span":    func(text string) bool { return parseSpan(text) > 0 },
+	"lease":   func(text string) bool { return parseSpan(text) >= Millisecond },
+	"period":  func(text string) bool { _, err := client.ParsePeriod(text); return err == nil },
+	"anchor":  func(text string) bool { return parseAnchor(text) != "" },
+	"instant": func(text string) bool { _, err := time.Parse(time.RFC3339Nano, text); return err == nil },
+}
+
+// A Span is a time in microseconds, up to 1000 years. A [time.Duration] ends at 292.
+type Span int64
+
+// The units of a Span.
+const (
+	Microsecond Span = 1
+	Millisecond      = 1000 * Microsecond
+	Second           = 1000 * Millisecond
+	Minute           = 60 * Second
+	Hour             = 60 * Minute
+	Day              = 24 * Hour
+	Week             = 7 * Day
+)
+
+const maxSpan = 365_250 * Day
+
+type unit struct {
+	name string
+	span Span
+}
+
+// units are the units in a file, the largest first, and weeks, which String does not write.
+var units = []unit{{"d", Day}, {"h", Hour}, {"m", Minute}, {"s", Second}, {"ms", Millisecond}, {"us", Microsecond}, {"w", Week}}
+
+var spanPart = regexp.MustCompile(`([0-9]+)([a-z]+)`)
+
+// parseSpan reads whole numbers with units, such as 1h30m. It returns 0 for anything else, and for more than 1000 years.
+func parseSpan(text string) (span Span) {
+	for _, part := range spanPart.FindAllStringSubmatch(text, -1) {
+		n, err := strconv.ParseInt(part[1], 10, 64)
+		i := slices.IndexFunc(units, func(u unit) bool { return u.name == part[2] })
+		if err != nil || i < 0 || n > int64(maxSpan/units[i].span) {
+			return 0
+		}
+		if span += Span(n) * units[i].span; span > maxSpan {
+			return 0
+		}
+	}
+	return span
+}
+
+// String writes the span as a file does: 30d, 1h30m, 1s500ms.
+func (s Span) String() string {
+	if s <= 0 {
+		return fmt.Sprintf("%dus", int64(s))
+	}
+	var text strings.Builder
+	for _, unit := range units {
+		if n := s / unit.span; n > 0 {
+			fmt.Fprintf(&text, "%d%s", n, unit.name)
+			s %= unit.span
+		}
+	}
+	return text.String()
+}
+
+// MarshalText is String.
+func (s Span) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+const anchorLayout = "2006-01-02T15:04:05.999999"
+
+// parseAnchor reads a date, or a date with a time of day, and writes it as anchorText does. It returns "" for anything else.
+func parseAnchor(text string) string {
+	if !strings.Contains(text, "T") {
+		text += "T00:00:00"
+	}
+	at, err := time.Parse(anchorLayout, text)
+	if err != nil || at.Year() < 1 {
+		return ""
+	}
+	return anchorText(at)
+}
+
+// anchorText writes an anchor as a file does.
+func anchorText(at time.Time) string { return strings.TrimSuffix(at.Format(anchorLayout), "T00:00:00") }

@@ -18,9 +18,6 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
-
-	"github.com/pgratelimit/pgratelimit/server/internal/nearest"
 )
 
 func main() {
@@ -36,7 +33,6 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	root.SetIn(stdin)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
-	needShell(root)
 	err := root.ExecuteContext(ctx)
 	if code = exitCode(err); err != nil && code != exitNo && !errors.As(err, new(shownError)) {
 		p.json = p.json || slices.Contains(args, "--json") // which is not read where a flag before it is wrong
@@ -68,7 +64,7 @@ Exit codes:
 		SilenceErrors: true, // run prints them
 		SilenceUsage:  true,
 	}
-	root.SetFlagErrorFunc(flagError)
+	root.SetFlagErrorFunc(usageOf)
 	root.PersistentFlags().StringVar(&p.databaseURL, "database-url", "", "the database (default $DATABASE_URL, or all of $SHARD_URLS)")
 	root.PersistentFlags().BoolVar(&p.json, "json", false, "print JSON")
 	root.AddCommand(
@@ -79,93 +75,36 @@ Exit codes:
 		p.acquire(), p.peek(),
 		p.version(),
 	)
-	root.Args = checkArguments
+	root.Args, root.SuggestionsMinimumDistance = checkCommand, 2
 	for _, c := range root.Commands() {
 		c.Args = checkArguments
 	}
 	return root
 }
 
-// needShell makes completion without a shell an error: its help would end up in the script. Call it when root has its output.
-func needShell(root *cobra.Command) {
-	root.InitDefaultCompletionCmd()
-	completion, _, err := root.Find([]string{"completion"})
-	if err != nil {
-		return
-	}
-	completion.Args = cobra.ArbitraryArgs
-	completion.RunE = func(*cobra.Command, []string) error {
-		return usageError{errors.New("which shell? Write pgratelimit completion bash, zsh, fish or powershell")}
-	}
+// checkArguments wants an argument for each name in Use. A name in brackets is optional.
+func checkArguments(c *cobra.Command, args []string) error {
+	names := strings.Fields(c.Use)[1:]
+	return usageOf(c, cobra.RangeArgs(len(names)-strings.Count(c.Use, "["), len(names))(c, args))
 }
 
-// checkArguments compares arguments with the names in Use. A name in brackets is optional.
-func checkArguments(c *cobra.Command, given []string) error {
-	names := strings.Fields(c.Use)[1:]
-	needed := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return name[0] == '[' })
-	var text string
-	switch {
-	case !c.HasParent() && len(given) > 0:
-		return usageError{fmt.Errorf("no command is called %q: %s", given[0], meant(c, given[0], commandsOf(c)))}
-	case len(given) < len(needed):
-		text = "no " + strings.Join(needed[len(given):], " and no ") + " is given"
-	case len(given) > len(names):
-		text = fmt.Sprintf("%q is one argument too many: write a text with spaces in quotes, and the value of a flag after =", given[len(names)])
-	default:
+func checkCommand(root *cobra.Command, args []string) error {
+	if len(args) == 0 {
 		return nil
 	}
-	return usageError{fmt.Errorf("%s\nusage: %s", text, strings.TrimSpace(c.UseLine()))}
+	remedy := "see pgratelimit --help"
+	if near := root.SuggestionsFor(args[0]); len(near) > 0 {
+		remedy = "did you mean " + near[0] + "?"
+	}
+	return usageError{fmt.Errorf("no command is called %q: %s", args[0], remedy)}
 }
 
-// flagError describes an error of a flag in words of this program.
-func flagError(c *cobra.Command, err error) error {
-	var unknown *pflag.NotExistError
-	var wrong *pflag.InvalidValueError
-	var bare *pflag.ValueRequiredError
-	switch {
-	case errors.As(err, &unknown):
-		var names []string
-		c.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, "--"+f.Name) })
-		name := "--" + unknown.GetSpecifiedName()
-		if unknown.GetSpecifiedShortnames() != "" {
-			name = name[1:]
-		}
-		if name == "--version" || name == "-v" {
-			err = fmt.Errorf("no flag is called %s: write pgratelimit version", name)
-			break
-		}
-		err = fmt.Errorf("no flag is called %s: %s", name, meant(c, name, names))
-	case errors.As(err, &wrong):
-		err = fmt.Errorf("--%s is %q: write %s", wrong.GetFlag().Name, wrong.GetValue(), valueOf(wrong.GetFlag(), wrong.Unwrap().Error()))
-	case errors.As(err, &bare):
-		err = fmt.Errorf("--%s has no value: write %s", bare.GetFlag().Name, valueOf(bare.GetFlag(), bare.GetFlag().Usage))
+// usageOf adds how a command is used to an error of its arguments or flags.
+func usageOf(c *cobra.Command, err error) error {
+	if err == nil {
+		return nil
 	}
-	return usageError{err}
-}
-
-func valueOf(f *pflag.Flag, otherwise string) string {
-	switch f.Value.Type() {
-	case "int", "int32", "int64":
-		return "a whole number, such as --" + f.Name + " 5"
-	case "bool":
-		return "true or false, or --" + f.Name + " alone"
-	}
-	return otherwise
-}
-
-func commandsOf(c *cobra.Command) (names []string) {
-	for _, command := range c.Commands() {
-		names = append(names, command.Name())
-	}
-	return names
-}
-
-// meant returns the remedy for an unknown name.
-func meant(c *cobra.Command, wrong string, names []string) string {
-	if near := nearest.Of(wrong, names); near != "" {
-		return "did you mean " + near + "?"
-	}
-	return "see " + c.CommandPath() + " --help"
+	return usageError{fmt.Errorf("%w\nusage: %s", err, c.UseLine())}
 }
 
 func (p *program) version() *cobra.Command {
