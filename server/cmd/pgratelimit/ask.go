@@ -101,22 +101,31 @@ func (p *program) status() *cobra.Command {
 	return c
 }
 
+// tableOf has the columns that the database returns, which may be newer than this program.
 func tableOf(buckets []inspect.Bucket) string {
 	if len(buckets) == 0 {
 		return "Every bucket is full."
 	}
-	never := func(s *jsonapi.Seconds) string {
-		if s == nil {
-			return "never"
-		}
-		return time.Duration(*s).String()
-	}
 	return columns(func(table io.Writer) {
-		fmt.Fprintln(table, "POLICY\tKEY\tREMAINING\tCAPACITY\tNEXT TOKEN IN\tFULL IN\tOVERRIDDEN")
-		for _, b := range buckets {
-			overridden := map[bool]string{true: "yes", false: "no"}[b.Overridden]
-			fmt.Fprintf(table, "%s\t%s\t%d\t%d\t%s\t%s\t%s\n", inspect.Printable(b.Policy), inspect.Printable(b.Key), b.Remaining, b.Capacity,
-				never(b.RetryAfter), never(b.ResetAfter), overridden)
+		for i, b := range buckets {
+			names, cells := make([]string, len(b.Columns)), make([]string, len(b.Columns))
+			for n, c := range b.Columns {
+				names[n] = strings.ToUpper(c.Name)
+				switch value := c.Value.(type) {
+				case nil:
+					cells[n] = "never"
+				case string:
+					cells[n] = inspect.Printable(value)
+				case *jsonapi.Seconds:
+					cells[n] = time.Duration(*value).String()
+				default:
+					cells[n] = fmt.Sprint(value)
+				}
+			}
+			if i == 0 {
+				fmt.Fprintln(table, strings.Join(names, "\t"))
+			}
+			fmt.Fprintln(table, strings.Join(cells, "\t"))
 		}
 	})
 }

@@ -273,12 +273,16 @@ func TestStatusAndDoctor(t *testing.T) {
 	db.Exec(t, "select ratelimit_acquire('api', 'k', 10), ratelimit_acquire('api', E'red \\x1b[31m', 5), ratelimit_charge('budget', 'k', 12)")
 	r = on(t, db, "status")
 	require.Equal(t, ran{out: "" +
-		"POLICY  KEY             REMAINING  CAPACITY  NEXT TOKEN IN  FULL IN  OVERRIDDEN\n" +
-		"budget  k               -2         10        never          never    no\n" +
-		"api     k               0          10        1s             10s      no\n" +
-		"api     \"red \\x1b[31m\"  15         20        0s             5s       yes\n"}, r)
+		"POLICY  KEY             REMAINING  RETRY_AFTER  RESET_AFTER  CAPACITY  OVERRIDDEN\n" +
+		"budget  k               -2         never        never        10        false\n" +
+		"api     k               0          1s           10s          10        false\n" +
+		"api     \"red \\x1b[31m\"  15         0s           5s           20        true\n"}, r)
 	r = on(t, db, "status", "api", "--max-rows", "1", "--json")
-	require.Equal(t, ran{out: `[{"policy":"api","key":"k","remaining":0,"retry_after":1,"reset_after":10,"capacity":10,"overridden":false}]` + "\n"}, r)
+	require.Equal(t, ran{out: `[{"capacity":10,"key":"k","overridden":false,"policy":"api","remaining":0,"reset_after":10,"retry_after":1}]` + "\n"}, r)
+
+	db.Exec(t, `drop function ratelimit_status; create function ratelimit_status(policy text, max_rows integer, key text)
+		returns table (policy text, key text, newer text, idle interval) language sql as $$ select 'p', 'k', 'x', interval '110000 days' $$`)
+	require.Equal(t, ran{out: `[{"idle":9223372036.854775,"key":"k","newer":"x","policy":"p"}]` + "\n"}, on(t, db, "status", "--json"), "columns of a newer version")
 
 	require.Equal(t, ran{out: "Nobody holds slots.\n"}, on(t, db, "holders"))
 	require.Equal(t, ran{out: "[]\n"}, on(t, db, "holders", "--json"))

@@ -3,12 +3,15 @@ package inspect
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
+	"math"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
@@ -41,13 +44,27 @@ func CheckAlone(ctx context.Context, conn *pgx.Conn) error {
 
 // A Bucket is a row of ratelimit_status. Times are nil for never.
 type Bucket struct {
-	Policy     string           `json:"policy"`
-	Key        string           `json:"key"`
-	Remaining  int64            `json:"remaining"`
-	RetryAfter *jsonapi.Seconds `json:"retry_after"` // for one token
-	ResetAfter *jsonapi.Seconds `json:"reset_after"`
-	Capacity   int64            `json:"capacity"`
-	Overridden bool             `json:"overridden"`
+	Policy, Key            string
+	Remaining, Capacity    int64
+	RetryAfter, ResetAfter *jsonapi.Seconds // RetryAfter is for one token
+	Overridden             bool
+
+	Columns []Column // all that the row has
+}
+
+// A Column of a row has times as seconds.
+type Column struct {
+	Name  string
+	Value any
+}
+
+// MarshalJSON writes all columns.
+func (b Bucket) MarshalJSON() ([]byte, error) {
+	object := make(map[string]any)
+	for _, c := range b.Columns {
+		object[c.Name] = c.Value
+	}
+	return json.Marshal(object)
 }
 
 // Share is the part of the capacity that the bucket holds, below 0 in debt.
@@ -56,26 +73,42 @@ func (b Bucket) Share() float64 { return float64(b.Remaining) / float64(max(1, b
 // Buckets returns the emptiest buckets, of one policy or of all, and of one key or of all. Without a key the database reads every
 // bucket.
 func Buckets(ctx context.Context, db Querier, policy, key *string, atMost int32) ([]Bucket, error) {
-	rows, _ := db.Query(ctx, `
-		select policy, key, remaining,
-		       (extract(epoch from retry_after) * 1000000.0)::bigint,
-		       (extract(epoch from reset_after) * 1000000.0)::bigint,
-		       capacity, overridden
-		  from ratelimit_status($1::text, $2::integer, $3::text)`, policy, atMost, key)
+	rows, _ := db.Query(ctx, "select * from ratelimit_status($1::text, $2::integer, $3::text)", policy, atMost, key)
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (b Bucket, err error) {
-		var retryAfter, resetAfter *int64
-		err = row.Scan(&b.Policy, &b.Key, &b.Remaining, &retryAfter, &resetAfter, &b.Capacity, &b.Overridden)
-		b.RetryAfter, b.ResetAfter = seconds(retryAfter), seconds(resetAfter)
+		values, err := row.Values()
+		for i, value := range values {
+			name := row.FieldDescriptions()[i].Name
+			if interval, isTime := value.(pgtype.Interval); isTime {
+				value = secondsOf(interval)
+			}
+			switch name {
+			case "policy":
+				b.Policy, _ = value.(string)
+			case "key":
+				b.Key, _ = value.(string)
+			case "remaining":
+				b.Remaining, _ = value.(int64)
+			case "capacity":
+				b.Capacity, _ = value.(int64)
+			case "retry_after":
+				b.RetryAfter, _ = value.(*jsonapi.Seconds)
+			case "reset_after":
+				b.ResetAfter, _ = value.(*jsonapi.Seconds)
+			case "overridden":
+				b.Overridden, _ = value.(bool)
+			}
+			b.Columns = append(b.Columns, Column{name, value})
+		}
 		return b, err
 	})
 }
 
-// seconds converts microseconds. Null is never.
-func seconds(micros *int64) *jsonapi.Seconds {
-	if micros == nil {
-		return nil
-	}
-	return new(jsonapi.Seconds(time.Duration(min(*micros, time.Duration(1<<63-1).Microseconds())) * time.Microsecond))
+// secondsOf converts an interval without months, which may be longer than a [time.Duration].
+func secondsOf(interval pgtype.Interval) *jsonapi.Seconds {
+	const most = math.MaxInt64 / int64(time.Microsecond)
+	days := min(int64(interval.Days), most/(24*time.Hour).Microseconds())
+	micros := days*(24*time.Hour).Microseconds() + min(interval.Microseconds, most-days*(24*time.Hour).Microseconds())
+	return new(jsonapi.Seconds(time.Duration(micros) * time.Microsecond))
 }
 
 // A Finding is a row of ratelimit_doctor.
