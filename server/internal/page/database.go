@@ -23,162 +23,125 @@ const (
 	maxBuckets  = 20
 	maxHolders  = 100
 
-	// readTime bounds one reading of the database.
-	readTime = 4 * time.Second
+	// readTime bounds a look at the database, and statementTime each of its statements.
+	readTime      = 4 * time.Second
+	statementTime = 2 * time.Second
 
-	// rest is a multiple of the time that a statement took: the pause before it is repeated. The page so uses at most a twentieth
-	// of one core of the database.
-	rest = 20
+	// lookEvery is the shortest time between two looks. A look that took long is followed by a pause of rest times as long: the page
+	// so uses at most a twentieth of one core of the database.
+	lookEvery = 5 * time.Second
+	rest      = 20
 )
 
-// A reading has the rows that a function of the database returned last.
-type reading[T any] struct {
-	function string
-	ask      func(context.Context, pgx.Tx) ([]T, error)
-	limit    time.Duration // for the statement
-	every    time.Duration // at most
-
-	section[T]
-	nextAt time.Time
-}
-
-// A section has the rows of a reading, for the page.
-type section[T any] struct {
-	rows   []T
-	at     time.Time // when they were read; zero without any
-	notice string    // why there is nothing newer; empty if there is
-}
-
-// read queries the database, unless it is too early.
-func (r *reading[T]) read(ctx context.Context, d *database) {
-	begin := d.now()
-	if begin.Before(r.nextAt) {
-		return
-	}
-	var rows []T
-	err := pgx.BeginTxFunc(ctx, d.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
-		_, err := tx.Exec(ctx, fmt.Sprintf("set local statement_timeout = %d", r.limit.Milliseconds()))
-		if err == nil {
-			rows, err = r.ask(ctx, tx)
-		}
-		return err
-	})
-	end := d.now()
-	if err == nil {
-		r.section = section[T]{rows: rows, at: end}
-	} else {
-		if r.notice == "" {
-			d.log.Warn("the status page cannot show everything", "function", r.function, "error", err)
-		}
-		r.notice = d.noticeOf(ctx, err, r.limit, r.function)
-	}
-	r.nextAt = end.Add(max(r.every, rest*end.Sub(begin)))
-}
-
-// A database has the readings of one database.
+// A database is read for the page, by one request at a time.
 type database struct {
-	db  *pgxpool.Pool
-	log *slog.Logger
-	now func() time.Time
+	db   *pgxpool.Pool
+	name string // of a shard
+	log  *slog.Logger
+	now  func() time.Time
 
-	patience time.Duration // with one look at the database
-	reading  sync.Mutex    // one at a time
-	policies reading[client.Policy]
-	buckets  reading[inspect.Bucket]
-	findings reading[inspect.Finding]
-	role     string // quoted, once somebody asked
+	patience, limit time.Duration
 
-	mu   sync.Mutex
-	seen snapshot // what the last reading left
+	mu     sync.Mutex
+	seen   snapshot
+	nextAt time.Time
+	role   string // quoted, once somebody asked
 }
 
+// A snapshot is what the last look has left.
 type snapshot struct {
 	policies section[client.Policy]
 	buckets  section[inspect.Bucket]
 	findings section[inspect.Finding]
 }
 
-func newDatabase(db *pgxpool.Pool, log *slog.Logger, now func() time.Time) *database {
-	d := &database{db: db, log: log, now: now, patience: readTime}
-	d.policies = reading[client.Policy]{function: "ratelimit_policies", limit: time.Second / 2, every: 5 * time.Second}
-	d.policies.ask = func(ctx context.Context, tx pgx.Tx) ([]client.Policy, error) {
-		policies, err := client.New(db).WithTx(tx).Policies(ctx)
-		return slices.Clone(policies[:min(len(policies), maxPolicies+1)]), err // one more tells that there are more
-	}
-	d.buckets = reading[inspect.Bucket]{function: "ratelimit_status", limit: 2 * time.Second, every: 5 * time.Second}
-	d.buckets.ask = func(ctx context.Context, tx pgx.Tx) ([]inspect.Bucket, error) {
-		buckets, err := inspect.Buckets(ctx, tx, nil, nil, maxBuckets)
-		return slices.DeleteFunc(buckets, func(b inspect.Bucket) bool { return b.Share() >= 1 }), err
-	}
-	d.findings = reading[inspect.Finding]{function: "ratelimit_doctor", limit: time.Second, every: time.Minute}
-	d.findings.ask = func(ctx context.Context, tx pgx.Tx) ([]inspect.Finding, error) { return inspect.Findings(ctx, tx) }
-	return d
+// A section has the rows that a function of the database returned.
+type section[T any] struct {
+	rows   []T
+	at     time.Time // when they were read; zero without any
+	notice string    // why there is nothing newer; empty if there is
 }
 
-// look returns the last readings. It first queries the database if it is time to. While another request queries, look waits only
-// for the first reading.
+// look queries the database if it is time to, and returns what was seen last.
 func (d *database) look(isAway bool) snapshot {
 	d.mu.Lock()
-	seen := d.seen
-	d.mu.Unlock()
-	if isAway {
-		return seen
+	defer d.mu.Unlock()
+	begin := d.now()
+	if isAway || begin.Before(d.nextAt) {
+		return d.seen
 	}
-	if !d.reading.TryLock() {
-		if !seen.buckets.at.IsZero() || seen.buckets.notice != "" {
-			return seen
-		}
-		d.reading.Lock()
-	}
-	defer d.reading.Unlock()
 	// The context of the request would cancel the query, and so cost a connection, whenever a browser closes the page.
 	ctx, cancel := context.WithTimeout(context.Background(), d.patience)
 	defer cancel()
-	d.policies.read(ctx, d)
-	d.buckets.read(ctx, d)
-	d.findings.read(ctx, d)
-	seen = snapshot{d.policies.section, d.buckets.section, d.findings.section}
-	d.mu.Lock()
-	d.seen = seen
-	d.mu.Unlock()
-	return seen
+	read(ctx, d, &d.seen.policies, "ratelimit_policies", func(tx pgx.Tx) ([]client.Policy, error) {
+		return client.New(d.db).WithTx(tx).Policies(ctx)
+	})
+	read(ctx, d, &d.seen.buckets, "ratelimit_status", func(tx pgx.Tx) ([]inspect.Bucket, error) {
+		buckets, err := inspect.Buckets(ctx, tx, nil, nil, maxBuckets)
+		return slices.DeleteFunc(buckets, func(b inspect.Bucket) bool { return b.Share() >= 1 }), err
+	})
+	read(ctx, d, &d.seen.findings, "ratelimit_doctor", func(tx pgx.Tx) ([]inspect.Finding, error) {
+		findings, err := inspect.Findings(ctx, tx)
+		for i := range findings {
+			if d.name != "" {
+				findings[i].Finding = d.name + ": " + findings[i].Finding
+			}
+		}
+		return findings, err
+	})
+	end := d.now()
+	d.nextAt = end.Add(max(lookEvery, rest*end.Sub(begin)))
+	return d.seen
 }
 
-// find returns the buckets of a key, under one policy or under all, and who holds slots of it. It queries at once; only one search
-// runs at a time.
-func (d *database) find(policy, key string) (section[inspect.Bucket], section[client.Holder]) {
-	d.reading.Lock()
-	defer d.reading.Unlock()
+// find returns the buckets of a key, under one policy or under all, and who holds slots of it.
+func (d *database) find(policy, key string) (buckets section[inspect.Bucket], holders section[client.Holder]) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), d.patience)
 	defer cancel()
 	of := &policy
 	if policy == "" {
 		of = nil
 	}
-	buckets := reading[inspect.Bucket]{function: "ratelimit_status", limit: d.buckets.limit}
-	buckets.ask = func(ctx context.Context, tx pgx.Tx) ([]inspect.Bucket, error) {
+	read(ctx, d, &buckets, "ratelimit_status", func(tx pgx.Tx) ([]inspect.Bucket, error) {
 		return inspect.Buckets(ctx, tx, of, &key, maxBuckets)
-	}
-	buckets.read(ctx, d)
-	d.policies.read(ctx, d)
-	var holders section[client.Holder]
-	for _, b := range buckets.rows {
-		if !slices.ContainsFunc(d.policies.rows, func(p client.Policy) bool { return p.Name == b.Policy && p.Lease > 0 }) {
+	})
+	for _, p := range d.seen.policies.rows {
+		if p.Lease == 0 || !slices.ContainsFunc(buckets.rows, func(b inspect.Bucket) bool { return b.Policy == p.Name }) {
 			continue
 		}
-		held := reading[client.Holder]{function: "ratelimit_holders", limit: d.buckets.limit}
-		held.ask = func(ctx context.Context, tx pgx.Tx) ([]client.Holder, error) {
-			return client.New(d.db).WithTx(tx).Holders(ctx, client.OfPolicy(b.Policy), client.OfKey(b.Key), client.MaxRows(maxHolders))
-		}
-		held.read(ctx, d)
-		held.rows = append(holders.rows, held.rows...)
-		holders = held.section
+		before := holders.rows
+		read(ctx, d, &holders, "ratelimit_holders", func(tx pgx.Tx) ([]client.Holder, error) {
+			more, err := client.New(d.db).WithTx(tx).Holders(ctx, client.OfPolicy(p.Name), client.OfKey(key), client.MaxRows(maxHolders))
+			return append(before, more...), err
+		})
 	}
-	return buckets.section, holders
+	return buckets, holders
+}
+
+// read replaces the rows of a section, or says why there are no newer ones.
+func read[T any](ctx context.Context, d *database, into *section[T], function string, ask func(pgx.Tx) ([]T, error)) {
+	var rows []T
+	err := pgx.BeginTxFunc(ctx, d.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, fmt.Sprintf("set local statement_timeout = %d", d.limit.Milliseconds()))
+		if err == nil {
+			rows, err = ask(tx)
+		}
+		return err
+	})
+	if err == nil {
+		*into = section[T]{rows: rows, at: d.now()}
+		return
+	}
+	if into.notice == "" {
+		d.log.Warn("the status page cannot show everything", "function", function, "error", err)
+	}
+	into.notice = d.noticeOf(ctx, err, function)
 }
 
 // noticeOf returns what a reader of the page can do about an error.
-func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration, function string) string {
+func (d *database) noticeOf(ctx context.Context, err error, function string) string {
 	pgErr, isPg := errors.AsType[*pgconn.PgError](err)
 	if !isPg {
 		return "The database did not answer. This is tried again."
@@ -189,7 +152,7 @@ func (d *database) noticeOf(ctx context.Context, err error, limit time.Duration,
 	case "42883": // undefined_function
 		return "The database has no " + function + ": the package is older than this program. Run: pgratelimit install"
 	case "57014": // query_canceled
-		return "The database took longer than " + interval(limit) + ", and was not waited for. On a command line, pgratelimit status waits."
+		return "The database took longer than " + interval(d.limit) + ", and was not waited for. On a command line, pgratelimit status waits."
 	case "55P03": // lock_not_available
 		return "Somebody has locked the tables, such as a migration. This is tried again."
 	case "RL001": // of a search
