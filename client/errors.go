@@ -130,7 +130,7 @@ func KindOf(err error) ErrorKind {
 		switch {
 		case needsSetup[pgErr.Code]:
 			return Setup
-		case isAway.MatchString(pgErr.Code):
+		case isAway.MatchString(pgErr.Code), pgErr.Code == "55000" && errors.As(err, new(*pgconn.ConnectError)): // it accepts no connections
 			return Away
 		}
 		return Fault

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -11,10 +12,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
@@ -348,4 +351,195 @@ func settingsFile(t *testing.T) string {
 	path := filepath.Join(t.TempDir(), "settings")
 	require.NoError(t, os.WriteFile(path, []byte("GRPC_ADDR=off\nHTTP_ADDR=127.0.0.1:0\nCALL_TIMEOUT=1m\n"), 0o600))
 	return path
+}
+
+// applied runs apply with a file, or with standard input where its argument is "-".
+func applied(t *testing.T, url, text string, args ...string) ran {
+	path := filepath.Join(t.TempDir(), "limits.yaml")
+	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+	if len(args) == 0 || args[0] != "-" {
+		args = append([]string{path}, args...)
+	}
+	var out, errors bytes.Buffer
+	code := run(t.Context(), append([]string{"apply", "--database-url", url}, args...), strings.NewReader(text), &out, &errors)
+	return ran{code, strings.ReplaceAll(out.String(), path, "limits.yaml"), strings.ReplaceAll(errors.String(), path, "limits.yaml")}
+}
+
+const onePolicy = "policies: {api: {capacity: 1, refill: 1, every: 1s}}\n"
+
+func TestApply_ShowsAndChanges(t *testing.T) {
+	db := kit.ParallelDB(t).DB
+	const file = onePolicy + "environments: {staging: {policies: {api: {capacity: 5}}}}"
+	const created = `+ policy "api": capacity 5, refill 1, every 1s, stepped false, durable true, remember 1d, shadow false` + "\n"
+	require.Equal(t, ran{code: exitNo, out: created + "1 change, not made: this is a dry run.\n"}, applied(t, db.URL, file, "--env", "staging", "--dry-run"))
+	require.Equal(t, "There is no policy yet.\n", on(t, db, "policies").out)
+	require.Equal(t, ran{out: created + "1 change made.\n"}, applied(t, db.URL, file, "--env", "staging"))
+	require.Contains(t, on(t, db, "policies").out, "\napi     5         1       1s ")
+	for _, args := range [][]string{{"--env", "staging"}, {"--env", "staging", "--dry-run"}, {"-", "--env", "staging", "--prune"}} {
+		require.Equal(t, ran{out: "The database is as the file says.\n"}, applied(t, db.URL, file, args...))
+	}
+}
+
+// An override that the file does not have is a difference: the database is never called as the file says.
+func TestApply_OverridesThatTheFileDoesNotHave(t *testing.T) {
+	db := kit.ParallelDB(t).DB
+	applied(t, db.URL, onePolicy)
+	db.Exec(t, "select count(ratelimit_override('api', 'k' || n, capacity => 2)) from generate_series(10, 34) as n")
+	for args, code := range map[string]int{"--dry-run": exitNo, "--prune": exitDone} {
+		r := applied(t, db.URL, onePolicy, args)
+		require.True(t, strings.HasPrefix(r.out, "  override \"k10\" of \"api\" is not in the file, and stays\n"), r.out)
+		require.True(t, strings.HasSuffix(r.out, "  … and 5 more\nThe database has 25 overrides that the file does not have: --prune=overrides removes them.\n"), r.out)
+		require.Equal(t, code, r.code)
+	}
+	var told struct{ Drift []policyfile.DriftingOverride }
+	require.NoError(t, json.Unmarshal([]byte(applied(t, db.URL, onePolicy, "--json").out), &told))
+	require.Len(t, told.Drift, 25, "programs are told of all")
+	r := applied(t, db.URL, onePolicy, "--prune=overrides", "--dry-run")
+	require.Equal(t, exitNo, r.code)
+	require.Contains(t, r.out, "25 changes, not made")
+	require.Contains(t, applied(t, db.URL, onePolicy, "--prune=policies,overrides").out, "\n25 changes made.\n")
+	require.Equal(t, ran{out: "The database is as the file says.\n"}, applied(t, db.URL, onePolicy, "--dry-run"))
+}
+
+func TestApply_JSON(t *testing.T) {
+	db := kit.ParallelDB(t).DB
+	const file = "policies: {<api>: {capacity: 1, refill: 1, every: 1s}}\noverrides: {<api>: {k: {capacity: 0}}}\n"
+	r := applied(t, db.URL, file, "--dry-run", "--json")
+	require.Equal(t, exitNo, r.code)
+	require.JSONEq(t, `{"applied": false, "changes": [
+		{"action": "create", "policy": "<api>", "fields": [
+			{"field": "capacity", "old": null, "new": 1}, {"field": "refill", "old": null, "new": 1},
+			{"field": "every", "old": null, "new": "1s"}, {"field": "stepped", "old": null, "new": false},
+			{"field": "durable", "old": null, "new": true}, {"field": "remember", "old": null, "new": "1d"},
+			{"field": "shadow", "old": null, "new": false}]},
+		{"action": "create", "policy": "<api>", "key": "k", "fields": [
+			{"field": "capacity", "old": null, "new": 0}, {"field": "refill", "old": null, "new": 1},
+			{"field": "every", "old": null, "new": "1s"}, {"field": "expires_at", "old": null, "new": null}]}]}`, r.out)
+	require.Equal(t, exitDone, applied(t, db.URL, file, "--json").code)
+	require.JSONEq(t, `{"applied": true, "changes": []}`, applied(t, db.URL, file, "--json").out)
+	r = applied(t, db.URL, onePolicy, "--prune", "--json")
+	require.Equal(t, exitDone, r.code)
+	var pruned policyfile.Difference
+	require.NoError(t, json.Unmarshal([]byte(r.out), &pruned))
+	require.Equal(t, policyfile.Drop, pruned.Changes[1].Action)
+	require.Equal(t, &policyfile.Lost{Overrides: 1}, pruned.Changes[1].Lost)
+}
+
+// The mistakes are found before apply connects.
+func TestApply_Errors(t *testing.T) {
+	t.Parallel()
+	const nowhere, limits = "postgres://127.0.0.1:1/none", `unknown field "limits": the fields here are policies, overrides, envoy and environments`
+	for _, test := range []struct {
+		file, args, says string
+	}{
+		{"policies:\n  api: {capacity: -1}\nlimits: {}\n", "", `limits.yaml:2:3: api has no refill and no every: write refill: 10 and every: 1s
+limits.yaml:2:19: capacity is -1: write a whole number from 0 to 9000000000000, in digits
+limits.yaml:3:1: ` + limits},
+		{"5", "-", "standard input:1:1: the file is 5: write policies, and below it the name of one"},
+		{"environments: {staging: {}, production: {}}", "--env=prod", `limits.yaml has no environment "prod": it has staging and production`},
+		{"policies: {}", "--env=prod", `limits.yaml has no environment "prod": it has none at all`},
+	} {
+		require.Equal(t, ran{code: exitError, errors: test.says + "\n"}, applied(t, nowhere, test.file, strings.Fields(test.args)...))
+	}
+	r := applied(t, nowhere, "limits: {}", "--json")
+	require.Equal(t, exitError, r.code)
+	require.Empty(t, r.errors, "the mistakes are in the answer, and there alone")
+	var told struct{ Problems policyfile.Problems }
+	require.NoError(t, json.Unmarshal([]byte(r.out), &told))
+	require.Equal(t, policyfile.Problems{{Position: policyfile.Position{File: "limits.yaml", Line: 1, Column: 1}, Message: limits}}, told.Problems)
+	require.Equal(t, exitUnavailable, applied(t, nowhere, onePolicy).code)
+}
+
+// Shards from nothing, by the commands that a user runs.
+func TestShards(t *testing.T) { // not parallel: it sets the environment
+	db := pgtest.Empty(t)
+	r := on(t, db, "install", "--shards", "4")
+	require.Equal(t, exitDone, r.code, r.errors)
+	t.Cleanup(func() {
+		for n := range 4 {
+			db.Exec(t, fmt.Sprintf("drop database if exists %s with (force)", pgx.Identifier{fmt.Sprintf("%s_%d", db.Name, n)}.Sanitize()))
+		}
+	})
+	require.Contains(t, r.out, "shard 3 of 4: pgratelimit 0.3.0 is installed in schema public; its schema version is 1.\n")
+	list := regexp.MustCompile(`SHARD_URLS="(.*)"`).FindStringSubmatch(r.out)
+	require.NotNil(t, list, r.out)
+	require.Equal(t, r, on(t, db, "install", "--shards", "4"), "once more")
+
+	t.Setenv("DATABASE_URL", "")
+	t.Setenv("SHARD_URLS", list[1])
+	require.Equal(t, exitDone, command(t, "install").code)
+	urls := strings.Fields(list[1])
+	keys := make([]string, 4)
+	for n := range keys {
+		keys[n] = kit.KeyOf(n, 4, "user:")
+	}
+
+	file := filepath.Join(t.TempDir(), "limits.yaml")
+	limits := "policies:\n  api: {capacity: 10, refill: 0, every: 1d}\noverrides:\n  api:\n    " + keys[2] + ": {capacity: 20}\n"
+	limits = strings.Replace(limits, keys[2], `"`+keys[2]+`"`, 1)
+	require.NoError(t, os.WriteFile(file, []byte(limits), 0o600))
+	r = command(t, "apply", file, "--dry-run")
+	require.Equal(t, exitNo, r.code, r.errors)
+	require.Equal(t, 4, strings.Count(r.out, `+ policy "api"`))
+	require.Equal(t, 1, strings.Count(r.out, "+ override"), r.out)
+	require.Regexp(t, `(?s)shard 2 of 4: \n\+ policy[^\n]*\n\+ override`, r.out)
+	require.Equal(t, exitDone, command(t, "apply", file).code)
+	r = command(t, "apply", file)
+	require.Equal(t, exitDone, r.code)
+	require.Equal(t, 4, strings.Count(r.out, "The database is as the file says."))
+	require.Equal(t, exitDone, command(t, "override", "api", keys[0], "--capacity", "7").code)
+	r = command(t, "apply", file, "--dry-run")
+	require.Equal(t, exitNo, r.code, "a difference of any shard is one, also if those after it have none")
+	require.Equal(t, 3, strings.Count(r.out, "The database is as the file says."))
+	require.Equal(t, exitDone, command(t, "override", "api", keys[0], "--remove").code)
+
+	for n, key := range keys {
+		left := 9
+		if n == 2 {
+			left = 19
+		}
+		require.Equal(t, exitDone, command(t, "acquire", "api", key).code)
+		require.Contains(t, command(t, "peek", "api", key).out, fmt.Sprintf("allowed: %d of ", left))
+		for _, args := range [][]string{{"peek", "api", key}, {"status"}, {"doctor"}, {"apply", file}} {
+			r = command(t, append(args, "--database-url", urls[n])...)
+			require.Equal(t, exitError, r.code, args)
+			require.Contains(t, r.errors, fmt.Sprintf("is shard %d of 4", n), args)
+			require.Contains(t, r.errors, "List all 4 databases, in SHARD_URLS", args)
+			require.Empty(t, r.out)
+		}
+	}
+	r = command(t, "acquire", "api", keys[1], "--cost", "5")
+	require.Equal(t, exitDone, r.code)
+	r = command(t, "status", "--max-rows", "2")
+	require.Regexp(t, `^POLICY .*\napi +`+keys[1]+` +4 .*\napi +user:\d+ +9 .*\n$`, r.out)
+	require.Equal(t, exitDone, command(t, "override", "api", keys[3], "--capacity", "7").code)
+	require.Equal(t, exitDone, command(t, "reset", "api", "--all").code)
+	require.Contains(t, command(t, "peek", "api", keys[3]).out, "allowed: 7 of 7 ")
+	require.Contains(t, command(t, "peek", "api", keys[0]).out, "allowed: 10 of 10 ")
+	require.Equal(t, 2, strings.Count(command(t, "policies").out, "\n"), "the policies of all shards, once")
+	r = command(t, "export")
+	require.Contains(t, r.out, fmt.Sprintf("%q: {capacity: 20, ", keys[2]))
+	require.Contains(t, r.out, fmt.Sprintf("%q: {capacity: 7, ", keys[3]))
+	for n, key := range keys {
+		db := &pgtest.DB{URL: urls[n]}
+		_, err := db.Connect(t).Exec(t.Context(), "select ratelimit_define_policy('jobs', 5, lease => '1 hour'), ratelimit_hold('jobs', $1, 'h')", key)
+		require.NoError(t, err)
+	}
+	require.Equal(t, 5, strings.Count(command(t, "holders").out, "\n"))
+	require.Regexp(t, `^POLICY .*\njobs +`+keys[1]+` .*\n$`, command(t, "holders", "jobs", keys[1]).out)
+	r = command(t, "doctor")
+	require.Equal(t, r.code == exitDone, r.out == "All is well.\n", r.out)
+
+	t.Setenv("SHARD_URLS", strings.Join([]string{urls[0], urls[2], urls[1], urls[3]}, " "))
+	for _, args := range [][]string{{"status"}, {"doctor"}, {"apply", file}, {"acquire", "api", keys[1]}, {"install"}} {
+		r = command(t, args...)
+		require.Equal(t, exitError, r.code, args)
+		require.Contains(t, r.errors, "shard 1 of 4", args)
+		require.Contains(t, r.errors, "shard 2 of 4", args)
+	}
+	t.Setenv("SHARD_URLS", list[1])
+	require.Equal(t, 4, strings.Count(command(t, "uninstall").out, "pgratelimit is removed."))
+	t.Setenv("DATABASE_URL", db.URL)
+	require.Equal(t, exitUsage, command(t, "status").code, "both are set")
+	require.Equal(t, exitUsage, on(t, db, "install", "--shards", "3").code)
 }

@@ -16,7 +16,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
-// Listen makes connections that have a part of the service's room.
+// Listen makes connections that have a part of the service's memory.
 func Listen(l net.Listener, s *service.Service) net.Listener { return listener{l, s} }
 
 type listener struct {
@@ -53,8 +53,8 @@ type address struct {
 	of *connection
 }
 
-// place takes the memory of the answer to a request with a list.
-func place(ctx context.Context, s *service.Service, q any) (*service.Place, error) {
+// reserve takes the memory of the answer to a request with a list.
+func reserve(ctx context.Context, s *service.Service, q any) (*service.Unread, error) {
 	var size service.Size
 	switch q := q.(type) {
 	case *pb.AcquireManyRequest:
@@ -70,7 +70,7 @@ func place(ctx context.Context, s *service.Service, q any) (*service.Place, erro
 		return nil, nil
 	}
 	size.Bytes = proto.Size(q.(proto.Message))
-	return s.Place(connectionOf(ctx), size)
+	return s.ReserveAnswer(connectionOf(ctx), size)
 }
 
 func connectionOf(ctx context.Context) *service.Connection {
@@ -83,48 +83,48 @@ func BoundUnread(s *service.Service) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.ForceServerCodecV2(codec{encoding.GetCodecV2("proto")}),
 		grpc.UnaryInterceptor(func(ctx context.Context, q any, _ *grpc.UnaryServerInfo, handle grpc.UnaryHandler) (any, error) {
-			place, err := place(ctx, s, q)
+			unread, err := reserve(ctx, s, q)
 			if err != nil {
 				return nil, err
 			}
 			response, err := handle(ctx, q)
 			if err != nil {
-				place.Leave()
+				unread.Done()
 				return nil, err
 			}
-			return placed{response.(proto.Message), place}, nil
+			return message{response.(proto.Message), unread}, nil
 		}),
 	}
 }
 
-// A placed message has a place, or nil, until it is written or given up.
-type placed struct {
+// A message is unread until it is written or given up.
+type message struct {
 	proto.Message
-	place *service.Place
+	unread *service.Unread
 }
 
-// A codec makes package grpc leave the places of messages.
+// A codec makes package grpc tell when a message is written.
 type codec struct{ encoding.CodecV2 }
 
 func (c codec) Marshal(v any) (mem.BufferSlice, error) {
-	p, isPlaced := v.(placed)
-	if !isPlaced {
+	m, isOurs := v.(message)
+	if !isOurs {
 		return c.CodecV2.Marshal(v)
 	}
-	if p.place == nil {
-		return c.CodecV2.Marshal(p.Message)
+	if m.unread == nil {
+		return c.CodecV2.Marshal(m.Message)
 	}
-	text, err := proto.Marshal(p.Message)
+	text, err := proto.Marshal(m.Message)
 	if err != nil || mem.IsBelowBufferPoolingThreshold(cap(text)) { // which is not freed
-		p.place.Leave()
+		m.unread.Done()
 	} else {
-		p.place.Send()
+		m.unread.Sent()
 	}
-	return mem.BufferSlice{mem.NewBuffer(&text, pool(p))}, err
+	return mem.BufferSlice{mem.NewBuffer(&text, pool(m))}, err
 }
 
 // A pool gets the buffer of its message when that is written.
-type pool placed
+type pool message
 
 func (pool) Get(length int) *[]byte { return new(make([]byte, length)) }
-func (p pool) Put(*[]byte)          { p.place.Leave() }
+func (p pool) Put(*[]byte)          { p.unread.Done() }

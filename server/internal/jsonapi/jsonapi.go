@@ -145,12 +145,12 @@ func handle[Q, D, A any](a *api, operation service.Operation, names string, call
 		case requests:
 			size.Elements = len(list.Requests)
 		}
-		place, err := a.service.Place(nil, size)
+		unread, err := a.service.ReserveAnswer(nil, size)
 		if err != nil {
 			NewProblem(err).Write(w)
 			return
 		}
-		defer place.Leave()
+		defer unread.Done()
 		d, err := call(r.Context(), q)
 		if err != nil {
 			NewProblem(err).Write(w)

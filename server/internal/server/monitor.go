@@ -1,9 +1,13 @@
 package server
 
 import (
+	"bytes"
 	"context"
+	"log"
 	"log/slog"
 	"net/http"
+	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -11,6 +15,7 @@ import (
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 
 	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
 )
 
 // checkEvery is the interval of health checks. Requests for the health get the result of the last check.
@@ -103,4 +108,103 @@ func (m *monitor) healthz(w http.ResponseWriter, _ *http.Request) {
 func livez(w http.ResponseWriter, _ *http.Request) {
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	_, _ = w.Write([]byte("ok\n")) // an error here means that the client has hung up
+}
+
+// mostLines is how many different lines a log writes in an interval. Callers choose the names in some.
+const mostLines = 100
+
+// A seldom log writes a line once in each interval, and tells when there are too many.
+type seldom struct {
+	log   *slog.Logger
+	level slog.Level
+	every time.Duration
+
+	mu      sync.Mutex
+	begun   time.Time
+	written map[string]bool // in this interval
+}
+
+// write writes a message with facts, which are names and texts in turns.
+func (s *seldom) write(now time.Time, message string, facts ...string) {
+	line := strings.Join(facts, "\x00")
+	s.mu.Lock()
+	if since := now.Sub(s.begun); since < 0 || since >= s.every {
+		s.begun, s.written = now, map[string]bool{}
+	}
+	isNew, isLast := !s.written[line] && len(s.written) < mostLines, false
+	if isNew {
+		s.written[line] = true
+		isLast = len(s.written) == mostLines
+	}
+	s.mu.Unlock()
+	if !isNew {
+		return
+	}
+	args := []any{}
+	for i := 0; i < len(facts); i += 2 {
+		args = append(args, facts[i], facts[i+1])
+	}
+	if isLast {
+		message += "; no more are logged before " + s.begun.Add(s.every).UTC().Format(time.TimeOnly)
+	}
+	s.log.Log(context.Background(), s.level, message, args...)
+}
+
+// A callLog logs what callers learn little of: errors of the server and its database, requests that match no rule, and unknown
+// policies. Each line is logged once in its interval. The metrics count all.
+type callLog struct {
+	now                        func() time.Time
+	faults, unmatched, unknown seldom
+}
+
+func newCallLog(log *slog.Logger, now func() time.Time) *callLog {
+	return &callLog{
+		now:       now,
+		faults:    seldom{log: log, level: slog.LevelError, every: time.Second},
+		unmatched: seldom{log: log, level: slog.LevelWarn, every: time.Minute},
+		unknown:   seldom{log: log, level: slog.LevelWarn, every: time.Minute},
+	}
+}
+
+func (l *callLog) observe(call service.Call) {
+	switch err := call.Err; {
+	case call.Result == service.NoRule:
+		l.unmatched.write(l.now(), "no rule is about a request, which has passed", "domain", clip(call.Domain), "keys", clip(call.Keys))
+	case err == nil || err.Kind == service.Canceled:
+	case err.Kind == service.UnknownPolicy:
+		l.unknown.write(l.now(), "a request is for a policy that is not there", "detail", clip(err.Detail))
+	case !err.Kind.IsRefusal():
+		cause := ""
+		if err.Unwrap() != nil {
+			cause = err.Unwrap().Error()
+		}
+		facts := []string{"operation", string(call.Operation), "reason", err.Kind.Reason(), "sqlstate", err.SQLState, "error", cause}
+		if remedy := err.Remedy(); remedy != "" {
+			facts = append(facts, "remedy", remedy)
+		}
+		l.faults.write(l.now(), "call failed", facts...)
+	}
+}
+
+// clip shortens a text of a caller, which could fill the log.
+func clip(text string) string {
+	const most = 200
+	if len(text) <= most {
+		return text
+	}
+	return strings.ToValidUTF8(text[:most], "") + "…"
+}
+
+// A connectionLog receives the log of package http. Connection errors are logged at Debug, panics at Error.
+type connectionLog struct{ log *slog.Logger }
+
+func newConnectionLog(to *slog.Logger) *log.Logger { return log.New(connectionLog{to}, "", 0) }
+
+func (c connectionLog) Write(p []byte) (int, error) {
+	tell := c.log.Debug
+	if bytes.HasPrefix(p, []byte("http: panic serving ")) {
+		tell = c.log.Error
+	}
+	tell(string(bytes.TrimSpace(p)))
+	return len(p), nil
 }

@@ -187,18 +187,14 @@ func kindOf(ctx context.Context, err error, pgErr *pgconn.PgError) Kind {
 	case pgErr == nil:
 		return Unavailable
 	}
-	switch pgErr.Code {
-	case "40001", "40P01": // serialization_failure, deadlock_detected
+	switch {
+	case pgErr.Code == "40001", pgErr.Code == "40P01": // serialization_failure, deadlock_detected
 		return Contended
-	case "57014": // query_canceled, by a statement_timeout
+	case pgErr.Code == "57014": // query_canceled, by a statement_timeout
 		return DeadlineExceeded
-	case "25006", "0A000": // read_only_sql_transaction, and of an ephemeral policy feature_not_supported: this is not the primary
-		return Unavailable
-	}
-	switch pgErr.Code[:min(2, len(pgErr.Code))] {
-	case "22": // data
+	case strings.HasPrefix(pgErr.Code, "22"): // data
 		return InvalidArgument
-	case "08", "28", "3D", "53", "57", "58", "XX": // connection, authorization, no such database, resources, shutdown, system, internal
+	case client.KindOf(err) == client.Away:
 		return Unavailable
 	}
 	return Internal

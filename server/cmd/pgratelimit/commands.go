@@ -1,0 +1,473 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/migrations"
+	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
+	"github.com/pgratelimit/pgratelimit/server/internal/jsonapi"
+	"github.com/pgratelimit/pgratelimit/server/policyfile"
+)
+
+func (p *program) acquire() *cobra.Command {
+	var cost int64
+	var idempotencyKey string
+	c := &cobra.Command{Use: "acquire POLICY KEY", Short: "Take tokens from a bucket if it holds enough"}
+	c.Flags().Int64Var(&cost, "cost", 1, "whole tokens, 0 or more")
+	c.Flags().StringVar(&idempotencyKey, "idempotency-key", "", "charge a repeat under the same key nothing")
+	c.RunE = p.onShardOf(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+		opts := []client.CallOption{client.Cost(cost)}
+		if c.Flags().Changed("idempotency-key") {
+			opts = append(opts, client.IdempotencyKey(idempotencyKey))
+		}
+		return p.decided(c)(client.New(conn).Acquire(c.Context(), args[0], args[1], opts...))
+	})
+	return c
+}
+
+func (p *program) peek() *cobra.Command {
+	var cost int64
+	c := &cobra.Command{Use: "peek POLICY KEY", Short: "Say what acquire would answer, and take nothing"}
+	c.Flags().Int64Var(&cost, "cost", 1, "whole tokens, 0 or more")
+	c.RunE = p.onShardOf(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+		return p.decided(c)(client.New(conn).Peek(c.Context(), args[0], args[1], client.Cost(cost)))
+	})
+	return c
+}
+
+// decided prints a decision. A denial ends with exit code 2.
+func (p *program) decided(c *cobra.Command) func(client.Decision, error) error {
+	return func(d client.Decision, err error) error {
+		if err != nil {
+			return err
+		}
+		return p.answer(c, jsonapi.NewDecision(d), inWords(d), d.Allowed)
+	}
+}
+
+// answer prints the answer to a question, and ends with exit code 2 unless it is yes.
+func (p *program) answer(c *cobra.Command, value any, text string, yes bool) error {
+	if err := p.print(c, value, text); err != nil || yes {
+		return err
+	}
+	return answerNo{}
+}
+
+func inWords(d client.Decision) string {
+	left := fmt.Sprintf("%d of %d tokens left", d.Remaining, d.Capacity)
+	switch {
+	case d.Never():
+		return "denied: " + left + ", and no wait would help"
+	case !d.Allowed:
+		return fmt.Sprintf("denied: %s, enough in %v", left, d.RetryAfter)
+	case d.Replayed:
+		left += " (replayed: nothing was taken)"
+	case d.Shadowed:
+		left += " (shadowed: enforcing would deny)"
+	case d.NeverFull():
+		left += ", does not refill"
+	case d.ResetAfter > 0:
+		left += fmt.Sprintf(", full in %v", d.ResetAfter)
+	}
+	return "allowed: " + left
+}
+
+func (p *program) status() *cobra.Command {
+	var maxRows int32
+	c := &cobra.Command{Use: "status [POLICY]", Short: "List the emptiest buckets; reads every bucket"}
+	c.Flags().Int32Var(&maxRows, "max-rows", 100, "how many to list")
+	c.RunE = func(c *cobra.Command, args []string) error {
+		var policy *string
+		if len(args) > 0 {
+			policy = &args[0]
+		}
+		buckets, err := askAll(p, c, func(db database) ([]inspect.Bucket, error) {
+			return inspect.Buckets(c.Context(), db.Conn, policy, nil, maxRows)
+		})
+		if err != nil {
+			return err
+		}
+		slices.SortStableFunc(buckets, func(a, b inspect.Bucket) int { return cmp.Compare(a.Share(), b.Share()) }) // those of several shards
+		buckets = buckets[:min(len(buckets), int(maxRows))]
+		return p.print(c, buckets, tableOf(buckets))
+	}
+	return c
+}
+
+// tableOf has the columns that the database returns, which may be newer than this program.
+func tableOf(buckets []inspect.Bucket) string {
+	if len(buckets) == 0 {
+		return "Every bucket is full."
+	}
+	return columns(func(table io.Writer) {
+		for i, b := range buckets {
+			names, cells := make([]string, len(b.Columns)), make([]string, len(b.Columns))
+			for n, c := range b.Columns {
+				names[n] = strings.ToUpper(c.Name)
+				switch value := c.Value.(type) {
+				case nil:
+					cells[n] = "never"
+				case string:
+					cells[n] = inspect.Printable(value)
+				case *jsonapi.Seconds:
+					cells[n] = time.Duration(*value).String()
+				default:
+					cells[n] = fmt.Sprint(value)
+				}
+			}
+			if i == 0 {
+				fmt.Fprintln(table, strings.Join(names, "\t"))
+			}
+			fmt.Fprintln(table, strings.Join(cells, "\t"))
+		}
+	})
+}
+
+// A holder is a client.Holder in JSON.
+type holder struct {
+	Policy  string          `json:"policy"`
+	Key     string          `json:"key"`
+	Holder  string          `json:"holder"`
+	Cost    int64           `json:"cost"`
+	HeldFor jsonapi.Seconds `json:"held_for"`
+}
+
+func (p *program) holders() *cobra.Command {
+	var maxRows int32
+	c := &cobra.Command{Use: "holders [POLICY] [KEY]", Short: "List who holds slots, and how long each lease lasts"}
+	c.Flags().Int32Var(&maxRows, "max-rows", 1000, "how many to list")
+	c.RunE = func(c *cobra.Command, args []string) error {
+		opts := []client.CallOption{client.MaxRows(maxRows)}
+		var key *string
+		if len(args) > 0 {
+			opts = append(opts, client.OfPolicy(args[0]))
+		}
+		if len(args) > 1 {
+			key = &args[1]
+			opts = append(opts, client.OfKey(*key))
+		}
+		holders := []holder{}
+		err := p.onEach(c, p.connect, key, func(db database) error {
+			rows, err := client.New(db.Conn).Holders(c.Context(), opts...)
+			for _, h := range rows {
+				holders = append(holders, holder{h.Policy, h.Key, h.Holder, h.Cost, jsonapi.Seconds(h.HeldFor)})
+			}
+			return err
+		})
+		if err != nil {
+			return err
+		}
+		slices.SortStableFunc(holders, func(a, b holder) int { // those of several shards
+			return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key))
+		})
+		holders = holders[:min(len(holders), int(maxRows))]
+		if len(holders) == 0 {
+			return p.print(c, holders, "Nobody holds slots.")
+		}
+		return p.print(c, holders, columns(func(table io.Writer) {
+			fmt.Fprintln(table, "POLICY\tKEY\tHOLDER\tCOST\tHELD FOR")
+			for _, h := range holders {
+				fmt.Fprintf(table, "%s\t%s\t%s\t%d\t%v\n", inspect.Printable(h.Policy), inspect.Printable(h.Key), inspect.Printable(h.Holder),
+					h.Cost, time.Duration(h.HeldFor))
+			}
+		}))
+	}
+	return c
+}
+
+func (p *program) doctor() *cobra.Command {
+	return &cobra.Command{
+		Use:   "doctor",
+		Short: "Say what makes limits slow or tables large, and what helps",
+		RunE: func(c *cobra.Command, _ []string) error {
+			findings, err := askAll(p, c, func(db database) ([]inspect.Finding, error) {
+				findings, err := inspect.Findings(c.Context(), db.Conn)
+				for i := range findings {
+					if db.of > 0 {
+						findings[i].Finding = db.String() + ": " + findings[i].Finding
+					}
+				}
+				return findings, err
+			})
+			if err != nil {
+				return err
+			}
+			lines := make([]string, len(findings))
+			for i, f := range findings {
+				lines[i] = fmt.Sprintf("%s: %s\n  %s", f.Severity, f.Finding, f.Remedy)
+			}
+			return p.answer(c, findings, cmp.Or(strings.Join(lines, "\n"), "All is well."), len(findings) == 0)
+		},
+	}
+}
+
+func (p *program) policies() *cobra.Command {
+	return &cobra.Command{
+		Use:   "policies",
+		Short: "List the policies",
+		RunE: func(c *cobra.Command, _ []string) error {
+			rows, err := askAll(p, c, func(db database) ([]policyfile.Policy, error) { return policyfile.ReadPolicies(c.Context(), db.Conn) })
+			if err != nil {
+				return err
+			}
+			slices.SortStableFunc(rows, func(a, b policyfile.Policy) int { return cmp.Compare(a.Name, b.Name) })
+			rows = slices.Compact(rows) // shards have the same ones
+			if len(rows) == 0 {
+				return p.print(c, rows, "There is no policy yet.")
+			}
+			return p.print(c, rows, columns(func(table io.Writer) {
+				fmt.Fprintln(table, "POLICY\tCAPACITY\tREFILL\tEVERY\tSTEPPED\tDURABLE\tREMEMBER\tSHADOW\tPERIOD\tTIME_ZONE\tANCHOR\tLEASE")
+				for _, r := range rows {
+					gains, remember, calendar, lease := fmt.Sprintf("%d\t%v\t%t", r.Refill, r.Every, r.Stepped), r.Remember.String(), "-\t-\t-", "-"
+					switch {
+					case r.Lease != 0:
+						gains, remember, lease = calendar, "-", r.Lease.String()
+					case r.Period != "":
+						gains, calendar = calendar, r.Period+"\t"+r.TimeZone+"\t"+r.Anchor
+					}
+					fmt.Fprintf(table, "%s\t%d\t%s\t%t\t%s\t%t\t%s\t%s\n", inspect.Printable(r.Name), r.Capacity, gains, r.Durable, remember, r.Shadow, calendar, lease)
+				}
+			}))
+		},
+	}
+}
+
+func (p *program) export() *cobra.Command {
+	return &cobra.Command{
+		Use:   "export",
+		Short: "Write the policies and overrides of a database as a policy file",
+		Long:  "Write the policies and overrides of a database as a policy file, which apply finds to be as the database is.",
+		RunE: func(c *cobra.Command, _ []string) error {
+			dbs, err := p.connect(c.Context(), c.ErrOrStderr(), nil)
+			if err != nil {
+				return err
+			}
+			defer closeAll(c.Context(), dbs)
+			from := make([]policyfile.Database, len(dbs))
+			for i := range dbs {
+				from[i] = dbs[i].Conn
+			}
+			text, err := policyfile.Export(c.Context(), from...)
+			if err != nil {
+				return err
+			}
+			return p.print(c, map[string]string{"file": string(text)}, strings.TrimRight(string(text), "\n"))
+		},
+	}
+}
+
+func (p *program) reset() *cobra.Command {
+	var all bool
+	c := &cobra.Command{Use: "reset POLICY [KEY]", Short: "Make a bucket full, or with --all every bucket of a policy"}
+	c.Flags().BoolVar(&all, "all", false, "every bucket of the policy, in batches that commit")
+	c.RunE = func(c *cobra.Command, args []string) error {
+		switch {
+		case all == (len(args) == 2):
+			return usageError{errors.New("which buckets? Write the KEY of one, or --all")}
+		case all:
+			if err := p.onEach(c, p.connect, nil, func(db database) error { return client.New(db.Conn).ResetAll(c.Context(), args[0]) }); err != nil {
+				return err
+			}
+			return p.print(c, struct{}{}, fmt.Sprintf("all buckets of %q are full", args[0]))
+		}
+		return p.onShardOf(func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+			if err := client.New(conn).Reset(c.Context(), args[0], args[1]); err != nil {
+				return err
+			}
+			return p.print(c, struct{}{}, fmt.Sprintf("bucket %q of %q is full", args[1], args[0]))
+		})(c, args)
+	}
+	return c
+}
+
+func (p *program) override() *cobra.Command {
+	var capacity, refill int64
+	var every, expiresAt, timeZone, anchor, lease string
+	var remove bool
+	c := &cobra.Command{
+		Use:   "override POLICY KEY",
+		Short: "Give one key of a policy numbers of its own, or with --remove the policy's again",
+		Long: `Give one key of a policy numbers of its own, in place of those that it had. What is left out is
+the policy's, and without --expires-at it lasts. --capacity 0 blocks the key. A quota's key keeps the
+--time-zone and --anchor that it had.`,
+	}
+	flags := c.Flags()
+	flags.Int64Var(&capacity, "capacity", 0, "whole tokens, 0 or more")
+	flags.Int64Var(&refill, "refill", 0, "whole tokens, 0 or more")
+	flags.StringVar(&every, "every", "", "the interval of refill, such as 10s or 1h30m")
+	flags.StringVar(&expiresAt, "expires-at", "", "when it ends, such as 2031-01-01T00:00:00Z")
+	flags.StringVar(&timeZone, "time-zone", "", "of a quota, such as Europe/Berlin")
+	flags.StringVar(&anchor, "anchor", "", "one turn of a quota, such as 2024-01-31 or 2024-01-31T09:00:00")
+	flags.StringVar(&lease, "lease", "", "of slots, such as 5m: how long a holder has them unless it renews")
+	flags.BoolVar(&remove, "remove", false, "leave the key to the policy's numbers")
+	set := func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+		given := func(name string, value any) any {
+			if !flags.Changed(name) {
+				return nil
+			}
+			return value
+		}
+		_, err := conn.Exec(c.Context(), "select ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz, $7::text, $8::text::timestamp, $9::text::interval)",
+			args[0], args[1], given("capacity", capacity), given("refill", refill), given("every", every), given("expires-at", expiresAt),
+			given("time-zone", timeZone), given("anchor", anchor), given("lease", lease))
+		if err != nil {
+			return described(err)
+		}
+		return p.print(c, struct{}{}, fmt.Sprintf("override %q of %q is set", args[1], args[0]))
+	}
+	removeIt := func(c *cobra.Command, conn *pgx.Conn, args []string) error {
+		removed, err := client.New(conn).RemoveOverride(c.Context(), args[0], args[1])
+		if err != nil {
+			return err
+		}
+		text := fmt.Sprintf("override %q of %q is removed", args[1], args[0])
+		if !removed {
+			text = fmt.Sprintf("there was no override %q of %q", args[1], args[0])
+		}
+		return p.print(c, map[string]bool{"removed": removed}, text)
+	}
+	c.RunE = func(c *cobra.Command, args []string) error {
+		hasNumbers := slices.ContainsFunc([]string{"capacity", "refill", "every", "time-zone", "anchor", "lease"}, flags.Changed)
+		switch {
+		case remove && (hasNumbers || flags.Changed("expires-at")):
+			return usageError{errors.New("--remove takes no numbers: leave them out, or leave out --remove")}
+		case remove:
+			return p.onShardOf(removeIt)(c, args)
+		case !hasNumbers:
+			return usageError{errors.New("which numbers? Write --capacity, --refill, --every, --time-zone, --anchor or --lease, or --remove")}
+		}
+		return p.onShardOf(set)(c, args)
+	}
+	return c
+}
+
+func (p *program) install() *cobra.Command {
+	var shards int
+	c := &cobra.Command{
+		Use:   "install",
+		Short: "Install into a database, or bring it up to date",
+		Long: `Install into a database, or bring it up to date.
+
+Of SHARD_URLS, each database is told which shard it is. With --shards, databases that do not
+exist yet are created for them beside the one of DATABASE_URL, whose name they extend, and the
+value for SHARD_URLS is printed.`,
+	}
+	c.Flags().IntVar(&shards, "shards", 0, "create so many shards, a power of two")
+	c.RunE = func(c *cobra.Command, _ []string) error {
+		if shards != 0 {
+			return p.installShards(c, shards)
+		}
+		return p.installAll(c)
+	}
+	return c
+}
+
+func (p *program) installAll(c *cobra.Command) error {
+	return p.onEach(c, p.open, nil, func(db database) error {
+		if err := migrations.Up(c.Context(), db.Conn); err != nil {
+			return err
+		}
+		var installed struct {
+			Release       string `json:"release"`
+			Schema        string `json:"schema"`
+			SchemaVersion int32  `json:"schema_version"`
+		}
+		// Read from the source of the function: a role that had nothing to install may not be allowed to call it.
+		err := db.QueryRow(c.Context(), `
+			select coalesce(max(substring(p.prosrc from '''([^'']+)''')), '?'),
+			       coalesce(string_agg(p.pronamespace::pg_catalog.regnamespace::text, ', '), 'none (the functions are missing)'),
+			       (select v.version from `+migrations.VersionTable+` as v)
+			  from pg_catalog.pg_proc as p
+			  join pg_catalog.pg_namespace as n on n.nspowner = p.proowner
+			 where n.nspname = 'ratelimit' and p.proname = 'ratelimit_version' and p.pronargs = 0`,
+		).Scan(&installed.Release, &installed.Schema, &installed.SchemaVersion)
+		if err != nil {
+			return err
+		}
+		if db.of > 0 {
+			if _, err := db.Exec(c.Context(), "select ratelimit_define_shard($1::integer, $2::integer)", db.shard, db.of); err != nil {
+				return described(err)
+			}
+		}
+		return p.printOf(c, db, installed, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.",
+			installed.Release, installed.Schema, installed.SchemaVersion))
+	})
+}
+
+func (p *program) uninstall() *cobra.Command {
+	return &cobra.Command{
+		Use:   "uninstall",
+		Short: "Remove it from a database, with all policies and buckets",
+		RunE: func(c *cobra.Command, _ []string) error {
+			return p.onEach(c, p.open, nil, func(db database) error {
+				if err := migrations.Down(c.Context(), db.Conn); err != nil {
+					return err
+				}
+				return p.printOf(c, db, struct{}{}, "pgratelimit is removed.")
+			})
+		},
+	}
+}
+
+// printOf prints the result for one database. With --json each database has a line.
+func (p *program) printOf(c *cobra.Command, db database, value any, text string) error {
+	if db.of > 0 {
+		text = db.String() + ": " + text
+	}
+	return p.print(c, value, text)
+}
+
+// installShards creates the databases of shards, and installs into each.
+func (p *program) installShards(c *cobra.Command, shards int) error {
+	if shards < 1 || shards&(shards-1) != 0 {
+		return usageError{fmt.Errorf("--shards %d is no power of two", shards)}
+	}
+	databases, err := p.databases()
+	if err != nil {
+		return err
+	}
+	base, err := url.Parse(databases.URLs[0])
+	if err != nil || !strings.HasPrefix(base.Scheme, "postgres") || databases.AreShards {
+		return usageError{errors.New("--shards takes a DATABASE_URL of the form postgres://host/name, and no SHARD_URLS")}
+	}
+	conn, err := connect(c.Context(), databases.URLs[0], c.ErrOrStderr())
+	if err != nil {
+		return err
+	}
+	defer conn.Close(context.WithoutCancel(c.Context()))
+	urls := make([]string, shards)
+	for n := range urls {
+		name := fmt.Sprintf("%s_%d", conn.Config().Database, n)
+		shard := *base
+		shard.Path = "/" + name
+		urls[n] = shard.String()
+		var exists bool
+		if err := conn.QueryRow(c.Context(), "select exists (select from pg_catalog.pg_database where datname = $1)", name).Scan(&exists); err != nil {
+			return err
+		}
+		if !exists {
+			if _, err := conn.Exec(c.Context(), "create database "+pgx.Identifier{name}.Sanitize()); err != nil {
+				return described(err)
+			}
+		}
+	}
+	list := strings.Join(urls, " ")
+	ofShards := *p
+	ofShards.databaseURL, ofShards.shardURLs = "", list
+	if err := ofShards.installAll(c); err != nil {
+		return err
+	}
+	return p.print(c, map[string]string{"shard_urls": list}, `SHARD_URLS="`+list+`"`)
+}
