@@ -373,13 +373,6 @@ func TestRead_EndsWithItsContext(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 }
 
-// Finding the sections must not compare the names of a file: for 100,000 names that took a minute.
-func TestRead_ComparesNamesOnlyWhereItTellsOfThem(t *testing.T) {
-	t.Parallel()
-	require.Equal(t, []string{`a.yaml:2:1: "policies" is here a second time, after 1:1: remove one of them`},
-		mistakes(t, map[string]string{"a.yaml": "policies: {}\npolicies: {}"}))
-}
-
 func TestRead_Folders(t *testing.T) {
 	t.Parallel()
 	rules, err := envoy.Read(t.Context(), folder(t, map[string]string{

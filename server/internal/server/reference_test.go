@@ -10,7 +10,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -185,9 +184,8 @@ func (g *generator) enter(d *common.RateLimitDescriptor, rules []map[string]any)
 	return below
 }
 
-// Descriptors find the same rules as in the reference, and the same buckets. These differences are wanted, and allowed for: a
-// refused request takes nothing, a bucket that is named twice answers for the sum, entries that the reference's keys confuse have
-// buckets of their own, its windows begin anew, and durations are those of token buckets.
+// Descriptors find the same rules as in the reference, and are refused alike. What is left in buckets differs by intention: see
+// docs/envoy.md.
 func TestReference_MatchesAlike(t *testing.T) {
 	const domains, requests = 400, 40
 	seed := kit.FirstSeed(t)
@@ -216,75 +214,40 @@ func TestReference_MatchesAlike(t *testing.T) {
 	s := start(t, db.URL, "ENVOY_RULES="+folder)
 	ours := envoypb.NewRateLimitServiceClient(s.conn)
 
-	var statuses, limited, refused, counted atomic.Int64
+	var statuses, limited, refused atomic.Int64
 	t.Run("domains", func(t *testing.T) {
 		for _, g := range generators {
 			t.Run(g.domain, func(t *testing.T) {
 				t.Parallel()
-				inStep := true // until a request is refused, for which the reference has charged some
 				for range requests {
 					q := g.request()
 					want := kit.NoError(reference.ShouldRateLimit(t.Context(), q))(t)
 					got := kit.NoError(ours.ShouldRateLimit(t.Context(), q))(t)
-					explain := func() string {
-						return fmt.Sprintf("rules     %s\nrequest   %v\nreference %v\nours      %v", files[g.domain+".yaml"], q, want, got)
+					rulesOf := func(answer *envoypb.RateLimitResponse) (rules []string) {
+						for _, s := range answer.Statuses {
+							rules = append(rules, fmt.Sprint(s.Code, " ", s.CurrentLimit))
+						}
+						return rules
 					}
-					require.Equal(t, want.OverallCode, got.OverallCode, "%s", lazy(explain))
-					require.Len(t, got.Statuses, len(want.Statuses))
+					require.Equal(t, rulesOf(want), rulesOf(got), "rules %s\nrequest %v\nreference %v\nours %v", files[g.domain+".yaml"], q, want, got)
+					require.Equal(t, want.OverallCode, got.OverallCode)
 					if want.OverallCode == envoypb.RateLimitResponse_OVER_LIMIT {
-						inStep = false
 						refused.Add(1)
 					}
-					for i, w := range want.Statuses {
-						got := got.Statuses[i]
+					for _, s := range want.Statuses {
 						statuses.Add(1)
-						require.Equal(t, w.Code, got.Code, "%s", lazy(explain))
-						require.Equal(t, w.CurrentLimit.String(), got.CurrentLimit.String(), "%s", lazy(explain))
-						switch {
-						case w.CurrentLimit == nil:
-							require.Equal(t, w.LimitRemaining, got.LimitRemaining, "%s", lazy(explain))
-							continue
-						case !inStep || isAmbiguous(q.Descriptors[i]) || w.CurrentLimit.Unit == envoypb.RateLimitResponse_RateLimit_SECOND || w.CurrentLimit.Unit == envoypb.RateLimitResponse_RateLimit_MINUTE:
-						case named(want.Statuses, w) > 1:
-							require.LessOrEqual(t, got.LimitRemaining, w.LimitRemaining, "%s", lazy(explain))
-						default:
-							counted.Add(1)
-							require.Equal(t, w.LimitRemaining, got.LimitRemaining, "%s", lazy(explain))
+						if s.CurrentLimit != nil {
+							limited.Add(1)
 						}
-						limited.Add(1)
 					}
 				}
 			})
 		}
 	})
-	t.Logf("%d configurations, %d requests (%d refused), %d statuses: %d of a rule, %d with the same number of tokens left",
-		domains, domains*requests, refused.Load(), statuses.Load(), limited.Load(), counted.Load())
+	t.Logf("%d configurations, %d requests (%d refused), %d statuses: %d of a rule", domains, domains*requests, refused.Load(), statuses.Load(), limited.Load())
 	require.Greater(t, limited.Load(), statuses.Load()/5, "the requests match too little to show anything")
-	require.Greater(t, counted.Load(), statuses.Load()/20)
 	require.Positive(t, refused.Load())
 }
-
-// isAmbiguous reports whether the reference, which joins keys and values by _, may have one bucket for different entries.
-func isAmbiguous(d *common.RateLimitDescriptor) bool {
-	return slices.ContainsFunc(d.Entries, func(e *common.RateLimitDescriptor_Entry) bool {
-		return strings.Contains(e.Key, "_") || strings.Contains(e.Value, "_")
-	})
-}
-
-// named counts the statuses of the same rule.
-func named(statuses []*envoypb.RateLimitResponse_DescriptorStatus, s *envoypb.RateLimitResponse_DescriptorStatus) (n int) {
-	for _, other := range statuses {
-		if other.CurrentLimit.String() == s.CurrentLimit.String() {
-			n++
-		}
-	}
-	return n
-}
-
-// A lazy text is made when it is read.
-type lazy func() string
-
-func (l lazy) String() string { return l() }
 
 // The rule files of the reference's tests and examples, as they are now, are read, but for those that it refuses itself.
 func TestReference_ReadsItsRuleFiles(t *testing.T) {
