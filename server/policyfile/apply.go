@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -93,6 +94,36 @@ func (c *Change) apply(ctx context.Context, tx pgx.Tx) error {
 	}
 	_, err := tx.Exec(ctx, "select "+function+"("+strings.Join(passed, ", ")+")", args...)
 	return err
+}
+
+// IsAs reports whether a policy has the same fields.
+func (p Policy) IsAs(other Policy) bool { return slices.Equal(p.fields(), other.fields()) }
+
+// Define creates or changes the policy.
+func (p Policy) Define(ctx context.Context, tx pgx.Tx) error {
+	change := &Change{Action: Create, Policy: p.Name, at: p.At, node: p.node, sets: p.fields()}
+	if err := change.apply(ctx, tx); err != nil {
+		return change.failed(err)
+	}
+	return nil
+}
+
+// Statement is what Define does, for a person. It leaves durable and remember to the database.
+func (p Policy) Statement() string {
+	text := "select ratelimit_define_policy('" + strings.ReplaceAll(p.Name, "'", "''") + "'"
+	for _, v := range p.fields() {
+		switch value := v.value.(type) {
+		case string, Span:
+			if v.field != "remember" {
+				text += fmt.Sprintf(", %s => '%v'", v.field, value)
+			}
+		default:
+			if v.field != "durable" {
+				text += fmt.Sprintf(", %s => %v", v.field, value)
+			}
+		}
+	}
+	return text + ");"
 }
 
 // types are those of the arguments of ratelimit_define_policy and ratelimit_override.

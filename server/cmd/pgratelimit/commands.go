@@ -323,7 +323,7 @@ the policy's, and without --expires-at it lasts. --capacity 0 blocks the key. A 
 			args[0], args[1], given("capacity", capacity), given("refill", refill), given("every", every), given("expires-at", expiresAt),
 			given("time-zone", timeZone), given("anchor", anchor), given("lease", lease))
 		if err != nil {
-			return described(err)
+			return inspect.Described(err)
 		}
 		return p.print(c, struct{}{}, fmt.Sprintf("override %q of %q is set", args[1], args[0]))
 	}
@@ -398,7 +398,7 @@ func (p *program) installAll(c *cobra.Command) error {
 		}
 		if db.of > 0 {
 			if _, err := db.Exec(c.Context(), "select ratelimit_define_shard($1::integer, $2::integer)", db.shard, db.of); err != nil {
-				return described(err)
+				return inspect.Described(err)
 			}
 		}
 		return p.printOf(c, db, installed, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.",
@@ -459,7 +459,7 @@ func (p *program) installShards(c *cobra.Command, shards int) error {
 		}
 		if !exists {
 			if _, err := conn.Exec(c.Context(), "create database "+pgx.Identifier{name}.Sanitize()); err != nil {
-				return described(err)
+				return inspect.Described(err)
 			}
 		}
 	}

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"regexp"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -131,7 +130,7 @@ func askAll[R any](p *program, c *cobra.Command, ask func(database) ([]R, error)
 	err = p.onEach(c, p.connect, nil, func(db database) error {
 		rows, err := ask(db)
 		all = append(all, rows...)
-		return described(err)
+		return inspect.Described(err)
 	})
 	return all, err
 }
@@ -176,32 +175,6 @@ func encode(w io.Writer, value any, indent string) error {
 	out.SetIndent("", indent)
 	return out.Encode(value)
 }
-
-// described adds DETAIL and a remedy to an error of the database.
-func described(err error) error {
-	var pgErr *pgconn.PgError
-	if !errors.As(err, &pgErr) {
-		return err
-	}
-	hint := pgErr.Hint
-	function := nameOf.FindString(pgErr.Message)
-	database, isOfDatabase := strings.CutPrefix(pgErr.Message, "permission denied for database ")
-	switch {
-	case pgErr.Code == "42883": // undefined_function
-		hint = "Run pgratelimit install, or put the schema of the functions on search_path."
-	case pgErr.Code == "42501" && isOfDatabase:
-		hint = "Its owner can run: grant create on database " + pgx.Identifier{database}.Sanitize() + " to " + inspect.SomeRole + ";"
-	case pgErr.Code == "42501" && function != "": // insufficient_privilege
-		hint = "Its owner can run: " + inspect.Grant(inspect.SomeRole, function)
-	}
-	more := strings.Join(slices.DeleteFunc([]string{pgErr.Detail, hint}, func(s string) bool { return s == "" }), " ")
-	if more == "" {
-		return err
-	}
-	return fmt.Errorf("%w. %s", err, more)
-}
-
-var nameOf = regexp.MustCompile(`ratelimit_\w+`)
 
 // The exit codes, which --help lists.
 const (

@@ -243,7 +243,7 @@ func TestErrors_HaveTheRemedy(t *testing.T) {
 		": permission denied for schema a (SQLSTATE 42501)":             {Code: "42501", Message: "permission denied for schema a"},
 		": unknown policy (SQLSTATE RL001). It is not here. Define it.": {Code: "RL001", Message: "unknown policy", Detail: "It is not here.", Hint: "Define it."},
 	} {
-		require.EqualError(t, described(err), want)
+		require.EqualError(t, inspect.Described(err), want)
 	}
 }
 

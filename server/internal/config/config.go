@@ -2,7 +2,6 @@
 package config
 
 import (
-	"bufio"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -240,17 +239,15 @@ func defaultPolicy(capacity, rate string) (client.Policy, error) {
 
 // readFile reads lines NAME=value, as systemd and Docker do. A value may be in quotes.
 func readFile(path string) (map[string]string, error) {
-	file, err := os.Open(path)
+	text, err := os.ReadFile(path)
 	if err != nil {
 		return nil, fmt.Errorf("the file of settings: %w", err)
 	}
-	defer file.Close()
 	known := Settings()
 	values := map[string]string{}
 	var errs []error
-	lines := bufio.NewScanner(file)
-	for n := 1; lines.Scan(); n++ {
-		line := strings.TrimSpace(lines.Text())
+	for n, line := range strings.Split(string(text), "\n") {
+		line = strings.TrimSpace(line)
 		if line == "" || line[0] == '#' {
 			continue
 		}
@@ -267,9 +264,9 @@ func readFile(path string) (map[string]string, error) {
 			values[name] = unquoted(value)
 			continue
 		}
-		errs = append(errs, fmt.Errorf("%s:%d: %w", path, n, err))
+		errs = append(errs, fmt.Errorf("%s:%d: %w", path, n+1, err))
 	}
-	return values, errors.Join(append(errs, lines.Err())...)
+	return values, errors.Join(errs...)
 }
 
 func unquoted(value string) string {

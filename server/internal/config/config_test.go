@@ -1,7 +1,6 @@
 package config_test
 
 import (
-	"bufio"
 	"os"
 	"path/filepath"
 	"strings"
@@ -15,88 +14,93 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
-func environment(pairs ...string) func(string) (string, bool) {
-	return func(name string) (string, bool) {
-		for _, pair := range pairs {
-			if n, value, _ := strings.Cut(pair, "="); n == name {
+// load reads a file of lines, if there are any, and an environment of lines NAME=value.
+func load(t *testing.T, lines []string, environment ...string) (config.Config, error) {
+	path := ""
+	if lines != nil {
+		path = filepath.Join(t.TempDir(), "settings")
+		require.NoError(t, os.WriteFile(path, []byte(strings.Join(lines, "\n")), 0o600))
+	}
+	return config.Load(path, func(name string) (value string, ok bool) {
+		for _, line := range environment {
+			if value, ok = strings.CutPrefix(line, name+"="); ok {
 				return value, true
 			}
 		}
 		return "", false
-	}
+	})
 }
 
-func file(t *testing.T, lines ...string) string {
-	path := filepath.Join(t.TempDir(), "settings")
-	require.NoError(t, os.WriteFile(path, []byte(strings.Join(lines, "\n")), 0o600))
-	return path
-}
+const db = "DATABASE_URL=postgres://db"
 
 func TestLoad_Defaults(t *testing.T) {
 	t.Parallel()
-	c := kit.NoError(config.Load("", environment("DATABASE_URL=postgres://db")))(t)
 	require.Equal(t, config.Config{
 		Databases: config.Databases{URLs: []string{"postgres://db"}}, GRPCAddr: "127.0.0.1:8081", HTTPAddr: "127.0.0.1:8080",
 		MaxMessageBytes: 1 << 20, MaxStreams: 1000, MaxCalls: 1000,
 		CallTimeout: 2 * time.Second, StopTimeout: 10 * time.Second, LockTimeout: 500 * time.Millisecond, DatabaseCalls: 2,
-	}, c)
+	}, kit.NoError(load(t, nil, db))(t))
 }
 
 func TestLoad_TheEnvironmentComesBeforeTheFile(t *testing.T) {
 	t.Parallel()
-	path := file(t, "# settings", "", `DATABASE_URL="postgres://file?a=b"`, "GRPC_ADDR=off", "TOKENS='a, b'", "CALL_TIMEOUT=1s", "NO_FLUSH=true")
-	c := kit.NoError(config.Load(path, environment("CALL_TIMEOUT=3s", "LOCK_TIMEOUT=0")))(t)
+	lines := []string{"# settings", "", `DATABASE_URL="postgres://file?a=b"`, "GRPC_ADDR=off", "TOKENS='a, b'", "CALL_TIMEOUT=1s", "NO_FLUSH=true"}
+	c := kit.NoError(load(t, lines, "CALL_TIMEOUT=3s", "LOCK_TIMEOUT=0"))(t)
 	require.Equal(t, []string{"postgres://file?a=b"}, c.URLs)
 	require.Empty(t, c.GRPCAddr)
 	require.Equal(t, []string{"a", "b"}, c.Tokens)
 	require.Equal(t, 3*time.Second, c.CallTimeout)
 	require.Zero(t, c.LockTimeout)
 	require.True(t, c.NoFlush)
+	// A single quote is part of the token.
+	for value, want := range map[string]string{`"a"`: "a", `'a'`: "a", `"a'`: `"a'`, `a"`: `a"`, `'a`: `'a`, `"'a'"`: "'a'", `""a""`: `"a"`, `"`: `"`} {
+		require.Equal(t, []string{want}, kit.NoError(load(t, []string{db, "TOKENS=" + value}))(t).Tokens)
+	}
 }
 
-// One error has all mistakes, with the name or the line.
+// An environment, separated by |, and its error: none, or what it has. With a timeout of 0 no call would succeed. gRPC takes MAX_STREAMS
+// in 32 bits, of which 0 is no bound at all. A secret that was not mounted is an empty setting.
 func TestLoad_Mistakes(t *testing.T) {
 	t.Parallel()
-	_, err := config.Load("", environment("GRPC_ADDR=8081", "HTTP_ADDR=", "MAX_CALLS=0", "MAX_STREAMS=many", "CALL_TIMEOUT=5", "STOP_TIMEOUT=-1s",
-		"LOCK_TIMEOUT=1us", "NO_FLUSH=perhaps", "TOKENS=secret,,other", "DEFAULT_CAPACITY=5", "TLS_KEY_FILE=key"))
-	for _, want := range []string{"DATABASE_URL: ", "GRPC_ADDR: ", "HTTP_ADDR: ", "MAX_CALLS: ", "MAX_STREAMS: ", "CALL_TIMEOUT: ", "STOP_TIMEOUT: ",
-		"LOCK_TIMEOUT: ", "NO_FLUSH: ", "TOKENS: ", "DEFAULT_CAPACITY, DEFAULT_REFILL_RATE: ", "TLS_CERT_FILE, TLS_KEY_FILE: "} {
-		require.ErrorContains(t, err, want)
-	}
-	require.NotContains(t, err.Error(), "secret")
-
-	for _, setting := range []string{"DATABASE_URL=postgress://app:secret@db/app?sslmode=require", "SHARD_URLS=postgres://a mysql://app:secret@b"} {
-		name, _, _ := strings.Cut(setting, "=")
-		_, err = config.Load("", environment(setting))
-		require.ErrorContains(t, err, name+": a URL of a database begins with postgres://")
+	const rate = "DEFAULT_CAPACITY=1|DEFAULT_REFILL_RATE="
+	for settings, want := range map[string]string{
+		"DATABASE_URL=": "DATABASE_URL: it is not set", "GRPC_ADDR=8081": "GRPC_ADDR: ", "HTTP_ADDR=": "HTTP_ADDR: ", "GRPC_ADDR=off|HTTP_ADDR=off": "both are off",
+		"STATUS_PAGE=true|HTTP_ADDR=off": "STATUS_PAGE: HTTP_ADDR is off", "TLS_KEY_FILE=key": "TLS_CERT_FILE, TLS_KEY_FILE: set both or none",
+		"TLS_CERT_FILE=none|TLS_KEY_FILE=none": "TLS_CERT_FILE, TLS_KEY_FILE: open none", "NO_FLUSH=perhaps": "NO_FLUSH: ",
+		"TOKENS=secret,,other": "TOKENS: a token is empty", "TOKENS=": "TOKENS: it is empty, which would let everybody in", "MONITORING_TOKENS=": "MONITORING_TOKENS: it is empty",
+		"DATABASE_URL=postgress://app:secret@db/app?sslmode=require": "DATABASE_URL: a URL of a database begins with postgres://",
+		"DATABASE_URL=host=db application_name=a://b":                "",
+		"DATABASE_URL=|SHARD_URLS=postgres://a mysql://app:secret@b": "SHARD_URLS: a URL of a database begins with postgres://",
+		"DATABASE_URL=|SHARD_URLS=postgres://a b c":                  "SHARD_URLS: it lists 3 databases, and the number of shards is a power of two",
+		"SHARD_URLS=postgres://a/0 postgres://a/1":                   "DATABASE_URL, SHARD_URLS: set one of them",
+		"CALL_TIMEOUT=0s": "CALL_TIMEOUT: ", "CALL_TIMEOUT=1ms": "", "STOP_TIMEOUT=0s": "STOP_TIMEOUT: ", "STOP_TIMEOUT=1ms": "", "LOCK_TIMEOUT=0": "",
+		"CALL_TIMEOUT=576h": "", "CALL_TIMEOUT=577h": "is longer than", "LOCK_TIMEOUT=577h": "is longer than", "STOP_TIMEOUT=9999999h": "STOP_TIMEOUT: ",
+		"CALL_TIMEOUT=5": "CALL_TIMEOUT: ", "CALL_TIMEOUT=NaN": "CALL_TIMEOUT: ", "CALL_TIMEOUT=-1s": "CALL_TIMEOUT: ", "LOCK_TIMEOUT=1us": "LOCK_TIMEOUT: ",
+		"MAX_CALLS=0": "MAX_CALLS: ", "MAX_STREAMS=many": "MAX_STREAMS: ", "MAX_STREAMS=1": "", "MAX_STREAMS=2147483647": "", "MAX_STREAMS=4294967296": "MAX_STREAMS: ",
+		"PREFETCH=": "", "PREFETCH=api=.5": "", "PREFETCH=api,": "PREFETCH: the name of a policy is empty", "PREFETCH==0.1": "is empty",
+		"PREFETCH=api,search,api=0.1": `policy "api" is there twice`, "PREFETCH=api=10%": `"10%" is no part of a capacity, such as 0.05, of policy "api"`,
+		"PREFETCH=api=": "no part", "PREFETCH=api=0": "no part", "PREFETCH=api=1.5": "no part", "PREFETCH=api=-1": "no part", "PREFETCH=api=NaN": "no part",
+		"PREFETCH=api=0x1p-4": "no part", "PREFETCH=api=1e-1": "no part",
+		"DEFAULT_CAPACITY=5": "DEFAULT_CAPACITY, DEFAULT_REFILL_RATE: set both or none", "DEFAULT_CAPACITY=0|DEFAULT_REFILL_RATE=1": "DEFAULT_CAPACITY: ",
+		"DEFAULT_CAPACITY=1.5|DEFAULT_REFILL_RATE=1": "DEFAULT_CAPACITY: ", rate + "-1": "DEFAULT_REFILL_RATE: ", rate + "1e3": "DEFAULT_REFILL_RATE: ",
+		rate + "1/2": "DEFAULT_REFILL_RATE: ", rate + ".": "DEFAULT_REFILL_RATE: ", rate + "0.0000001": "DEFAULT_REFILL_RATE: ", rate + "NaN": "DEFAULT_REFILL_RATE: ",
+		rate + "99999999999999999999":              "DEFAULT_REFILL_RATE: ",
+		"MAX_CALLS=0|CALL_TIMEOUT=5|GRPC_ADDR=off": "MAX_CALLS: \"0\" is no whole number, 1 or more\nCALL_TIMEOUT: ",
+	} {
+		_, err := load(t, nil, append(strings.Split(settings, "|"), db)...)
+		if want == "" {
+			require.NoError(t, err, settings)
+			continue
+		}
+		require.ErrorContains(t, err, want, settings)
 		require.NotContains(t, err.Error(), "secret")
 	}
-	require.NoError(t, kit.ErrorOf(config.Load("", environment("DATABASE_URL=host=db application_name=a://b"))))
-
-	path := file(t, "MAX_CALLS", "", "MAX_CALL=5", "MAX_CALLS=5", "MAX_CALLS=6")
-	_, err = config.Load(path, environment("DATABASE_URL=postgres://db"))
-	for _, want := range []string{path + ":1: ", path + `:3: no setting is called "MAX_CALL"`, path + ":5: MAX_CALLS is set twice"} {
+	_, err := load(t, []string{"MAX_CALLS", "", "MAX_CALL=5", "MAX_CALLS=5", "MAX_CALLS=6", "TOKENS="}, db)
+	for _, want := range []string{"/settings:1: this is not NAME=value", `/settings:3: no setting is called "MAX_CALL"`, "/settings:5: MAX_CALLS is set twice"} {
 		require.ErrorContains(t, err, want)
 	}
-	_, err = config.Load(path+" elsewhere", environment())
+	_, err = config.Load("elsewhere", os.LookupEnv)
 	require.ErrorIs(t, err, os.ErrNotExist)
-	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "GRPC_ADDR=off", "HTTP_ADDR=off"))
-	require.ErrorContains(t, err, "both are off")
-	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "STATUS_PAGE=true", "HTTP_ADDR=off"))
-	require.ErrorContains(t, err, "STATUS_PAGE: HTTP_ADDR is off")
-	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "TLS_CERT_FILE="+path, "TLS_KEY_FILE="+path))
-	require.ErrorContains(t, err, "TLS_CERT_FILE, TLS_KEY_FILE: ")
-}
-
-// A secret that was not mounted is an empty setting.
-func TestLoad_TokensAreNotEmpty(t *testing.T) {
-	t.Parallel()
-	for _, name := range []string{"TOKENS", "MONITORING_TOKENS"} {
-		_, err := config.Load("", environment("DATABASE_URL=postgres://db", name+"="))
-		require.EqualError(t, err, name+": it is empty, which would let everybody in: set a token, or leave the setting out")
-		_, err = config.Load(file(t, name+"="), environment("DATABASE_URL=postgres://db"))
-		require.ErrorContains(t, err, name+": it is empty")
-	}
 }
 
 func TestMisspelled_NamesTheSetting(t *testing.T) {
@@ -107,43 +111,8 @@ func TestMisspelled_NamesTheSetting(t *testing.T) {
 	require.NoError(t, config.Misspelled([]string{"TOKENS=x", "MAX_CALL=5", "PGRATELIMIT_TEST_AS_PROGRAM=1", "GITHUB_TOKEN=x"}))
 }
 
-// With a timeout of 0 no call would succeed. gRPC takes MAX_STREAMS in 32 bits, of which 0 is no bound at all.
-func TestLoad_NumbersHaveBounds(t *testing.T) {
-	t.Parallel()
-	for setting, isRight := range map[string]bool{
-		"CALL_TIMEOUT=0s": false, "CALL_TIMEOUT=1ms": true, "STOP_TIMEOUT=0s": false, "STOP_TIMEOUT=1ms": true, "LOCK_TIMEOUT=0": true,
-		"CALL_TIMEOUT=576h": true, "CALL_TIMEOUT=577h": false, "LOCK_TIMEOUT=577h": false, "STOP_TIMEOUT=2562047h": false, "CALL_TIMEOUT=9999999h": false,
-		"CALL_TIMEOUT=5": false, "CALL_TIMEOUT=NaN": false, "CALL_TIMEOUT=Infinity": false, "CALL_TIMEOUT=-1s": false, "CALL_TIMEOUT=1us": false,
-		"PREFETCH=api=0x1p-4": false, "PREFETCH=api=1e-1": false, "PREFETCH=api=.5": true,
-		"MAX_STREAMS=1": true, "MAX_STREAMS=2147483647": true, "MAX_STREAMS=2147483648": false, "MAX_STREAMS=4294967296": false, "MAX_STREAMS=99999999999999999999": false,
-	} {
-		_, err := config.Load("", environment("DATABASE_URL=postgres://db", setting))
-		require.Equal(t, isRight, err == nil, "%s: %v", setting, err)
-	}
-}
-
-// A single quote is part of the token.
-func TestLoad_QuotesComeOffInPairs(t *testing.T) {
-	t.Parallel()
-	for value, want := range map[string]string{`"a"`: "a", `'a'`: "a", `"a'`: `"a'`, `a"`: `a"`, `'a`: `'a`, `"'a'"`: "'a'", `""a""`: `"a"`, `"`: `"`} {
-		c := kit.NoError(config.Load(file(t, "DATABASE_URL=postgres://db", "TOKENS="+value), environment()))(t)
-		require.Equal(t, []string{want}, c.Tokens)
-	}
-}
-
-// Reading would stop there: without TOKENS below it, everybody may call.
-func TestLoad_ALineThatIsTooLongIsAnError(t *testing.T) {
-	t.Parallel()
-	_, err := config.Load(file(t, "DATABASE_URL=postgres://db", "# "+strings.Repeat("x", bufio.MaxScanTokenSize), "TOKENS=secret"), environment())
-	require.ErrorIs(t, err, bufio.ErrTooLong)
-}
-
 func TestLoad_DefaultPolicy(t *testing.T) {
 	t.Parallel()
-	load := func(capacity, rate string) (client.Policy, error) {
-		c, err := config.Load("", environment("DATABASE_URL=postgres://db", "DEFAULT_CAPACITY="+capacity, "DEFAULT_REFILL_RATE="+rate))
-		return c.DefaultPolicy, err
-	}
 	for rate, want := range map[string]client.Policy{
 		"10":       {Refill: 10, Every: time.Second},
 		"0.5":      {Refill: 1, Every: 2 * time.Second},
@@ -151,45 +120,18 @@ func TestLoad_DefaultPolicy(t *testing.T) {
 		"0.000001": {Refill: 1, Every: 1e6 * time.Second},
 		"0":        {Refill: client.Zero, Every: time.Second},
 	} {
-		policy, err := load("100", rate)
-		require.NoError(t, err, rate)
 		want.Name, want.Capacity = "default", 100
-		require.Equal(t, want, policy, rate)
-	}
-	for _, bad := range [][2]string{{"0", "1"}, {"-1", "1"}, {"1.5", "1"}, {"many", "1"}, {"1", "-1"}, {"1", "1e3"}, {"1", "1/2"}, {"1", "."}, {"1", "0.0000001"}, {"1", "NaN"}, {"1", "99999999999999999999"}} {
-		_, err := load(bad[0], bad[1])
-		require.Error(t, err, bad)
+		require.Equal(t, want, kit.NoError(load(t, nil, db, "DEFAULT_CAPACITY=100", "DEFAULT_REFILL_RATE="+rate))(t).DefaultPolicy, rate)
 	}
 }
 
-func TestLoad_Shards(t *testing.T) {
+func TestLoad_ShardsAndPrefetches(t *testing.T) {
 	t.Parallel()
-	c := kit.NoError(config.Load(file(t, `SHARD_URLS="postgres://a/0 postgres://b/1"`), environment()))(t)
+	c := kit.NoError(load(t, []string{`SHARD_URLS="postgres://a/0 postgres://b/1"`}, "PREFETCH=api, search=0.05,all=1", "DATABASE_CALLS=3"))(t)
 	require.Equal(t, config.Databases{URLs: []string{"postgres://a/0", "postgres://b/1"}, AreShards: true}, c.Databases)
-	c = kit.NoError(config.Load("", environment("SHARD_URLS=\n  postgres://a/0\n  postgres://a/1\n  postgres://b/2\n  postgres://b/3\n")))(t)
-	require.Len(t, c.URLs, 4)
-	_, err := config.Load("", environment("SHARD_URLS=postgres://a/0 postgres://a/1 postgres://a/2"))
-	require.ErrorContains(t, err, "SHARD_URLS: it lists 3 databases, and the number of shards is a power of two")
-	_, err = config.Load("", environment("DATABASE_URL=postgres://db", "SHARD_URLS=postgres://a/0 postgres://a/1"))
-	require.ErrorContains(t, err, "DATABASE_URL, SHARD_URLS: set one of them")
-}
-
-func TestLoad_Prefetch(t *testing.T) {
-	t.Parallel()
-	load := func(prefetches string, more ...string) (config.Config, error) {
-		return config.Load("", environment(append(more, "DATABASE_URL=postgres://db", "PREFETCH="+prefetches)...))
-	}
-	c := kit.NoError(load("api, search=0.05,edge.remote_address,all=1", "DATABASE_CALLS=3"))(t)
-	require.Equal(t, []client.Prefetch{{Policy: "api"}, {Policy: "search", MaxShare: 0.05}, {Policy: "edge.remote_address"}, {Policy: "all", MaxShare: 1}}, c.Prefetches)
+	require.Equal(t, []client.Prefetch{{Policy: "api"}, {Policy: "search", MaxShare: 0.05}, {Policy: "all", MaxShare: 1}}, c.Prefetches)
 	require.Equal(t, 5, c.SharedConnections())
-	c = kit.NoError(load(""))(t)
+	c = kit.NoError(load(t, nil, "SHARD_URLS=\n  postgres://a/0\n  postgres://a/1\n  postgres://b/2\n  postgres://b/3\n"))(t)
+	require.Len(t, c.URLs, 4)
 	require.Equal(t, 2, c.SharedConnections())
-	for bad, want := range map[string]string{
-		"api,": "empty", "=0.1": "empty", "api,search,api=0.1": `policy "api" is there twice`,
-		"api=": "", "api=0": "", "api=1.5": "", "api=-1": "", "api=NaN": "", "api=10%": `"10%" is no part of a capacity, such as 0.05, of policy "api"`,
-	} {
-		_, err := load(bad)
-		require.ErrorContains(t, err, "PREFETCH: ", bad)
-		require.ErrorContains(t, err, want, bad)
-	}
 }

@@ -4,13 +4,17 @@ package inspect
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math"
+	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -24,6 +28,32 @@ const SomeRole = "<role>"
 func Grant(role string, functions ...string) string {
 	return "grant execute on function " + strings.Join(functions, ", ") + " to " + role + ";"
 }
+
+// Described adds DETAIL and a remedy to an error of the database.
+func Described(err error) error {
+	var pgErr *pgconn.PgError
+	if !errors.As(err, &pgErr) {
+		return err
+	}
+	hint := pgErr.Hint
+	function := nameOf.FindString(pgErr.Message)
+	database, isOfDatabase := strings.CutPrefix(pgErr.Message, "permission denied for database ")
+	switch {
+	case pgErr.Code == "42883": // undefined_function
+		hint = "Run pgratelimit install, or put the schema of the functions on search_path."
+	case pgErr.Code == "42501" && isOfDatabase:
+		hint = "Its owner can run: grant create on database " + pgx.Identifier{database}.Sanitize() + " to " + SomeRole + ";"
+	case pgErr.Code == "42501" && function != "": // insufficient_privilege
+		hint = "Its owner can run: " + Grant(SomeRole, function)
+	}
+	more := strings.Join(slices.DeleteFunc([]string{pgErr.Detail, hint}, func(s string) bool { return s == "" }), " ")
+	if more == "" {
+		return err
+	}
+	return fmt.Errorf("%w. %s", err, more)
+}
+
+var nameOf = regexp.MustCompile(`ratelimit_\w+`)
 
 // A Querier is a connection, a pool or a transaction.
 type Querier interface {

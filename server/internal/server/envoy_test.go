@@ -512,16 +512,16 @@ descriptors:
 	settings := []string{"ENVOY_RULES=" + path}
 	err := startError(t, url, settings...)
 	require.Equal(t, 1, strings.Count(err.Error(), "grant execute on function"))
-	require.ErrorContains(t, err, "grant execute on function ratelimit_policies() to <role>;")
+	require.ErrorContains(t, err, "grant execute on function ratelimit_policies to <role>;")
 	db.Exec(t, "grant execute on function ratelimit_policies to "+role)
 
 	err = startError(t, url, settings...)
 	lines := strings.Split(err.Error(), "\n")
 	require.Equal(t, []string{
 		`ENVOY_RULES: policies of the rules: ` + path + `:4:14: policy "it's a\\b" is missing, and this role may not define it. An administrator has to run: ` +
-			`select ratelimit_define_policy('it''s a\b', capacity => 60, refill => 60, every => '60 seconds', stepped => false, shadow => false);`,
+			`select ratelimit_define_policy('it''s a\b', capacity => 60, refill => 60, every => '1m', stepped => false, shadow => false);`,
 		path + `:5:14: policy "edge.b" has other numbers, and this role may not define it. An administrator has to run: ` +
-			`select ratelimit_define_policy('edge.b', capacity => 8, refill => 8, every => '86400 seconds', stepped => false, shadow => false);`,
+			`select ratelimit_define_policy('edge.b', capacity => 8, refill => 8, every => '1d', stepped => false, shadow => false);`,
 		path + `:8:14: policy "edge.e" is missing, and this role may not define it. An administrator has to run: ` +
 			`select ratelimit_define_policy('edge.e', capacity => 9, period => '1 month', time_zone => 'UTC', anchor => '2001-01-01', shadow => false);`,
 		path + `:6:14: there is no policy "nobody": define it first, or give the rule unit and requests_per_unit`,
