@@ -165,7 +165,7 @@ descriptors:
     rate_limit: {unit: day, requests_per_unit: 100000000}
 `
 
-// envoyProgram is where make test-envoy puts it; if it is not there, it is built.
+// envoyProgram is built if it is not there.
 func envoyProgram(ctx context.Context) (string, error) {
 	dir, err := filepath.Abs(filepath.Join("build", "envoy"))
 	if err != nil {

@@ -104,7 +104,7 @@ descriptors:
     descriptors:
       - key: deep
         rate_limit: {unit: second, requests_per_unit: 5, name: five}
-        descriptors: [{key: deeper, rate_limit: {unit: second, requests_per_unit: 6}}]
+        descriptors: [{key: deeper, rate_limit: {unit: second, requests_per_unit: 6}}, {key: bare}]
   - {key: glob, value: /a/b*, rate_limit: {unit: second, requests_per_unit: 8}}
   - {key: glob, value: /a/*, rate_limit: {unit: second, requests_per_unit: 7}}
   - {key: glob, value: "*/z", rate_limit: {unit: second, requests_per_unit: 14}}
@@ -122,7 +122,7 @@ descriptors:
   - {key: star*, share_threshold: true, rate_limit: {unit: second, requests_per_unit: 13}}
 `
 
-// The rules and buckets of descriptors. reference_test compares the rules with Envoy's reference.
+// The rules and buckets of descriptors, as Envoy's reference finds them.
 func TestRules_Matching(t *testing.T) {
 	t.Parallel()
 	rules := read(t, matching)
@@ -153,6 +153,8 @@ func TestRules_Matching(t *testing.T) {
 		{"glob=/z", "d.glob_*/z", `[["glob","/z"]]`},
 		{"host=www.example.com", "d.host_*.example.com", `[["host","www.example.com"]]`},
 		{"host=.example.com", "d.host_*.example.com", `[["host",".example.com"]]`},
+		{"xhost=.example.com", "", ""},
+		{"path= deep=x bare=x", "", ""}, // not the rule above
 		{"host=example.com", "", ""},
 		{"host=www.example.com.org", "", ""},
 		{"host=", "", ""},

@@ -129,15 +129,16 @@ func handle[Q, D, A any](a *api, operation service.Operation, names string, call
 	read := json.JoinOptions(json.RejectUnknownMembers(true),
 		json.WithUnmarshalers(json.JoinUnmarshalers(wholeNumbers, readTime, readRequest(strings.Fields(names)))))
 	a.mux.HandleFunc("/v1/"+string(operation), func(w http.ResponseWriter, r *http.Request) {
-		if !isPost(w, r) {
+		body, ok := ReadPost(w, r, a.maxBytes)
+		if !ok {
 			return
 		}
 		var q Q
-		size := service.Size{Operation: operation}
-		if err := json.UnmarshalRead(counting{http.MaxBytesReader(w, r.Body, a.maxBytes), &size.Bytes}, &q, read); err != nil {
+		if err := json.Unmarshal(body, &q, read); err != nil {
 			Unreadable(err).Write(w)
 			return
 		}
+		size := service.Size{Operation: operation, Bytes: len(body)}
 		switch list := any(q).(type) {
 		case charges:
 			size.Elements = len(list.Charges)
@@ -163,18 +164,6 @@ func handle[Q, D, A any](a *api, operation service.Operation, names string, call
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = w.Write(append(text, '\n')) // an error here means that the client has hung up
 	})
-}
-
-// A counting reader counts its bytes.
-type counting struct {
-	io.Reader
-	bytes *int
-}
-
-func (c counting) Read(p []byte) (n int, err error) {
-	n, err = c.Reader.Read(p)
-	*c.bytes += n
-	return n, err
 }
 
 // wholeNumbers reads whole numbers in every form that JSON has: 1, 1.0 and 10e-1.
@@ -216,18 +205,11 @@ type fraction string
 
 func (f fraction) Error() string { return "a whole number is needed" }
 
-func isPost(w http.ResponseWriter, r *http.Request) bool {
-	if r.Method == http.MethodPost {
-		return true
-	}
-	w.Header().Set("Allow", http.MethodPost)
-	Problem{Title: "the method is not POST", Status: http.StatusMethodNotAllowed}.Write(w)
-	return false
-}
-
 // ReadPost returns the body of a POST. If ok is false, the response has been written.
 func ReadPost(w http.ResponseWriter, r *http.Request, maxBytes int64) (body []byte, ok bool) {
-	if !isPost(w, r) {
+	if r.Method != http.MethodPost {
+		w.Header().Set("Allow", http.MethodPost)
+		Problem{Title: "the method is not POST", Status: http.StatusMethodNotAllowed}.Write(w)
 		return nil, false
 	}
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBytes))

@@ -36,8 +36,7 @@ type Metrics struct {
 	requests *otellimit.Metrics // those for tokens
 	calls    metric.Int64Counter
 
-	mu       sync.RWMutex
-	outcomes map[outcome][]metric.AddOption // because attributes are costly to make
+	outcomes sync.Map // of outcome to []metric.AddOption, because attributes are costly to make
 }
 
 type outcome struct{ operation, code string }
@@ -50,7 +49,7 @@ type State struct {
 
 // New returns Metrics. Prometheus reads them; options add other readers, such as [OTLP].
 func New(options ...sdk.Option) (*Metrics, error) {
-	m := &Metrics{registry: prometheus.NewRegistry(), outcomes: make(map[outcome][]metric.AddOption)}
+	m := &Metrics{registry: prometheus.NewRegistry()}
 	m.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	reader, err := exporter.New(exporter.WithRegisterer(m.registry), exporter.WithoutScopeInfo(), exporter.WithoutTargetInfo())
 	if err != nil {
@@ -120,18 +119,12 @@ func (m *Metrics) Observe(call service.Call) {
 }
 
 func (m *Metrics) of(o outcome) []metric.AddOption {
-	m.mu.RLock()
-	options := m.outcomes[o]
-	m.mu.RUnlock()
-	if options != nil {
-		return options
+	options, isKnown := m.outcomes.Load(o)
+	if !isKnown {
+		set := attribute.NewSet(attribute.String("operation", o.operation), attribute.String("code", o.code))
+		options, _ = m.outcomes.LoadOrStore(o, []metric.AddOption{metric.WithAttributeSet(set)})
 	}
-	options = []metric.AddOption{metric.WithAttributeSet(attribute.NewSet(
-		attribute.String("operation", o.operation), attribute.String("code", o.code)))}
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.outcomes[o] = options
-	return options
+	return options.([]metric.AddOption)
 }
 
 // Counts has the requests for tokens so far.

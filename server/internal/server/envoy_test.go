@@ -21,7 +21,6 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/server/policyfile"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
@@ -406,48 +405,6 @@ descriptors:
 	before := versions(t, db)
 	require.NoError(t, s.Reload(t.Context()))
 	require.Equal(t, before, versions(t, db), "what is there is not written again")
-}
-
-// Neither pgratelimit apply nor the server changes the policies of the other.
-func TestEnvoyRules_OfAPolicyFileAreAppliedAsTheyAreServed(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
-	path := rulesFile(t, `
-policies: {llm: {capacity: 5, refill: 0, every: 1s}}
-envoy:
-  - domain: edge
-    descriptors:
-      - {key: user, value: gold, descriptors: [{key: path, rate_limit: {unit: month, requests_per_unit: 4294967295}}]}
-      - {key: y, quota_mode: true, rate_limit: {unit: YEAR, requests_per_unit: 1, name: yearly}}
-      - {key: tokens, rate_limit: {policy: llm, overdraw: true}}
-`)
-	text := kit.NoError(os.ReadFile(path))(t)
-	file := kit.NoError(policyfile.Parse(path, text))(t)
-	db.Exec(t, "select ratelimit_define_policy('llm', 5, 0, '1 second')")
-	s := start(t, db.URL, "ENVOY_RULES="+path)
-	served := policies(t, db)
-	d := kit.NoError(policyfile.Apply(t.Context(), db.Pool, file, policyfile.Options{}))(t)
-	require.Empty(t, d.Changes)
-	db.Exec(t, "select ratelimit_drop_policy('yearly'), ratelimit_drop_policy('edge.user_gold.path')")
-	require.NoError(t, kit.ErrorOf(policyfile.Apply(t.Context(), db.Pool, file, policyfile.Options{})))
-	require.Equal(t, served, policies(t, db))
-	require.NoError(t, s.Reload(t.Context()))
-	require.Equal(t, served, policies(t, db))
-}
-
-// A field that a rule sets is restored. Other fields stay.
-func TestEnvoyRules_EachFieldOfAPolicyIsTheRules(t *testing.T) {
-	db, s := parallel(t, "ENVOY_RULES="+rulesFile(t, "domain: edge\ndescriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 10}}]"))
-	want := policies(t, db)["edge.user"]
-	for _, change := range []string{"capacity => 11", "refill => 11", "every => '1 hour'", "stepped => true", "shadow => true"} {
-		db.Exec(t, "select ratelimit_define_policy('edge.user', "+change+")")
-		require.NotEqual(t, want, policies(t, db)["edge.user"])
-		require.NoError(t, s.Reload(t.Context()))
-		require.Equal(t, want, policies(t, db)["edge.user"], change)
-	}
-	db.Exec(t, "select ratelimit_define_policy('edge.user', remember => '7 days')")
-	require.NoError(t, s.Reload(t.Context()))
-	require.Equal(t, 7*day, policies(t, db)["edge.user"].Remember)
 }
 
 // A rule may name the policy that another rule describes, and is in shadow if that policy is.
