@@ -6,12 +6,10 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 
 	common "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	pb "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
@@ -215,8 +213,8 @@ func bucketKey(entries []*common.RateLimitDescriptor_Entry, values []string) str
 }
 
 // Read reads the rules of a file, or of all .yaml and .yml files of a folder. A file is one of Envoy's reference service, or a
-// policy file. The error has all mistakes. Between two files Read ends with ctx.
-func Read(ctx context.Context, path string) (*Rules, error) {
+// policy file. The error has all mistakes.
+func Read(path string) (*Rules, error) {
 	paths, err := filesOf(path)
 	if err != nil {
 		return nil, err
@@ -224,9 +222,6 @@ func Read(ctx context.Context, path string) (*Rules, error) {
 	var domains []policyfile.EnvoyDomain
 	var errs []error
 	for _, path := range paths {
-		if ctx.Err() != nil {
-			return nil, ctx.Err()
-		}
 		some, err := readFile(path)
 		if err != nil {
 			errs = append(errs, err)
@@ -272,28 +267,11 @@ func filesOf(path string) (paths []string, err error) {
 }
 
 func readFile(path string) ([]policyfile.EnvoyDomain, error) {
-	data, err := readRegular(path)
+	data, err := os.ReadFile(path)
 	if err != nil {
 		return nil, err
 	}
 	return policyfile.ParseEnvoy(path, data)
-}
-
-// readRegular reads a regular file. A pipe or a device may never end.
-func readRegular(path string) ([]byte, error) {
-	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // else to open a pipe waits for who writes to it
-	if err != nil {
-		return nil, err
-	}
-	defer file.Close()
-	info, err := file.Stat()
-	if err != nil {
-		return nil, err
-	}
-	if !info.Mode().IsRegular() {
-		return nil, fmt.Errorf("%s is no regular file: write the rules to one", path)
-	}
-	return io.ReadAll(io.LimitReader(file, policyfile.MaxBytes+1))
 }
 
 // Settle checks that the policies of all rules exist. It defines the policies that rules describe where they are missing or differ,

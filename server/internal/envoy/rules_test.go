@@ -10,7 +10,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 	"unicode/utf8"
@@ -46,13 +45,13 @@ func folder(t testing.TB, files map[string]string) string {
 
 // read reads rules that are right.
 func read(t testing.TB, text string) *envoy.Rules {
-	return kit.NoError(envoy.Read(t.Context(), filepath.Join(folder(t, map[string]string{"rules.yaml": text}), "rules.yaml")))(t)
+	return kit.NoError(envoy.Read(filepath.Join(folder(t, map[string]string{"rules.yaml": text}), "rules.yaml")))(t)
 }
 
 // mistakes are the lines of an error, without the folder.
 func mistakes(t testing.TB, files map[string]string) []string {
 	dir := folder(t, files)
-	_, err := envoy.Read(t.Context(), dir)
+	_, err := envoy.Read(dir)
 	require.Error(t, err)
 	return strings.Split(strings.ReplaceAll(err.Error(), dir+string(filepath.Separator), ""), "\n")
 }
@@ -300,9 +299,9 @@ func TestRead_Mistakes(t *testing.T) {
 		require.Equal(t, test.want, mistakes(t, test.files), name)
 	}
 	empty := t.TempDir()
-	_, err := envoy.Read(t.Context(), empty)
+	_, err := envoy.Read(empty)
 	require.EqualError(t, err, empty+" has no file whose name ends in .yaml or .yml")
-	_, err = envoy.Read(t.Context(), filepath.Join(empty, "none"))
+	_, err = envoy.Read(filepath.Join(empty, "none"))
 	require.ErrorContains(t, err, "no such file")
 }
 
@@ -353,31 +352,9 @@ func TestAnswer_TimesAreWholeSecondsRoundedUp(t *testing.T) {
 	}
 }
 
-// A pipe or a device may never end, and the server would miss SIGTERM.
-func TestRead_RegularFilesOnly(t *testing.T) {
-	t.Parallel()
-	dir := folder(t, map[string]string{"a.yaml": "domain: d"})
-	pipe := filepath.Join(dir, "b.yaml")
-	require.NoError(t, syscall.Mkfifo(pipe, 0o600))
-	for _, path := range []string{pipe, dir} {
-		_, err := envoy.Read(t.Context(), path)
-		require.EqualError(t, err, pipe+" is no regular file: write the rules to one")
-	}
-	_, err := envoy.Read(t.Context(), os.DevNull)
-	require.EqualError(t, err, os.DevNull+" is no regular file: write the rules to one")
-}
-
-func TestRead_EndsWithItsContext(t *testing.T) {
-	t.Parallel()
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	_, err := envoy.Read(ctx, folder(t, map[string]string{"a.yaml": "domain: d"}))
-	require.ErrorIs(t, err, context.Canceled)
-}
-
 func TestRead_Folders(t *testing.T) {
 	t.Parallel()
-	rules, err := envoy.Read(t.Context(), folder(t, map[string]string{
+	rules, err := envoy.Read(folder(t, map[string]string{
 		"a.yaml": "domain: a\ndescriptors: [{key: k, rate_limit: {unit: DAY, requests_per_unit: 1}}]", ".b.yaml": "domain: a", ".git/c.yaml": "domain: a",
 		"limits.yml": "policies: {p: {capacity: 1, refill: 1, every: 1s}}\nenvoy:\n- {domain: b, descriptors: [{key: k, rate_limit: {policy: p}}]}\n- domain: c",
 	}))

@@ -413,26 +413,14 @@ func newHoldDecision(d client.HoldDecision) holdDecision {
 	return holdDecision{d.Allowed, d.Remaining, like.RetryAfter, Seconds(d.HeldFor), d.Capacity, d.Renewed, d.Shadowed}
 }
 
-type renewal struct {
-	HeldFor *Seconds `json:"held_for"` // nil: it does not hold
-}
-
-func newRenewal(heldFor time.Duration) (r renewal) {
-	if heldFor > 0 {
-		r.HeldFor = (*Seconds)(&heldFor)
+func newRenewal(heldFor time.Duration) map[string]*Seconds {
+	if heldFor == 0 {
+		return map[string]*Seconds{"held_for": nil} // it does not hold
 	}
-	return r
+	return map[string]*Seconds{"held_for": (*Seconds)(&heldFor)}
 }
 
-type release struct {
-	Released bool `json:"released"`
-}
-
-func newRelease(held bool) release { return release{held} }
-
-type answers struct {
-	Answers []answer `json:"answers"`
-}
+func newRelease(held bool) map[string]bool { return map[string]bool{"released": held} }
 
 // An answer has a decision or an error.
 type answer struct {
@@ -440,16 +428,16 @@ type answer struct {
 	Error    *Problem  `json:"error,omitzero"`
 }
 
-func newAnswers(list []service.Answer) answers {
-	all := answers{make([]answer, len(list))}
+func newAnswers(list []service.Answer) map[string][]answer {
+	all := make([]answer, len(list))
 	for i, a := range list {
 		if a.Err != nil {
-			all.Answers[i].Error = new(NewProblem(a.Err))
+			all[i].Error = new(NewProblem(a.Err))
 		} else {
-			all.Answers[i].Decision = new(NewDecision(a.Decision))
+			all[i].Decision = new(NewDecision(a.Decision))
 		}
 	}
-	return all
+	return map[string][]answer{"answers": all}
 }
 
 // A jointDecision is client.JointDecision in JSON.

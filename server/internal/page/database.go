@@ -45,7 +45,6 @@ type database struct {
 	mu     sync.Mutex
 	seen   snapshot
 	nextAt time.Time
-	role   string // quoted, once somebody asked
 }
 
 // A snapshot is what the last look has left.
@@ -137,18 +136,18 @@ func read[T any](ctx context.Context, d *database, into *section[T], function st
 	if into.notice == "" {
 		d.log.Warn("the status page cannot show everything", "function", function, "error", err)
 	}
-	into.notice = d.noticeOf(ctx, err, function)
+	into.notice = d.noticeOf(err, function)
 }
 
 // noticeOf returns what a reader of the page can do about an error.
-func (d *database) noticeOf(ctx context.Context, err error, function string) string {
+func (d *database) noticeOf(err error, function string) string {
 	pgErr, isPg := errors.AsType[*pgconn.PgError](err)
 	if !isPg {
 		return "The database did not answer. This is tried again."
 	}
 	switch pgErr.Code {
 	case "42501": // insufficient_privilege
-		return "The server's role may not see this. The owner of the package can run: " + inspect.Grant(d.roleName(ctx), function)
+		return "The server's role may not see this. The owner of the package can run: " + inspect.Grant(inspect.SomeRole, function)
 	case "42883": // undefined_function
 		return "The database has no " + function + ": the package is older than this program. Run: pgratelimit install"
 	case "57014": // query_canceled
@@ -159,13 +158,4 @@ func (d *database) noticeOf(ctx context.Context, err error, function string) str
 		return "There is no such policy."
 	}
 	return fmt.Sprintf("The database failed: %s (%s).", pgErr.Message, pgErr.Code)
-}
-
-func (d *database) roleName(ctx context.Context) string {
-	if d.role == "" {
-		if err := d.db.QueryRow(ctx, "select pg_catalog.quote_ident(current_user)").Scan(&d.role); err != nil {
-			return "…"
-		}
-	}
-	return d.role
 }

@@ -367,7 +367,7 @@ func (s *Server) close() {
 
 // readRules reads Envoy's rules and defines their policies.
 func (s *Server) readRules(ctx context.Context) (*envoy.Rules, error) {
-	rules, err := envoy.Read(ctx, s.config.EnvoyRules)
+	rules, err := envoy.Read(s.config.EnvoyRules)
 	if err == nil {
 		err = s.databases.onEach(ctx, func(pool *pgxpool.Pool) error { return rules.Settle(ctx, pool) })
 	}
