@@ -101,31 +101,30 @@ func (p *program) status() *cobra.Command {
 		}
 		slices.SortStableFunc(buckets, func(a, b inspect.Bucket) int { return cmp.Compare(a.Share(), b.Share()) }) // those of several shards
 		buckets = buckets[:min(len(buckets), int(maxRows))]
-		return p.print(c, buckets, tableOf(buckets))
+		return p.print(c, buckets, tableOf(buckets, "Every bucket is full."))
 	}
 	return c
 }
 
-// tableOf has the columns that the database returns, which may be newer than this program.
-func tableOf(buckets []inspect.Bucket) string {
-	if len(buckets) == 0 {
-		return "Every bucket is full."
+// tableOf has the columns of the rows, or says that there are none.
+func tableOf[R interface{ All() []inspect.Column }](rows []R, none string) string {
+	if len(rows) == 0 {
+		return none
 	}
 	return columns(func(table io.Writer) {
-		for i, b := range buckets {
-			names, cells := make([]string, len(b.Columns)), make([]string, len(b.Columns))
-			for n, c := range b.Columns {
-				names[n] = strings.ToUpper(c.Name)
+		for i, row := range rows {
+			var names, cells []string
+			for _, c := range row.All() {
+				cell := fmt.Sprint(c.Value)
 				switch value := c.Value.(type) {
 				case nil:
-					cells[n] = "never"
+					cell = "never"
 				case string:
-					cells[n] = inspect.Printable(value)
+					cell = inspect.Printable(value)
 				case *jsonapi.Seconds:
-					cells[n] = time.Duration(*value).String()
-				default:
-					cells[n] = fmt.Sprint(value)
+					cell = time.Duration(*value).String()
 				}
+				names, cells = append(names, strings.ToUpper(c.Name)), append(cells, cell)
 			}
 			if i == 0 {
 				fmt.Fprintln(table, strings.Join(names, "\t"))
@@ -135,54 +134,29 @@ func tableOf(buckets []inspect.Bucket) string {
 	})
 }
 
-// A holder is a client.Holder in JSON.
-type holder struct {
-	Policy  string          `json:"policy"`
-	Key     string          `json:"key"`
-	Holder  string          `json:"holder"`
-	Cost    int64           `json:"cost"`
-	HeldFor jsonapi.Seconds `json:"held_for"`
-}
-
 func (p *program) holders() *cobra.Command {
 	var maxRows int32
 	c := &cobra.Command{Use: "holders [POLICY] [KEY]", Short: "List who holds slots, and how long each lease lasts"}
 	c.Flags().Int32Var(&maxRows, "max-rows", 1000, "how many to list")
 	c.RunE = func(c *cobra.Command, args []string) error {
-		opts := []client.CallOption{client.MaxRows(maxRows)}
-		var key *string
-		if len(args) > 0 {
-			opts = append(opts, client.OfPolicy(args[0]))
+		asked := make([]*string, 2)
+		for i := range args {
+			asked[i] = &args[i]
 		}
-		if len(args) > 1 {
-			key = &args[1]
-			opts = append(opts, client.OfKey(*key))
-		}
-		holders := []holder{}
-		err := p.onEach(c, p.connect, key, func(db database) error {
-			rows, err := client.New(db.Conn).Holders(c.Context(), opts...)
-			for _, h := range rows {
-				holders = append(holders, holder{h.Policy, h.Key, h.Holder, h.Cost, jsonapi.Seconds(h.HeldFor)})
-			}
-			return err
+		holders := []inspect.Row{}
+		err := p.onEach(c, p.connect, asked[1], func(db database) error {
+			rows, err := inspect.Rows(c.Context(), db.Conn, "select * from ratelimit_holders(policy => $1::text, key => $2::text, max_rows => $3::integer)",
+				asked[0], asked[1], maxRows)
+			holders = append(holders, rows...)
+			return inspect.Described(err)
 		})
 		if err != nil {
 			return err
 		}
-		slices.SortStableFunc(holders, func(a, b holder) int { // those of several shards
-			return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key))
-		})
+		nameOf := func(r inspect.Row) string { return fmt.Sprintf("%q %q", r[0].Value, r[1].Value) }
+		slices.SortStableFunc(holders, func(a, b inspect.Row) int { return strings.Compare(nameOf(a), nameOf(b)) }) // those of several shards
 		holders = holders[:min(len(holders), int(maxRows))]
-		if len(holders) == 0 {
-			return p.print(c, holders, "Nobody holds slots.")
-		}
-		return p.print(c, holders, columns(func(table io.Writer) {
-			fmt.Fprintln(table, "POLICY\tKEY\tHOLDER\tCOST\tHELD FOR")
-			for _, h := range holders {
-				fmt.Fprintf(table, "%s\t%s\t%s\t%d\t%v\n", inspect.Printable(h.Policy), inspect.Printable(h.Key), inspect.Printable(h.Holder),
-					h.Cost, time.Duration(h.HeldFor))
-			}
-		}))
+		return p.print(c, holders, tableOf(holders, "Nobody holds slots."))
 	}
 	return c
 }

@@ -292,11 +292,11 @@ func TestStatusAndDoctor(t *testing.T) {
 	db.Exec(t, "select ratelimit_define_policy('jobs', 5, lease => '90 seconds'), ratelimit_define_policy('streams', 5, lease => '1 minute')")
 	db.Exec(t, "select ratelimit_hold('jobs', 'k', 'job:1/2', 2), ratelimit_hold('jobs', E'l\n', 'job:2/1'), ratelimit_hold('streams', 'k', 'a')")
 	require.Equal(t, ran{out: "" +
-		"POLICY   KEY    HOLDER   COST  HELD FOR\n" +
+		"POLICY   KEY    HOLDER   COST  HELD_FOR\n" +
 		"jobs     k      job:1/2  2     1m30s\n" +
 		"jobs     \"l\\n\"  job:2/1  1     1m30s\n" +
 		"streams  k      a        1     1m0s\n"}, on(t, db, "holders"))
-	require.Equal(t, ran{out: `[{"policy":"jobs","key":"k","holder":"job:1/2","cost":2,"held_for":90}]` + "\n"}, on(t, db, "holders", "jobs", "--max-rows", "1", "--json"))
+	require.Equal(t, ran{out: `[{"cost":2,"held_for":90,"holder":"job:1/2","key":"k","policy":"jobs"}]` + "\n"}, on(t, db, "holders", "jobs", "--max-rows", "1", "--json"))
 	require.Equal(t, 3, strings.Count(on(t, db, "holders", "jobs").out, "\n"))
 	require.Regexp(t, `^POLICY .*\nstreams  k .*\n$`, on(t, db, "holders", "streams", "k").out)
 	for args, says := range map[string]string{"holders nobody": "unknown policy", "holders jobs --max-rows 0": "invalid max_rows"} {

@@ -79,22 +79,43 @@ type Bucket struct {
 	RetryAfter, ResetAfter *jsonapi.Seconds // RetryAfter is for one token
 	Overridden             bool
 
-	Columns []Column // all that the row has
+	Row // all of it
 }
 
-// A Column of a row has times as seconds.
+// A Row has the columns that the database returns, which may be newer than this program.
+type Row []Column
+
+// A Column has a time as seconds.
 type Column struct {
 	Name  string
 	Value any
 }
 
 // MarshalJSON writes all columns.
-func (b Bucket) MarshalJSON() ([]byte, error) {
+func (r Row) MarshalJSON() ([]byte, error) {
 	object := make(map[string]any)
-	for _, c := range b.Columns {
+	for _, c := range r {
 		object[c.Name] = c.Value
 	}
 	return json.Marshal(object)
+}
+
+// All returns the columns.
+func (r Row) All() []Column { return r }
+
+// Rows returns what a statement selects.
+func Rows(ctx context.Context, db Querier, sql string, args ...any) ([]Row, error) {
+	rows, _ := db.Query(ctx, sql, args...)
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (r Row, err error) {
+		values, err := row.Values()
+		for i, value := range values {
+			if interval, isTime := value.(pgtype.Interval); isTime {
+				value = secondsOf(interval)
+			}
+			r = append(r, Column{row.FieldDescriptions()[i].Name, value})
+		}
+		return r, err
+	})
 }
 
 // Share is the part of the capacity that the bucket holds, below 0 in debt.
@@ -103,34 +124,31 @@ func (b Bucket) Share() float64 { return float64(b.Remaining) / float64(max(1, b
 // Buckets returns the emptiest buckets, of one policy or of all, and of one key or of all. Without a key the database reads every
 // bucket.
 func Buckets(ctx context.Context, db Querier, policy, key *string, atMost int32) ([]Bucket, error) {
-	rows, _ := db.Query(ctx, "select * from ratelimit_status($1::text, $2::integer, $3::text)", policy, atMost, key)
-	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (b Bucket, err error) {
-		values, err := row.Values()
-		for i, value := range values {
-			name := row.FieldDescriptions()[i].Name
-			if interval, isTime := value.(pgtype.Interval); isTime {
-				value = secondsOf(interval)
-			}
-			switch name {
+	rows, err := Rows(ctx, db, "select * from ratelimit_status($1::text, $2::integer, $3::text)", policy, atMost, key)
+	buckets := make([]Bucket, len(rows))
+	for i, row := range rows {
+		b := &buckets[i]
+		b.Row = row
+		for _, c := range row {
+			switch c.Name {
 			case "policy":
-				b.Policy, _ = value.(string)
+				b.Policy, _ = c.Value.(string)
 			case "key":
-				b.Key, _ = value.(string)
+				b.Key, _ = c.Value.(string)
 			case "remaining":
-				b.Remaining, _ = value.(int64)
+				b.Remaining, _ = c.Value.(int64)
 			case "capacity":
-				b.Capacity, _ = value.(int64)
+				b.Capacity, _ = c.Value.(int64)
 			case "retry_after":
-				b.RetryAfter, _ = value.(*jsonapi.Seconds)
+				b.RetryAfter, _ = c.Value.(*jsonapi.Seconds)
 			case "reset_after":
-				b.ResetAfter, _ = value.(*jsonapi.Seconds)
+				b.ResetAfter, _ = c.Value.(*jsonapi.Seconds)
 			case "overridden":
-				b.Overridden, _ = value.(bool)
+				b.Overridden, _ = c.Value.(bool)
 			}
-			b.Columns = append(b.Columns, Column{name, value})
 		}
-		return b, err
-	})
+	}
+	return buckets, err
 }
 
 // secondsOf converts an interval without months, which may be longer than a [time.Duration].
