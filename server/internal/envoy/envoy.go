@@ -1,11 +1,10 @@
 // Package envoy is envoy.service.ratelimit.v3.RateLimitService: it finds the rules of a request's descriptors, and charges all
 // their buckets at once.
 //
-//   - files: rules are read from one file, or from all files of a folder.
-//   - rules: rules become a tree, in which the entries of a descriptor find their rule.
-//   - policies: the policies that rules describe are defined. Other policies must exist.
-//   - answer: a request becomes charges, and decisions become statuses.
-//   - envoy: the service over gRPC and JSON. It changes to other rules between two requests.
+//   - rules.go: [Read] reads one file or all files of a folder, and makes a tree of rules, in which the entries of a descriptor find
+//     theirs. Settle defines the policies that rules describe; other policies must exist.
+//   - envoy.go: the service over gRPC and JSON. answer makes charges of a request, and statuses of their decisions. The rules change
+//     between two requests.
 package envoy
 
 import (
