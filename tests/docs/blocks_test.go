@@ -493,7 +493,6 @@ func TestDocs_NumbersAreThoseOfTheCode(t *testing.T) {
 		{"docs/design.md", "must fill within 10,000 years", "sql/checks.sql", `must fill within 10000 years`},
 		{"docs/design.md", "Debt ends at a floor: 9×10¹² tokens", "sql/arithmetic.sql", `select 9000000000000000000\n`},
 		{"docs/design.md", "has been due for five minutes", "sql/cleanup_batch.sql", `clock\(\) - interval '5 minutes'`},
-		{"docs/proof.md", "costs less than 256 KiB", "server/cmd/pgratelimit/idle_test.go", `perConnection = 256 << 10`},
 	} {
 		page := kit.NoError(os.ReadFile("../../" + number.page))(t)
 		require.Contains(t, strings.Join(strings.Fields(string(page)), " "), number.phrase, number.page)

@@ -51,7 +51,7 @@ func TestUnread_AConnectionThatDoesNotReadIsCutOff(t *testing.T) {
 	} {
 		t.Run(method[strings.LastIndex(method, "/")+1:], func(t *testing.T) {
 			t.Parallel()
-			address := serve(t, service.Limits{Calls: 1000, OwnConnections: 100, Time: time.Minute, ReadTime: time.Second})
+			address := serve(t, service.Limits{Calls: 1000, OwnConnections: 100, Time: time.Minute, ReadTime: 3 * time.Second})
 			isStream := method == pb.RateLimiter_AcquireStream_FullMethodName
 			other := pb.NewRateLimiterClient(dial(t, address))
 			for range 5 { // together more than the room of all
