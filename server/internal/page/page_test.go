@@ -202,7 +202,7 @@ func TestPage_RatesAndHealth(t *testing.T) {
 	page = pass(1, map[client.Result]int64{client.ResultError: 20})
 	require.Equal(t, []string{"Not healthy"}, text(t, page, "health"))
 	require.Contains(t, page, "Not healthy: 4.8 % of the requests of the last minute ended in an error.")
-	page = pass(120, map[client.Result]int64{client.ResultDenied: 5})
+	pass(120, map[client.Result]int64{client.ResultDenied: 5})
 	page = pass(minute, map[client.Result]int64{client.ResultDenied: 10})
 	require.Equal(t, []string{"Healthy"}, text(t, page, "health"), "the errors are long ago")
 	require.Regexp(t, `^denied221\.[01]$`, rows(t, page, "Requests a second")[1])
