@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-stop modules test quick test-server test-versions test-envoy test-shards test-citus \
+.PHONY: help demo demo-stop serve-demo modules test quick test-server test-versions test-envoy test-shards test-citus \
   instructions instructions-renew torture proof install uninstall shards install-citus uninstall-citus lint proto release-schema migration \
   reference packages release install-extension show clean build bench bench-page bench-slots bench-quick
 
@@ -23,6 +23,10 @@ demo: ## See it work on a PostgreSQL of its own, which stays up for you to play 
 
 demo-stop: ## Remove the demo's PostgreSQL
 	@go run ./tests/demo stop
+
+serve-demo: build ## See the server at work, with a database of its own and a little traffic, until Ctrl-C
+	@# go run would end with an error at Ctrl-C.
+	@go build -o build/demo ./tests/demo && exec build/demo serve
 
 modules: # downloads modules that tests run and do not compile, so that the tests need no network
 	@go list -deps work tool >/dev/null

@@ -2,6 +2,7 @@
 //
 //	go run ./tests/demo        # from the repository's root
 //	go run ./tests/demo stop   # removes the server, which otherwise stays up
+//	go run ./tests/demo serve  # shows build/pgratelimit serve on a database of its own, until Ctrl-C
 package main
 
 import (
@@ -36,6 +37,9 @@ func main() {
 func run() error {
 	ctx, cancel := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer cancel()
+	if len(os.Args) > 1 && os.Args[1] == "serve" {
+		return serve(ctx)
+	}
 	if _, err := os.Stat(keptIn); err == nil {
 		fmt.Println("Removing the server of the earlier demo, with all its databases.")
 	}
@@ -135,7 +139,6 @@ func show(ctx context.Context, server *pgtest.Server) error {
 	}
 
 	fmt.Printf("\nGo on from here, with psql or any other client:\n  psql %q\n", url)
-	fmt.Printf("\nor with the server, whose page is at http://127.0.0.1:8080:\n  make build && STATUS_PAGE=true build/pgratelimit serve --database-url %q\n", url)
 	if server.Rung == "url" {
 		fmt.Printf("\nand drop the database when you are done:\n  psql %q -c 'drop database %s'\n", server.URL(""), ownDatabase)
 	} else {
