@@ -87,10 +87,12 @@ build/node-22: # which some queues need
 
 ENVOY_REFERENCE := https://github.com/envoyproxy/ratelimit
 
-test-envoy: ## Read the rule files of Envoy's reference service, of ENVOY_REFERENCE or as it is now
+test-envoy: build ## Compare with Envoy's reference service and its rule files, of ENVOY_REFERENCE or as it is now
 	@rm -rf build/envoy/reference
 	@git clone -q --depth 1 $(ENVOY_REFERENCE) build/envoy/reference
-	@RATELIMIT_ENVOY_REFERENCE=$(CURDIR)/build/envoy/reference go test -C server -tags reference -count=1 -v -run '^TestReference_' ./internal/envoy
+	@cd build/envoy/reference && GOWORK=off go build -o .. ./src/service_cmd
+	@RATELIMIT_ENVOY_PROGRAMS=$(CURDIR)/build/envoy go test -C server -tags reference -count=1 -v -run '^TestReference_' ./internal/server \
+	  | grep -v '^ *\(=== \|--- PASS: .*/domain\)'
 
 test-shards: ## Run the tests of shards: two servers with four databases each
 	@.ci/test -run 'Shard' ./client ./tests/client ./tests/operate ./tests/torture ./server/...

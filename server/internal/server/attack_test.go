@@ -2,11 +2,16 @@ package server_test
 
 import (
 	"context"
+	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
+	"runtime"
+	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -15,7 +20,9 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // Calls and reflection need one of TOKENS, health and metrics one of MONITORING_TOKENS if there are any. Package auth has the forms of a wrong token.
@@ -213,24 +220,162 @@ func TestListeners_SlowConnections(t *testing.T) {
 	require.NotContains(t, s.log.String()+brief.log.String(), "level=ERROR", "strangers do not fill the log")
 }
 
-// HTTP clients fill all buffers, and read nothing. Package grpcapi has those of gRPC.
-func TestListeners_SlowReaders(t *testing.T) {
-	db, s := parallel(t, "STOP_TIMEOUT=100ms", "MAX_CALLS=10000")
-	requests := []string{
-		strings.Repeat("POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: 34\r\n\r\n"+`{"policy":"budget","key":"unread"}`, 50),
-		strings.Repeat("GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 500), // of which a part fills all buffers
+// underAttack lets ordinary callers of both protocols go on while attack does what it does. Each of them is answered, memory
+// stays bounded, nothing panics, and nobody got tokens that the database did not lose: what callers were told they got,
+// what the server counted as granted, and what is gone agree as far as answers can be lost.
+func underAttack(t *testing.T, s *testServer, db *pgtest.DB, attack func()) {
+	t.Helper()
+	var granted atomic.Int64 // to the ordinary callers
+	done := make(chan struct{})
+	var callers sync.WaitGroup
+	for i := range 8 {
+		callers.Go(func() {
+			for {
+				select {
+				case <-done:
+					return
+				default:
+				}
+				allowed, _, err := s.take(context.Background(), i, "budget", fmt.Sprint("ordinary ", i))
+				if err != nil || !allowed {
+					t.Errorf("an ordinary caller: allowed %t, error %v", allowed, err)
+					return
+				}
+				granted.Add(1)
+			}
+		})
 	}
-	for i := range 20 {
-		conn := dial(t, s.HTTPAddr())
-		require.NoError(t, conn.SetReadBuffer(4096))
-		if i%2 > 0 {
-			require.NoError(t, conn.SetWriteDeadline(time.Now().Add(100*time.Millisecond)))
+	var memory runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&memory)
+	before := memory.HeapAlloc + memory.StackInuse
+	attack()
+	runtime.GC()
+	runtime.ReadMemStats(&memory)
+	// Other tests run in the same process.
+	if after := memory.HeapAlloc + memory.StackInuse; after > before+256<<20 {
+		t.Errorf("%d MB before, %d MB after", before>>20, after>>20)
+	}
+	close(done)
+	callers.Wait()
+	require.Positive(t, granted.Load())
+	// The attackers' calls may still be under way.
+	require.Eventually(t, func() bool { return scrape(s)["ratelimit_server_calls_under_way"] == "0" }, time.Minute, 10*time.Millisecond)
+	counted := kit.NoError(strconv.ParseInt(scrape(s)[`ratelimit_requests_total{policy="budget",result="allowed"}`], 10, 64))(t)
+	require.LessOrEqual(t, granted.Load(), counted)
+	require.LessOrEqual(t, counted, taken(t, db), "the server has granted what nobody has paid")
+	require.NotContains(t, s.log.String(), "panic")
+}
+
+// Callers leave at any moment of a call. A grant that they do not read is charged.
+func TestAttack_CallersWhoLeave(t *testing.T) {
+	db, s := parallel(t)
+	underAttack(t, s, db, func() {
+		var leaving sync.WaitGroup
+		for i := range 16 {
+			random := rand.New(rand.NewPCG(9, uint64(i)))
+			leaving.Go(func() {
+				for range 200 {
+					ctx, cancel := context.WithTimeout(t.Context(), time.Duration(random.IntN(3000))*time.Microsecond)
+					_, _, _ = s.take(ctx, i, "budget", "left")
+					cancel()
+				}
+			})
 		}
-		_, _ = io.WriteString(conn, requests[i%2]) // until the server reads no more
-	}
-	db.Await(t, time.Minute, "select (ratelimit_peek('budget', 'unread')).remaining = 1000000 - 10 * 50") // none begins later
-	s.acquire("budget", "another")
+		leaving.Wait()
+	})
+}
+
+// HTTP clients fill all buffers, and read nothing. Package main has those of gRPC.
+func TestAttack_SlowReaders(t *testing.T) {
+	db, s := parallel(t, "STOP_TIMEOUT=100ms", "MAX_CALLS=10000")
+	underAttack(t, s, db, func() {
+		requests := []string{
+			strings.Repeat("POST /v1/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: 34\r\n\r\n"+`{"policy":"budget","key":"unread"}`, 50),
+			strings.Repeat("GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 500), // of which a part fills all buffers
+		}
+		for i := range 20 {
+			conn := dial(t, s.HTTPAddr())
+			require.NoError(t, conn.SetReadBuffer(4096))
+			if i%2 > 0 {
+				require.NoError(t, conn.SetWriteDeadline(time.Now().Add(100*time.Millisecond)))
+			}
+			_, _ = io.WriteString(conn, requests[i%2]) // until the server reads no more
+		}
+		db.Await(t, time.Minute, "select (ratelimit_peek('budget', 'unread')).remaining = 1000000 - 10 * 50") // none begins later
+	})
 	require.NoError(t, s.stop(), "it does not wait for those who do not read")
+}
+
+// A wrong request does not fail the right ones in the same batch.
+func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
+	db, s := parallel(t)
+	long := strings.Repeat("k", 1_000_000)
+	bad := []*pb.Request{
+		{Policy: "budget", LogicalKey: ""},
+		{Policy: "budget", LogicalKey: "a\x00b"},
+		{Policy: "budget", LogicalKey: long},
+		{Policy: "budget", LogicalKey: strings.Repeat("k", 513)},
+		{Policy: "budget", LogicalKey: "k", RequestId: new("")},
+		{Policy: "budget", LogicalKey: "k", RequestId: new(long)},
+		{Policy: "budget", LogicalKey: "k", Cost: new(int64(-1 << 63))},
+		{Policy: long, LogicalKey: "k"},
+		{Policy: "BUDGET", LogicalKey: "k"},
+		{Policy: "budget'; select ratelimit_reset('budget', 'ordinary 0'); --", LogicalKey: "k"},
+		{Policy: "{budget}", LogicalKey: "{k,l}"},
+	}
+	underAttack(t, s, db, func() {
+		var senders sync.WaitGroup
+		for i := range 16 {
+			senders.Go(func() {
+				for n := range 40 {
+					q := bad[(i*7+n)%len(bad)]
+					_, err := s.rpc.Acquire(t.Context(), q)
+					if code := status.Code(err); code != codes.InvalidArgument && code != codes.NotFound {
+						t.Errorf("%.50q: %v", q, err)
+					}
+				}
+			})
+		}
+		senders.Wait()
+	})
+	of := kit.One[int64](t, db.Pool, "select count(*) from ratelimit_status('budget', 10000) where key !~ '^ordinary [0-7]$'")
+	require.Zero(t, of, "a bad request has a bucket")
+}
+
+// The client sends each path as it is written. Package auth has the forms of a wrong token.
+func TestAttack_TokensOfEveryPath(t *testing.T) {
+	db, s := parallel(t, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
+	send := func(method, path, token string) int {
+		r := kit.NoError(http.NewRequestWithContext(t.Context(), method, s.url, strings.NewReader(`{"policy":"budget","key":"k"}`)))(t)
+		r.URL.Opaque = path
+		r.Header.Set("Authorization", token)
+		response, err := s.http.Do(r)
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		return response.StatusCode
+	}
+	for _, path := range []string{
+		"/v1/acquire", "/v1/acquire_all", "/v1/charge", "/v1/settle", "/v1/peek", "/v1/refund", "/json", "/livez", "/healthz", "/metrics", "/",
+		"/v1//acquire", "/./v1/acquire", "/v1/./acquire", "/x/../v1/acquire", "/livez/../v1/acquire", "/metrics/../v1/acquire", "http://x/v1/acquire",
+		"/livez/..%2fv1/acquire", "/livez%2f..%2fv1%2facquire", "/%76%31/acquire", "/v1%2facquire", "/V1/ACQUIRE", "/v1/acquire/", "/v1/acquire;x",
+		"/v1/acquire%00", "/livez;/v1/acquire", "//livez/v1/acquire", "/livez?/v1/acquire", "/livez#/v1/acquire", `\v1\acquire`,
+	} {
+		for _, method := range []string{"POST", "GET", "HEAD", "OPTIONS", "PUT", "TRACE"} {
+			for _, token := range []string{"", "Bearer firs", "Bearer first,second", "Basic OmZpcnN0", "Bearer watch"} {
+				code := send(method, path, token)
+				isMonitor := method != "POST" && token == "Bearer watch" && (strings.HasPrefix(path, "/livez") || path == "/healthz" || path == "/metrics")
+				if !isMonitor {
+					require.NotEqual(t, http.StatusOK, code, "%s %s with %q", method, path, token)
+				}
+				if strings.HasPrefix(path, "/v1/a") && method == "POST" && !strings.Contains(path, "%00") {
+					require.Equal(t, http.StatusUnauthorized, code, "%s with %q", path, token)
+				}
+			}
+		}
+	}
+	require.Zero(t, taken(t, db))
+	require.Equal(t, http.StatusOK, send("POST", "/v1/acquire", "Bearer first"))
 }
 
 // A proxy and this server must not read two different requests.
