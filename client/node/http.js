@@ -5,7 +5,7 @@ import { createHash } from 'node:crypto'
 import { isIP } from 'node:net'
 import { setTimeout as sleep } from 'node:timers/promises'
 import { InvalidArgument, TimedOut, failureOf } from './lib/errors.js'
-import { areCharges, known } from './lib/limiter.js'
+import { areCharges, fits, known } from './lib/limiter.js'
 import { duration, timer } from './lib/waiting.js'
 
 const AGAIN_AFTER = 100 // ms, after an error of the set-up: an upgrade may be under way
@@ -134,8 +134,6 @@ export function byUser(user, otherwise) {
     return fits(key) ? key : `user-sha256:${createHash('sha256').update(String(name)).digest('hex')}`
   }
 }
-
-const fits = (key) => typeof key === 'string' && key.length <= 512 && Buffer.byteLength(key) <= 512 && !key.includes('\0') && key.isWellFormed()
 
 const DECIDE_OPTIONS = ['charges', 'failure', 'quotas', 'timeoutMs', 'idempotencyKey', 'observe', 'onError']
 

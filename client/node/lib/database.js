@@ -51,6 +51,15 @@ export class Database {
     }
   }
 
+  /** Calls a procedure, which commits by itself. */
+  async call(procedure, values) {
+    try {
+      await this.#db.query(`call ${this.#schema}${procedure}`, values)
+    } catch (error) {
+      throw withHint(translate(error), procedure)
+    }
+  }
+
   #sendInTime(text, values, timeout, unended) {
     const { ended, destroy } = this.#isPool ? sendOnConnection(this.#db, text, values) : { ended: this.#db.query(text, values) }
     return new Promise((resolve, reject) => {

@@ -180,6 +180,10 @@ function newRequest(charges, idempotencyKey, isJoint) {
 
 export const areCharges = (charges) => Array.isArray(charges) && charges.every((charge) => charge !== null && typeof charge === 'object')
 
+/** Whether a text can be a key. */
+export const fits = (key) =>
+  typeof key === 'string' && key.length <= MAX_LENGTH && Buffer.byteLength(key) <= MAX_LENGTH && !key.includes('\0') && key.isWellFormed()
+
 const isShort = (t) => t.length * 3 <= MAX_LENGTH || Buffer.byteLength(t) <= MAX_LENGTH
 
 /** Returns the options. Throws for a name that the method does not know, because a misspelt option would change nothing. */

@@ -8,7 +8,7 @@ test('the README is a program that works', async () => {
     ratelimit_define_policy('minute', 100000, 1, '1 hour'), ratelimit_define_policy('month', 5000000, 1, '1 hour')`)
   const text = readFileSync(new URL('../README.md', import.meta.url), 'utf8')
   const blocks = [...text.matchAll(/^```js\n(.*?)^```$/gms)].map(([, block]) => block)
-  assert.equal(blocks.length, 7)
+  assert.equal(blocks.length, 8)
   const file = new URL('readme.mjs', import.meta.url) // beside the packages that it imports
   const printed = []
   const { log } = console

@@ -2,6 +2,12 @@
 import { Combiner, Denied, Limiter, TooLate, translate, type JointDecision } from 'pgratelimit'
 import { addressKey, byIP, byUser, decide, limit, limitFetch, per } from 'pgratelimit/http'
 import { limitedFetch, retryAfter } from 'pgratelimit/outgoing'
+import { NestStorage, PostgresStore, fastifyStore } from 'pgratelimit/stores'
+import fastifyRateLimit from '@fastify/rate-limit'
+import { ThrottlerModule } from '@nestjs/throttler'
+import { rateLimit } from 'express-rate-limit'
+import fastify from 'fastify'
+import { rateLimiter } from 'hono-rate-limiter'
 
 declare const pool: { query(text: string, values?: unknown[]): Promise<{ rows: any[]; rowCount: number | null }> }
 const limiter: Limiter = new Combiner(pool, { callsInFlight: 3, maxWaiting: 10, callTimeoutMs: 1000, schema: 'public', retry: true })
@@ -68,3 +74,10 @@ upstream('https://example.org', { method: 'POST', tokens: 5 }).then((response: R
 // @ts-expect-error the charges need tokens
 upstream('https://example.org', { method: 'POST' })
 export const plain: typeof fetch = limitedFetch(limiter, { charges: () => [{ policy: 'requests', key: 'k' }], onError: console.error })
+
+export const stores = [
+  rateLimit({ windowMs: 1000, limit: 2, store: new PostgresStore(pool, { prefix: 'a' }) }),
+  rateLimiter({ windowMs: 1000, limit: 2, keyGenerator: () => 'k', store: new PostgresStore(limiter, { policy: 'api' }) }),
+  ThrottlerModule.forRoot({ throttlers: [{ ttl: 1000, limit: 2 }], storage: new NestStorage(pool) }),
+  fastify().register(fastifyRateLimit, { max: 2, timeWindow: 1000, store: fastifyStore(pool) }),
+]

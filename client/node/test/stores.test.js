@@ -1,0 +1,168 @@
+// The stores in the libraries that they are for.
+import assert from 'node:assert/strict'
+import { fork } from 'node:child_process'
+import { once } from 'node:events'
+import test from 'node:test'
+import { NestStorage, PostgresStore, fastifyStore } from '../stores.js'
+import { connect, definePolicy, eventually, left, listening, pool } from './kit.js'
+import { programs } from './limited.js'
+
+const HOUR = 3_600_000
+const away = () => connect({ host: '127.0.0.1', port: 1 })
+let limits = 1000
+const newLimit = () => ++limits // its policy is new, because numbers name it
+
+/** Runs use while processes serve the program of a library. */
+async function serving(library, limit, processes, use, ...more) {
+  const children = Array.from({ length: processes }, () => fork(new URL('limited.js', import.meta.url), [library, limit, HOUR, ...more]))
+  try {
+    const ended = (child) => once(child, 'exit').then(([code]) => Promise.reject(new Error(`${library} has ended with ${code}`)))
+    const ports = children.map((child) => Promise.race([once(child, 'message').then(([port]) => port), ended(child)]))
+    return await use(await Promise.all(ports))
+  } finally {
+    for (const child of children) child.kill()
+  }
+}
+
+/** Asks a program so many times, one after another, and returns the answers. */
+async function ask(program, path, times) {
+  const answers = []
+  await listening(await program, async (port) => {
+    for (const _ of Array(times)) answers.push(await fetch(`http://127.0.0.1:${port}${path}`))
+  })
+  return answers
+}
+
+const statuses = (answers) => answers.map(({ status }) => status)
+const fields = ({ headers }) => ['limit', 'remaining', 'reset'].map((name) => headers.get(`x-ratelimit-${name}`))
+
+function started(limit, options, windowMs = HOUR) {
+  const store = new PostgresStore(pool, options)
+  store.init({ limit, windowMs })
+  return store
+}
+
+for (const library of Object.keys(programs)) {
+  test(`${library}: of 200 parallel requests to two processes exactly the limit passes, and a restart forgets none`, async () => {
+    const limit = 50 + Object.keys(programs).indexOf(library)
+    const passed = async (ports) => {
+      const answers = await Promise.all(Array.from({ length: 200 }, (_, i) => fetch(`http://127.0.0.1:${ports[i % ports.length]}/`)))
+      assert.deepEqual([...new Set(statuses(answers))].sort().filter((status) => status !== 200), [429])
+      return answers.filter(({ ok }) => ok).length
+    }
+    assert.equal(await serving(library, limit, 2, passed), limit)
+    assert.equal(await serving(library, limit, 1, passed), 0)
+  })
+
+  test(`${library}: without a database a request is an error, as of any store that throws`, async () => {
+    assert.deepEqual(statuses(await ask(programs[library](away(), 5, HOUR), '/', 1)), [500])
+  })
+}
+
+test('express-rate-limit and @fastify/rate-limit let requests pass without a database if they are told to', async () => {
+  const logger = { error() {}, warn() {} }
+  assert.deepEqual(statuses(await ask(programs.express(away(), 5, HOUR, { passOnStoreError: true, logger }), '/', 1)), [200])
+  assert.deepEqual(statuses(await ask(programs.fastify(away(), 5, HOUR, { skipOnError: true }), '/', 1)), [200])
+})
+
+test('a store counts the hits of a key, and denied ones above the limit', async () => {
+  const limit = newLimit(), store = started(limit), begin = Date.now()
+  assert.deepEqual([store.localKeys, store.prefix, await store.get('k')], [false, '', undefined])
+  const { totalHits, resetTime } = await store.increment('k')
+  assert.equal(totalHits, 1)
+  assert.ok(begin + HOUR <= resetTime.getTime() && resetTime.getTime() <= Date.now() + HOUR)
+  await pool.query("select ratelimit_charge($1, 'k', $2)", [`${limit} per ${HOUR} ms`, limit - 2])
+  const hits = []
+  for (const _ of Array(3)) hits.push((await store.increment('k')).totalHits)
+  assert.deepEqual([hits, (await store.get('k')).totalHits], [[limit, limit + 1, limit + 2], limit])
+  assert.equal((await store.increment('other')).totalHits, 1)
+  assert.equal((await started(limit, { prefix: 'p:' }).increment('k')).totalHits, 1, 'another prefix')
+  for (const _ of Array(3)) await store.decrement('k') // two denials, which took nothing, and a hit
+  assert.equal((await store.get('k')).totalHits, limit - 1)
+  await store.resetKey('k')
+  assert.deepEqual([await store.get('k'), (await store.get('other')).totalHits], [undefined, 1])
+  await store.resetAll()
+  assert.equal(await store.get('other'), undefined)
+})
+
+test('a window ends, and denials with it', async () => {
+  const store = started(1, {}, 2000)
+  const { resetTime } = await store.increment('k')
+  if ((await store.increment('k')).totalHits === 1) return // on a machine that took 2 s
+  await eventually(() => Date.now() > resetTime.getTime())
+  assert.deepEqual([(await store.increment('k')).totalHits, (await store.increment('k')).totalHits], [1, 2])
+})
+
+test('a policy of your own has its own limit, also for keys, and for a limit that is a function', async () => {
+  const policy = await definePolicy(1, 1, '1 hour', true), store = started(() => 5, { policy })
+  await pool.query("select ratelimit_override($1, 'paying', capacity => 3, refill => 3)", [policy])
+  assert.equal((await store.increment('k')).totalHits, 1)
+  assert.ok((await store.increment('k')).totalHits > 1e9)
+  assert.deepEqual([(await store.increment('paying')).totalHits, (await store.increment('paying')).totalHits], [1, 2])
+  await assert.rejects(started(() => 5).increment('k'), /invalid limit\. limit is no number/)
+  await assert.rejects(started(5, { policy: 'none' }).increment('k'), { code: 'RL001' })
+  assert.throws(() => new PostgresStore(pool, { windowMs: 5 }), /has windowMs/)
+})
+
+test('any key is counted, and a limit of 0 denies all', async () => {
+  const store = started(newLimit())
+  for (const key of ['k'.repeat(600), 'a\0b', '\ud800']) assert.equal((await store.increment(key)).totalHits, 1)
+  assert.equal((await store.increment('k'.repeat(601))).totalHits, 1)
+  assert.equal((await started(0).increment('k')).totalHits, 1)
+})
+
+test('a role that may not define the policy gets the statement for its owner, and needs only one function then', async () => {
+  const { rows: [{ name }] } = await pool.query("select 'app_' || md5(current_database()) as name"), limit = newLimit()
+  await pool.query(`create role "${name}"; grant execute on function ratelimit_acquire, ratelimit_acquire_packed to "${name}"`)
+  const own = connect({ options: `-c role=${name}` }), store = new PostgresStore(own)
+  store.init({ limit, windowMs: HOUR })
+  const { code, hint } = await store.increment('k').catch((error) => error)
+  assert.equal(code, 'RL001')
+  await pool.query(/^Its owner can run: (select ratelimit_define_policy\(.*\);)$/.exec(hint)[1])
+  assert.equal((await store.increment('k')).totalHits, 1)
+  await assert.rejects(store.resetKey('k'), { hint: /grant execute on function ratelimit_reset\(text, text\)/ })
+  await own.end()
+  await pool.query(`drop owned by "${name}"; drop role "${name}"`)
+})
+
+test('express-rate-limit: a failed request is given back, and a denial gives nothing back', async () => {
+  const limit = 2, policy = await definePolicy(limit, limit, '1 hour', true)
+  const program = (key) =>
+    programs.express(pool, limit, HOUR, { store: new PostgresStore(pool, { policy }), skipFailedRequests: true, keyGenerator: () => key })
+  const answers = await ask(program('k'), '/', 5), [first, , denied] = answers
+  assert.deepEqual(statuses(answers), [200, 200, 429, 429, 429])
+  assert.match(first.headers.get('ratelimit'), /^limit=2, remaining=1, reset=3600$/)
+  assert.ok(Number(denied.headers.get('retry-after')) > 3500)
+  assert.deepEqual(statuses(await ask(program('other'), '/none', 5)), Array(5).fill(404))
+  await eventually(async () => await left(policy, 'other') === limit)
+})
+
+test('hono-rate-limiter: a successful request is given back, and a denial gives nothing back', async () => {
+  const policy = await definePolicy(2, 2, '1 hour', true), store = new PostgresStore(pool, { policy })
+  assert.deepEqual(statuses(await ask(programs.hono(pool, 2, HOUR, { store, skipSuccessfulRequests: true }), '/none', 4)), [404, 404, 429, 429])
+  assert.equal(await left(policy, 'of hono'), 0)
+  await store.resetKey('of hono')
+  assert.deepEqual(statuses(await ask(programs.hono(pool, 2, HOUR, { store, skipSuccessfulRequests: true }), '/', 4)), Array(4).fill(200))
+})
+
+test('@fastify/rate-limit: routes count apart, a ban follows denials, and what no window does is refused', async () => {
+  const store = fastifyStore(pool, { prefix: 'apart ' })
+  const own = await ask(programs.fastify(pool, 60, HOUR, { store, ban: 2 }), '/own', 4)
+  assert.deepEqual(statuses(own), [200, 429, 429, 403])
+  assert.deepEqual(fields(own[0]), ['1', '0', '3600'])
+  const app = await programs.fastify(pool, 60, HOUR, { store })
+  assert.equal((await ask(app, '/', 1))[0].headers.get('x-ratelimit-remaining'), '59')
+  const read = await new Promise((resolve) => new store({}).read('127.0.0.1', (_error, found) => resolve(found), HOUR, 60))
+  assert.equal(read.current, 1)
+  await assert.rejects(programs.fastify(pool, 5, HOUR, { continueExceeding: true }), /continueExceeding is not supported/)
+})
+
+test('@nestjs/throttler: a denial has Retry-After, and a block that ends elsewhere than its window is refused', async () => {
+  const answers = await ask(programs.nest(pool, 3, HOUR), '/', 4)
+  assert.deepEqual(statuses(answers), [200, 200, 200, 429])
+  assert.deepEqual(fields(answers[0]), ['3', '2', '3600'])
+  assert.ok(Number(answers[3].headers.get('retry-after')) > 3500)
+  const increment = (blockDuration) => new NestStorage(pool).increment('k', 60_000, 7, blockDuration, 'default')
+  assert.deepEqual(await increment(60_000), { totalHits: 1, timeToExpire: 60, isBlocked: false, timeToBlockExpire: 0 })
+  await assert.rejects(increment(HOUR), /invalid blockDuration/)
+})
