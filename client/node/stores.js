@@ -29,16 +29,16 @@ class Hits {
     if (limit < 1) return { hits: 1, isDenied: true, waitMs: windowMs }
     const [policy, bucket] = this.#bucket(key, limit, windowMs)
     const decision = await this.#ask(policy, bucket, limit, windowMs)
-    const { capacity, remaining, retryAfter, resetAfter } = decision, isDenied = !decision.allowed
-    const waitMs = Math.ceil((isDenied ? retryAfter ?? windowMs / 1000 : resetAfter ?? 0) * 1000)
-    if (!isDenied) return { hits: capacity - remaining, isDenied, waitMs }
-    return { hits: (Number.isFinite(limit) ? Math.max(capacity, limit) : ABOVE_ANY_LIMIT) + this.#deny(policy, bucket, waitMs), isDenied, waitMs }
+    const isDenied = !decision.allowed
+    const waitMs = Math.ceil((isDenied ? decision.retryAfter ?? windowMs / 1000 : decision.resetAfter ?? 0) * 1000)
+    if (!isDenied) return { hits: Math.max(1, used(decision, limit)), isDenied, waitMs }
+    return { hits: (Number.isFinite(limit) ? Math.floor(limit) : ABOVE_ANY_LIMIT) + this.#deny(policy, bucket, waitMs), isDenied, waitMs }
   }
 
   /** As hit, without a hit. */
   async look(key, limit, windowMs) {
-    const { capacity, remaining, resetAfter } = await this.#ask(...this.#bucket(key, limit, windowMs), limit, windowMs, 0)
-    return { hits: capacity - remaining, waitMs: Math.ceil((resetAfter ?? 0) * 1000) }
+    const decision = await this.#ask(...this.#bucket(key, limit, windowMs), limit, windowMs, 0)
+    return { hits: used(decision, limit), waitMs: Math.ceil((decision.resetAfter ?? 0) * 1000) }
   }
 
   async takeBack(key, limit, windowMs) {
@@ -109,6 +109,9 @@ class Hits {
     return hits
   }
 }
+
+/** The hits that a library has to see to decide as the bucket did, whose capacity may be another for a key. */
+const used = ({ capacity, remaining }, limit) => Number.isFinite(limit) ? Math.max(0, Math.floor(limit) - remaining) : capacity - remaining
 
 export class PostgresStore {
   #hits

@@ -29,40 +29,59 @@ func TestNode_PgBouncer(t *testing.T) {
 	kit.RunNode(t, pooler.URL(db.Name), nil, "node", "--test", "--test-concurrency=1", "test/vectors.test.js", "test/drivers.test.js")
 }
 
-// withPython runs Python with the drivers, which may be there for the system's Python only, while another one comes first.
-const withPython = `for python in python3 /usr/bin/python3; do
-	$python -c 'import asyncpg, psycopg, psycopg_pool, sys; sys.exit(sys.version_info < (3, 11))' && exec $python "$@"
-done; exit 1`
+// A pythonNeed is what some tests of Python import, and the packages of Debian that bring it.
+type pythonNeed struct {
+	imports  string
+	packages []string
+}
 
-var pythonPackages = []string{"python3", "python3-psycopg", "python3-psycopg-pool", "python3-asyncpg"}
+var (
+	drivers    = pythonNeed{"asyncpg, psycopg, psycopg_pool", []string{"python3", "python3-psycopg", "python3-psycopg-pool", "python3-asyncpg"}}
+	frameworks = pythonNeed{drivers.imports + ", django, fastapi, flask, httpx, limits, psycopg2, requests", append(
+		[]string{"python3-django", "python3-fastapi", "python3-flask", "python3-httpx", "python3-limits", "python3-psycopg2", "python3-requests"}, drivers.packages...)}
+)
+
+// command runs Python with what is needed, which may be there for the system's Python only, while another one comes first.
+func (n pythonNeed) command() string {
+	return `for python in python3 /usr/bin/python3; do
+	$python -c 'import ` + n.imports + `, sys; sys.exit(sys.version_info < (3, 11))' && exec $python "$@"
+done; exit 1`
+}
 
 // The tests of client/python run on a database of this one.
 func TestPython(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	runPython(t, kit.PgVariables(t, kit.NewDB(t).URL))
+	runPython(t, drivers, kit.PgVariables(t, kit.NewDB(t).URL))
+}
+
+// Views, connections and storages of frameworks, as Debian has them.
+func TestPython_Frameworks(t *testing.T) {
+	pgtest.OncePerServer(t)
+	t.Parallel()
+	runPython(t, frameworks, kit.PgVariables(t, kit.NewDB(t).URL), "--pattern", "frameworks.py")
 }
 
 func TestPython_ThroughPgBouncer(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	runPython(t, append(kit.PgVariables(t, pgtest.StartPooler(t).URL(kit.NewDB(t).Name)), "RATELIMIT_TEST_POOLER=1"), "-k", "pooler")
+	runPython(t, drivers, append(kit.PgVariables(t, pgtest.StartPooler(t).URL(kit.NewDB(t).Name)), "RATELIMIT_TEST_POOLER=1"), "-k", "pooler")
 }
 
-// runPython runs unittest. Without Python or a driver the test is skipped, unless RATELIMIT_TEST_EXAMPLES is "all": then they are
+// runPython runs unittest. Without Python or what it needs the test is skipped, unless RATELIMIT_TEST_EXAMPLES is "all": then they are
 // installed.
-func runPython(t *testing.T, variables []string, args ...string) {
+func runPython(t *testing.T, need pythonNeed, variables []string, args ...string) {
 	python := func(args ...string) *exec.Cmd {
-		c := exec.CommandContext(t.Context(), "sh", append([]string{"-c", withPython, "sh"}, args...)...)
+		c := exec.CommandContext(t.Context(), "sh", append([]string{"-c", need.command(), "sh"}, args...)...)
 		c.Dir = "../../client/python"
 		c.Env = append(append(os.Environ(), "PYTHONDONTWRITEBYTECODE=1"), variables...)
 		return c
 	}
 	if python("--version").Run() != nil {
 		if os.Getenv("RATELIMIT_TEST_EXAMPLES") != "all" {
-			t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs %v", pythonPackages)
+			t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs %v", need.packages)
 		}
-		require.NoError(t, pgtest.Install(t.Context(), pythonPackages...))
+		require.NoError(t, pgtest.Install(t.Context(), need.packages...))
 	}
 	out, err := python(append([]string{"-m", "unittest", "discover", "--top-level-directory", ".", "--start-directory", "tests"}, args...)...).CombinedOutput()
 	require.NoError(t, err, "%s", out)

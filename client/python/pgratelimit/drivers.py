@@ -42,7 +42,11 @@ class AsyncDriver(Driver, Protocol):
 def sync_driver(db: Any) -> SyncDriver:
     if _is(db, "psycopg", "Connection") or _is(db, "psycopg_pool", "ConnectionPool"):
         return Psycopg(db)
-    raise TypeError(f"pgratelimit: not a psycopg.Connection or psycopg_pool.ConnectionPool: {type(db)}")
+    if _is(db, "psycopg2.extensions", "connection"):
+        return Psycopg2(db)
+    if "django.db" in sys.modules and getattr(db, "vendor", None) == "postgresql":
+        return Django(db)
+    raise TypeError(f"pgratelimit: not a psycopg.Connection, psycopg_pool.ConnectionPool, connection of psycopg2 or of Django: {type(db)}")
 
 
 def async_driver(db: Any) -> AsyncDriver:
@@ -100,7 +104,8 @@ class Psycopg(_Psycopg):
 
         self._warn_of_transaction()
         with self._connection() as conn, Cursor(conn, row_factory=rows.tuple_row) as cursor:
-            return cursor.execute(sql, args, prepare=False).fetchone()
+            cursor.execute(sql, args, prepare=False)
+            return cursor.fetchone() if cursor.description else None
 
     @contextmanager
     def _connection(self) -> Iterator[Any]:
@@ -115,6 +120,34 @@ class Psycopg(_Psycopg):
             finally:
                 if _is_idle(conn):
                     conn.autocommit = before
+
+
+class Psycopg2(_Psycopg):
+    def fetch(self, sql: str, args: Sequence[Any]) -> Any:
+        self._warn_of_transaction()
+        with self._db.cursor(cursor_factory=sys.modules["psycopg2.extensions"].cursor) as cursor:
+            cursor.execute(sql, args)
+            return cursor.fetchone() if cursor.description else None
+
+
+class Django:
+    """django.db.connection, which is another one in each thread, or one of django.db.connections."""
+
+    percent, is_pool = True, False
+
+    def __init__(self, db: Any) -> None:
+        self._db = db
+
+    def is_alone(self) -> bool:
+        return not self._db.in_atomic_block and bool(self._db.get_autocommit())
+
+    def is_closed(self) -> bool:
+        return False  # it connects again by itself
+
+    def fetch(self, sql: str, args: Sequence[Any]) -> Any:
+        with self._db.cursor() as cursor:
+            cursor.execute(sql, args)
+            return cursor.fetchone() if cursor.description else None
 
 
 class _Statement:

@@ -84,7 +84,7 @@ class Denied(Error):
     @classmethod
     def of(cls, error: BaseException) -> Self | None:
         """The numbers of a guard's refusal, or None if the error is another. The error may come from any statement of the driver."""
-        if getattr(error, "sqlstate", None) != "RL429":
+        if _sqlstate(error) != "RL429":
             return None
         _, detail, hint = _texts(error)
         try:
@@ -119,7 +119,7 @@ def of_server(verb: str, sqlstate: str, message: str | None, detail: str | None,
 
 def of_driver(verb: str, function: str, error: Exception) -> Exception:
     """The error to raise for one of the driver, which may be the same with a note."""
-    sqlstate = getattr(error, "sqlstate", None)
+    sqlstate = _sqlstate(error)
     if sqlstate in KINDS:
         return of_server(verb, sqlstate, *_texts(error))
     if sqlstate == "42501" and function.partition("(")[0] in str(error):  # and not of a schema, or of code of the program's own
@@ -149,7 +149,7 @@ def remedy(sqlstate: str | None) -> str | None:
 
 _SETUP = ("42501", "42883", "42P01", "42703", "3F000")
 _AWAY = ("08", "25006", "0A000", "28", "3D", "40001", "40P01", "53", "55P03", "57", "58", "XX")
-_DRIVERS = ("psycopg", "psycopg_binary", "psycopg_c", "psycopg_pool", "asyncpg")
+_DRIVERS = ("psycopg", "psycopg_binary", "psycopg_c", "psycopg_pool", "psycopg2", "asyncpg")
 _OF_PROGRAMS = (TypeError, AttributeError, NameError, LookupError, ValueError, AssertionError, ArithmeticError, ImportError, RecursionError)
 
 
@@ -169,7 +169,7 @@ def state(error: BaseException) -> str | None:
     cause: Any = error
     while isinstance(cause, BaseException) and cause not in seen:
         seen.append(cause)
-        if isinstance(sqlstate := getattr(cause, "sqlstate", None), str):
+        if isinstance(sqlstate := _sqlstate(cause), str):
             return sqlstate
         if isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
@@ -195,8 +195,19 @@ def _is_of_program(error: BaseException) -> bool:
     return isinstance(error, _OF_PROGRAMS) and raised_by.partition(".")[0] not in _DRIVERS
 
 
+def _of_driver(error: BaseException) -> BaseException:
+    """The driver's error, which Django wraps."""
+    return error.__cause__ if error.__cause__ is not None and type(error).__module__ == "django.db.utils" else error
+
+
+def _sqlstate(error: BaseException) -> Any:
+    error = _of_driver(error)
+    return getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)  # of psycopg2
+
+
 def _texts(error: BaseException) -> tuple[str | None, str | None, str | None]:
     """Message, DETAIL and HINT, where psycopg and asyncpg keep them."""
+    error = _of_driver(error)
     if (diag := getattr(error, "diag", None)) is not None:
         return diag.message_primary, diag.message_detail, diag.message_hint
     return getattr(error, "message", None), getattr(error, "detail", None), getattr(error, "hint", None)
@@ -204,13 +215,13 @@ def _texts(error: BaseException) -> tuple[str | None, str | None, str | None]:
 
 def is_transient(error: Exception) -> bool:
     """Whether nothing happened, and a repeat may succeed: a serialization failure, a deadlock, or an upgrade replaced the function."""
-    sqlstate = getattr(error, "sqlstate", None)
+    sqlstate = _sqlstate(error)
     return sqlstate in ("40001", "40P01") or sqlstate == "XX000" and str(error).startswith("cache lookup failed for function")
 
 
 def is_lost(error: Exception) -> bool:
     """Whether the connection broke, so that the call may have happened or not."""
-    sqlstate = getattr(error, "sqlstate", None)
+    sqlstate = _sqlstate(error)
     if sqlstate is None:  # by name: the subclasses that psycopg's pool raises mean that nothing was sent
         return isinstance(error, ConnectionError) or type(error).__name__ in ("OperationalError", "InterfaceError", "InternalClientError")
     return sqlstate.startswith("08") or sqlstate in ("57P01", "57P02", "57P03")
@@ -218,4 +229,4 @@ def is_lost(error: Exception) -> bool:
 
 def is_text(error: Exception) -> bool:
     """Whether the cause is text that this database cannot hold."""
-    return getattr(error, "sqlstate", None) in ("22021", "22P05")
+    return _sqlstate(error) in ("22021", "22P05")

@@ -226,16 +226,22 @@ class Request:
         return Event("failed open", None, self.charges, error=error)
 
 
+_DENIED = "Request cannot be satisfied as assigned quota has been exceeded"
+
+
+def title(event: Event) -> str:
+    return _DENIED if event.outcome == "denied" else HTTPStatus(event.status or 500).phrase
+
+
 def refusal(event: Event) -> tuple[Fields, bytes]:
     """The fields of a refusal, but for those of the event, and its body: problem+json, which names the policies that refused."""
     status = event.status or 500
-    problem: dict[str, object] = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
+    problem: dict[str, object] = {"type": "about:blank", "title": title(event), "status": status}
     if event.outcome == "denied" and event.decision is not None:
         d = event.decision
         decisions = d.decisions if isinstance(d, JointDecision) else [d]
         violated = dict.fromkeys(_public(c.policy) for c, own in zip(event.charges, decisions) if not own.allowed)
-        title = "Request cannot be satisfied as assigned quota has been exceeded"
-        problem = {"type": _QUOTA_EXCEEDED, "title": title, "status": status, "violated-policies": list(violated)}
+        problem = {"type": _QUOTA_EXCEEDED, "title": title(event), "status": status, "violated-policies": list(violated)}
     body = json.dumps(problem).encode() + b"\n"
     return [
         ("Content-Type", "application/problem+json"), ("X-Content-Type-Options", "nosniff"), ("Content-Length", str(len(body)))

@@ -48,7 +48,8 @@ class AsyncAcquirer(Protocol):
 
 
 class Limiter:
-    """Limits for programs without asyncio, on a psycopg 3 Connection or a psycopg_pool.ConnectionPool.
+    """Limits for programs without asyncio, on a psycopg 3 Connection or a psycopg_pool.ConnectionPool, a connection of psycopg2, or Django's
+    django.db.connection.
 
     On a pool each call is a transaction of its own, committed before it returns. On a connection it is part of the transaction that is
     open there, and a grant keeps the bucket locked until it ends. A psycopg connection without autocommit opens one by itself: without
@@ -66,6 +67,11 @@ class Limiter:
     def __init__(self, db: Any, *, schema: str | None = None) -> None:
         self._driver = drivers.sync_driver(db)
         self._schema = schema
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a call now is part of a transaction: a rollback gives its tokens back, and until the end the bucket stays locked."""
+        return not self._driver.is_alone()
 
     def acquire(self, policy: str, key: str, cost: int = 1, *, idempotency_key: str | None = None) -> Decision:
         """Take tokens from the bucket of key if it holds enough. A denial is a decision, not an error, and writes nothing.

@@ -1,0 +1,381 @@
+"""Views, storages and connections of the frameworks, as Debian has them."""
+
+import asyncio
+import concurrent.futures
+import multiprocessing
+import os
+import time
+import unittest
+import warnings
+from typing import Any
+
+import django
+import django.conf
+import fastapi
+import fastapi.testclient
+import flask
+import flask.views
+import limits.storage
+import limits.strategies
+import psycopg2
+import psycopg_pool
+import starlette.applications
+import starlette.endpoints
+import starlette.responses
+import starlette.routing
+
+from pgratelimit import AsyncLimiter, Combiner, Denied, InvalidArgument, Limiter, Locked, UnknownPolicy, errors
+from pgratelimit.limits import PostgresStorage
+from pgratelimit.views import django_limit, fastapi_limit, flask_limit, starlette_limit
+from tests.kit import AsyncCase, connection, define, execute, psycopg_pool_of, taken
+
+database = {"ENGINE": "django.db.backends.postgresql", "NAME": os.environ["PGDATABASE"], "OPTIONS": {}}
+database |= {setting: os.environ.get(f"PG{setting}", "") for setting in ("HOST", "PORT", "USER", "PASSWORD")}
+django.conf.settings.configure(DATABASES={"default": database}, ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"], SECRET_KEY="k")
+django.setup()
+
+import django.db  # noqa: E402
+import django.http  # noqa: E402
+import django.test  # noqa: E402
+import django.views  # noqa: E402
+
+urlpatterns: list[Any] = []
+
+
+class User:
+    """The user of a request, as Django's middleware of authentication sets it."""
+
+    def __init__(self, name: str | None) -> None:
+        self.pk, self.is_authenticated = name, name is not None
+
+
+def pool() -> psycopg_pool.ConnectionPool:
+    return psycopg_pool.ConnectionPool(min_size=1, max_size=2)
+
+
+class ViewsTest(unittest.TestCase):
+    def passes_once(self, get: Any) -> None:
+        """get returns status, fields and body of an answer. Of a policy of two tokens, each answer of the view has the fields."""
+        name = f'"{self.id()}"'
+        status, fields, body = get()
+        self.assertEqual((200, "hello", name + ";q=2", name + ";r=1;t=3600"), (status, body, fields["RateLimit-Policy"], fields["RateLimit"]))
+        get()
+        status, fields, body = get()
+        self.assertEqual((429, name + ";r=0;t=3600"), (status, fields["RateLimit"]))
+        self.assertGreater(int(fields["Retry-After"]), 3500)
+        self.assertIn("quota has been exceeded", body)
+
+    def setUp(self) -> None:
+        define(self.id(), 2, 1)
+
+    def test_fastapi(self):
+        for is_async in (False, True):
+            opened: Any = psycopg_pool.AsyncConnectionPool(open=False) if is_async else pool()
+            app = fastapi.FastAPI(on_startup=[opened.open], on_shutdown=[opened.close])
+            limiter = Combiner(opened) if is_async else Limiter(opened)
+            limited = fastapi.Depends(fastapi_limit(limiter, self.id(), failure="closed", timeout=60))
+
+            @app.get("/", dependencies=[limited])
+            def hello():
+                return fastapi.responses.PlainTextResponse("hello")
+
+            @app.get("/json", dependencies=[limited])
+            async def json():
+                return {}
+
+            with self.subTest(is_async=is_async), fastapi.testclient.TestClient(app) as client:
+                self.assertIn("ratelimit", client.get("/json").headers)
+                execute("select ratelimit_reset(%s::text, 'ip:unknown')", self.id())
+                statuses = [client.get("/") for _ in range(3)]
+                self.assertEqual([200, 200, 429], [answer.status_code for answer in statuses])
+                self.assertGreater(int(statuses[2].headers["Retry-After"]), 3500)
+                self.assertIn("quota has been exceeded", statuses[2].json()["detail"])
+                execute("select ratelimit_reset(%s::text, 'ip:unknown')", self.id())
+
+    def test_starlette(self):
+        with pool() as opened:
+            limit = starlette_limit(Limiter(opened), self.id(), key=lambda request: request.url.path, failure="closed")
+
+            @limit
+            async def hello(request):
+                return starlette.responses.PlainTextResponse("hello")
+
+            @limit
+            def in_thread(request):
+                return starlette.responses.PlainTextResponse("hello")
+
+            class Endpoint(starlette.endpoints.HTTPEndpoint):
+                @limit
+                async def get(self, request):
+                    return starlette.responses.PlainTextResponse("hello")
+
+            routes = [starlette.routing.Route(path, view) for path, view in (("/a", hello), ("/b", in_thread), ("/c", Endpoint))]
+            client = fastapi.testclient.TestClient(starlette.applications.Starlette(routes=routes))
+
+            def get(path):
+                answer = client.get(path)
+                return answer.status_code, answer.headers, answer.text
+
+            for path in ("/a", "/b", "/c"):
+                with self.subTest(path):
+                    self.passes_once(lambda: get(path))
+
+    def test_flask(self):
+        app = flask.Flask(__name__)
+        with pool() as opened:
+            limit = flask_limit(Limiter(opened), self.id(), key=lambda request: request.path, failure="closed")
+
+            @app.route("/a")
+            @limit
+            def hello():
+                return "hello"
+
+            @app.route("/b")
+            @limit
+            async def hello_async():
+                return "hello"
+
+            class Hello(flask.views.MethodView):
+                decorators = [limit]
+
+                def get(self):
+                    return "hello", 200, {"X-Own": "1"}
+
+            app.add_url_rule("/c", view_func=Hello.as_view("c"))
+
+            app.add_url_rule("/default", "d", flask_limit(Limiter(opened), self.id(), cost=lambda request: 2, failure="closed")(lambda: "hello"))
+            app.test_client().get("/default")
+
+            def get(path):
+                answer = app.test_client().get(path)
+                return answer.status_code, answer.headers, answer.text
+
+            for path in ("/a", "/b", "/c"):
+                with self.subTest(path):
+                    self.passes_once(lambda: get(path))
+            self.assertEqual(2, taken(self.id(), "ip:127.0.0.1"))
+        with self.assertRaisesRegex(TypeError, "must be a Limiter"):
+            flask_limit(AsyncLimiter.__new__(AsyncLimiter), self.id(), failure="closed")
+
+    def test_django(self):
+        limiter = Limiter(django.db.connection)
+        limit = django_limit(limiter, self.id(), failure="closed")
+        answer = lambda *_, **__: django.http.HttpResponse("hello")  # noqa: E731
+
+        @limit
+        def function(request):
+            return answer()
+
+        @limit
+        async def function_async(request):
+            return answer()
+
+        @limit
+        class Class(django.views.View):
+            get = answer
+
+        class Method(django.views.View):
+            @limit
+            def get(self, request):
+                return answer()
+
+        views = {"function": function, "async": function_async, "class": Class.as_view(), "method": Method.as_view()}
+        for user, (name, view) in zip("abcd", views.items()):
+
+            def get():
+                request = django.test.RequestFactory().get("/")
+                request.user = User(user)
+                response = view(request)
+                if asyncio.iscoroutine(response):
+                    response = asyncio.run(response)
+                return response.status_code, response, response.content.decode()
+
+            with self.subTest(name):
+                self.passes_once(get)
+                self.assertEqual(2, taken(self.id(), f"user:{user}"))
+        request = django.test.RequestFactory().get("/")
+        request.user = User(None)
+        function(request)
+        self.assertEqual(1, taken(self.id(), "ip:127.0.0.1"))
+        with self.assertRaisesRegex(TypeError, "the view is not async"):
+            django_limit(AsyncLimiter.__new__(AsyncLimiter), self.id(), failure="closed")(answer)
+
+    def test_django_says_once_that_a_transaction_of_the_view_takes_the_tokens(self):
+        view = django_limit(Limiter(django.db.connection), self.id(), failure="closed")(lambda request: django.http.HttpResponse())
+        request = django.test.RequestFactory().get("/")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            view(request)
+            for _ in range(2):
+                with django.db.transaction.atomic():
+                    view(request)
+        self.assertEqual([RuntimeWarning], [warning.category for warning in seen])
+        self.assertIn("non_atomic_requests", str(seen[0].message))
+
+    def test_without_a_database_a_view_is_503_or_runs_as_chosen(self):
+        app = flask.Flask(__name__)
+        conn = psycopg2.connect("")
+        conn.close()
+        for failure in ("closed", "open"):
+            app.add_url_rule(f"/{failure}", failure, flask_limit(Limiter(conn), self.id(), failure=failure)(lambda: "hello"))
+        with self.assertLogs("pgratelimit"):
+            self.assertEqual([503, 200], [app.test_client().get(f"/{failure}").status_code for failure in ("closed", "open")])
+
+
+class DjangoAsyncTest(AsyncCase):
+    async def test_an_async_view_has_an_async_limiter(self):
+        define(self.id(), 1)
+        async with psycopg_pool_of(2) as opened:
+
+            @django_limit(Combiner(opened), self.id(), failure="closed", timeout=60)
+            async def view(request):
+                return django.http.HttpResponse()
+
+            request = django.test.RequestFactory().get("/")
+            self.assertEqual([200, 429], [(await view(request)).status_code for _ in range(2)])
+
+
+class ConnectionTest(unittest.TestCase):
+    def test_connections_take_tokens_in_or_outside_a_transaction_and_say_which(self):
+        define(self.id(), 10)
+        conn = psycopg2.connect("")
+        limiter = Limiter(conn)
+        with self.assertWarnsRegex(RuntimeWarning, "no autocommit"):
+            self.assertEqual(9, limiter.acquire(self.id(), "k").remaining)
+        self.assertTrue(limiter.in_transaction)
+        conn.rollback()
+        self.assertEqual(0, taken(self.id()))
+        conn.autocommit = True
+        self.assertFalse(limiter.in_transaction)
+        limiter.acquire(self.id(), "k")
+        self.assertEqual(1, taken(self.id()))
+        limiter = Limiter(django.db.connection)
+        self.assertFalse(limiter.in_transaction)
+        with self.assertRaises(KeyError), django.db.transaction.atomic():
+            limiter.acquire(self.id(), "k")
+            self.assertTrue(limiter.in_transaction)
+            raise KeyError
+        self.assertEqual(1, taken(self.id()))
+        limiter.acquire(self.id(), "k")
+        self.assertEqual(2, taken(self.id()))
+        conn.close()
+
+    def test_every_kind_of_text_and_of_answer(self):
+        define(self.id(), 10)
+        key = "%s ' \\ \" { é 🪣"
+        conn = psycopg2.connect("")
+        conn.autocommit = True
+        for taken_before, db in ((0, conn), (3, django.db.connection)):
+            limiter = Limiter(db)
+            self.assertEqual(9 - taken_before, limiter.acquire(self.id(), key).remaining)
+            joint = limiter.acquire_all([(self.id(), key), (self.id(), "other", 2)], idempotency_key=f"once {taken_before} %")
+            self.assertEqual((8 - taken_before, 8 - taken_before // 3 * 2), tuple(d.remaining for d in joint.decisions))
+            self.assertTrue(limiter.reserve(self.id(), key, 5))
+            self.assertEqual(11, limiter.acquire_up_to(self.id(), "full", 20).taken + 1)
+            limiter._driver.fetch("select ratelimit_reset(%s::text, 'full')", (self.id(),))
+            for error, call in (
+                (UnknownPolicy, lambda: limiter.acquire("none", key)),
+                (InvalidArgument, lambda: limiter.acquire(self.id(), "a\0b")),
+                (InvalidArgument, lambda: limiter.acquire(self.id(), "k", -1)),
+                (InvalidArgument, lambda: limiter.hold(self.id(), "k").__enter__()),
+            ):
+                self.assertRaises(error, call)
+        conn.close()
+
+    def test_an_error_of_the_server_is_what_it_is_under_any_driver(self):
+        define(self.id(), 9)
+        conn = psycopg2.connect("", options="-c lock_timeout=50")
+        conn.autocommit = True
+        execute("create role nobody_at_all")
+        self.addCleanup(execute, "drop role nobody_at_all")
+
+        def guarded(cursor):
+            cursor.execute("select ratelimit_enforce(%s, 'guarded', 50)", (self.id(),))
+
+        def forbidden(cursor):
+            cursor.execute("set role nobody_at_all; select ratelimit_acquire(%s, 'k')", (self.id(),))
+
+        execute("select ratelimit_acquire(%s::text, 'k')", self.id())
+        holder = psycopg2.connect("")
+        holder.cursor().execute("select ratelimit_acquire(%s, 'k')", (self.id(),))
+        self.assertRaises(Locked, Limiter(conn).acquire, self.id(), "k")
+        holder.close()
+        for db in (conn, django.db.connection):
+            for use, sqlstate, kind in ((guarded, "RL429", "fault"), (forbidden, "42501", "setup")):
+                with self.assertRaises(Exception) as raised, db.cursor() as cursor:
+                    use(cursor)
+                self.assertEqual((sqlstate, kind), (errors.state(raised.exception), errors.kind(raised.exception)))
+                denied = Denied.of(raised.exception)
+                self.assertEqual(50 if sqlstate == "RL429" else None, denied and denied.cost)
+            db.cursor().execute("reset role")
+        pid = conn.info.backend_pid
+        execute("select pg_terminate_backend(%s)", pid)
+        with self.assertRaises(Exception) as raised:
+            Limiter(conn).acquire(self.id(), "k")
+        self.assertEqual("away", errors.kind(raised.exception))
+
+
+def hits_of(policy_and_limit: tuple[str, int]) -> int:
+    """How many of 100 parallel hits of this process pass."""
+    key, limit = policy_and_limit
+    with psycopg_pool.ConnectionPool(min_size=4, max_size=4) as opened, concurrent.futures.ThreadPoolExecutor(8) as threads:
+        limiter = limits.strategies.FixedWindowRateLimiter(storage := PostgresStorage(limiter=Limiter(opened)))
+        item = limits.RateLimitItemPerHour(limit)
+        passed = sum(threads.map(lambda _: limiter.hit(item, key), range(100)))
+        del storage
+        return passed
+
+
+class LimitsTest(unittest.TestCase):
+    def setUp(self) -> None:
+        self.pool = self.enterContext(pool())
+        self.storage: Any = limits.storage.storage_from_string("pgratelimit://", limiter=Limiter(self.pool))
+        self.limiter = limits.strategies.FixedWindowRateLimiter(self.storage)
+
+    def test_of_200_parallel_hits_of_two_processes_exactly_the_limit_passes(self):
+        with multiprocessing.get_context("spawn").Pool(2) as processes:
+            self.assertEqual(50, sum(processes.map(hits_of, [(self.id(), 50)] * 2)))
+            self.assertEqual([0, 0], processes.map(hits_of, [(self.id(), 50)] * 2), "other processes find the counts")
+
+    def test_the_contract_of_a_storage(self):
+        item = limits.parse("3/2 hours")
+        key = item.key_for("k", self.id())
+        self.assertTrue(self.storage.check())
+        self.assertEqual((0, 3), (self.storage.get(key), self.limiter.get_window_stats(item, "k", self.id())[1]))
+        self.assertEqual([1], [self.storage.incr(key, 7200)])
+        self.assertTrue(7190 < self.storage.get_expiry(key) - time.time() < 7201)
+        self.assertEqual([2, 3, 4, 4], [self.storage.incr(key, 7200) for _ in range(4)])
+        self.assertEqual((3, False, False), (self.storage.get(key), self.limiter.test(item, "k", self.id()), self.limiter.hit(item, "k", self.id())))
+        reset, remaining = self.limiter.get_window_stats(item, "k", self.id())
+        self.assertEqual(0, remaining)
+        self.assertTrue(7190 < reset - time.time() < 7201)
+        self.assertTrue(self.limiter.hit(item, "another", self.id(), cost=2))
+        self.assertFalse(self.limiter.hit(item, "another", self.id(), cost=2))
+        self.limiter.clear(item, "k", self.id())
+        self.assertEqual((0, 2), (self.storage.get(key), self.storage.get(item.key_for("another", self.id()))))
+        self.storage.reset()
+        self.assertEqual(0, self.storage.get(item.key_for("another", self.id())))
+        with self.assertRaisesRegex(NotImplementedError, "fixed-window"):
+            limits.strategies.FixedWindowElasticExpiryRateLimiter(self.storage).hit(item, "k")
+        self.assertRaises(NotImplementedError, limits.strategies.MovingWindowRateLimiter, self.storage)
+        self.assertRaisesRegex(TypeError, "storage_options", limits.storage.storage_from_string, "pgratelimit://")
+
+    def test_an_override_decides_for_its_key(self):
+        item = limits.parse("2/4 hours")
+        self.assertTrue(self.limiter.hit(item, "k"))
+        execute("select ratelimit_override('2 per 14400000 ms', %s::text, capacity => 4, refill => 4)", f"limits:{item.key_for('paying')}")
+        self.assertEqual([True] * 4 + [False], [self.limiter.hit(item, "paying") for _ in range(5)])
+
+    def test_a_role_that_may_not_define_the_policy_gets_the_statement(self):
+        execute("create role hits; grant execute on function ratelimit_acquire to hits")
+        self.addCleanup(execute, "drop owned by hits; drop role hits")
+        conn = psycopg2.connect("", options="-c role=hits")
+        conn.autocommit = True
+        limiter = limits.strategies.FixedWindowRateLimiter(storage := PostgresStorage(limiter=Limiter(conn)))
+        item = limits.parse("2/5 hours")
+        with self.assertRaises(UnknownPolicy) as raised:
+            limiter.hit(item, "k")
+        connection().execute(raised.exception.hint.removeprefix("Its owner can run: "))
+        self.assertTrue(limiter.hit(item, "k"))
+        conn.close()
+        del storage
