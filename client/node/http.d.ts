@@ -113,7 +113,8 @@ export interface AddressOptions {
 
 /**
  * Names the bucket of the client's address, such as "ip:192.0.2.1", or for IPv6 its /64. Behind n trusted proxies that append to
- * X-Forwarded-For, it is the n-th address from the end of that field. A fetch handler has no other: use addressKey() without a proxy.
+ * X-Forwarded-For, it is the n-th address from the end of that field. Without an argument it trusts none, and
+ * warns once if a request has the field. A fetch handler has no other: use addressKey() without a proxy.
  */
 export function byIP(trustedProxies?: number, options?: AddressOptions): (request: NodeRequest | Request) => string
 

@@ -4,7 +4,7 @@
 import { createHash } from 'node:crypto'
 import { isIP } from 'node:net'
 import { setTimeout as sleep } from 'node:timers/promises'
-import { InvalidArgument, TimedOut, failureOf } from './lib/errors.js'
+import { InvalidArgument, NotReady, TimedOut, failureOf } from './lib/errors.js'
 import { areCharges, fits, known } from './lib/limiter.js'
 import { duration, timer } from './lib/waiting.js'
 
@@ -84,17 +84,26 @@ function withFields(response, headers) {
   }
 }
 
-export function byIP(trustedProxies = 0, options) {
+export function byIP(trusted, options) {
+  const trustedProxies = trusted === undefined ? 0 : trusted
+  let isTold = trusted !== undefined
   if (!Number.isSafeInteger(trustedProxies) || trustedProxies < 0) throw new RangeError('byIP: a number of proxies')
   const prefix = prefixOf(options)
   return (request) => {
     const { headers, socket } = request
     if (!socket && trustedProxies === 0) throw new TypeError('byIP: a Request of fetch has no address: pass addressKey() that of the connection')
     const forwarded = headers.get ? headers.get('x-forwarded-for') : headers['x-forwarded-for']
+    if (forwarded && !isTold) {
+      isTold = true
+      console.warn(UNTOLD)
+    }
     const named = trustedProxies > 0 ? keyOf((forwarded ?? '').split(',').at(-trustedProxies) ?? '', prefix) : UNKNOWN
     return named === UNKNOWN ? keyOf(socket?.remoteAddress ?? '', prefix) : named
   }
 }
+
+const UNTOLD = 'pgratelimit: a request has X-Forwarded-For, and byIP() trusts no proxy. Behind one, all clients share its address: ' +
+  'pass their number, such as byIP(1), or byIP(0) if there is none.'
 
 function prefixOf(options) {
   const { ipv6Prefix = 64 } = known(options, 'ipv6Prefix')
@@ -165,6 +174,23 @@ function createDecision(limiter, options, isRequestOver = isOver) {
   }
   const report = (event, request) => void tell(onError ? () => onError(event.error, ...request) : () => logEvent(log, event))
 
+  /** Tells the program what further requests would lack, which failure: 'open' would hide. */
+  const checkOnce = async (request) => {
+    try {
+      await limiter.check?.()
+    } catch (error) {
+      if (error instanceof NotReady) void tell(onError ? () => onError(error, ...request) : () => log('check', `pgratelimit: ${error.message}`))
+    }
+  }
+
+  const tellImpossible = (charges, { decisions }) => {
+    for (const [i, { policy, cost = 1 }] of charges.entries()) {
+      const { retryAfter, capacity } = decisions[i]
+      if (retryAfter !== null || capacity === 0 || cost <= capacity) continue
+      log(`cost ${policy}`, `pgratelimit: a request of ${cost} tokens is never allowed: the capacity of the policy "${policy}" is ${capacity}`)
+    }
+  }
+
   const undecided = (error, idempotencyKey) => {
     const { kind, isConflict } = failureOf(error)
     if (kind === 'fault' || (kind === 'setup' && !hasDecided)) return { outcome: 'invalid', status: isConflict && idempotencyKey ? 409 : 500 }
@@ -185,7 +211,9 @@ function createDecision(limiter, options, isRequestOver = isOver) {
     try {
       const decision = await askInTime(limiter, charges, idempotencyKey, timeoutMs)
       const headers = fields(charges, decision, quotas)
+      if (!hasDecided) checkOnce(request)
       hasDecided = true
+      if (!decision.allowed) tellImpossible(charges, decision)
       if (decision.allowed) return { outcome: 'allowed', status: 0, charges, decision, headers }
       if (decision.retryAfter !== null) headers['Retry-After'] = String(Math.ceil(decision.retryAfter))
       return { outcome: 'denied', status: 429, charges, decision, headers }

@@ -194,6 +194,12 @@ export class Limiter {
   /** Begins the lease of a holder anew, and returns its length; null if it does not hold, or not any more. It never takes slots. */
   renew(policy: string, key: string, holder: string, options?: CallOptions): Promise<number | null>
 
+  /**
+   * Rejects with NotReady if the database lacks what calls need: the package, a grant, a policy. Call it at the start of a program. calls are
+   * names of methods, by default acquire and acquireAll. With hold among them the policies are those of slots. It takes nothing.
+   */
+  check(options?: CallOptions & { policies?: string[] | undefined; calls?: string[] | undefined }): Promise<void>
+
   /** Frees the slots of a holder, and returns whether it held them until now. After a lost answer it is sent again, and returns false. */
   release(policy: string, key: string, holder: string, options?: CallOptions): Promise<boolean>
 }
@@ -237,6 +243,11 @@ export class Locked extends RateLimitError {}
 export class LeaseLost extends RateLimitError {}
 /** As many requests wait as may. Nothing was sent. */
 export class Overloaded extends RateLimitError {}
+/** The database lacks what a limiter needs. */
+export class NotReady extends RateLimitError {
+  /** One line each, most of them statements that help. */
+  readonly lacks: string[]
+}
 /** The Combiner was closed. Nothing was sent. */
 export class Closed extends RateLimitError {}
 /** The call had no answer within callTimeoutMs. Its tokens may be taken. */

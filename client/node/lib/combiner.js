@@ -21,6 +21,7 @@ export class Combiner extends Limiter {
   #ending = new Set() // promises, of calls that were given up
   #turn // the next look at the queue
   #linger // a timer
+  _packs = true
 
   constructor(db, options) {
     const { callsInFlight = 2, maxWaiting = 10_000, callTimeoutMs = 5000, ...others } = known(options, ...OPTIONS, 'callsInFlight', 'maxWaiting')

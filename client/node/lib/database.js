@@ -17,6 +17,7 @@ export class Database {
     if (typeof db?.query !== 'function') throw new TypeError('pgratelimit: the handle has no query(text, values): README.md has adapters')
     this.#db = db
     this.#isPool = typeof db.connect === 'function' && typeof db.totalCount === 'number' // a Pool of pg
+    this.schema = schema
     this.#schema = schema === undefined ? '' : `"${schema.replaceAll('"', '""')}".`
     this.#retry = retry ?? this.#isPool
     this.#timeout = duration('callTimeoutMs', callTimeoutMs)
@@ -29,14 +30,14 @@ export class Database {
   get isPool() { return this.#isPool || this.#retry }
 
   /**
-   * Selects columns from a call of a function, and decodes them. It is sent again, where each statement is a transaction of its own,
+   * Selects columns from a call of a function, or sends a statement of its own, and decodes the row. It is sent again, where each statement is a transaction of its own,
    * after an error which means that nothing happened; and after the loss of a connection, if the call does the same however often it
    * is sent (`once`). Calls whose outcome is unknown are pushed to `unended`, as promises until they have ended. A call is given up
    * after `patience` ms, if that is less than callTimeoutMs.
    */
-  async row({ columns, decode = (row) => row, call, values, once = false }, { unended = [], patience = Infinity } = {}) {
+  async row({ columns, statement, decode = (row) => row, call, values, once = false }, { unended = [], patience = Infinity } = {}) {
     const timeout = Math.min(this.#timeout, patience)
-    const text = `select ${columns} from ${this.#schema}${call}`
+    const text = statement ?? `select ${columns} from ${this.#schema}${call}`
     for (let tries = 1; ; tries++) {
       let result
       try {

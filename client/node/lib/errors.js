@@ -27,6 +27,13 @@ export class TooLate extends RateLimitError {
   }
 }
 
+export class NotReady extends RateLimitError {
+  constructor(lacks) {
+    super('the database lacks what this limiter needs', { detail: lacks.join('\n') })
+    this.lacks = lacks
+  }
+}
+
 export class Closed extends RateLimitError {}
 export class TimedOut extends RateLimitError {}
 

@@ -1,4 +1,5 @@
 import { randomUUID } from 'node:crypto'
+import { check } from './check.js'
 import { Database, unless } from './database.js'
 import { DECISION, JOINT, PARTIAL, RESERVATION, seconds } from './decision.js'
 import { InvalidArgument, TooLate, invalid } from './errors.js'
@@ -16,6 +17,7 @@ export const OPTIONS = ['schema', 'retry', 'callTimeoutMs']
 /** Asks for tokens, one call for each request. index.d.ts explains each method. A Combiner has its own _ask, and uses _database. */
 export class Limiter {
   #strays
+  _packs = false // whether requests share calls
 
   constructor(db, options) {
     this._database = new Database(db, known(options, ...OPTIONS))
@@ -135,6 +137,14 @@ export class Limiter {
     const { signal } = known(options, 'signal')
     signal?.throwIfAborted()
     return unless(signal, release(this._database, ...bucket(policy, key), text('holder', holder)))
+  }
+
+  async check(options) {
+    const { policies = [], calls = ['acquire', 'acquireAll'], signal } = known(options, 'policies', 'calls', 'signal')
+    for (const [name, list] of Object.entries({ policies, calls })) {
+      if (!Array.isArray(list)) throw invalid(name, `is of type ${typeof list}.`, 'Pass an array of names.')
+    }
+    return unless(signal, check(this, this._database, policies, calls, this._packs))
   }
 
   async #call(kind, call, values, { signal, once }) {

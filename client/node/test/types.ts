@@ -1,5 +1,5 @@
 // Not run: tsc --noEmit compiles it.
-import { Combiner, Denied, Limiter, TooLate, translate, type JointDecision } from 'pgratelimit'
+import { Combiner, Denied, Limiter, NotReady, TooLate, translate, type JointDecision } from 'pgratelimit'
 import { addressKey, byIP, byUser, decide, limit, limitFetch, per } from 'pgratelimit/http'
 import { limitedFetch, retryAfter } from 'pgratelimit/outgoing'
 import { NestStorage, PostgresStore, fastifyStore } from 'pgratelimit/stores'
@@ -34,6 +34,7 @@ export async function use(signal: AbortSignal | undefined, schema: string | unde
   // @ts-expect-error null: it does not hold
   heldFor.toFixed()
   const freed: boolean = await limiter.release('jobs', 'k', held.holder)
+  await limiter.check({ policies: ['api'], calls: ['acquire'], signal }).catch((error) => error instanceof NotReady && error.lacks.join())
   const error = translate(new Error())
   if (error instanceof Denied) error.cost.toFixed()
 }

@@ -1,0 +1,60 @@
+import { text } from './decision.js'
+import { InvalidArgument, NotReady, UnknownPolicy, invalid } from './errors.js'
+
+const FUNCTIONS = { acquire: ['acquire'], hold: ['hold', 'renew', 'release'], wait: ['reserve', 'settle'] } // of methods that differ
+
+/** Each function by name, as the session finds it; null where there is none. */
+const FOUND = `select current_user::text as role, pg_catalog.json_agg(pg_catalog.json_build_array(
+         wanted.name, found.schema, found.signature, found.visible, found.usage, found.execute))::text as functions
+  from pg_catalog.unnest($1::text::text[]) as wanted (name)
+  left join lateral (
+    select pg_catalog.quote_ident(n.nspname) as schema,
+           pg_catalog.format('%I(%s)', p.proname, pg_catalog.oidvectortypes(p.proargtypes)) as signature,
+           $2::text is not null or pg_catalog.pg_function_is_visible(p.oid) as visible,
+           pg_catalog.has_schema_privilege(n.oid, 'usage') as usage,
+           pg_catalog.has_function_privilege(p.oid, 'execute') as execute
+      from pg_catalog.pg_proc as p
+      join pg_catalog.pg_namespace as n on n.oid = p.pronamespace
+     where p.proname = wanted.name and n.nspname = coalesce($2::text, n.nspname)
+     order by pg_catalog.pg_function_is_visible(p.oid) desc
+     limit 1) as found on true`
+
+/** Rejects with all that the calls of a limiter lack in its database, and the statements that help. */
+export async function check(limiter, database, policies, calls, packs) {
+  if (policies.length > 0 && !calls.includes('hold')) calls = [...calls, 'acquire']
+  const wanted = new Set(calls.flatMap((call) => {
+    if (typeof limiter[call] !== 'function') throw invalid('calls', `has ${String(call)}.`, 'Pass names of methods, such as acquire.')
+    return FUNCTIONS[call] ?? [call.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`)]
+  }))
+  if (packs && (wanted.has('acquire') || wanted.has('acquire_all'))) wanted.add('acquire_packed')
+  const names = [...wanted].map((name) => `ratelimit_${name}`), { schema } = database
+  const row = await database.row({ statement: FOUND, call: 'check', values: [`{${names}}`, schema ?? null], once: true })
+  const role = text(row, 'role'), found = JSON.parse(text(row, 'functions')), lacks = []
+  if (found.every(([, schema]) => schema === null)) {
+    const place = schema === undefined ? 'this database' : `schema "${schema}" of this database`
+    throw new NotReady([`pgratelimit is not installed in ${place}: run migrations/psql/install.sql`])
+  }
+  const schemas = found.filter(([, schema, , , usage]) => schema !== null && !usage).map(([, schema]) => schema)
+  for (const name of new Set(schemas)) lacks.push(`grant usage on schema ${name} to "${role}";`)
+  for (const [name, schema, signature, visible, usage, execute] of found) {
+    if (schema === null) lacks.push(`${name} is missing: bring pgratelimit up to date`)
+    else if (usage && !visible) lacks.push(`${name} is in schema ${schema}, which is not on search_path: name it with the option schema`)
+    if (schema !== null && !execute) lacks.push(`grant execute on function ${schema}.${signature} to "${role}";`)
+  }
+  if (lacks.length === 0) for (const policy of policies) lacks.push(...await lacksOf(limiter, policy, calls))
+  if (lacks.length > 0) throw new NotReady(lacks)
+}
+
+/** Asks a policy for nothing, by a call that takes nothing. */
+async function lacksOf(limiter, policy, calls) {
+  try {
+    if (calls.includes('hold')) await limiter.renew(policy, 'check', 'check')
+    else await limiter.acquire(policy, 'check', { cost: 0 })
+    return []
+  } catch (error) {
+    if (error instanceof UnknownPolicy) return [`no policy is named "${policy}": see the names in ratelimit_policies(), or define it`]
+    if (!(error instanceof InvalidArgument)) throw error
+    if (!calls.includes('hold')) return [`the policy "${policy}" lends slots: call hold`]
+    return calls.length > 1 ? [] : [`the policy "${policy}" lends no slots: define it with a lease, or call acquire`]
+  }
+}
