@@ -23,9 +23,9 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def by_ip(scope: Scope, trusted_proxies: int = 0, ipv6_prefix: int = 64) -> str:
+def by_ip(scope: Scope, trusted_proxies: int | None = None, ipv6_prefix: int = 64) -> str:
     """A key such as "ip:192.0.2.1" or "ip:2001:db8::/64". Count exactly the proxies that every request passes: with too many, clients
-    choose their address.
+    choose their address. Without a number, no proxy is trusted, and a warning is logged once if a request has X-Forwarded-For.
 
     A connection without an address, such as a Unix socket, is "ip:unknown". A client on TCP that has hung up has none, either: the
     middleware then drops the request, and charges nobody."""
@@ -116,7 +116,12 @@ class RateLimit:
             try:
                 async with asyncio.timeout(self._timeout):
                     decision = await request.send(self._limiter.acquire, self._limiter.acquire_all)
-                return request.decided(decision)
+                event = request.decided(decision)
+                if self._rules.is_to_check() and hasattr(self._limiter, "check"):
+                    with self._rules.checking():
+                        async with asyncio.timeout(self._timeout):
+                            await self._limiter.check()
+                return event
             except Exception as error:
                 if event := request.failed(error):
                     return event

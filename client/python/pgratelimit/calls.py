@@ -40,6 +40,7 @@ class Call(Generic[T]):
     args: tuple[str | int | None, ...]
     decode: Callable[[Sequence[Any]], T]
     once: bool = False  # does the same however often it is sent
+    is_query: bool = False  # function is a query, which has no schema
 
     def read(self, row: Any) -> T:
         """The answer. A row of another shape is an error: a column that is missing must not be taken for null, which is "never"."""

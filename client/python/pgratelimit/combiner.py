@@ -39,6 +39,8 @@ class Combiner(AsyncLimiter):
     It belongs to the event loop that calls it first. Close it when it is no longer used, or use it in async with.
     """
 
+    _packs = True
+
     def __init__(
         self,
         pool: Any,

@@ -58,6 +58,15 @@ class Closed(Error):
     """The Combiner was closed. Nothing was sent."""
 
 
+class NotReady(Error):
+    """The database lacks what a limiter needs."""
+
+    def __init__(self, lacks: list[str]) -> None:
+        super().__init__("pgratelimit: the database lacks what this limiter needs", None, "\n".join(lacks))
+        self.lacks = lacks
+        """One line each, most of them statements that help."""
+
+
 class TooLate(Error):
     """The tokens would come after the timeout, or never. Nothing was taken."""
 

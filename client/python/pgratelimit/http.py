@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from .answers import Charge, Decision, JointDecision
 from .calls import invalid, name_or_none, read_charge
-from .errors import Error, InvalidArgument, kind, remedy, state
+from .errors import Error, InvalidArgument, NotReady, kind, remedy, state
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ _QUOTA_EXCEEDED = "https://iana.org/assignments/http-problem-types#quota-exceede
 _PLAIN = "".join(chr(c) for c in range(32, 127) if chr(c) not in "%")
 
 log = logging.getLogger("pgratelimit")
+
+_told: set[str] = set()
 
 
 def named(kind: str, text: str) -> str:
@@ -42,12 +44,24 @@ def named(kind: str, text: str) -> str:
     return f"{kind}-sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def key_of_address(peer: str | None, forwarded: Iterable[str], trusted_proxies: int, ipv6_prefix: int = 64) -> str:
+_UNTOLD = (
+    "pgratelimit: a request has X-Forwarded-For, and by_ip trusts no proxy. Behind one, all clients share its address: pass "
+    "trusted_proxies=1 for one proxy, or 0 if there is none."
+)
+
+
+def key_of_address(peer: str | None, forwarded: Collection[str], trusted_proxies: int | None, ipv6_prefix: int = 64) -> str:
     """ "ip:" and the address of the client, of IPv6 its network of ipv6_prefix bits: one customer has at least a /64.
 
     With n trusted proxies it is the n-th address of X-Forwarded-For from the end; the client may have written the addresses before it.
-    Without so many it is the peer's, and without an address, as on a Unix socket, "ip:unknown".
+    Without so many it is the peer's, and without an address, as on a Unix socket, "ip:unknown". With None it trusts none, and warns once
+    if there is the field.
     """
+    if trusted_proxies is None:
+        if forwarded and not _told:
+            _told.add("proxies")
+            log.warning(_UNTOLD)
+        trusted_proxies = 0
     for name, value, least, most in (("trusted_proxies", trusted_proxies, 0, math.inf), ("ipv6_prefix", ipv6_prefix, 1, 128)):
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise invalid(f"{name} is {value!r}; it must be a whole number from {least}{'' if most == math.inf else f' to {most}'}")
@@ -161,7 +175,7 @@ class Rules:
             if not (callable(function) or function is None and name != "charges"):
                 raise TypeError(f"pgratelimit: {name} must be a function, and is a {type(function).__name__}")
         self.failure, self.quotas = failure, quotas
-        self.has_decided = False
+        self.has_decided = self.has_checked = False
         self._logged: dict[str, float] = {}
 
     def request(self, asked: list[Any], key: Any) -> "Request | Event":
@@ -178,6 +192,28 @@ class Rules:
         except InvalidArgument as error:
             return Event("invalid", 400, request.charges, error=error)
         return request
+
+    def tell_of_cost(self, charge: Charge, capacity: int) -> None:
+        """Once a minute for each policy."""
+        now = time.monotonic()
+        if now - self._logged.get(f"cost {charge.policy}", -math.inf) >= 60:
+            self._logged[f"cost {charge.policy}"] = now
+            text = 'pgratelimit: a request of %d tokens is never allowed: the capacity of the policy "%s" is %d'
+            log.warning(text, charge.cost, charge.policy, capacity)
+
+    def is_to_check(self) -> bool:
+        """Whether to look now what further requests would lack, which failure="open" would hide: once, after the first decision."""
+        is_first, self.has_checked = self.has_decided and not self.has_checked, self.has_checked or self.has_decided
+        return is_first
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        try:
+            yield
+        except NotReady as lacking:
+            log.warning("%s", lacking)
+        except Exception:  # a database that is away is told of elsewhere
+            log.debug("pgratelimit: not checked", exc_info=True)
 
     def log(self, error: Exception, whose: str, sqlstate: str | None) -> None:
         """What has a remedy at most once a minute, of each SQLSTATE, and the rest at most once a second."""
@@ -208,6 +244,9 @@ class Request:
             raise Error(f"pgratelimit: {len(d.decisions)} decisions about {len(self.charges)} charges")
         status, fields = decided(self.charges, d, self._rules.quotas)
         self._rules.has_decided = True
+        for charge, own in zip(self.charges, d.decisions if isinstance(d, JointDecision) else [d]):
+            if not own.allowed and own.retry_after is None and 0 < own.capacity < charge.cost:
+                self._rules.tell_of_cost(charge, own.capacity)
         return Event("allowed" if status is None else "denied", status, self.charges, d, fields=fields)
 
     def failed(self, error: Exception) -> Event | None:

@@ -8,11 +8,11 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from . import answers, calls, drivers, errors, hold
+from . import answers, calls, check, drivers, errors, hold
 from .answers import DECISION, PARTIAL, Charge, Decision, JointDecision, PartialDecision, Reservation, seconds
 from .calls import Call, Duration, whole
 from .errors import Error, InvalidArgument, Locked, TooLate
@@ -229,9 +229,20 @@ class Limiter:
         returns False."""
         return self._run(calls.release(policy, key, holder))
 
+    def check(self, policies: Collection[str] = (), calls: Collection[str] = ("acquire", "acquire_all")) -> None:
+        """Raise NotReady if the database lacks what calls need: the package, a grant, a policy. It is for the start of a program. calls
+        are names of methods. With hold among them the policies are those of slots. It takes nothing."""
+        lacks = self._run(check.functions(self, self._schema, policies, calls, False))
+        for policy in policies if not lacks else ():
+            try:
+                self._run(check.of_policy(policy, calls))
+            except Error as error:
+                lacks += check.refused(policy, calls, error)
+        check.found(lacks)
+
     def _run(self, call: Call[T]) -> T:
         tries = _Tries(call, self._driver)
-        sql = calls.statement(self._schema, call.columns, call.function, self._driver.percent)
+        sql = calls.statement(None if call.is_query else self._schema, call.columns, call.function, self._driver.percent)
         while True:
             try:
                 row = self._driver.fetch(sql, call.args)
@@ -257,6 +268,8 @@ class AsyncLimiter:
 
     A cancelled call has no answer, and its tokens may be taken: repeat it under its idempotency key, or asyncio.shield it.
     """
+
+    _packs = False  # whether requests share calls
 
     def __init__(self, db: Any, *, schema: str | None = None) -> None:
         self._driver = drivers.async_driver(db)
@@ -359,11 +372,21 @@ class AsyncLimiter:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(tried.wait(), GIVE_BACK_TIMEOUT)
 
+    async def check(self, policies: Collection[str] = (), calls: Collection[str] = ("acquire", "acquire_all")) -> None:
+        """As Limiter.check."""
+        lacks = await self._run(check.functions(self, self._schema, policies, calls, self._packs))
+        for policy in policies if not lacks else ():
+            try:
+                await self._run(check.of_policy(policy, calls))
+            except Error as error:
+                lacks += check.refused(policy, calls, error)
+        check.found(lacks)
+
     async def _run(self, call: Call[T], unended: set[asyncio.Future[Any]] | None = None) -> T:
         """The answer. A cancelled caller finds in unended what goes on without it."""
         left = set() if unended is None else unended
         tries = _Tries(call, self._driver)
-        sql = calls.statement(self._schema, call.columns, call.function, self._driver.percent)
+        sql = calls.statement(None if call.is_query else self._schema, call.columns, call.function, self._driver.percent)
         while True:
             try:
                 row = await self._driver.fetch(sql, call.args, left)

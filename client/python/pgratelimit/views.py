@@ -55,7 +55,7 @@ class _Decider:
 
 
 def fastapi_limit(
-    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int = 0
+    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int | None = None
 ) -> Callable[..., Any]:
     """A dependency. Its refusal is an HTTPException, which handlers of the program may show in their own way."""
     from starlette.exceptions import HTTPException
@@ -75,7 +75,7 @@ def fastapi_limit(
 
 
 def starlette_limit(
-    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int = 0
+    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int | None = None
 ) -> Callable[[View], View]:
     """A decorator for an endpoint, or for a method of an HTTPEndpoint."""
     from starlette.concurrency import run_in_threadpool
@@ -102,7 +102,7 @@ def starlette_limit(
 
 
 def flask_limit(
-    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, trusted_proxies: int = 0
+    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, trusted_proxies: int | None = None
 ) -> Callable[[View], View]:
     """A decorator below @app.route, or in the decorators of a MethodView."""
     from flask import current_app, request
@@ -129,7 +129,7 @@ def flask_limit(
 
 
 def django_limit(
-    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int = 0
+    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int | None = None
 ) -> Callable[[View], View]:
     """A decorator for a view, a method of one, or a class of views. Under ATOMIC_REQUESTS a limiter on django.db.connection would give the
     tokens of a view that fails back, and lock the bucket until it ends: a RuntimeWarning says so, once."""

@@ -19,7 +19,7 @@ __all__ = ["Event", "RateLimit", "by_ip", "let_pass", "named"]
 Environ = dict[str, Any]
 
 
-def by_ip(environ: Environ, trusted_proxies: int = 0, ipv6_prefix: int = 64) -> str:
+def by_ip(environ: Environ, trusted_proxies: int | None = None, ipv6_prefix: int = 64) -> str:
     """As asgi.by_ip. Servers of WSGI know the address of a client that has hung up, too."""
     forwarded = environ.get("HTTP_X_FORWARDED_FOR")
     return http.key_of_address(environ.get("REMOTE_ADDR"), [forwarded] if forwarded else [], trusted_proxies, ipv6_prefix)
@@ -79,7 +79,11 @@ class RateLimit:
         request = self._rules.request(asked, None if self._idempotency_key is None else self._idempotency_key(environ))
         while isinstance(request, http.Request):
             try:
-                return request.decided(request.send(self._limiter.acquire, self._limiter.acquire_all))
+                event = request.decided(request.send(self._limiter.acquire, self._limiter.acquire_all))
+                if self._rules.is_to_check() and hasattr(self._limiter, "check"):
+                    with self._rules.checking():
+                        self._limiter.check()
+                return event
             except Exception as error:
                 if event := request.failed(error):
                     return event

@@ -160,7 +160,7 @@ class WsgiTest(unittest.TestCase):
             self.assertEqual(key, scope_ip({"client": ("a001:db8:1:2:3:4:5:6", 1), "headers": []}, ipv6_prefix=prefix))
             self.assertEqual(key, environ_ip({"REMOTE_ADDR": "a001:db8:1:2:3:4:5:6"}, ipv6_prefix=prefix))
         self.assertEqual("ip:192.0.2.1", environ_ip({"REMOTE_ADDR": "::ffff:192.0.2.1"}, ipv6_prefix=1))
-        for name, wrong in (("ipv6_prefix", (0, 129, -1, 64.0, True, "64")), ("trusted_proxies", (-1, 1.0, None))):
+        for name, wrong in (("ipv6_prefix", (0, 129, -1, 64.0, True, "64")), ("trusted_proxies", (-1, 1.0, True))):
             for value in wrong:
                 with self.assertRaisesRegex(InvalidArgument, name):
                     environ_ip({"REMOTE_ADDR": "::1"}, **{name: value})
