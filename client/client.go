@@ -282,6 +282,7 @@ type call struct {
 	args     []any
 	tokens   bool  // takes tokens or gives them back: NoFlush is about these
 	once     bool  // does the same however often it is sent
+	isQuery  bool  // function is a query, which has no schema
 	err      error // why it is not to be sent
 }
 
@@ -423,6 +424,9 @@ func hasZeroByte(text string) bool { return strings.Contains(text, "\x00") }
 // statement is the SQL of a call. Its synchronous_commit lasts until the end of its own transaction.
 func (l *limiter) statement(c call) string {
 	from := l.schema + c.function
+	if c.isQuery {
+		from = c.function
+	}
 	if c.columns == "" {
 		return "call " + from
 	}

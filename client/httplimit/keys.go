@@ -3,10 +3,12 @@ package httplimit
 import (
 	"crypto/sha256"
 	"encoding/hex"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/netip"
 	"strings"
+	"sync"
 	"unicode/utf8"
 )
 
@@ -56,6 +58,8 @@ func ByIP(trustedProxies int) Key { return ByNetwork(trustedProxies, 64) }
 // the client may have written anything before. Count exactly the proxies that every request passes. With
 // too many, clients choose their address. With too few, all clients have the address of a proxy.
 //
+// Without proxies, the first request that has the field is logged: a proxy may have been forgotten.
+//
 // A request that came past the proxies, and has fewer addresses, or none there, has the address of its
 // connection. A connection without an address, such as a Unix socket, is "ip:unknown".
 func ByNetwork(trustedProxies, ipv6Bits int) Key {
@@ -65,9 +69,14 @@ func ByNetwork(trustedProxies, ipv6Bits int) Key {
 	if ipv6Bits < 1 || ipv6Bits > 128 {
 		panic("httplimit: ByNetwork: an IPv6 network has 1 to 128 bits")
 	}
+	var once sync.Once
 	return func(r *http.Request) string {
+		forwarded := r.Header["X-Forwarded-For"]
+		if trustedProxies == 0 && len(forwarded) > 0 {
+			once.Do(func() { slog.Warn(untold) })
+		}
 		if trustedProxies > 0 {
-			if ip, ok := parseIP(fromEnd(r.Header["X-Forwarded-For"], trustedProxies)); ok {
+			if ip, ok := parseIP(fromEnd(forwarded, trustedProxies)); ok {
 				return nameOf(ip, ipv6Bits)
 			}
 		}
@@ -77,6 +86,9 @@ func ByNetwork(trustedProxies, ipv6Bits int) Key {
 		return "ip:unknown" // a socket of the machine has no address
 	}
 }
+
+const untold = "rate limit: a request has X-Forwarded-For, and ByIP trusts no proxy: behind one, all clients share its address; " +
+	"pass their number, such as ByIP(1)"
 
 // fromEnd is the n-th element from the end of a list in several lines, or nothing.
 func fromEnd(lines []string, n int) string {

@@ -31,6 +31,7 @@ const (
 // A Guard remembers what a middleware has met. It is safe for concurrent use.
 type Guard struct {
 	hasDecided atomic.Bool
+	hasChecked atomic.Bool
 
 	mu     sync.Mutex
 	passed map[string]int64     // requests without a decision, by policy
@@ -52,6 +53,9 @@ func (g *Guard) Ask(
 		d, err = Ask(ctx, limiter, charges, opts...)
 		return err
 	})
+	if err == nil {
+		g.decided(ctx, limiter, charges, d.Decisions)
+	}
 	return d, err
 }
 
@@ -87,6 +91,34 @@ func (g *Guard) Try(ctx context.Context, call func() error) error {
 		g.hasDecided.Store(true)
 	}
 	return err
+}
+
+// checkTimeout is how long a check may take, which no request waits for.
+const checkTimeout = 5 * time.Second
+
+// decided looks at the decisions about the charges of a request, and logs what the program should know: a cost that no bucket can cover;
+// and once, after the first decision, what further requests would lack, which the program's choice might hide.
+func (g *Guard) decided(ctx context.Context, limiter client.Acquirer, charges []client.Charge, decisions []client.Decision) {
+	for i, c := range charges {
+		d, cost := decisions[i], c.Cost.Tokens()
+		if !d.Allowed && d.Never() && 0 < d.Capacity && d.Capacity < cost && g.isDue("cost "+c.Policy) {
+			const line = "rate limit: a request of more tokens than the capacity is never allowed"
+			slog.WarnContext(ctx, line, "policy", c.Policy, "cost", cost, "capacity", d.Capacity)
+		}
+	}
+	checker, ok := limiter.(interface {
+		Check(context.Context, client.Needs) error
+	})
+	if !ok || g.hasChecked.Swap(true) {
+		return
+	}
+	go func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), checkTimeout)
+		defer cancel()
+		if lacking, ok := errors.AsType[*client.NotReadyError](checker.Check(ctx, client.Needs{})); ok {
+			slog.ErrorContext(ctx, lacking.Error())
+		}
+	}()
 }
 
 // Fails reports whether the request fails whatever the program has chosen.

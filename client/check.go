@@ -1,0 +1,170 @@
+package client
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"unicode"
+)
+
+// Needs are what a program is going to ask of a database: see [Limiter.Check].
+type Needs struct {
+	// Calls are names of methods. Defaults to Acquire and AcquireAll.
+	Calls []string
+
+	// Policies are names of policies; if Calls has Hold, of those that lend slots. Defaults to none.
+	Policies []string
+}
+
+// A NotReadyError lists all that a database lacks, a line each. Most of them are statements that help.
+type NotReadyError struct{ Lacks []string }
+
+// Error returns the lines.
+func (e *NotReadyError) Error() string {
+	return "pgratelimit: the database lacks what this limiter needs:\n" + strings.Join(e.Lacks, "\n")
+}
+
+// functionsOf are the functions of methods that have others than their names say.
+var functionsOf = map[string][]string{
+	"Hold": {"hold", "renew", "release"}, "HoldWait": {"hold", "renew", "release"}, "HoldAs": {"hold"}, "Wait": {"reserve", "settle"},
+}
+
+const foundFunctions = `(
+  select current_user::text as role, pg_catalog.json_agg(pg_catalog.json_build_object(
+           'name', wanted.name, 'schema', found.schema, 'signature', found.signature,
+           'visible', found.visible, 'usage', found.usage, 'execute', found.execute))::text as functions
+    from pg_catalog.unnest($1::text[]) as wanted (name)
+    left join lateral (
+      select pg_catalog.quote_ident(n.nspname) as schema,
+             pg_catalog.format('%I(%s)', p.proname, pg_catalog.oidvectortypes(p.proargtypes)) as signature,
+             $2::text <> '' or pg_catalog.pg_function_is_visible(p.oid) as visible,
+             pg_catalog.has_schema_privilege(n.oid, 'usage') as usage,
+             pg_catalog.has_function_privilege(p.oid, 'execute') as execute
+        from pg_catalog.pg_proc as p
+        join pg_catalog.pg_namespace as n on n.oid = p.pronamespace
+       where p.proname = wanted.name and $2::text in ('', pg_catalog.quote_ident(n.nspname), '"' || n.nspname || '"')
+       order by pg_catalog.pg_function_is_visible(p.oid) desc
+       limit 1) as found on true) as answer`
+
+type foundFunction struct {
+	Name, Schema, Signature string
+	Visible, Usage, Execute bool
+}
+
+// Check returns a *[NotReadyError] if the database lacks what a program needs: the package, a grant, a policy. It is for the start of a
+// program, takes nothing, and needs no grant of its own. A database that is away is its own error.
+func (l *limiter) Check(ctx context.Context, needs Needs) error { return l.check(ctx, needs) }
+
+// Check is [Limiter.Check], also for the function by which requests share calls.
+func (c *Combiner) Check(ctx context.Context, needs Needs) error {
+	return c.check(ctx, needs, "ratelimit_acquire_packed")
+}
+
+func (l *limiter) check(ctx context.Context, needs Needs, more ...string) error {
+	calls := needs.Calls
+	if len(calls) == 0 {
+		calls = []string{"Acquire", "AcquireAll"}
+	}
+	holds := slices.Contains(calls, "Hold")
+	if len(needs.Policies) > 0 && !holds {
+		calls = append(slices.Clone(calls), "Acquire")
+	}
+	names := more
+	for _, method := range calls {
+		functions, ok := functionsOf[method]
+		if !ok {
+			functions = []string{snakeCase(method)}
+		}
+		for _, function := range functions {
+			names = append(names, "ratelimit_"+function)
+		}
+	}
+	slices.Sort(names)
+	names = slices.Compact(names)
+	schema := strings.TrimSuffix(l.schema, ".")
+	c := newCall("check", foundFunctions, names, schema)
+	c.columns, c.once, c.isQuery = "role, functions", true, true
+	var role, text string
+	if err := l.query(ctx, c, &role, &text); err != nil {
+		return err
+	}
+	var found []foundFunction
+	if err := json.Unmarshal([]byte(text), &found); err != nil {
+		return failed("check", err)
+	}
+	lacks := lacksOf(role, schema, found)
+	if len(lacks) == 0 {
+		for _, policy := range needs.Policies {
+			lack, err := l.lackOf(ctx, policy, holds)
+			if err != nil {
+				return err
+			}
+			lacks = append(lacks, lack...)
+		}
+	}
+	if len(lacks) > 0 {
+		return &NotReadyError{lacks}
+	}
+	return nil
+}
+
+func lacksOf(role, schema string, found []foundFunction) (lacks []string) {
+	isMissing := func(f foundFunction) bool { return f.Schema == "" }
+	if !slices.ContainsFunc(found, func(f foundFunction) bool { return !isMissing(f) }) {
+		place := "this database"
+		if schema != "" {
+			place = "schema " + schema + " of this database"
+		}
+		return []string{"pgratelimit is not installed in " + place + ": make install DATABASE_URL=…"}
+	}
+	for _, f := range found {
+		usage := fmt.Sprintf("grant usage on schema %s to %q;", f.Schema, role)
+		switch {
+		case isMissing(f):
+			lacks = append(lacks, f.Name+" is missing: bring pgratelimit up to date")
+			continue
+		case !f.Usage && !slices.Contains(lacks, usage):
+			lacks = append(lacks, usage)
+		case f.Usage && !f.Visible:
+			lacks = append(lacks, f.Name+" is in schema "+f.Schema+", which is not on search_path: name it with client.Schema")
+		}
+		if !f.Execute {
+			lacks = append(lacks, fmt.Sprintf("grant execute on function %s.%s to %q;", f.Schema, f.Signature, role))
+		}
+	}
+	return lacks
+}
+
+// lackOf asks a policy for nothing, by a call that takes nothing.
+func (l *limiter) lackOf(ctx context.Context, policy string, holds bool) ([]string, error) {
+	var err error
+	if holds {
+		_, err = l.Renew(ctx, policy, "check", "check")
+	} else {
+		_, err = l.ask(ctx, request{policy: policy, key: "check"}) // for no tokens
+	}
+	switch {
+	case errors.Is(err, ErrUnknownPolicy):
+		return []string{fmt.Sprintf("policy %q is not defined: see the names in ratelimit_policies(), or define it", policy)}, nil
+	case errors.Is(err, ErrInvalidArgument) && holds:
+		return []string{fmt.Sprintf("policy %q lends no slots: define it with a lease, or call Acquire", policy)}, nil
+	case errors.Is(err, ErrInvalidArgument):
+		return []string{fmt.Sprintf("policy %q lends slots: call Hold", policy)}, nil
+	}
+	return nil, err
+}
+
+// snakeCase is the name of a method as functions are named.
+func snakeCase(method string) string {
+	var name strings.Builder
+	for i, r := range method {
+		if unicode.IsUpper(r) && i > 0 {
+			name.WriteByte('_')
+		}
+		name.WriteRune(unicode.ToLower(r))
+	}
+	return name.String()
+}

@@ -1,0 +1,137 @@
+package client_test
+
+import (
+	"bytes"
+	"errors"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/client/httplimit"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// nobody is a pool of a role that may do nothing, and the quoted name of the role.
+func nobody(t *testing.T, db *pgtest.DB) (client.Pool, string) {
+	name := "nobody of " + db.Name
+	role := pgx.Identifier{name}.Sanitize()
+	db.Exec(t, "create role "+role)
+	t.Cleanup(func() { db.Exec(t, "drop owned by "+role+"; drop role "+role) })
+	return connect(t, db, map[string]string{"role": name}), role
+}
+
+func lacks(t *testing.T, err error) []string {
+	if err == nil {
+		return nil
+	}
+	lacking, ok := errors.AsType[*client.NotReadyError](err)
+	require.True(t, ok, "%v", err)
+	return lacking.Lacks
+}
+
+// The statements help: with them the check finds nothing.
+func TestCheck_ListsWhatCallsLack(t *testing.T) {
+	t.Parallel()
+	ctx, db := t.Context(), pgtest.New(t)
+	pool, _ := nobody(t, db)
+	combiner := client.NewCombiner(pool)
+	t.Cleanup(combiner.Close)
+
+	require.Len(t, lacks(t, client.New(pool).Check(ctx, client.Needs{})), 2)
+	require.Len(t, lacks(t, client.New(pool).Check(ctx, client.Needs{Calls: []string{"Hold", "AcquireUpTo"}})), 4)
+	missing := lacks(t, combiner.Check(ctx, client.Needs{}))
+	require.Len(t, missing, 3)
+	for _, statement := range missing {
+		require.Regexp(t, `^grant execute on function public\.ratelimit_acquire`, statement)
+		db.Exec(t, statement)
+	}
+	require.NoError(t, combiner.Check(ctx, client.Needs{}))
+	require.Equal(t, []string{`pgratelimit is not installed in schema "none" of this database: make install DATABASE_URL=…`},
+		lacks(t, client.New(pool, client.Schema("none")).Check(ctx, client.Needs{})))
+	elsewhere := connect(t, db, map[string]string{"search_path": "ratelimit"})
+	hidden := lacks(t, client.New(elsewhere).Check(ctx, client.Needs{}))
+	require.Regexp(t, `^ratelimit_acquire is in schema public, which is not on search_path`, hidden[0])
+	require.NoError(t, client.New(elsewhere, client.Schema("public")).Check(ctx, client.Needs{}))
+
+	db.Exec(t, "select ratelimit_define_policy('api', 5, 1, '1 hour'), ratelimit_define_policy('jobs', 5, lease => '1 hour')")
+	limiter := client.New(connect(t, db, nil))
+	require.Equal(t, []string{
+		`policy "misspelt" is not defined: see the names in ratelimit_policies(), or define it`, `policy "jobs" lends slots: call Hold`,
+	}, lacks(t, limiter.Check(ctx, client.Needs{Policies: []string{"misspelt", "api", "jobs"}})))
+	require.Equal(t, []string{`policy "api" lends no slots: define it with a lease, or call Acquire`},
+		lacks(t, limiter.Check(ctx, client.Needs{Calls: []string{"Hold"}, Policies: []string{"jobs", "api"}})))
+}
+
+// logOf is what the default logger gets from now on.
+func logOf(t *testing.T) func() string {
+	var mu sync.Mutex
+	var text bytes.Buffer
+	previous := slog.Default()
+	slog.SetDefault(slog.New(slog.NewTextHandler(writer(func(line []byte) (int, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		return text.Write(line)
+	}), nil)))
+	t.Cleanup(func() { slog.SetDefault(previous) })
+	return func() string {
+		mu.Lock()
+		defer mu.Unlock()
+		return text.String()
+	}
+}
+
+type writer func([]byte) (int, error)
+
+func (w writer) Write(line []byte) (int, error) { return w(line) }
+
+// Not parallel: the default logger belongs to the process.
+func TestMiddleware_IsHeardAboutWhatIsWrongFromTheStart(t *testing.T) {
+	db := pgtest.New(t)
+	pool, role := nobody(t, db)
+	owner := connect(t, db, nil)
+	db.Exec(t, "select ratelimit_define_policy('api', 5, 1, '1 hour')")
+	get := func(limiter client.Acquirer, charge client.Charge, key httplimit.Key) int {
+		charges := func(r *http.Request) []client.Charge { charge.Key = key(r); return []client.Charge{charge} }
+		handler := httplimit.New(limiter, charges, httplimit.Open(time.Minute))(http.NotFoundHandler())
+		r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
+		r.Header.Set("X-Forwarded-For", "192.0.2.1")
+		w := httptest.NewRecorder()
+		for range 2 {
+			w = httptest.NewRecorder()
+			handler.ServeHTTP(w, r)
+		}
+		return w.Code
+	}
+	api := client.Charge{Policy: "api"}
+	for _, missing := range []struct {
+		limiter client.Acquirer
+		charge  client.Charge
+		line    string
+	}{
+		{client.New(pool), api, "grant execute on function ratelimit_acquire"},
+		{client.New(owner, client.Schema("none")), api, "SQLSTATE 3F000"},
+		{client.New(owner), client.Charge{Policy: "misspelt"}, "unknown policy"},
+	} {
+		log := logOf(t)
+		require.Equal(t, http.StatusInternalServerError, get(missing.limiter, missing.charge, httplimit.ByIP(1)), "%s", missing.line)
+		require.Equal(t, 1, strings.Count(log(), missing.line), "once: %s", log())
+	}
+
+	log := logOf(t)
+	require.Equal(t, http.StatusTooManyRequests, get(client.New(owner), client.Charge{Policy: "api", Cost: client.Cost(6)}, httplimit.ByIP(0)))
+	require.Equal(t, 1, strings.Count(log(), "ByIP trusts no proxy"), log())
+	require.Equal(t, 1, strings.Count(log(), "more tokens than the capacity is never allowed"), log())
+
+	db.Exec(t, "grant execute on function ratelimit_acquire to "+role)
+	log = logOf(t)
+	require.Equal(t, http.StatusNotFound, get(client.New(pool), api, httplimit.ByIP(1)))
+	require.Eventually(t, func() bool { return strings.Count(log(), "ratelimit_acquire_all") == 1 }, kit.Patience, 10*time.Millisecond)
+}
