@@ -47,6 +47,14 @@ export interface CostOptions extends CallOptions {
   cost?: number | bigint | undefined
 }
 
+export interface HoldOptions extends CostOptions {
+  /**
+   * A name of your own in place of a new uuid, of 1 to 512 bytes, such as the id of an attempt at a job, for a lease that two tasks or
+   * programs pass on. A holder that holds already begins its lease anew. After a lost answer its slots are not released: repeat the call.
+   */
+  holder?: string | undefined
+}
+
 export interface KeyedOptions extends CallOptions {
   /**
    * Names the operation of the program, so that the request can be sent again: the first grant under it is returned again, marked
@@ -189,7 +197,13 @@ export class Limiter {
    * granted is released in the background: again and again for a day, if the database is away. It needs a pool: in a transaction call
    * the SQL function ratelimit_hold with a holder of your own.
    */
-  hold(policy: string, key: string, options?: CostOptions): Promise<Hold>
+  hold(policy: string, key: string, options?: HoldOptions): Promise<Hold>
+
+  /**
+   * hold, again and again until the slots are free or the signal is aborted: when retryAfter is over, or after about a second if that is
+   * earlier. Callers who wait are in no order. It fails with TooLate if no wait helps.
+   */
+  holdWait(policy: string, key: string, options?: HoldOptions): Promise<Hold>
 
   /** Begins the lease of a holder anew, and returns its length; null if it does not hold, or not any more. It never takes slots. */
   renew(policy: string, key: string, holder: string, options?: CallOptions): Promise<number | null>

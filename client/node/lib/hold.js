@@ -217,8 +217,8 @@ export class Strays {
 }
 
 /** Makes one call. The server takes a call by the same holder for the same, so it can be sent again. */
-export async function hold(database, strays, policy, key, cost, signal) {
-  const holder = randomUUID(), sent = performance.now(), unended = []
+export async function hold(database, strays, policy, key, cost, own, signal) {
+  const holder = own ?? randomUUID(), sent = performance.now(), unended = []
   const holding = database.row({
     columns: HOLD.columns,
     call: 'ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)',
@@ -230,7 +230,8 @@ export async function hold(database, strays, policy, key, cost, signal) {
     signal?.throwIfAborted()
     return new Hold(database, policy, key, holder, sent, row, signal)
   } catch (error) {
-    if (signal?.aborted || unended.length > 0 || error instanceof TypeError) { // it may hold: the caller has left, or no answer came that can be read
+    const mayHold = signal?.aborted || unended.length > 0 || error instanceof TypeError // the caller has left, or no answer came that can be read
+    if (mayHold && own === undefined) {
       holding.catch(() => {}).then(() => Promise.allSettled(unended)).then(() => strays.add(policy, key, holder))
     }
     throw error

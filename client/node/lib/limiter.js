@@ -10,6 +10,7 @@ const MAX_LENGTH = 512 // bytes, of policies, keys and idempotency keys
 const MAX_CHARGES = 1000
 const LONGEST_WAIT = 365 * 86_400_000 // ms
 const GIVE_BACK_PATIENCE = 5000 // ms, of the caller
+const ASK_PAUSE = 1 // s, on average: holders release before their leases end
 
 /** The options of a Limiter. */
 export const OPTIONS = ['schema', 'retry', 'callTimeoutMs']
@@ -116,7 +117,7 @@ export class Limiter {
   }
 
   async hold(policy, key, options) {
-    const { cost, signal } = known(options, 'cost', 'signal')
+    const { cost, holder, signal } = known(options, 'cost', 'holder', 'signal')
     signal?.throwIfAborted()
     if (!this._database.isPool) {
       throw new InvalidArgument('hold needs a pool', {
@@ -124,7 +125,18 @@ export class Limiter {
         hint: 'Pass a Pool of pg, or for another pool { retry: true }; in a transaction call the SQL function ratelimit_hold.',
       })
     }
-    return hold(this._database, this.#strays, ...bucket(policy, key), tokens('cost', cost ?? 1), signal)
+    const own = holder === undefined ? undefined : text('holder', holder)
+    return hold(this._database, this.#strays, ...bucket(policy, key), tokens('cost', cost ?? 1), own, signal)
+  }
+
+  async holdWait(policy, key, options) {
+    for (;;) {
+      const held = await this.hold(policy, key, options)
+      if (held.allowed) return held
+      const { remaining, capacity, retryAfter } = held
+      if (retryAfter === null) throw new TooLate({ allowed: false, remaining, wait: null, resetAfter: null, capacity, replayed: false, shadowed: false })
+      await sleep(Math.min(retryAfter, ASK_PAUSE * (0.75 + Math.random() / 2)), options?.signal)
+    }
   }
 
   async renew(policy, key, holder, options) {

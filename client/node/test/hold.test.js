@@ -4,7 +4,7 @@ import { execFile } from 'node:child_process'
 import { getEventListeners, once } from 'node:events'
 import test from 'node:test'
 import { promisify } from 'node:util'
-import { Combiner, InvalidArgument, LeaseLost, Limiter, TimedOut, UnknownPolicy } from '../index.js'
+import { Combiner, InvalidArgument, LeaseLost, Limiter, TimedOut, TooLate, UnknownPolicy } from '../index.js'
 import { Tenure } from '../lib/hold.js'
 import { connect, definePolicy, defineSlots, eventually, holders, pool, stuck, turn, whileOpen } from './kit.js'
 
@@ -198,7 +198,7 @@ test('errors', async () => {
   for (const call of calls) {
     await assert.rejects(call(), (error) => error instanceof InvalidArgument && error.code === '22023' && error.hint !== undefined)
   }
-  await assert.rejects(limiter.hold(slots, 'k', { holder: 'mine' }), InvalidArgument)
+  await assert.rejects(limiter.hold(slots, 'k', { holder: 5 }), InvalidArgument)
   const connection = await pool.connect()
   await assert.rejects(new Limiter(connection).hold(slots, 'k'), /needs a pool/)
   connection.release()
@@ -360,4 +360,31 @@ test('a tenure', () => {
   assert.ok(ended.over(1))
   const year = new Tenure(0, 31_557_600_000 * 1000)
   assert.equal(year.patience(0), 31_557_600_000 * 1000 / 3)
+})
+
+test('a caller that waits for slots gets them when they are released, and fails if no wait helps', async () => {
+  const policy = await defineSlots(1), limiter = new Limiter(pool), held = await limiter.hold(policy, 'k'), leaving = new AbortController()
+  const waiting = limiter.holdWait(policy, 'k'), left = limiter.holdWait(policy, 'k', { signal: leaving.signal })
+  leaving.abort(new Error('gone'))
+  await assert.rejects(left, /gone/)
+  await held.release()
+  const next = await waiting
+  assert.ok(next.allowed)
+  await next.release()
+  await assert.rejects(limiter.holdWait(policy, 'k', { cost: 2 }), TooLate)
+})
+
+test('a lease under a holder of your own passes from one task to another', async () => {
+  const policy = await defineSlots(1), limiter = new Limiter(pool), stop = new AbortController()
+  const first = await limiter.hold(policy, 'k', { holder: 'job:7', signal: stop.signal })
+  assert.deepEqual([first.renewed, first.holder], [false, 'job:7'])
+  stop.abort()
+  const second = await new Limiter(pool).hold(policy, 'k', { holder: 'job:7' })
+  assert.deepEqual([second.allowed, second.renewed, (await limiter.hold(policy, 'k')).allowed], [true, true, false])
+  const lossy = new Limiter({ query: async (...args) => { await pool.query(...args); throw new TypeError('lost') } }, { retry: true })
+  await assert.rejects(lossy.hold(policy, 'k', { holder: 'job:7' }), /lost/)
+  await turn()
+  assert.deepEqual(await holders(policy), ['job:7'], 'not released behind its back')
+  await second.release()
+  assert.deepEqual(await holders(policy), [])
 })

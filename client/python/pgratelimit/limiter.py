@@ -157,7 +157,7 @@ class Limiter:
                 return reservation
 
     @contextmanager
-    def hold(self, policy: str, key: str, cost: int = 1) -> Iterator[Held]:
+    def hold(self, policy: str, key: str, cost: int = 1, *, holder: str | None = None) -> Iterator[Held]:
         """Take slots of a policy with a lease if enough are free, and hold them during a with block. A denial is a value that is false.
 
             with limiter.hold("jobs", "tenant:7") as held:
@@ -170,13 +170,16 @@ class Limiter:
         it raises the error of a release that fails, but not over an error of the block. A release that fails is tried again in the
         background until the lease ends, and so are the slots released of a hold whose answer was lost, for up to an hour.
         It needs a pool: in a transaction call the SQL function ratelimit_hold as the last statement, with a holder of your own.
+
+        holder is a name of your own in place of the uuid, for a lease that two tasks or programs pass on: a holder that holds already
+        begins its lease anew. After a lost answer its slots are not released: repeat the call.
         """
-        holder, sent = _new_hold(self._driver)
+        own, (holder, sent) = holder, _new_hold(self._driver, holder)
         call, end = calls.hold(policy, key, holder, cost), calls.release(policy, key, holder)
         try:
             answer = self._run(call)
         except BaseException as error:
-            if _is_unknown(error):
+            if own is None and _is_unknown(error):
                 self._undo(end, _Undoing(True), error)
             raise
         renewal = calls.renew(policy, key, holder, lambda us: us)
@@ -188,6 +191,20 @@ class Limiter:
                 self._end(held, end)
             raise
         self._end(held, end)
+
+    @contextmanager
+    def hold_wait(
+        self, policy: str, key: str, cost: int = 1, *, timeout: Duration | None = None, holder: str | None = None
+    ) -> Iterator[Held]:
+        """hold, again and again until the slots are free: when retry_after is over, or after about a second if that is earlier. Callers
+        who wait are in no order. Raises TooLate after timeout seconds, and at once if no wait helps."""
+        pauses = _hold_pauses(timeout)
+        while True:
+            with self.hold(policy, key, cost, holder=holder) as held:
+                if held:
+                    yield held
+                    return
+            time.sleep(pauses(held))
 
     def _end(self, held: Held, end: Call[bool]) -> None:
         try:
@@ -306,16 +323,16 @@ class AsyncLimiter:
                 return reservation
 
     @asynccontextmanager
-    async def hold(self, policy: str, key: str, cost: int = 1) -> AsyncIterator[AsyncHeld]:
+    async def hold(self, policy: str, key: str, cost: int = 1, *, holder: str | None = None) -> AsyncIterator[AsyncHeld]:
         """As Limiter.hold, in async with, and a task renews. When the lease is lost, the block is not cancelled. A cancelled hold
         first releases the slots, for up to 5 seconds, and goes on in the background."""
-        holder, sent = _new_hold(self._driver)
+        own, (holder, sent) = holder, _new_hold(self._driver, holder)
         call, end = calls.hold(policy, key, holder, cost), calls.release(policy, key, holder)
         unended = set[asyncio.Future[Any]]()
         try:
             answer = await self._run(call, unended)
         except BaseException as error:
-            if _is_unknown(error):
+            if own is None and _is_unknown(error):
                 await self._undo(end, _Undoing(True), error, unended)
             raise
         renewal = calls.renew(policy, key, holder, lambda us: us)
@@ -327,6 +344,19 @@ class AsyncLimiter:
                 await self._end(held, end)
             raise
         await self._end(held, end)
+
+    @asynccontextmanager
+    async def hold_wait(
+        self, policy: str, key: str, cost: int = 1, *, timeout: Duration | None = None, holder: str | None = None
+    ) -> AsyncIterator[AsyncHeld]:
+        """As Limiter.hold_wait."""
+        pauses = _hold_pauses(timeout)
+        while True:
+            async with self.hold(policy, key, cost, holder=holder) as held:
+                if held:
+                    yield held
+                    return
+            await asyncio.sleep(pauses(held))
 
     async def _end(self, held: AsyncHeld, end: Call[bool]) -> None:
         async def finish() -> None:
@@ -415,13 +445,26 @@ class _Tries:
         raise known from (None if known is error else error)
 
 
-def _new_hold(driver: drivers.Driver) -> tuple[str, float]:
-    """A new holder, and the time from which its lease counts."""
+def _new_hold(driver: drivers.Driver, holder: str | None) -> tuple[str, float]:
+    """The holder, a new one unless it is given, and the time from which its lease counts."""
     if not driver.is_pool:
         raise InvalidArgument(
             "pgratelimit: invalid argument: hold needs a pool, because it renews; in a transaction call the SQL function ratelimit_hold"
         )
-    return str(uuid.uuid4()), hold.monotonic()
+    return str(uuid.uuid4()) if holder is None else calls.text("holder", holder), hold.monotonic()
+
+
+def _hold_pauses(timeout: Duration | None) -> Callable[[Held | AsyncHeld], float]:
+    """How long to sleep after a denial: holders release before their leases end."""
+    until = time.monotonic() + (math.inf if timeout is None else calls.length("timeout", timeout, zero=True))
+
+    def pause(held: Held | AsyncHeld) -> float:
+        left = until - time.monotonic()
+        if held.retry_after is None or left <= 0:
+            raise TooLate(Reservation(False, held.remaining, held.retry_after, None, held.capacity, False, False))
+        return min(held.retry_after, random.uniform(0.75, 1.25), left)
+
+    return pause
 
 
 def _rounds(driver: drivers.Driver, timeout: Duration | None) -> Iterator[tuple[float, str]]:

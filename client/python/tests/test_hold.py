@@ -11,7 +11,7 @@ from unittest import mock
 import psycopg
 import psycopg_pool
 
-from pgratelimit import AsyncLimiter, Combiner, InvalidArgument, LeaseLost, Limiter, UnknownPolicy, hold
+from pgratelimit import AsyncLimiter, Combiner, InvalidArgument, LeaseLost, Limiter, TooLate, UnknownPolicy, hold
 from pgratelimit.hold import Tenure
 from tests.kit import BOTH_POOLS, AsyncCase, define, define_slots, execute, gather, holders, until, until_blocked, with_each_driver
 
@@ -84,6 +84,9 @@ class Threads:
 
     def hold(self, *args, **kwargs):
         return Threads(self.of.hold(*args, **kwargs))
+
+    def hold_wait(self, *args, **kwargs):
+        return Threads(self.of.hold_wait(*args, **kwargs))
 
     async def __aenter__(self):
         return Threads(await asyncio.to_thread(self.of.__enter__))
@@ -224,6 +227,37 @@ class EachTest(AsyncCase):
             async with limiter.hold(p, "k") as held:
                 pass
             self.assertEqual((True, []), (held.lost, holders(p)))
+
+    async def test_a_caller_that_waits_gets_slots_when_they_are_released(self):
+        async for limiter, p in self.limiters():
+
+            async def wait():
+                async with limiter.hold_wait(p, "k", 3) as held:
+                    return held.allowed
+
+            async with limiter.hold(p, "k"):
+                waiting = asyncio.create_task(wait())
+                with self.assertRaises(TooLate):
+                    await limiter.hold_wait(p, "k", 3, timeout=0).__aenter__()
+                with self.assertRaises(TooLate):
+                    await limiter.hold_wait(p, "k", 4).__aenter__()
+                self.assertFalse(waiting.done())
+            self.assertTrue(await waiting)
+            self.assertEqual([], holders(p))
+
+    async def test_a_lease_under_a_holder_of_ones_own_passes_from_one_task_to_another(self):
+        async for limiter, p in self.limiters():
+            execute("select ratelimit_hold(%s::text, 'k', 'job 7', 3)", p)
+            async with limiter.hold(p, "k", 3, holder="job 7") as held:
+                self.assertEqual((True, True, "job 7"), (held.allowed, held.renewed, held.holder))
+                async with limiter.hold(p, "k") as denied:
+                    self.assertFalse(denied.allowed)
+                flaky = Flaky(self, limiter, "ratelimit_hold")
+                flaky.fails = "unanswered"
+                with self.assertRaises(AN_ERROR):
+                    await limiter.hold(p, "k", 3, holder="job 7").__aenter__()
+                self.assertEqual(["job 7"], holders(p), "not released behind its back")
+            self.assertEqual([], holders(p))
 
     async def test_errors(self):
         async for limiter, p in self.limiters():
