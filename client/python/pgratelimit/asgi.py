@@ -116,12 +116,12 @@ class RateLimit:
             try:
                 async with asyncio.timeout(self._timeout):
                     decision = await request.send(self._limiter.acquire, self._limiter.acquire_all)
-                event = request.decided(decision)
+                made = request.decided(decision)
                 if self._rules.is_to_check() and hasattr(self._limiter, "check"):
                     with self._rules.checking():
                         async with asyncio.timeout(self._timeout):
                             await self._limiter.check()
-                return event
+                return made
             except Exception as error:
                 if event := request.failed(error):
                     return event

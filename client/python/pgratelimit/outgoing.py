@@ -1,10 +1,28 @@
-"""What the answer of an upstream, such as the API of a vendor, asks its clients to wait."""
+"""Limits for requests to an upstream, such as the API of a vendor.
 
+    client = httpx.Client(transport=LimitedTransport(httpx.HTTPTransport(), limiter, lambda request: [("vendor", "key:1")]))
+    session.mount("https://api.example.org/", LimitedAdapter(requests.adapters.HTTPAdapter(), limiter, lambda request: [("vendor", "key:1")]))
+
+Each request first takes the tokens of the charges that a function of it returns, in one acquire_all, or waits until they are there. In a
+process, requests with the same buckets wait in line, and one of them asks. Nothing is sent if no wait helps (TooLate), or if the limiter
+fails. When a response asks to wait (retry_after), the bucket of the first charge is paused for so long, max_pause seconds at most. There
+are no retries: the caller gets each response, a 429 too, when its pause is committed. A pause that fails is logged.
+"""
+
+import asyncio
 import datetime
+import logging
 import re
+import threading
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from .answers import Charge, JointDecision, Reservation
+from .calls import Duration, length, read_charge
+from .errors import TooLate
+from .limiter import AsyncLimiter, Limiter
 
 _LONGEST = 365 * 86400.0  # seconds, as a pause of the database
 
@@ -56,6 +74,128 @@ def retry_after(status: int, headers: Fields) -> float:
         of = {name.strip(): value for name, _, value in (parameter.partition("=") for parameter in item.split(";"))}
         resets += [("ratelimit", of.get(left, ""), of.get(reset, "")) for left, reset in (("r", "t"), ("remaining", "reset"))]
     return max((wait(name, reset) or 0.0 for name, remaining, reset in resets if _number(remaining) == 0), default=0.0)
+
+
+Charges = Callable[[Any], Iterable[Charge | tuple[str, str] | tuple[str, str, int]]]
+
+log = logging.getLogger("pgratelimit")
+
+
+class _Limited:
+    """What wraps something that sends requests: everything but sending is that one's."""
+
+    def __init__(
+        self, sender: Any, limiter: Any, charges: Charges, *, max_pause: Duration = 3600.0, pause_for: Callable[[int, Fields], float] = retry_after
+    ) -> None:
+        self._sender, self._limiter, self._charges = sender, limiter, charges
+        self._max_pause, self._pause_for = min(length("max_pause", max_pause), _LONGEST), pause_for
+        self._lines: dict[tuple[Charge, ...], list[Any]] = {}  # a lock, and how many have it or wait for it, by the buckets
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sender, name)
+
+    @contextmanager
+    def _place(self, charges: list[Charge], new_lock: Callable[[], Any]) -> Iterator[Any]:
+        """The lock of the line for these buckets."""
+        name = tuple(Charge(c.policy, c.key) for c in charges)
+        with self._lock:
+            line = self._lines.setdefault(name, [new_lock(), 0])
+            line[1] += 1
+        try:
+            yield line[0]
+        finally:
+            with self._lock:
+                line[1] -= 1
+                if line[1] == 0:
+                    del self._lines[name]
+
+    def _pause(self, status: int, headers: Fields) -> float:
+        """Seconds; 0 is no pause."""
+        seconds = min(self._pause_for(status, headers), self._max_pause)
+        return max(seconds, 0.001) if seconds > 0 else 0.0
+
+
+def _wait(d: JointDecision) -> float:
+    if d.retry_after is None:
+        raise TooLate(Reservation(False, d.remaining, None, d.reset_after, d.capacity, False, False))
+    return d.retry_after
+
+
+class _Sync(_Limited):
+    def __init__(self, sender: Any, limiter: Limiter, charges: Charges, **more: Any) -> None:
+        if not isinstance(limiter, Limiter):
+            raise TypeError("pgratelimit: limiter must be a Limiter")
+        super().__init__(sender, limiter, charges, **more)
+
+    def _send(self, request: Any, send: Callable[[], Any], status_of: Callable[[Any], int]) -> Any:
+        charges = [read_charge(c) for c in self._charges(request)]
+        if not charges:
+            return send()
+        with self._place(charges, threading.Lock) as lock, lock:
+            while not (d := self._limiter.acquire_all(charges)):
+                time.sleep(_wait(d))
+        response = send()
+        try:
+            if seconds := self._pause(status_of(response), response.headers):
+                self._limiter.pause(charges[0].policy, charges[0].key, seconds)
+        except Exception:  # the response is there
+            log.exception("pgratelimit: bucket not paused")
+        return response
+
+
+class LimitedTransport(_Sync):
+    """A transport of httpx.Client around another, with the buckets of a Limiter."""
+
+    def handle_request(self, request: Any) -> Any:
+        return self._send(request, lambda: self._sender.handle_request(request), lambda response: int(response.status_code))
+
+    def __enter__(self) -> "LimitedTransport":
+        self._sender.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._sender.__exit__(*error)
+
+
+class LimitedAdapter(_Sync):
+    """An adapter of requests.Session around another, with the buckets of a Limiter."""
+
+    def send(self, request: Any, **more: Any) -> Any:
+        return self._send(request, lambda: self._sender.send(request, **more), lambda response: int(response.status_code))
+
+
+class AsyncLimitedTransport(_Limited):
+    """A transport of httpx.AsyncClient around another, with the buckets of an AsyncLimiter or a Combiner. A request that is cancelled while
+    it asks may have taken its tokens."""
+
+    def __init__(self, sender: Any, limiter: AsyncLimiter, charges: Charges, **more: Any) -> None:
+        if not isinstance(limiter, AsyncLimiter):
+            raise TypeError("pgratelimit: limiter must be an AsyncLimiter or a Combiner")
+        super().__init__(sender, limiter, charges, **more)
+
+    async def handle_async_request(self, request: Any) -> Any:
+        charges = [read_charge(c) for c in self._charges(request)]
+        if not charges:
+            return await self._sender.handle_async_request(request)
+        with self._place(charges, asyncio.Lock) as lock:
+            async with lock:
+                while not (d := await self._limiter.acquire_all(charges)):
+                    await asyncio.sleep(_wait(d))
+        response = await self._sender.handle_async_request(request)
+        try:
+            if seconds := self._pause(int(response.status_code), response.headers):
+                await self._limiter.pause(charges[0].policy, charges[0].key, seconds)
+        except Exception:
+            log.exception("pgratelimit: bucket not paused")
+        return response
+
+    async def __aenter__(self) -> "AsyncLimitedTransport":
+        await self._sender.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._sender.__aexit__(*error)
 
 
 def _number(text: str) -> float | None:

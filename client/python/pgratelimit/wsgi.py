@@ -79,11 +79,11 @@ class RateLimit:
         request = self._rules.request(asked, None if self._idempotency_key is None else self._idempotency_key(environ))
         while isinstance(request, http.Request):
             try:
-                event = request.decided(request.send(self._limiter.acquire, self._limiter.acquire_all))
+                made = request.decided(request.send(self._limiter.acquire, self._limiter.acquire_all))
                 if self._rules.is_to_check() and hasattr(self._limiter, "check"):
                     with self._rules.checking():
                         self._limiter.check()
-                return event
+                return made
             except Exception as error:
                 if event := request.failed(error):
                     return event

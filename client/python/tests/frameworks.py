@@ -15,17 +15,21 @@ import fastapi
 import fastapi.testclient
 import flask
 import flask.views
+import httpx
 import limits.storage
 import limits.strategies
 import psycopg2
 import psycopg_pool
+import requests
+import requests.adapters
 import starlette.applications
 import starlette.endpoints
 import starlette.responses
 import starlette.routing
 
-from pgratelimit import AsyncLimiter, Combiner, Denied, InvalidArgument, Limiter, Locked, UnknownPolicy, errors
+from pgratelimit import AsyncLimiter, Combiner, Denied, InvalidArgument, Limiter, Locked, TooLate, UnknownPolicy, errors
 from pgratelimit.limits import PostgresStorage
+from pgratelimit.outgoing import AsyncLimitedTransport, LimitedAdapter, LimitedTransport
 from pgratelimit.views import django_limit, fastapi_limit, flask_limit, starlette_limit
 from tests.kit import AsyncCase, connection, define, execute, psycopg_pool_of, taken
 
@@ -313,6 +317,73 @@ class ConnectionTest(unittest.TestCase):
         with self.assertRaises(Exception) as raised:
             Limiter(conn).acquire(self.id(), "k")
         self.assertEqual("away", errors.kind(raised.exception))
+
+
+class OutgoingTest(AsyncCase):
+    """Limits for requests that httpx and requests send."""
+
+    def setUp(self) -> None:
+        define(self.id(), 2, 2, "200 ms")
+
+    def answer(self, request: Any) -> httpx.Response:
+        self.sent += 1
+        return httpx.Response(429, headers={"Retry-After": "60"}) if request.url.path == "/busy" else httpx.Response(200, text="hello")
+
+    def charges(self, request: Any) -> list[Any]:
+        return [] if "free" in str(request.url) else [(self.id(), "k", 9 if "never" in str(request.url) else 2)]
+
+    def paused(self) -> bool:
+        return execute("select retry_after > interval '50 seconds' from ratelimit_peek(%s::text, 'k', 1)", self.id())[0][0]
+
+    async def test_httpx(self):
+        self.sent = 0
+        with pool() as opened:
+            transport = LimitedTransport(httpx.MockTransport(self.answer), Limiter(opened), self.charges)
+            with httpx.Client(transport=transport, base_url="http://upstream") as client:
+                began = time.monotonic()
+                with concurrent.futures.ThreadPoolExecutor(3) as threads:
+                    self.assertEqual(["hello"] * 3, list(threads.map(lambda _: client.get("/").text, range(3))))
+                self.assertGreater(time.monotonic() - began, 0.35, "each takes all tokens")
+                with self.assertRaises(TooLate):
+                    client.get("/never")
+                self.assertEqual((3, False), (self.sent, self.paused()))
+                self.assertEqual(429, client.get("/busy").status_code)
+                self.assertTrue(self.paused())
+                self.assertEqual("hello", client.get("/free").text)
+                self.assertEqual({}, transport._lines)
+
+    async def test_httpx_async(self):
+        self.sent = 0
+        async with psycopg_pool_of(2) as opened:
+            transport = AsyncLimitedTransport(httpx.MockTransport(self.answer), Combiner(opened), self.charges, max_pause=55)
+            async with httpx.AsyncClient(transport=transport, base_url="http://upstream") as client:
+                began = time.monotonic()
+                self.assertEqual([200] * 3, [answer.status_code for answer in await asyncio.gather(*(client.get("/") for _ in range(3)))])
+                self.assertGreater(time.monotonic() - began, 0.35)
+                self.assertEqual(429, (await client.get("/busy")).status_code)
+                self.assertTrue(self.paused())
+                with self.assertRaises(TooLate):
+                    await client.get("/never")
+                self.assertEqual("hello", (await client.get("/free")).text)
+                self.assertEqual({}, transport._lines)
+        self.assertRaises(TypeError, LimitedTransport, None, Combiner.__new__(Combiner), self.charges)
+
+    async def test_requests(self):
+        class Adapter(requests.adapters.BaseAdapter):
+            def send(self, request: Any, **_: Any) -> requests.Response:
+                response = requests.Response()
+                response.status_code, response.url, response.request = 429, request.url, request
+                response.headers["Retry-After"] = "60"
+                return response
+
+            def close(self) -> None: ...
+
+        with pool() as opened, requests.Session() as session:
+            session.mount("http://", LimitedAdapter(Adapter(), Limiter(opened), self.charges))
+            self.assertEqual(429, session.get("http://upstream/").status_code)
+            self.assertTrue(self.paused())
+            self.assertRaises(TooLate, session.get, "http://upstream/never")
+            self.assertEqual(429, session.get("http://upstream/free").status_code)
 
 
 def hits_of(policy_and_limit: tuple[str, int]) -> int:
