@@ -1,8 +1,12 @@
 // The stores in the libraries that they are for.
 import assert from 'node:assert/strict'
-import { fork } from 'node:child_process'
+import { fork, spawn } from 'node:child_process'
 import { once } from 'node:events'
+import { readFileSync, rmSync, writeFileSync } from 'node:fs'
+import { createInterface } from 'node:readline'
 import test from 'node:test'
+import { fileURLToPath } from 'node:url'
+import typescript from 'typescript'
 import { NestStorage, PostgresStore, fastifyStore } from '../stores.js'
 import { connect, definePolicy, eventually, left, listening, pool } from './kit.js'
 import { programs } from './limited.js'
@@ -167,4 +171,54 @@ test('@nestjs/throttler: a denial has Retry-After, and a block that ends elsewhe
   const increment = (blockDuration) => new NestStorage(pool).increment('k', 60_000, 7, blockDuration, 'default')
   assert.deepEqual(await increment(60_000), { totalHits: 1, timeToExpire: 60, isBlocked: false, timeToBlockExpire: 0 })
   await assert.rejects(increment(HOUR), /invalid blockDuration/)
+})
+
+const page = readFileSync(new URL('../../../docs/frameworks.md', import.meta.url), 'utf8')
+
+/** A program of the page without the lines that begin with a sign, and how many have the other sign. */
+function programOf(section, without, other) {
+  const [, diff] = new RegExp(`^## ${section}\n\n\`\`\`text\n(.*?)^\`\`\``, 'ms').exec(page), lines = diff.split('\n')
+  return [lines.filter((line) => line[0] !== without).map((line) => line.slice(2)).join('\n'), lines.filter((line) => line[0] === other).length]
+}
+
+for (const section of ['Express', 'NestJS']) {
+  test(`${section}: the lines of docs/frameworks.md bring a program into PostgreSQL`, async () => {
+    const passes = async (without, other, times) => {
+      const [text, lines] = programOf(section, without, other)
+      const options = { compilerOptions: { module: 'es2022', target: 'es2022', experimentalDecorators: true, emitDecoratorMetadata: true } }
+      const file = new URL(`page-${section}.mjs`, import.meta.url) // beside the packages that it imports
+      const started = text.replace('60_000', HOUR).replace(/^(await )?app\.listen\(3000\)/m, "const server = await app.listen(0, '127.0.0.1')")
+      const end = "if (!server.listening) await new Promise((done) => server.on('listening', done))\nconsole.log('port', server.address().port)\n"
+      writeFileSync(file, `import 'reflect-metadata'\n${typescript.transpileModule(started, options).outputText}\n${end}`)
+      const child = spawn('node', [fileURLToPath(file)], { stdio: ['ignore', 'pipe', 'inherit'] })
+      try {
+        const port = await new Promise((resolve, reject) => {
+          createInterface(child.stdout).on('line', (line) => line.startsWith('port ') && resolve(line.slice(5)))
+          child.on('exit', reject)
+        })
+        const answers = []
+        for (let i = 0; i < times; i++) answers.push((await fetch(`http://127.0.0.1:${port}/`)).status)
+        return [answers.filter((status) => status === 200).length, answers.at(-1), lines]
+      } finally {
+        child.kill()
+        rmSync(file)
+      }
+    }
+    assert.deepEqual(await passes('+', '-', 101), [100, 429, 1])
+    assert.deepEqual(await passes('-', '+', 60), [60, 200, 3])
+    assert.deepEqual(await passes('-', '+', 41), [40, 429, 3], 'a restart forgets none')
+  })
+}
+
+test('each line of the table of docs/frameworks.md for Node.js runs', async () => {
+  const [{ rateLimit }, { rateLimiter }, fastify, { ThrottlerModule }] = await Promise.all(
+    ['express-rate-limit', 'hono-rate-limiter', '@fastify/rate-limit', '@nestjs/throttler'].map((name) => import(name)))
+  const names = { rateLimit, rateLimiter, ThrottlerModule, PostgresStore, NestStorage, fastifyStore, pool, keyGenerator: () => 'k' }
+  for (const [library, more] of Object.entries({
+    'express-rate-limit': {}, 'hono-rate-limiter': {}, '@nestjs/throttler': {},
+    '@fastify/rate-limit': { rateLimit: fastify.default, app: (await import('fastify')).default() },
+  })) {
+    const [, code] = new RegExp(`^\\| ${library} \\| \`(.*)\` \\|$`, 'm').exec(page), all = { ...names, ...more }
+    assert.ok(await Function(...Object.keys(all), `return ${code}`)(...Object.values(all)), library)
+  }
 })

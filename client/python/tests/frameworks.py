@@ -4,9 +4,11 @@ import asyncio
 import concurrent.futures
 import multiprocessing
 import os
+import re
 import time
 import unittest
 import warnings
+from pathlib import Path
 from typing import Any
 
 import django
@@ -317,6 +319,56 @@ class ConnectionTest(unittest.TestCase):
         with self.assertRaises(Exception) as raised:
             Limiter(conn).acquire(self.id(), "k")
         self.assertEqual("away", errors.kind(raised.exception))
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "frameworks.md").read_text()
+
+
+def program_of(section: str) -> tuple[str, int]:
+    """A program of the page with the lines that bring it into PostgreSQL, and their number."""
+    diff = re.search(rf"^## {section}\n\n```text\n(.*?)^```", PAGE, re.M | re.S)[1].splitlines()
+    return "\n".join(line[2:] for line in diff if line[:1] != "-"), sum(line[:1] == "+" for line in diff)
+
+
+class PageTest(unittest.TestCase):
+    """The lines of docs/frameworks.md bring a program into PostgreSQL."""
+
+    def setUp(self) -> None:
+        execute("select ratelimit_define_policy('api', 3, 3, '1 hour', stepped => true)")
+        self.addCleanup(execute, "select ratelimit_drop_policy('api')")
+        self.module: dict[str, Any] = {"__name__": __name__}
+
+    def passes(self, section: str, lines: int, get: Any) -> None:
+        text, added = program_of(section)
+        exec(text, self.module)
+        if limiter := self.module.get("limiter"):
+            self.addCleanup(limiter._driver._db.close)
+        self.assertEqual(lines, added)
+        self.assertEqual([200, 200, 200, 429], [get() for _ in range(4)])
+
+    def test_fastapi(self):
+        self.passes("FastAPI", 4, lambda: fastapi.testclient.TestClient(self.module["app"]).get("/").status_code)
+
+    def test_flask(self):
+        self.passes("Flask", 4, lambda: self.module["app"].test_client().get("/").status_code)
+
+    def test_django(self):
+        def get() -> int:
+            (pattern,) = self.module["urlpatterns"]
+            return pattern.callback(django.test.RequestFactory().get("/")).status_code
+
+        self.passes("Django", 3, get)
+
+    def test_each_line_of_the_table_for_python(self):
+        lines = re.findall(r"^\| (flask-limiter, slowapi|FastAPI|Flask|Django|httpx) \| `(.*)` \|$", PAGE, re.M)
+        self.assertEqual(5, len(lines))
+        with pool() as opened:
+            names = globals() | vars(limits.storage) | {
+                "Depends": fastapi.Depends, "limiter": Limiter(opened), "connection": django.db.connection, "charges": lambda request: [],
+            }
+            for library, line in lines:
+                with self.subTest(library):
+                    self.assertIsNotNone(eval(line, names))
 
 
 class OutgoingTest(AsyncCase):
