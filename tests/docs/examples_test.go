@@ -47,8 +47,12 @@ var docsExamples = []docsExample{
 	{path: "python/sql_api.py", run: withPsycopg, probe: "set -- --version; " + withPsycopg, packages: []string{"python3", "python3-psycopg", "python3-psycopg-pool"}},
 	{path: "php/json.php", run: withPHP, probe: "php --version", packages: []string{"php-cli"}},
 	{path: "php/sql.php", run: withPHP, probe: "php --ri pdo_pgsql", packages: []string{"php-cli", "php-pgsql"}},
+	{path: "php/laravel.php", run: withPHP, probe: "php --ri pdo_pgsql && php -r \"require 'Illuminate/Routing/autoload.php';\"",
+		packages: []string{"php-cli", "php-pgsql", "php-laravel-framework"}},
 	{path: "ruby/json.rb", run: `exec ruby "$1"`, probe: "ruby -rwebrick -e ''", packages: []string{"ruby", "ruby-webrick"}},
 	{path: "ruby/sql.rb", run: `exec ruby "$1"`, probe: "ruby -rwebrick -rpg -e ''", packages: []string{"ruby", "ruby-webrick", "ruby-pg"}},
+	{path: "ruby/rails.rb", run: `exec ruby -W0 "$1"`, probe: "ruby -W0 -rwebrick -rpg -raction_controller/railtie -ractive_record -e ''",
+		packages: []string{"ruby", "ruby-webrick", "ruby-pg", "ruby-railties", "ruby-activerecord", "ruby-actionpack"}},
 }
 
 // grpcCalls is a client of gRPC that is not ours.
@@ -165,6 +169,7 @@ var patient = strings.NewReplacer(
 	"Date.now() + 1000", "Date.now() + 60_000", "connectionTimeoutMillis: 1000", "connectionTimeoutMillis: 60_000", "timeoutMs: 1000,", "timeoutMs: 60_000,",
 	"connect_timeout=2", "connect_timeout=60", "'timeout' => 1,", "'timeout' => 60,",
 	"open_timeout: 1, read_timeout: 1", "open_timeout: 60, read_timeout: 60", "connect_timeout: 2", "connect_timeout: 60",
+	"ATTR_TIMEOUT => 2", "ATTR_TIMEOUT => 60",
 	"Closed(time.Second)", "Closed(time.Minute)")
 
 // program is the command of an example, whose patient copy finds what is beside the original.

@@ -134,7 +134,8 @@ export class Limiter {
       const held = await this.hold(policy, key, options)
       if (held.allowed) return held
       const { remaining, capacity, retryAfter } = held
-      if (retryAfter === null) throw new TooLate({ allowed: false, remaining, wait: null, resetAfter: null, capacity, replayed: false, shadowed: false })
+      const never = { allowed: false, remaining, wait: null, resetAfter: null, capacity, replayed: false, shadowed: false }
+      if (retryAfter === null) throw new TooLate(never)
       await sleep(Math.min(retryAfter, ASK_PAUSE * (0.75 + Math.random() / 2)), options?.signal)
     }
   }

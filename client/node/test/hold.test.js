@@ -381,7 +381,8 @@ test('a lease under a holder of your own passes from one task to another', async
   stop.abort()
   const second = await new Limiter(pool).hold(policy, 'k', { holder: 'job:7' })
   assert.deepEqual([second.allowed, second.renewed, (await limiter.hold(policy, 'k')).allowed], [true, true, false])
-  const lossy = new Limiter({ query: async (...args) => { await pool.query(...args); throw new TypeError('lost') } }, { retry: true })
+  const lose = async (...args) => { await pool.query(...args); throw new TypeError('lost') }
+  const lossy = new Limiter({ query: lose }, { retry: true })
   await assert.rejects(lossy.hold(policy, 'k', { holder: 'job:7' }), /lost/)
   await turn()
   assert.deepEqual(await holders(policy), ['job:7'], 'not released behind its back')
