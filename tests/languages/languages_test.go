@@ -37,8 +37,9 @@ type pythonNeed struct {
 
 var (
 	drivers    = pythonNeed{"asyncpg, psycopg, psycopg_pool", []string{"python3", "python3-psycopg", "python3-psycopg-pool", "python3-asyncpg"}}
-	frameworks = pythonNeed{drivers.imports + ", django, fastapi, flask, httpx, limits, psycopg2, requests", append(
-		[]string{"python3-django", "python3-fastapi", "python3-flask", "python3-httpx", "python3-limits", "python3-psycopg2", "python3-requests"}, drivers.packages...)}
+	frameworks = pythonNeed{drivers.imports + ", django, fastapi, flask, httpx, limits, psycopg2, requests", append([]string{
+		"python3-django", "python3-fastapi", "python3-flask", "python3-httpx", "python3-limits", "python3-psycopg2", "python3-requests",
+	}, drivers.packages...)}
 )
 
 // command runs Python with what is needed, which may be there for the system's Python only, while another one comes first.

@@ -30,8 +30,8 @@ export class Database {
   get isPool() { return this.#isPool || this.#retry }
 
   /**
-   * Selects columns from a call of a function, or sends a statement of its own, and decodes the row. It is sent again, where each statement is a transaction of its own,
-   * after an error which means that nothing happened; and after the loss of a connection, if the call does the same however often it
+   * Selects columns from a call of a function, or sends a statement of its own, and decodes the row. It is sent again, where
+   * each statement is a transaction of its own, after an error which means that nothing happened; and after the loss of a connection, if the call does the same however often it
    * is sent (`once`). Calls whose outcome is unknown are pushed to `unended`, as promises until they have ended. A call is given up
    * after `patience` ms, if that is less than callTimeoutMs.
    */
