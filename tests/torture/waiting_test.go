@@ -218,7 +218,7 @@ func TestTorture_ContentionGrantsEachTokenOnce(t *testing.T) {
 	db.DefinePolicy("scarce", few, 1, kit.ADay)
 	left := make([]atomic.Bool, capacity) // by a grant
 	var scarce, all atomic.Int64
-	kit.Crowd(t, connections, func(caller int) error {
+	kit.Crowd(t, connections, func(int) error {
 		conn, err := pgx.Connect(t.Context(), db.URL)
 		if err != nil {
 			return err
@@ -227,8 +227,10 @@ func TestTorture_ContentionGrantsEachTokenOnce(t *testing.T) {
 		by, grants := client.New(conn), 0
 		for grants < atLeast || run.GoesOn() && all.Load() < capacity-connections {
 			d, err := by.Acquire(t.Context(), "plenty", "k")
-			if err != nil || !d.Allowed || !left[d.Remaining].CompareAndSwap(false, true) {
-				return fmt.Errorf("%+v, %v", d, err)
+			if err != nil {
+				return err
+			} else if !d.Allowed || !left[d.Remaining].CompareAndSwap(false, true) {
+				return fmt.Errorf("denied, or granted twice: %+v", d)
 			}
 			grants++
 			run.Progress("%d grants", all.Add(1))
