@@ -24,9 +24,9 @@ begin
   if not acceptable(key, cost) or cost > 9000000000000 or is_name(idempotency_key) is false then
     perform check_charge(policy, key, cost, idempotency_key);  -- raises 22023
   end if;
-  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  v_policy := p from policies as p where p.name = policy collate "C";
   if v_policy.durable is not true then
-    if not found or pg_is_in_recovery() then
+    if v_policy.id is null or pg_is_in_recovery() then
       perform refuse_policy(policy, v_policy);  -- raises 22023, RL001 or 0A000
     end if;
     return charge_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables

@@ -22,8 +22,8 @@ begin
       idempotency_key := null;  -- nothing is granted, so nothing is remembered
     end if;
   end if;
-  select p.* into v_policy from policies as p where p.name = policy collate "C";
-  if not found then
+  v_policy := p from policies as p where p.name = policy collate "C";
+  if v_policy.id is null then
     perform refuse_unknown(policy);
   end if;
   v_decision := acquire(v_policy, key, cost, idempotency_key);

@@ -21,7 +21,7 @@ begin
   if not acceptable(key, cost) then
     perform check_request(policy, key, cost, null);  -- raises 22023
   end if;
-  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  v_policy := p from policies as p where p.name = policy collate "C";
   if v_policy.special is not false then
     if v_policy.id is null then
       perform refuse_unknown(policy);

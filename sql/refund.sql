@@ -22,7 +22,7 @@ begin
     perform check_name('key', key);
     perform check_tokens('amount', amount);
   end if;
-  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  v_policy := p from policies as p where p.name = policy collate "C";
   if v_policy.special is not false then
     if v_policy.id is null then
       perform refuse_unknown(policy);

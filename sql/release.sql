@@ -13,7 +13,7 @@ begin
   if (is_name(key) and is_name(holder)) is not true then
     perform check_hold(policy, key, holder, 1);  -- raises 22023
   end if;
-  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  v_policy := p from policies as p where p.name = policy collate "C";
   if v_policy.kind is distinct from 'slots' then
     if v_policy.id is null then
       perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');

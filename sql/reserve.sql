@@ -37,9 +37,9 @@ begin
       idempotency_key := null;  -- nothing is granted, so nothing is remembered
     end if;
   end if;
-  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  v_policy := p from policies as p where p.name = policy collate "C";
   if v_policy.durable is not true then
-    if not found or pg_is_in_recovery() then
+    if v_policy.id is null or pg_is_in_recovery() then
       perform refuse_policy(policy, v_policy);  -- raises 22023, RL001 or 0A000
     end if;
     return reserve_ephemeral(v_policy, key, max_wait, cost, idempotency_key);  -- what follows, on the twin tables

@@ -25,9 +25,9 @@ begin
     perform check_charge(policy, key, cost, idempotency_key);  -- raises 22023
     perform check_name('idempotency_key', idempotency_key);    -- likewise
   end if;
-  select p.* into v_policy from policies as p where p.name = policy collate "C";
+  v_policy := p from policies as p where p.name = policy collate "C";
   if v_policy.durable is not true then
-    if not found or pg_is_in_recovery() then
+    if v_policy.id is null or pg_is_in_recovery() then
       perform refuse_policy(policy, v_policy);  -- raises 22023, RL001 or 0A000
     end if;
     return settle_ephemeral(v_policy, key, idempotency_key, cost);  -- what follows, on the twin tables

@@ -89,7 +89,7 @@ var countedStatements = slices.Concat([]counted{
 	{"packed-8", 8, "select from ratelimit_acquire_packed(array_fill(text 'full', array[8]), $1)"},
 	// The last ones, since rows that come take the room that others have left on their pages.
 	{"created", 0, "select from ratelimit_acquire('full', $1 || " + newKey + ")"},
-	{"reset", 0, "select ratelimit_reset('full', $1)"},
+	{"reset", 0, "select ratelimit_reset('full', 'no ' || $1)"}, // the others' rows stay
 })
 
 // three has what is asked of three policies for each key.
