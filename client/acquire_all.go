@@ -104,13 +104,13 @@ func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) 
 	var binding int64
 	var numbers array[pgtype.Int8]
 	whole, err := l.decide(ctx, call{
-		verb:     r.verb(),
-		columns:  jointColumns,
-		function: "ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[], $4::text)",
-		args:     []any{p.policies, p.keys, p.costs, r.idempotencyKey},
-		tokens:   true,
-		once:     r.keyed(),
-		err:      r.err,
+		verb:       r.verb(),
+		columns:    jointColumns,
+		function:   "ratelimit_acquire_all($1::text[], $2::text[], $3::bigint[], $4::text)",
+		args:       []any{p.policies, p.keys, p.costs, r.idempotencyKey},
+		tokens:     true,
+		repeatable: r.keyed(),
+		err:        r.err,
 	}, &binding, &numbers)
 	if err != nil {
 		return JointDecision{}, err
@@ -193,7 +193,7 @@ func (c *Combiner) decideMany(ctx context.Context, requests []Request, answers [
 				continue
 			}
 		}
-		if !isSendable(r) {
+		if !mayShare(r) {
 			alone = append(alone, i)
 			continue
 		}

@@ -86,7 +86,7 @@ func (l *limiter) check(ctx context.Context, needs Needs, more ...string) error 
 	names = slices.Compact(names)
 	schema := strings.TrimSuffix(l.schema, ".")
 	c := newCall("check", foundFunctions, names, schema)
-	c.columns, c.once, c.isQuery = "role, functions", true, true
+	c.columns, c.repeatable, c.isQuery = "role, functions", true, true
 	var role, text string
 	if err := l.query(ctx, c, &role, &text); err != nil {
 		return err

@@ -120,12 +120,12 @@ func (l *limiter) recall(ctx context.Context, r request, ask func(context.Contex
 // ask sends one request.
 func (l *limiter) ask(ctx context.Context, r request) (Decision, error) {
 	return l.decide(ctx, call{
-		verb:     r.verb(),
-		function: "ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)",
-		args:     []any{r.policy, r.key, r.cost, r.idempotencyKey},
-		tokens:   true,
-		once:     r.keyed(),
-		err:      r.err,
+		verb:       r.verb(),
+		function:   "ratelimit_acquire($1::text, $2::text, $3::bigint, $4::text)",
+		args:       []any{r.policy, r.key, r.cost, r.idempotencyKey},
+		tokens:     true,
+		repeatable: r.keyed(),
+		err:        r.err,
 	})
 }
 
@@ -276,14 +276,14 @@ func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...C
 // A call selects columns from a function, or without columns calls a procedure. Arguments are text, bigint, arrays of these, or null.
 // The SQL casts each argument where it is used: so every way of sending them means the same.
 type call struct {
-	verb     string
-	columns  string
-	function string
-	args     []any
-	tokens   bool  // takes tokens or gives them back: NoFlush is about these
-	once     bool  // does the same however often it is sent
-	isQuery  bool  // function is a query, which has no schema
-	err      error // why it is not to be sent
+	verb       string
+	columns    string
+	function   string
+	args       []any
+	tokens     bool  // takes tokens or gives them back: NoFlush is about these
+	repeatable bool  // does the same however often it is sent
+	isQuery    bool  // function is a query, which has no schema
+	err        error // why it is not to be sent
 }
 
 func newCall(verb, function string, args ...any) call {
@@ -405,7 +405,7 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 		return err
 	}
 	sql, mayRun := l.statement(c), false
-	err := retry(ctx, l.db, c.once, func() error {
+	err := retry(ctx, l.db, c.repeatable, func() error {
 		err := l.db.QueryRow(ctx, sql, c.args...).Scan(dest...)
 		mayRun = mayRun || err != nil && isUnknown(err) && !isUnsent(err)
 		return err

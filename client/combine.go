@@ -26,8 +26,8 @@ const (
 	maxLength = 512
 )
 
-// Pool lists the methods of *pgxpool.Pool that a [Combiner] needs. A *pgx.Conn is no Pool, because its Close takes a context.
-// A pgx.Tx is none either, because it has no BeginTx.
+// Pool tells a *pgxpool.Pool from a connection or a transaction, which cannot make two calls at a time. A *pgx.Conn is no Pool, because
+// its Close takes a context. A pgx.Tx is none either, because it has no BeginTx. A [Combiner] calls neither method.
 type Pool interface {
 	Querier
 	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
@@ -35,8 +35,8 @@ type Pool interface {
 }
 
 // A Combiner is a [Limiter] for many callers at once: requests that wait at the same moment share one
-// call. Its methods other than [Combiner.Acquire] and [Combiner.AcquireAll] are the Limiter's own, one
-// call each.
+// call. [Combiner.Acquire], [Combiner.AcquireAll] and [Combiner.AcquireMany] share calls. The other methods that ask the database
+// are the Limiter's own, one call each.
 //
 // Close it when it is no longer used.
 type Combiner struct {
@@ -74,9 +74,9 @@ func newCombiner(pool Pool, config config) *Combiner {
 }
 
 // Acquire is [Limiter.Acquire], with the same answers, at a fraction of the work when there are many
-// callers. Few callers, no more than [CallsInFlight], make their own calls as a Limiter does, unless the
+// callers. Few callers, up to three and to [CallsInFlight], make their own calls as a Limiter does, unless the
 // last call was shared. With more callers, requests that arrive while calls are under way share the next call. That
-// call starts at once when they are worth it, and otherwise when a call under way has ended, or after 5 ms.
+// call starts at once when they are worth it, and otherwise when no other call is under way, or 5 ms after a place is free.
 // Requests of Acquire for one bucket are never in two calls at a time.
 //
 // A caller gets an error as soon as its ctx ends, and the other callers notice nothing. A request that has
@@ -109,14 +109,14 @@ func (c *Combiner) combinePlain(ctx context.Context, r request) (Decision, error
 	return d.Decision, err
 }
 
-// Close admits no more requests: from now on Acquire fails with [ErrClosed]. Close waits until all earlier requests
-// are answered. The pool stays open, and the other methods work as long as it does.
+// Close admits no more requests: from now on those that ask the database fail with [ErrClosed]. Close waits until all earlier
+// requests are answered, as long as that takes: give each a deadline. The pool stays open, and the other methods work as long as it does.
 func (c *Combiner) Close() {
 	c.mu.Lock()
 	c.closed = true
 	c.mu.Unlock()
 	c.running.Wait()
-	c.denialCache.forgetAll()
+	c.denialCache.forgetAll() // else Acquire would repeat denials for ever
 }
 
 // Waiting returns how many requests wait for a call, for a gauge.
@@ -138,14 +138,14 @@ func (c *Combiner) Waiting() int {
 
 // combine returns the answer to a request.
 func (c *Combiner) combine(ctx context.Context, r request) (JointDecision, error) {
-	sendable := isSendable(r)
+	shares := mayShare(r)
 
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
 		return JointDecision{}, failed(r.verb(), ErrClosed)
 	}
-	if !sendable {
+	if !shares {
 		c.running.Add(1)
 		c.mu.Unlock()
 		defer c.running.Done()
@@ -171,7 +171,7 @@ func (c *Combiner) enqueue(ctx context.Context, r request, now time.Time) (*wait
 	w := c.waiters.Get().(*waiter)
 	w.request = r
 	w.deadline, _ = ctx.Deadline()
-	if refusal := c.queue.refusal(w, now); refusal != nil && ctx.Err() == nil {
+	if refusal := c.queue.refusal(w, now); refusal != nil && ctx.Err() == nil { // await returns the error of an ended ctx
 		c.recycle(w)
 		return nil, failed(r.verb(), refusal)
 	}
@@ -197,15 +197,15 @@ func (c *Combiner) await(ctx context.Context, w *waiter) (JointDecision, error) 
 	return d, err
 }
 
-// recycle keeps a waiter for another request.
+// recycle keeps a waiter for another request. One whose caller has left is not recycled: send may still write to it.
 func (c *Combiner) recycle(w *waiter) {
 	*w = waiter{done: w.done}
 	c.waiters.Put(w)
 }
 
-// isSendable reports whether r may share a call. Text that the server cannot read would fail the whole call,
+// mayShare reports whether r may share a call. Text that the server cannot read would fail the whole call,
 // and text that is too long for any bucket would burden it.
-func isSendable(r request) bool {
+func mayShare(r request) bool {
 	isFit := func(s string) bool {
 		return len(s) <= maxLength && utf8.ValidString(s) && !hasZeroByte(s)
 	}
@@ -287,7 +287,7 @@ func (c *Combiner) take(b *batch) context.Context {
 	}
 	c.follow(c.queue.next())
 	var ctx context.Context
-	ctx, b.cancel = context.WithCancel(context.Background())
+	ctx, b.cancel = context.WithCancel(context.Background()) // of no caller: the call ends when the last of them leaves
 	return ctx
 }
 
@@ -327,7 +327,7 @@ func (c *Combiner) leave(w *waiter) bool {
 	return true
 }
 
-// send answers the waiters of a batch.
+// send makes the call of a batch, and wakes each waiter when its answer is set.
 func (c *Combiner) send(ctx context.Context, b *batch) {
 	var err error
 	isShared := len(b.waiters) > 1
@@ -342,6 +342,7 @@ func (c *Combiner) send(ctx context.Context, b *batch) {
 	}
 	for _, w := range b.waiters {
 		switch {
+		case isShared && isUnfitText(err) && c.hasLeft(w): // and nothing was taken for it
 		case !isShared, isUnfitText(err): // text of one request fails the call, and not the other requests
 			w.answer, w.err = c.askAlone(ctx, w.request)
 		case err != nil:
@@ -349,6 +350,12 @@ func (c *Combiner) send(ctx context.Context, b *batch) {
 		}
 		w.done <- struct{}{}
 	}
+}
+
+func (c *Combiner) hasLeft(w *waiter) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return w.gone
 }
 
 // askAlone sends one request in a call of its own.

@@ -321,12 +321,12 @@ const (
 // retry runs try, and again where a repeat can do no harm. It repeats after an error which means that nothing happened,
 // if each call on db is a transaction of its own. It repeats after the loss of a connection, too, if db has other
 // connections and the call does the same however often it is sent.
-func retry(ctx context.Context, db Querier, once bool, try func() error) error {
+func retry(ctx context.Context, db Querier, repeatable bool, try func() error) error {
 	_, others := db.(Pool)
 	again := isAutocommit(db) // asked first: a failed transaction looks different afterwards
 	for n := 1; ; n++ {
 		err := try()
-		if err == nil || n == maxTries || !(again && isTransient(err) || once && others && ctx.Err() == nil && isUnknown(err)) {
+		if err == nil || n == maxTries || !(again && isTransient(err) || repeatable && others && ctx.Err() == nil && isUnknown(err)) {
 			return err
 		}
 		if ended := sleep(ctx, backoff(n)); ended != nil {

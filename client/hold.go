@@ -219,7 +219,7 @@ func (l *limiter) holdAs(ctx context.Context, policy, key, holder string, s sett
 	var heldFor int64
 	begin := l.hooks.begin()
 	c := newCall(verbHold, "ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)", policy, key, holder, s.cost.Tokens())
-	c.columns, c.once, c.err = holdColumns, true, s.err
+	c.columns, c.repeatable, c.err = holdColumns, true, s.err
 	err = l.query(ctx, c, &d.Allowed, &d.Remaining, &retryAfter, &heldFor, &d.Capacity, &d.Renewed, &d.Shadowed)
 	if err != nil {
 		d = HoldDecision{}
@@ -238,7 +238,7 @@ func (l *limiter) Renew(ctx context.Context, policy, key, holder string) (heldFo
 	var left pgtype.Int8 // null: it does not hold
 	begin := l.hooks.begin()
 	c := newCall(verbRenew, "ratelimit_renew($1::text, $2::text, $3::text)", policy, key, holder)
-	c.columns, c.once = microseconds("ratelimit_renew"), true
+	c.columns, c.repeatable = microseconds("ratelimit_renew"), true
 	err = l.query(ctx, c, &left)
 	l.hooks.answered(ctx, verbRenew, policy, begin, Decision{Allowed: left.Valid}, err)
 	return duration(left.Int64), err
@@ -251,7 +251,7 @@ func (l *limiter) Renew(ctx context.Context, policy, key, holder string) (heldFo
 func (l *limiter) Release(ctx context.Context, policy, key, holder string) (held bool, err error) {
 	begin := l.hooks.begin()
 	c := newCall(verbRelease, "ratelimit_release($1::text, $2::text, $3::text)", policy, key, holder)
-	c.columns, c.once = "ratelimit_release", true
+	c.columns, c.repeatable = "ratelimit_release", true
 	err = l.query(ctx, c, &held)
 	l.hooks.answered(ctx, verbRelease, policy, begin, Decision{Allowed: held}, err)
 	return held, err

@@ -543,7 +543,9 @@ func (d *drivenQueue) judges() bool {
 }
 
 func (d *drivenQueue) arrive(r request, within time.Duration) {
+	first := d.queue.canTake()
 	if b := d.queue.claim(r, d.now); b != nil {
+		require.False(d, first, "a request that waits and can be taken goes first")
 		require.False(d, d.reserved)
 		d.batches, d.claimed, d.claimedFor = append(d.batches, b), append(d.claimed, b), append(d.claimedFor, r)
 		return

@@ -60,12 +60,12 @@ func (p *packed) call(waiters []*waiter) (c call, dest []any) {
 		p.add(w.request)
 	}
 	c = call{
-		verb:     waiters[0].verb(),
-		columns:  packedColumns,
-		function: "ratelimit_acquire_packed($1::text[], $2::text[], $3::bigint[], $4::bigint[]::integer[], $5::text[])",
-		args:     []any{p.policies, p.keys, p.costs, nil, nil},
-		tokens:   true,
-		once:     waiters[0].keyed(),
+		verb:       waiters[0].verb(),
+		columns:    packedColumns,
+		function:   "ratelimit_acquire_packed($1::text[], $2::text[], $3::bigint[], $4::bigint[]::integer[], $5::text[])",
+		args:       []any{p.policies, p.keys, p.costs, nil, nil},
+		tokens:     true,
+		repeatable: waiters[0].keyed(),
 	}
 	dest = p.columns[:plainColumns]
 	if len(p.sizes) > 0 {

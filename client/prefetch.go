@@ -67,8 +67,8 @@ func (p Prefetch) withDefaults() Prefetch {
 type combiner = Combiner // so that only this package names the field of a Prefetcher
 
 // A Prefetcher is a [Combiner] that answers requests for hot buckets by itself, from tokens that it has taken before: their stocks.
-// It does so for the policies that have a [Prefetch], and for requests of Acquire without an idempotency key. The Combiner answers
-// all other requests.
+// It does so for the policies that have a [Prefetch], and for requests of Acquire and AcquireMany without an idempotency key. The
+// Combiner answers all other requests.
 //
 // A bucket is hot when five requests for it come within a fifth of a second. Its stock has the tokens of 0.8 seconds, at the
 // rate of the last moments, but no more than Prefetch.MaxTokens and than Prefetch.MaxShare of the capacity. As far as the Prefetcher last
@@ -80,15 +80,15 @@ type combiner = Combiner // so that only this package names the field of a Prefe
 // Guarantees:
 //
 //   - A grant is charged before it is given. So all processes together never grant more than the server has charged.
-//   - Every denial comes from the server. When the stock has fewer tokens than a request costs, the Combiner asks.
+//   - Every denial comes from the server, or from a [DenialCache]. When the stock has fewer tokens than a request costs, the Combiner asks.
 //   - Unspent tokens are refunded after Prefetch.Idle without a request, when the rate falls, and by Close. Tokens that are
 //     refunded to a full bucket are lost, as they would have been without the stock.
-//   - A process that is killed loses the tokens of its stocks: at most MaxShare of the capacity of each hot bucket, and no more
-//     than MaxTokens. So does a process whose call to the server got no answer.
-//   - A stock is used for at most a second after the server has last given tokens to it. So a policy that is changed or dropped,
+//   - A process that is killed loses the tokens of its stocks: at most MaxShare of the capacity last seen, and MaxTokens, for each
+//     hot bucket. Each refill or refund without an answer may lose as many again.
+//   - A stock is used for at most a second after the last call that brought tokens was sent. So a policy that is changed or dropped,
 //     an override and a block take effect for it within a second, and when the database is away, grants go on for so long.
-//     Reset, ResetAll, Pause, Override, RemoveOverride, DefinePolicy and DropPolicy through this Prefetcher refund stocks first. It takes
-//     no tokens for the policy until they are done. After a reset by another program, prefetched tokens can be spent, or refunded,
+//     Reset, ResetAll, Pause, Override, RemoveOverride, DefinePolicy and DropPolicy through this Prefetcher refund stocks first, for up to 5
+//     seconds. It takes no tokens for the policy until they are done. After a reset by another program, prefetched tokens can be spent, or refunded,
 //     besides the full bucket.
 //
 // In a [Decision] from a stock, Remaining and ResetAfter are estimates, and it is marked [Decision.Estimated]. A bucket is not
@@ -195,7 +195,7 @@ func (b *hotBucket) do(method func(*stock)) {
 	method(&b.stock)
 }
 
-// Four goroutines meet at a hotBucket. All decisions about its tokens are those of its [stock].
+// Goroutines of four kinds meet at a hotBucket. All decisions about its tokens are those of its [stock].
 //
 //   - The caller of Acquire takes from the stock: find, grantFrom. If that fails, the Combiner asks, and learn has the stock see the
 //     server's answer. The request that makes a bucket hot begins its stock.
@@ -260,7 +260,7 @@ func (l *Prefetcher) grant(b *hotBucket, cost int64) (Decision, bool) {
 	return d, ok
 }
 
-// learn uses an answer of the server: for the stock, or to begin one.
+// learn uses the answer that a caller got, of the server or of a DenialCache: for the stock, or to begin one.
 func (l *Prefetcher) learn(at candidate, r request, d Decision) {
 	p, b, hash := at.policy, at.bucket, at.hash
 	if p == nil {
@@ -333,14 +333,15 @@ func (l *Prefetcher) refill(b *hotBucket) {
 	if n == 0 {
 		return
 	}
-	ctx, cancel := context.WithTimeout(l.working, stockLife)
+	ctx, cancel := context.WithTimeout(l.working, stockLife) // a later reply would bring tokens that are too old to grant
 	defer cancel()
 	d, err := l.unseen.AcquireUpTo(ctx, b.policy.Policy, b.key, n)
 	doubt := err == nil && d.Taken == n && d.Remaining <= 0 && l.mayBeShadow(ctx, b)
 	b.do(func(s *stock) { s.took(d, err, doubt, sent, l.now()) })
 }
 
-// mayBeShadow reports whether the policy grants more than any bucket has. Only a shadow policy does. After an error it may be one.
+// mayBeShadow reports whether the policy grants more than any bucket has. Only a shadow policy does: it says that it took n also when it
+// emptied a bucket that had fewer. After an error it may be one.
 func (l *Prefetcher) mayBeShadow(ctx context.Context, b *hotBucket) bool {
 	d, err := l.unseen.AcquireUpTo(ctx, b.policy.Policy, b.key, math.MaxInt64, AtLeast(math.MaxInt64))
 	return err != nil || d.Allowed
@@ -386,7 +387,7 @@ func (p *prefetchedPolicy) each(visit func(*hotBucket)) {
 	}
 }
 
-// end refunds all tokens that are left. Only then the bucket may have another stock: the bounds are for both.
+// end refunds all tokens that are left. Only then the bucket may have another stock: the two together could have more than one may.
 func (l *Prefetcher) end(ctx context.Context, b *hotBucket) {
 	l.refundRest(ctx, b)
 	b.policy.maps[b.hash%hotMaps].change(func(buckets map[string]*hotBucket) {

@@ -104,9 +104,9 @@ func newQueue(limit, maxWaiting int) *queue {
 
 // claim opens a batch for a caller that makes its own call. It returns nil if no place is free, if the bucket
 // is in an open batch, or if another call is not worth it. It also returns nil after a shared call, because
-// other callers are about to ask too.
+// other callers are about to ask too, and if a request that can be taken waits, because that one goes first.
 func (q *queue) claim(r request, now time.Time) *batch {
-	if q.shared || !q.hasPlace() || q.owners[r.bucket()] != nil || !q.isWorthIt(q.waiting.length+1) {
+	if q.shared || !q.hasPlace() || q.owners[r.bucket()] != nil || !q.isWorthIt(q.waiting.length+1) || q.canTake() {
 		return nil
 	}
 	b := &batch{began: now}
@@ -121,14 +121,16 @@ func (q *queue) refusal(w *waiter, now time.Time) *OverloadedError {
 	if q.hasPlace() && q.owners[w.bucket()] == nil {
 		return nil
 	}
-	expected := time.Duration(0)
+	late := time.Duration(0) // how long the answer takes, if that is longer than the deadline allows
 	if !w.deadline.IsZero() {
-		expected = q.expected(w, now)
+		if expected := q.expected(w, now); now.Add(expected).After(w.deadline) {
+			late = expected
+		}
 	}
-	if q.waiting.length < q.maxWaiting && (expected == 0 || !now.Add(expected).After(w.deadline)) {
+	if q.waiting.length < q.maxWaiting && late == 0 {
 		return nil
 	}
-	return &OverloadedError{Waiting: q.waiting.length, Expected: expected}
+	return &OverloadedError{Waiting: q.waiting.length, Expected: late}
 }
 
 // expected estimates the time until w is answered: the rest of the open call before it, then the calls for all waiting

@@ -267,8 +267,8 @@ func (l *limiter) whichShard(ctx context.Context) (where string, shard, of int, 
 		verb: verbCheck,
 		columns: "pg_catalog.current_database()::text, pg_catalog.host(pg_catalog.inet_server_addr()), pg_catalog.inet_server_port()::bigint, " +
 			"pg_catalog.max(shard)::bigint, pg_catalog.max(of)::bigint", // one row, also without a shard
-		function: "ratelimit_shard()",
-		once:     true,
+		function:   "ratelimit_shard()",
+		repeatable: true,
 	}, &database, &host, &port, &isShard, &isOf)
 	where = fmt.Sprintf("database %q", database)
 	if host.Valid { // it is no Unix socket

@@ -26,7 +26,7 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 	s.read("Charge", opts, "IdempotencyKey")
 	defer l.denialCache.forget(policy, key)
 	c := tokenCall(verbCharge, "ratelimit_charge($1::text, $2::text, $3::bigint, $4::text)", policy, key, cost, s.idempotencyKey)
-	c.once, c.err = s.idempotencyKey != nil, s.err
+	c.repeatable, c.err = s.idempotencyKey != nil, s.err
 	return l.answer(ctx, policy, c)
 }
 
@@ -49,7 +49,7 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 func (l *limiter) Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (Decision, error) {
 	defer l.denialCache.forget(policy, key)
 	c := tokenCall("settle", "ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)", policy, key, idempotencyKey, cost)
-	c.once = true
+	c.repeatable = true
 	return l.answer(ctx, policy, c)
 }
 
@@ -93,13 +93,13 @@ func (l *limiter) reserve(ctx context.Context, r request, maxWait time.Duration)
 		return Decision{}, failed(verbReserve, fmt.Errorf("%w: maxWait %v must be whole microseconds", ErrInvalidArgument, maxWait))
 	}
 	return l.decide(ctx, call{
-		verb:     verbReserve,
-		columns:  reservationColumns,
-		function: "ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)",
-		args:     []any{r.policy, r.key, interval(maxWait), r.cost, r.idempotencyKey},
-		tokens:   true,
-		once:     r.keyed(),
-		err:      r.err,
+		verb:       verbReserve,
+		columns:    reservationColumns,
+		function:   "ratelimit_reserve($1::text, $2::text, $3::text::interval, $4::bigint, $5::text)",
+		args:       []any{r.policy, r.key, interval(maxWait), r.cost, r.idempotencyKey},
+		tokens:     true,
+		repeatable: r.keyed(),
+		err:        r.err,
 	})
 }
 
@@ -130,13 +130,13 @@ func (l *limiter) AcquireUpTo(ctx context.Context, policy, key string, atMost in
 	begin := l.hooks.begin()
 	var taken int64
 	d, err := l.decide(ctx, call{
-		verb:     verbAcquireUpTo,
-		columns:  partialColumns,
-		function: "ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)",
-		args:     []any{policy, key, atMost, s.atLeast, s.idempotencyKey},
-		tokens:   true,
-		once:     s.idempotencyKey != nil,
-		err:      s.err,
+		verb:       verbAcquireUpTo,
+		columns:    partialColumns,
+		function:   "ratelimit_acquire_up_to($1::text, $2::text, $3::bigint, $4::bigint, $5::text)",
+		args:       []any{policy, key, atMost, s.atLeast, s.idempotencyKey},
+		tokens:     true,
+		repeatable: s.idempotencyKey != nil,
+		err:        s.err,
 	}, &taken)
 	if err != nil {
 		taken = 0 // a row comes before the commit, which may fail
@@ -149,7 +149,7 @@ const (
 	// maxWait is the longest that the server accepts.
 	maxWait = 365 * 24 * time.Hour
 
-	// giveBackTimeout is how long Wait tries to give tokens back after ctx has ended.
+	// giveBackTimeout is how long Wait, after ctx has ended, and a Prefetcher try to give tokens back.
 	giveBackTimeout = 5 * time.Second
 )
 

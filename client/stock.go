@@ -32,7 +32,7 @@ const (
 //	resting ──visit, enter──> ending ─────refund──> (call) ──end───> ended
 //
 // grant, visit and enter return true if the stock has left the state resting. The owner then does the work of the new state, at
-// once or later, or skips it and calls rest. Grants continue in every state except ended.
+// once or later, or skips it and calls rest. grant does not look at the state: from refund on, an ending stock has no token.
 //
 // Invariants, between any two methods:
 //
@@ -42,7 +42,7 @@ const (
 //  4. take never asks for more tokens than the stock lacks. It leaves the bucket at least as many tokens as the stock then has, by
 //     the last sight of the bucket.
 //  5. Tokens in doubt are not refunded. The doubt ends when no token is left.
-//  6. After a call without a reply, take returns 0 until the server has answered a caller.
+//  6. After a refill that failed, take returns 0 until a caller has had an answer.
 type stock struct {
 	Prefetch // the settings, with defaults
 	state    state
@@ -52,7 +52,7 @@ type stock struct {
 	low     int64         // a grant that leaves fewer begins a refill; below zero, none does
 	seen    sight         // the last decision about the bucket
 	lacking int64         // tokens missing from the full size at the last take
-	silent  bool          // the last call had no reply
+	silent  bool          // the last refill failed, and no caller has had an answer since
 	doubt   bool          // the server may have charged less than it returned, as a shadow policy does
 
 	demand     demand

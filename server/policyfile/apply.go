@@ -11,7 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// applyLock is the advisory lock of a session that applies a file: the bytes of "rlapply\n".
+// applyLock is the advisory lock of a transaction that applies a file: the bytes of "rlapply\n".
 const applyLock = 0x726c_6170_706c_790a
 
 // Apply changes a database to what a file says, and returns the changes. It changes everything, or nothing and returns an error. Of
@@ -23,7 +23,8 @@ func Apply(ctx context.Context, db Database, file *File, options Options) (*Diff
 	return inTransaction(ctx, db, file, options, func(tx pgx.Tx) error { return tx.Commit(ctx) })
 }
 
-// inTransaction makes the changes of a file. They are taken back unless end commits.
+// inTransaction makes the changes of a file. They are taken back unless end commits. It reads committed rows: a snapshot for the whole
+// transaction would be older than the lock, and miss what others have committed.
 func inTransaction(ctx context.Context, db Database, file *File, options Options, end func(pgx.Tx) error) (*Difference, error) {
 	tx, err := db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite})
 	if err != nil {
@@ -48,7 +49,8 @@ func inTransaction(ctx context.Context, db Database, file *File, options Options
 	return d, nil
 }
 
-// waitForOthers waits until no other session applies a file: for 30 s, unless the role has a lock_timeout.
+// waitForOthers waits until no other transaction applies a file. Unless lock_timeout is set, no lock of the transaction is waited for
+// longer than 30 s.
 func waitForOthers(ctx context.Context, tx pgx.Tx) error {
 	_, err := tx.Exec(ctx, "select set_config('lock_timeout', '30s', true) where current_setting('lock_timeout') = '0'")
 	if err != nil {

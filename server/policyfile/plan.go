@@ -33,13 +33,14 @@ type Database interface {
 
 // A Difference is what a file changes in a database.
 type Difference struct {
-	// Changes are in the order of the file; policies that are dropped come last.
+	// Changes are policies in the order of the file, those of Envoy's rules, overrides in the order of the file, policies that are
+	// dropped, and overrides that are removed.
 	Changes []Change `json:"changes"`
 
 	// Expired are overrides of the file that have expired, and are not set.
 	Expired []ExpiredOverride `json:"expired,omitempty"`
 
-	// Drift are overrides that the file does not have, and that stay.
+	// Drift are overrides that the file does not have, or has as expired, and that stay.
 	Drift []DriftingOverride `json:"drift,omitempty"`
 }
 

@@ -175,7 +175,7 @@ func (p *Problems) Add(at Position, format string, args ...any) {
 	*p = append(*p, Problem{Position: at, Message: fmt.Sprintf(format, args...)})
 }
 
-// sorted returns the problems in the order of the file, each once: an environment has many values of the file.
+// sorted returns the problems in the order of the file, each once: aliases of one anchor have its places.
 func (p Problems) sorted() Problems {
 	slices.SortFunc(p, func(a, b Problem) int { return cmp.Or(a.Compare(b.Position), cmp.Compare(a.Message, b.Message)) })
 	return slices.Compact(p)

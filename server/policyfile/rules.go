@@ -241,7 +241,8 @@ var units = []unit{{"d", Day}, {"h", Hour}, {"m", Minute}, {"s", Second}, {"ms",
 
 var spanPart = regexp.MustCompile(`([0-9]+)([a-z]+)`)
 
-// parseSpan reads whole numbers with units, such as 1h30m. It returns 0 for anything else, and for more than 1000 years.
+// parseSpan adds the numbers with units in a text that has the schema's pattern, such as 1h30m. It returns 0 for an unknown unit, and
+// for more than 1000 years.
 func parseSpan(text string) (span Span) {
 	for _, part := range spanPart.FindAllStringSubmatch(text, -1) {
 		n, err := strconv.ParseInt(part[1], 10, 64)

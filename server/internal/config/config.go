@@ -37,7 +37,7 @@ type Config struct {
 
 	MaxMessageBytes int
 	MaxStreams      int // at a time, of a gRPC connection
-	MaxCalls        int // under way at a time
+	MaxCalls        int // under way at a time, of a database
 	CallTimeout     time.Duration
 	StopTimeout     time.Duration
 	LockTimeout     time.Duration // 0 leaves it to the database
@@ -100,7 +100,7 @@ func (c *settings) list() []Setting {
 		{"STATUS_PAGE", "false", "true shows requests, policies and the emptiest buckets, with their keys, at / of HTTP_ADDR", into(&c.StatusPage, boolean)},
 		{"MAX_MESSAGE_BYTES", "1048576", "the longest request", into(&c.MaxMessageBytes, number)},
 		{"MAX_STREAMS", "1000", "calls under way on one gRPC connection; others wait at the client", into(&c.MaxStreams, number)},
-		{"MAX_CALLS", "1000", "calls under way; others are refused", into(&c.MaxCalls, number)},
+		{"MAX_CALLS", "1000", "calls under way of one database; others are refused", into(&c.MaxCalls, number)},
 		{"CALL_TIMEOUT", "2s", "the longest time for a call; a gRPC deadline may be shorter", into(&c.CallTimeout, timeout)},
 		{"STOP_TIMEOUT", "10s", "the longest time for calls under way when the server stops", into(&c.StopTimeout, timeout)},
 		{"LOCK_TIMEOUT", "500ms", "the longest wait for a locked bucket; 0 leaves it to the database, for a pooler that refuses the setting", into(&c.LockTimeout, timeoutOrNone)},

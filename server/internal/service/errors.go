@@ -19,7 +19,7 @@ type Error struct {
 	Kind Kind
 
 	// Message is constant, Detail has the facts and Hint the remedy. Where the database refused the request, they are the
-	// database's. Callers learn only the kind of other errors.
+	// database's. Of other errors callers learn the kind and the SQLSTATE.
 	Message, Detail, Hint string
 
 	// SQLState is the database's, or the one that it would have raised. It is empty for errors of the server.

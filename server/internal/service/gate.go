@@ -218,7 +218,7 @@ func (s *Service) RefundAll(ctx context.Context, charges []GateCharge) (decision
 	return decisions, s.observeCall(call, begin, d)
 }
 
-// keyOf returns the key of one of the charges. The keys of a request are all of one shard.
+// keyOf returns the key whose shard limits the call. AcquireAll refuses keys of several shards; refunds and overdraws alone do not.
 func keyOf(charges []GateCharge) string {
 	if len(charges) == 0 {
 		return ""

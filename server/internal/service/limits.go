@@ -9,7 +9,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// Limits bound the calls to each shard. A shard that does not answer so blocks no calls of the other shards.
+// Limits bound the calls to each shard. Each shard has its own count, so one that does not answer blocks no calls of the others.
 type Limits struct {
 	// Shards is the number of shards. 0 means 1.
 	Shards int

@@ -84,7 +84,8 @@ type Time struct {
 // MaxTime bounds the times that have no Text, in seconds.
 const MaxTime = 1e9
 
-// check returns the error of an argument that the client cannot send: null, or too long a time.
+// check returns the error of an argument that the client cannot send, or would name otherwise: null, too long a time, or a fraction
+// of a microsecond.
 func (r Request) check(o Operation) *Error {
 	switch {
 	case o == Settle && r.IdempotencyKey == nil:
@@ -365,7 +366,8 @@ func (s Shards) On(key string) Limiter { return s.Sharded.On(key) }
 // A Call has been answered.
 type Call struct {
 	Operation Operation
-	// Policy may be unknown. Of several charges it is the policy of the one that decided. It is empty without a charge.
+	// Policy may be unknown. Of several charges it is the policy of the one that decided, of refunds of the last one tried. It is empty
+	// without a charge, and after an error about several.
 	Policy     string
 	Result     client.Result
 	Prefetched bool   // granted from tokens that were taken before
@@ -397,7 +399,7 @@ const (
 	Hold        Operation = "hold"
 	Renew       Operation = "renew"
 	Release     Operation = "release"
-	Gate        Operation = "gate" // Envoy's ShouldRateLimit
+	Gate        Operation = "gate" // Envoy's ShouldRateLimit; one with negative hits is a Refund
 )
 
 // Takes reports whether the call asks for tokens or slots.
