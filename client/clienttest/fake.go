@@ -59,6 +59,23 @@ func New(now func() time.Time, opts ...client.Option) *Fake {
 	return &Fake{client.New(db, opts...), db}
 }
 
+// Check is [client.Limiter.Check]. A fake has the package and every grant, and lacks policies that were not defined. Check reads no clock,
+// and takes no error of FailNext: middleware calls it in the background, beside what a test does.
+func (f *Fake) Check(_ context.Context, needs client.Needs) error {
+	f.db.mu.Lock()
+	defer f.db.mu.Unlock()
+	var lacks []string
+	for _, policy := range needs.Policies {
+		if _, ok := f.db.model.Policy(policy); !ok {
+			lacks = append(lacks, fmt.Sprintf("policy %q is not defined", policy))
+		}
+	}
+	if len(lacks) > 0 {
+		return &client.NotReadyError{Lacks: lacks}
+	}
+	return nil
+}
+
 // AcquireMany is [client.Combiner.AcquireMany]. The requests are answered one after another, each as a call.
 func (f *Fake) AcquireMany(ctx context.Context, requests []client.Request) []client.Answer {
 	answers := make([]client.Answer, len(requests))

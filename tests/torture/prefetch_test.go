@@ -19,42 +19,85 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Of two Prefetchers of a bucket that has plenty, one is idle, and gives back all of its stock. The other has no connection any more, as
-// if its process were killed, and has lost its stock.
+// Of two Prefetchers of a bucket that has plenty, one is idle, and gives back all of its stock. The other is killed while it has a stock,
+// and has lost that.
 func TestPrefetcher_AKilledProcessLosesItsStockAtMost(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
 	db := newPrefetchDB(t)
 	granted, loads := map[string]*atomic.Int64{}, map[string]*kit.Load{}
 	lost := func(name string) int64 { return charged(db, name) - granted[name].Load() }
-	start := func(name string, idle time.Duration) (*pgxpool.Pool, *client.Prefetcher) {
-		pool := kit.Pool(t, db.URL+"&application_name="+name)
-		prefetcher := client.NewPrefetcher(kit.PatientPool{Pool: pool}, client.Prefetch{Policy: "api", Idle: idle})
+	killed := &mortalProcess{}
+	start := func(name string, idle time.Duration) *client.Prefetcher {
+		pool := &mortalPool{kit.PatientPool{Pool: kit.Pool(t, db.URL+"&application_name="+name)}, killed}
+		if name != "killed" {
+			pool.process = &mortalProcess{}
+		}
+		prefetcher := client.NewPrefetcher(pool, client.Prefetch{Policy: "api", Idle: idle})
 		granted[name], loads[name] = new(atomic.Int64), kit.NewLoad(t)
 		loads[name].Start(8, func(int) error {
 			time.Sleep(2 * kit.Ms)
-			d, err := prefetcher.Acquire(context.Background(), "api", "hot")
-			if d.Allowed {
-				granted[name].Add(1)
-			}
-			return err
+			return pool.process.do(func() error {
+				d, err := prefetcher.Acquire(context.Background(), "api", "hot")
+				if d.Allowed {
+					granted[name].Add(1)
+				}
+				return err
+			})
 		})
-		return pool, prefetcher
+		return prefetcher
 	}
-	pool, prefetcher := start("killed", kit.ADay)
-	_, idle := start("idle", 250*kit.Ms)
-	defer idle.Close()
-	for name, load := range loads {
-		require.Eventually(t, func() bool { return lost(name) > 0 }, kit.Patience, 5*kit.Ms, name)
+	defer start("killed", kit.ADay).Close()
+	defer start("idle", 250*kit.Ms).Close()
+	require.Eventually(t, func() bool { return killed.endIf(func() bool { return lost("killed") > 0 }) }, kit.Patience, 5*kit.Ms)
+	require.Eventually(t, func() bool { return lost("idle") > 0 }, kit.Patience, 5*kit.Ms)
+	for _, load := range loads {
 		require.NoError(t, load.End())
 	}
-	require.Eventually(t, func() bool { return lost("killed") > 0 && lost("idle") == 0 }, kit.Patience, 5*kit.Ms)
-	pool.Close()
-	prefetcher.Close()
+	require.Eventually(t, func() bool { return lost("idle") == 0 }, kit.Patience, 5*kit.Ms)
 	t.Logf("%d tokens were lost with the killed one", lost("killed"))
 	require.Positive(t, lost("killed"))
 	require.LessOrEqual(t, lost("killed"), int64(prefetchCapacity/10))
 }
+
+// A mortalProcess does nothing any more once it has ended, and ends between any two things that it does.
+type mortalProcess struct {
+	mu    sync.RWMutex
+	ended bool
+}
+
+func (p *mortalProcess) do(what func() error) error {
+	p.mu.RLock()
+	defer p.mu.RUnlock()
+	if p.ended {
+		return nil
+	}
+	return what()
+}
+
+func (p *mortalProcess) endIf(condition func() bool) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.ended = p.ended || condition()
+	return p.ended
+}
+
+// A mortalPool sends nothing once its process has ended.
+type mortalPool struct {
+	kit.PatientPool
+	process *mortalProcess
+}
+
+func (p *mortalPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	if strings.Contains(sql, "ratelimit_refund(") && p.process.endIf(func() bool { return false }) {
+		return unsent{}
+	}
+	return p.PatientPool.QueryRow(ctx, sql, args...)
+}
+
+type unsent struct{}
+
+func (unsent) Scan(...any) error { return errors.New("the process has ended") }
 
 // A prefetchRound is some callers of several Prefetchers that share buckets, which gain nothing while it lasts.
 type prefetchRound struct {
