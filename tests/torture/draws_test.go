@@ -95,13 +95,14 @@ func (d *drawn) period() kit.Span {
 	return kit.Span{Months: 1 + int32(d.IntN(100))}
 }
 
-// zone is seldom one: PostgreSQL looks for it for 25 ms.
+// zone is seldom one: PostgreSQL looks for it for 25 ms. The time zone databases of the server and of this machine may be years apart, so
+// it is none whose law has changed since 2025.
 func (d *drawn) zone() any {
 	if !d.oneIn(6) {
 		return nil
 	}
 	return oneOf(d.fuzzed, []string{
-		"UTC", "UTC", "Europe/Berlin", "Europe/Berlin", "America/New_York", "America/Los_Angeles", "America/Sao_Paulo", "America/Havana",
+		"UTC", "UTC", "Europe/Berlin", "Europe/Berlin", "America/New_York", "America/Los_Angeles", "America/Sao_Paulo", "Asia/Beirut",
 		"Pacific/Auckland", "Pacific/Apia", "Australia/Lord_Howe", "Asia/Kathmandu", "GMT",
 	})
 }
