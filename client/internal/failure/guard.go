@@ -106,6 +106,9 @@ func (g *Guard) decided(ctx context.Context, limiter client.Acquirer, charges []
 			slog.WarnContext(ctx, line, "policy", c.Policy, "cost", cost, "capacity", d.Capacity)
 		}
 	}
+	if g.hasChecked.Load() { // nearly always: a swap would take the line from the other cores
+		return
+	}
 	checker, ok := limiter.(interface {
 		Check(context.Context, client.Needs) error
 	})
