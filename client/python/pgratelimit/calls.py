@@ -62,12 +62,17 @@ def _shape(row: Any) -> str:
 @functools.cache
 def statement(schema: str | None, columns: str, function: str, percent: bool) -> str:
     """The SQL of a call, with $1 or, for psycopg, with %s."""
-    if percent:
-        columns, function = (re.sub(r"[$][0-9]+", "%s", text.replace("%", "%%")) for text in (columns, function))
-    if schema is not None:
-        quoted = '"' + schema.replace('"', '""') + '".'
-        function = (quoted.replace("%", "%%") if percent else quoted) + function
-    return f"select {columns} from {function}"
+    return f"select {_placed(columns, percent)} from {qualified(schema, function, percent)}"
+
+
+def qualified(schema: str | None, function: str, percent: bool) -> str:
+    """A function or procedure with its schema, and its arguments as of statement."""
+    quoted = "" if schema is None else '"' + schema.replace('"', '""') + '".'
+    return (quoted.replace("%", "%%") if percent else quoted) + _placed(function, percent)
+
+
+def _placed(text: str, percent: bool) -> str:
+    return re.sub(r"[$][0-9]+", "%s", text.replace("%", "%%")) if percent else text
 
 
 def acquire(policy: str, key: str, cost: int, idempotency_key: str | None) -> Call[Decision]:

@@ -195,9 +195,7 @@ class Rules:
 
     def tell_of_cost(self, charge: Charge, capacity: int) -> None:
         """Once a minute for each policy."""
-        now = time.monotonic()
-        if now - self._logged.get(f"cost {charge.policy}", -math.inf) >= 60:
-            self._logged[f"cost {charge.policy}"] = now
+        if self._is_due(f"cost {charge.policy}", 60):
             text = 'pgratelimit: a request of %d tokens is never allowed: the capacity of the policy "%s" is %d'
             log.warning(text, charge.cost, charge.policy, capacity)
 
@@ -219,11 +217,17 @@ class Rules:
         """What has a remedy at most once a minute, of each SQLSTATE, and the rest at most once a second."""
         helps = getattr(error, "__notes__", None) or [remedy(sqlstate) or ""]
         about, pause = (sqlstate or "", 60) if whose == "setup" or remedy(sqlstate) else ("", 1)
-        now = time.monotonic()
-        if now - self._logged.get(about, -math.inf) >= pause:
-            self._logged[about] = now
+        if self._is_due(about, pause):
             text = " ".join(filter(None, (str(error) or type(error).__name__, *helps)))
             log.warning("rate limit not checked: %s", text, exc_info=error if whose == "fault" and sqlstate is None else None)
+
+    def _is_due(self, about: str, pause: float) -> bool:
+        """Whether nothing was logged about it for so many seconds, which begin anew now."""
+        now = time.monotonic()
+        if now - self._logged.get(about, -math.inf) < pause:
+            return False
+        self._logged[about] = now
+        return True
 
 
 class Request:

@@ -16,7 +16,7 @@ from typing import Any
 from limits.limits import GRANULARITIES
 from limits.storage import Storage
 
-from .calls import Call, bucket, statement
+from .calls import Call, bucket, qualified
 from .errors import UnknownPolicy
 from .http import named
 from .limiter import Limiter
@@ -72,9 +72,9 @@ class PostgresStorage(Storage):
 
     def reset(self) -> int | None:
         """Forgets all hits under the limits that this process has used."""
-        function = statement(self._limiter._schema, "", "ratelimit_reset_all($1::text)", True).removeprefix("select  from ")
+        procedure = qualified(self._limiter._schema, "ratelimit_reset_all($1::text)", True)
         for policy in self._policies:
-            self._limiter._driver.fetch(f"call {function}", (policy,))
+            self._limiter._driver.fetch(f"call {procedure}", (policy,))
         return None
 
     def _bucket(self, key: str, expiry: int | None = None) -> tuple[int, str, str]:
