@@ -63,13 +63,13 @@ func TestPrefetcher_AKilledProcessLosesItsStockAtMost(t *testing.T) {
 // A mortalProcess does nothing any more once it has ended, and ends between any two things that it does.
 type mortalProcess struct {
 	mu    sync.RWMutex
-	ended bool
+	ended atomic.Bool
 }
 
 func (p *mortalProcess) do(what func() error) error {
 	p.mu.RLock()
 	defer p.mu.RUnlock()
-	if p.ended {
+	if p.ended.Load() {
 		return nil
 	}
 	return what()
@@ -78,8 +78,10 @@ func (p *mortalProcess) do(what func() error) error {
 func (p *mortalProcess) endIf(condition func() bool) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.ended = p.ended || condition()
-	return p.ended
+	if condition() {
+		p.ended.Store(true)
+	}
+	return p.ended.Load()
 }
 
 // A mortalPool sends nothing once its process has ended.
@@ -89,7 +91,7 @@ type mortalPool struct {
 }
 
 func (p *mortalPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	if strings.Contains(sql, "ratelimit_refund(") && p.process.endIf(func() bool { return false }) {
+	if p.process.ended.Load() {
 		return unsent{}
 	}
 	return p.PatientPool.QueryRow(ctx, sql, args...)
