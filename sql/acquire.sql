@@ -51,7 +51,7 @@ begin
       idempotency_key := null;  -- nothing is granted, so nothing is remembered
     end if;
   end if;
-  v_policy := p from policies as p where p.name = policy collate "C";
+  v_policy := p from policies as p where p.name = policy collate "C";  -- as one value: the columns of a select into cost 6,000 instructions
   if v_policy.durable is not true then
     if v_policy.id is null or pg_is_in_recovery() then
       perform refuse_policy(policy, v_policy);  -- raises 22023, RL001 or 0A000
