@@ -680,7 +680,9 @@ func (a *actor) plain(function string, bucket model.BucketID) *operation {
 				op.IdempotencyKey = strconv.FormatInt(a.random.Int64N(4), 10)
 			}
 		case "max_wait":
-			op.MaxWait = model.Micros(a.random.Int64N(8000))
+			if op.MaxWait = model.Micros(a.random.Int64N(8000)); a.seed%4 == slowly {
+				op.MaxWait *= 1000 // a bucket that fills in milliseconds is full again before a slow server is asked
+			}
 		case "pause_for":
 			op.MaxWait = model.Micros(1_000 + a.random.IntN(10_000))
 		case "at_least":
