@@ -42,6 +42,7 @@
 {{ template "refund.sql" . }}
 {{ template "reset.sql" . }}
 {{ template "pause.sql" . }}
+{{ template "http_fields.sql" . }}
 
 -- Slots.
 {{ template "slots.sql" . }}

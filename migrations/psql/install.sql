@@ -48,6 +48,7 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_next from ratelimit.ver
 \ir ../../sql/refund.sql
 \ir ../../sql/reset.sql
 \ir ../../sql/pause.sql
+\ir ../../sql/http_fields.sql
 \ir ../../sql/slots.sql
 \ir ../../sql/hold.sql
 \ir ../../sql/renew.sql

@@ -518,6 +518,7 @@ func TestDocs_Grants(t *testing.T) {
 			return errors.Join(kit.ErrorOf(kit.Acquire(pool, "p", "k", 1, "first")), kit.ErrorOf(limiter.Acquire(ctx, "p", "k")),
 				kit.ErrorOf(limiter.AcquireAll(ctx, both)))
 		},
+		"acquire, and show [HTTP fields](languages.md), from SQL": sql("select ratelimit_http_fields('p', d) from ratelimit_acquire('p', 'k') as d"),
 		"acquire with a `Combiner`": func(pool *pgxpool.Pool) error {
 			limiter := client.NewCombiner(pool)
 			defer limiter.Close()

@@ -30,6 +30,7 @@ type docsExample struct {
 	probe    string   // succeeds in sh if all is there
 	packages []string // Debian's, which bring it
 	npm      bool     // takes the packages of docs/examples/node
+	fields   bool     // answers have RateLimit
 }
 
 const (
@@ -48,11 +49,11 @@ var docsExamples = []docsExample{
 	{path: "php/json.php", run: withPHP, probe: "php --version", packages: []string{"php-cli"}},
 	{path: "php/sql.php", run: withPHP, probe: "php --ri pdo_pgsql", packages: []string{"php-cli", "php-pgsql"}},
 	{path: "php/laravel.php", run: withPHP, probe: "php --ri pdo_pgsql && php -r \"require 'Illuminate/Routing/autoload.php';\"",
-		packages: []string{"php-cli", "php-pgsql", "php-laravel-framework"}},
+		packages: []string{"php-cli", "php-pgsql", "php-laravel-framework"}, fields: true},
 	{path: "ruby/json.rb", run: `exec ruby "$1"`, probe: "ruby -rwebrick -e ''", packages: []string{"ruby", "ruby-webrick"}},
 	{path: "ruby/sql.rb", run: `exec ruby "$1"`, probe: "ruby -rwebrick -rpg -e ''", packages: []string{"ruby", "ruby-webrick", "ruby-pg"}},
 	{path: "ruby/rails.rb", run: `exec ruby -W0 "$1"`, probe: "ruby -W0 -rwebrick -rpg -raction_controller/railtie -ractive_record -e ''",
-		packages: []string{"ruby", "ruby-webrick", "ruby-pg", "ruby-railties", "ruby-activerecord", "ruby-actionpack"}},
+		packages: []string{"ruby", "ruby-webrick", "ruby-pg", "ruby-railties", "ruby-activerecord", "ruby-actionpack"}, fields: true},
 }
 
 // grpcCalls is a client of gRPC that is not ours.
@@ -82,6 +83,9 @@ func TestDocs_Examples(t *testing.T) {
 				require.NoError(t, err)
 				defer response.Body.Close()
 				text := kit.NoError(io.ReadAll(response.Body))(t)
+				if s := response.StatusCode; example.fields && (s == http.StatusOK || s == http.StatusTooManyRequests) {
+					require.Regexp(t, `^"api";r=[0-3];t=\d+$`, response.Header.Get("RateLimit"))
+				}
 				return response.StatusCode, response.Header.Get("Retry-After"), string(text)
 			}
 			for range 3 {

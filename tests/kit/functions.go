@@ -140,7 +140,8 @@ func init() {
 		"refund": {2, "policy key amount:cost", decision, "tokens", false, func(c *Call) ([]string, error) {
 			return c.decided(c.Model.Refund(c.Now, c.bucket(), c.num(2)))
 		}},
-		"reset": {1, "policy key", "", "tokens slots", false, func(c *Call) ([]string, error) { return nothing, c.Model.Reset(c.bucket()) }},
+		"http_fields": {0, "policy decision", "@", "", false, nil},
+		"reset":       {1, "policy key", "", "tokens slots", false, func(c *Call) ([]string, error) { return nothing, c.Model.Reset(c.bucket()) }},
 		"pause": {1, "policy key pause_for", decision, "tokens", false, func(c *Call) ([]string, error) {
 			return c.decided(c.Model.Pause(c.Now, c.bucket(), c.Args[2].(Span).Micros()))
 		}},
@@ -325,6 +326,7 @@ var Kinds = map[string]Kind{
 	"stepped":         {"boolean", nil, "true"},
 	"durable":         {"boolean", nil, "true"},
 	"shadow":          {"boolean", nil, "true"},
+	"decision":        {"ratelimit.decision", nil, "'(f,0,00:00:09,00:01:00,10,f,f)'"},
 	"max_rows":        {"integer", []check{{3, between(1, math.MaxInt32)}}, "10"},
 	"shard":           {"integer", nil, "0"},
 	"number":          {"integer", nil, "1"},

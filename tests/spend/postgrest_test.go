@@ -257,6 +257,31 @@ func TestPostgREST_DocumentsOfEveryPath(t *testing.T) {
 	require.Equal(t, "RL429", kit.SQLState(err))
 }
 
+// The same fields for the programs of other languages, about any decision.
+func TestHTTPFields(t *testing.T) {
+	t.Parallel()
+	db := kit.NewDB(t)
+	db.SetClock(kit.T0)
+	db.Policy("api", 10, 1, 6*time.Second)
+	db.Execute("select ratelimit_define_policy('watch', 0, 1, '1 hour', shadow => true), ratelimit_define_policy('month', 9, period => '1 month')")
+	db.Execute("select ratelimit_define_policy('jobs', 2, lease => '1 minute')")
+	for _, test := range []struct{ decision, policy, want string }{
+		{"ratelimit_acquire('api', 'k', 7, 'i')", "api", `{"RateLimit":"\"api\";r=3;t=6","RateLimit-Policy":"\"api\";q=10;w=60"}`},
+		{"ratelimit_acquire('api', 'k', 7, 'i')", "api", `{"RateLimit-Policy":"\"api\";q=10;w=60"}`},
+		{"ratelimit_acquire('api', 'k', 4)", "api", `{"Retry-After":"6","RateLimit":"\"api\";r=3;t=6","RateLimit-Policy":"\"api\";q=10;w=60"}`},
+		{"ratelimit_acquire('api', 'k', 11)", "api", `{"RateLimit":"\"api\";r=3;t=6","RateLimit-Policy":"\"api\";q=10;w=60"}`},
+		{"ratelimit_acquire('watch', 'k')", "watch", `{}`},
+		{"ratelimit_acquire('month', 'k')", "month", `{"RateLimit":"\"month\";r=8;t=129600","RateLimit-Policy":"\"month\";q=9;w=2678400"}`},
+		{"ratelimit_peek('jobs', 'k')", "jobs", `{"RateLimit":"\"jobs\";r=2;t=1","RateLimit-Policy":"\"jobs\";q=2"}`},
+		{"ratelimit_peek('api', 'k')", "no such", `{"RateLimit":"\"no such\";r=3;t=6","RateLimit-Policy":"\"no such\";q=10"}`},
+	} {
+		got := kit.Column(t, db.DB, "select ratelimit_http_fields('"+test.policy+"', d)::text from "+test.decision+" as d")
+		require.Equal(t, []string{test.want}, got, test.decision)
+	}
+	_, err := db.Pool.Exec(t.Context(), "select ratelimit_http_fields('api', null)")
+	require.Equal(t, "22023", kit.SQLState(err))
+}
+
 func TestPostgREST_OnAStandby(t *testing.T) {
 	t.Parallel()
 	db, server := kit.NewPrivateDB(t)

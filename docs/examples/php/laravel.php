@@ -17,22 +17,21 @@ use Illuminate\Routing\Router;
 
 class RateLimit
 {
-    private const ACQUIRE = 'select allowed, ceil(extract(epoch from retry_after))::bigint as seconds
-        from ratelimit_acquire(?::text, ?::text, ?::bigint)';
+    private const ACQUIRE = 'select d.allowed, ratelimit_http_fields(?::text, d) as fields from ratelimit_acquire(?::text, ?::text, ?::bigint) as d';
 
     public function handle(Request $request, Closure $next, string $policy, int $cost = 1)
     {
         $user = $request->header('X-User'); // in an application $request->user()->id
         if (!$user) return new Response('', 401);
         try {
-            $d = DB::connection('ratelimit')->selectOne(self::ACQUIRE, [$policy, "user:$user", $cost], false);
+            $d = DB::connection('ratelimit')->selectOne(self::ACQUIRE, [$policy, $policy, "user:$user", $cost], false);
         } catch (PDOException $e) { // Laravel's QueryException is one
             error_log("no decision: {$e->getMessage()}");
             return new Response('', 503); // or go on without a limit: that is for you to decide
         }
-        if ($d->allowed) return $next($request);
-        $fields = $d->seconds === null ? [] : ['Retry-After' => $d->seconds]; // null: no wait helps
-        return new Response("too many requests\n", 429, $fields);
+        $response = $d->allowed ? $next($request) : new Response("too many requests\n", 429);
+        $response->headers->add(json_decode($d->fields, true)); // RateLimit, RateLimit-Policy and Retry-After
+        return $response;
     }
 }
 

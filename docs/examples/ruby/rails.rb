@@ -16,7 +16,7 @@ end
 module RateLimited # app/controllers/concerns/rate_limited.rb
   extend ActiveSupport::Concern
 
-  ACQUIRE = "select allowed, ceil(extract(epoch from retry_after))::bigint as seconds from ratelimit_acquire($1::text, $2::text, $3::bigint)"
+  ACQUIRE = "select d.allowed, ratelimit_http_fields($1, d) as fields from ratelimit_acquire($1::text, $2::text, $3::bigint) as d"
 
   class_methods do
     def rate_limit(policy, cost: 1, **only, &key)
@@ -28,9 +28,8 @@ module RateLimited # app/controllers/concerns/rate_limited.rb
 
   def take_tokens(policy, key, cost)
     d = RateLimits.connection_pool.with_connection { |db| db.exec_query(ACQUIRE, "acquire", [policy, key, cost]).first }
-    return if d["allowed"]
-    response.set_header("Retry-After", d["seconds"].to_s) if d["seconds"] # null: no wait helps
-    head :too_many_requests
+    response.headers.merge!(JSON.parse(d["fields"])) # RateLimit, RateLimit-Policy and Retry-After
+    head :too_many_requests unless d["allowed"]
   rescue ActiveRecord::ActiveRecordError => e
     logger.error("no decision: #{e.message}")
     head :service_unavailable # or go on without a limit: that is for you to decide
