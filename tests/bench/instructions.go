@@ -63,7 +63,7 @@ var countedStatements = slices.Concat([]counted{
 	{"peek", 0, "select from ratelimit_peek('full', $1)"},
 	{"refund", 0, "select from ratelimit_refund('full', $1, 1)"},
 	{"pause", 0, "select from ratelimit_pause('paused', $1, '1 second')"},
-	{"http_fields", 0, "select from ratelimit_http_fields('full', (true, 5, '0 s', '9 s', 10, false, false)::ratelimit.decision)"},
+	{"http-fields", 0, "select from ratelimit_http_fields('full', (true, 5, '0 s', '9 s', 10, false, false)::ratelimit.decision)"},
 	{"reserved", 0, "select from ratelimit_reserve('full', $1, '1 hour')"},
 	{"waiting", 0, "select from ratelimit_reserve('line', $1, '365 days')"},
 	{"up-to", 0, "select from ratelimit_acquire_up_to('full', $1, 1)"},

@@ -55,6 +55,7 @@ var referenceCosts = map[string]string{
 	"charge":        "a charge {charged}",
 	"enforce":       "a grant {enforced}",
 	"guard":         "an insert of one row {guarded}, each row of an insert of 32 keys {guarded-32}",
+	"http_fields":   "a call {http-fields}",
 	"hold":          "a grant beside 5 holders {held}, beside 1,000 {held-of-1000}, a denial {held-denied}",
 	"release":       "a grant and its release {held-released}",
 	"renew":         "a renewal {renewed}",

@@ -1,6 +1,7 @@
 """How a statement is sent by each driver. A driver is recognised only if the program has imported it: there is nothing to depend on."""
 
 import asyncio
+import atexit
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -39,14 +40,29 @@ class AsyncDriver(Driver, Protocol):
     async def fetch(self, sql: str, args: Sequence[Any], unended: set[asyncio.Future[Any]]) -> Sequence[Any]: ...
 
 
+_pools: dict[str, Any] = {}
+"""Of this process, by their URL."""
+
+
 def sync_driver(db: Any) -> SyncDriver:
+    if isinstance(db, str):
+        if db not in _pools:
+            import psycopg_pool
+
+            _pools[db] = psycopg_pool.ConnectionPool(db, min_size=1, max_size=4, timeout=1, open=False)
+            atexit.register(_pools[db].close)
+        return OwnPool(_pools[db])
     if _is(db, "psycopg", "Connection") or _is(db, "psycopg_pool", "ConnectionPool"):
         return Psycopg(db)
     if _is(db, "psycopg2.extensions", "connection"):
         return Psycopg2(db)
     if "django.db" in sys.modules and getattr(db, "vendor", None) == "postgresql":
         return Django(db)
-    raise TypeError(f"pgratelimit: not a psycopg.Connection, psycopg_pool.ConnectionPool, connection of psycopg2 or of Django: {type(db)}")
+    raise TypeError(f"pgratelimit: not a psycopg.Connection, psycopg_pool.ConnectionPool, connection of psycopg2 or of Django, or URL: {type(db)}")
+
+
+def is_async(db: Any) -> bool:
+    return _is(db, "psycopg_pool", "AsyncConnectionPool") or _is(db, "asyncpg.pool", "Pool")
 
 
 def async_driver(db: Any) -> AsyncDriver:
@@ -120,6 +136,14 @@ class Psycopg(_Psycopg):
             finally:
                 if _is_idle(conn):
                     conn.autocommit = before
+
+
+class OwnPool(Psycopg):
+    """A pool that the first call opens: a server may fork after the program has made its limiter, and threads do not survive that."""
+
+    def fetch(self, sql: str, args: Sequence[Any]) -> Any:
+        self._db.open()
+        return super().fetch(sql, args)
 
 
 class Psycopg2(_Psycopg):

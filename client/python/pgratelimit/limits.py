@@ -1,8 +1,8 @@
 """A storage of the library limits, which flask-limiter and slowapi use:
 
-    Limiter(key_func, storage_uri="pgratelimit://", storage_options={"limiter": pgratelimit.Limiter(pool)})
+    Limiter(key_func, storage_uri="pgratelimit://app@localhost/app")
 
-for the strategy fixed-window. A limit is a stepped policy, such as "100 per 60000 ms", which is defined when it is first used, if the
+or with storage_options={"limiter": pgratelimit.Limiter(pool)}, for the strategy fixed-window. A limit is a stepped policy, such as "100 per 60000 ms", which is defined when it is first used, if the
 role may. A hit takes tokens if the bucket covers them, and a hit beyond the limit writes nothing. The windows of a key follow each other
 from its first hit on, until the key was idle and cleaned up; the storage of memory begins a window with the first hit after the last one.
 """
@@ -28,9 +28,9 @@ class PostgresStorage(Storage):
 
     def __init__(self, uri: str | None = None, limiter: Limiter | None = None, **options: Any) -> None:
         super().__init__(uri, **options)
-        if not isinstance(limiter, Limiter):
-            raise TypeError('pgratelimit: pass storage_options={"limiter": pgratelimit.Limiter(pool)}')
-        self._limiter = limiter
+        self._limiter = limiter or Limiter((uri or "pgratelimit://").replace("pgratelimit", "postgresql", 1))
+        if not isinstance(self._limiter, Limiter):
+            raise TypeError('pgratelimit: pass storage_options={"limiter": pgratelimit.Limiter(pool)}, or a URI alone')
         self._policies: set[str] = set()
 
     def incr(self, key: str, expiry: int, elastic_expiry: bool = False, amount: int = 1) -> int:

@@ -1,16 +1,16 @@
 """One line per view: a dependency for FastAPI, and decorators for Starlette, Flask and Django.
 
-    @app.get("/", dependencies=[Depends(fastapi_limit(limiter, "api", failure="open"))])
+    @app.get("/", dependencies=[fastapi_limit("postgresql://app@localhost/app", "api", failure="open")])
 
-    @flask_limit(limiter, "api", failure="open")
+    @flask_limit("postgresql://app@localhost/app", "api", failure="open")
     def view(): ...
 
-Each takes a limiter and the name of a policy, and charges cost tokens, a number or a function of the request, to the bucket that key,
+Each takes a limiter, or what one is made on (a URL, a pool or a connection), and the name of a policy, and charges cost tokens, a number or a function of the request, to the bucket that key,
 a function of the framework's request, names. By default that is the client's address behind so many trusted_proxies, and in Django first
 the user who has logged in. A request that the bucket does not cover is 429; that, and the answers of the view, have the fields of
 pgratelimit.asgi. failure is the fate of a request without a decision, as there.
 
-A Limiter serves views that are async, too, in a thread. An AsyncLimiter or a Combiner serves FastAPI, Starlette, and async views of Django,
+A Limiter serves views that are async, too, in a thread. Of an async pool a Combiner is made. An AsyncLimiter or a Combiner serves FastAPI, Starlette, and async views of Django,
 for timeout seconds at most.
 """
 
@@ -21,8 +21,9 @@ import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
-from . import asgi, http, wsgi
+from . import asgi, drivers, http, wsgi
 from .calls import Duration
+from .combiner import Combiner
 from .http import Event, Failure, named
 from .limiter import AsyncLimiter, Limiter
 
@@ -31,6 +32,12 @@ __all__ = ["django_limit", "fastapi_limit", "flask_limit", "starlette_limit"]
 View = TypeVar("View", bound=Callable[..., Any])
 Key = Callable[[Any], str] | None
 Cost = int | Callable[[Any], int]
+
+
+def _limiter_of(db: Any) -> Any:
+    if hasattr(db, "acquire_all"):
+        return db
+    return Combiner(db) if drivers.is_async(db) else Limiter(db)
 
 
 class _Decider:
@@ -43,6 +50,7 @@ class _Decider:
         def nothing(*_: Any) -> Any:
             raise NotImplementedError
 
+        limiter = _limiter_of(limiter)
         self.limiter, self.is_async = limiter, isinstance(limiter, AsyncLimiter) or inspect.iscoroutinefunction(limiter.acquire)
         kind: Any = functools.partial(asgi.RateLimit, timeout=timeout) if self.is_async else wsgi.RateLimit
         self._decide: Callable[[Any], Any] = kind(nothing, limiter, charges, failure=failure)._decide
@@ -56,11 +64,9 @@ class _Decider:
 
 def fastapi_limit(
     limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int | None = None
-) -> Callable[..., Any]:
-    """A dependency. Its refusal is an HTTPException, which handlers of the program may show in their own way."""
-    from starlette.exceptions import HTTPException
-    from starlette.requests import Request
-    from starlette.responses import Response
+) -> Any:
+    """A dependency, for the dependencies of a view, a router or the application. Its refusal is an HTTPException, which handlers of the program may show in their own way."""
+    from fastapi import Depends, HTTPException, Request, Response
 
     decider = _Decider(limiter, policy, key or (lambda request: asgi.by_ip(request.scope, trusted_proxies)), cost, failure, timeout)
 
@@ -71,7 +77,7 @@ def fastapi_limit(
         for name, value in event.fields:
             response.headers.append(name, value)
 
-    return limited
+    return Depends(limited)
 
 
 def starlette_limit(
@@ -145,7 +151,7 @@ def django_limit(
 
     def decide(request: Any) -> Event:
         nonlocal warned
-        if not warned and isinstance(limiter, Limiter) and limiter.in_transaction:
+        if not warned and isinstance(decider.limiter, Limiter) and decider.limiter.in_transaction:
             warned = True
             text = "pgratelimit: the view's transaction takes the tokens, and gives them back if the view fails: pass a limiter on a pool, or "
             warnings.warn(text + "decorate the view with django.db.transaction.non_atomic_requests, too.", RuntimeWarning, stacklevel=3)

@@ -78,8 +78,7 @@ class ViewsTest(unittest.TestCase):
         for is_async in (False, True):
             opened: Any = psycopg_pool.AsyncConnectionPool(open=False) if is_async else pool()
             app = fastapi.FastAPI(on_startup=[opened.open], on_shutdown=[opened.close])
-            limiter = Combiner(opened) if is_async else Limiter(opened)
-            limited = fastapi.Depends(fastapi_limit(limiter, self.id(), failure="closed", timeout=60))
+            limited = fastapi_limit(opened, self.id(), failure="closed", timeout=60)
 
             @app.get("/", dependencies=[limited])
             def hello():
@@ -129,7 +128,7 @@ class ViewsTest(unittest.TestCase):
     def test_flask(self):
         app = flask.Flask(__name__)
         with pool() as opened:
-            limit = flask_limit(Limiter(opened), self.id(), key=lambda request: request.path, failure="closed")
+            limit = flask_limit("", self.id(), key=lambda request: request.path, failure="closed")
 
             @app.route("/a")
             @limit
@@ -160,12 +159,12 @@ class ViewsTest(unittest.TestCase):
                 with self.subTest(path):
                     self.passes_once(lambda: get(path))
             self.assertEqual(2, taken(self.id(), "ip:127.0.0.1"))
+        self.assertRaisesRegex(TypeError, "not a psycopg.Connection", flask_limit, 5, self.id(), failure="closed")
         with self.assertRaisesRegex(TypeError, "must be a Limiter"):
             flask_limit(AsyncLimiter.__new__(AsyncLimiter), self.id(), failure="closed")
 
     def test_django(self):
-        limiter = Limiter(django.db.connection)
-        limit = django_limit(limiter, self.id(), failure="closed")
+        limit = django_limit(django.db.connection, self.id(), failure="closed")
         answer = lambda *_, **__: django.http.HttpResponse("hello")  # noqa: E731
 
         @limit
@@ -266,6 +265,18 @@ class ConnectionTest(unittest.TestCase):
         self.assertEqual(2, taken(self.id()))
         conn.close()
 
+    def test_a_url_is_one_pool_that_the_process_opens_that_calls(self):
+        define(self.id(), 10)
+        limiter = Limiter("application_name=of_a_url")
+        self.assertIs(limiter._driver._db, Limiter("application_name=of_a_url")._driver._db)
+        if not (child := os.fork()):
+            os._exit(limiter.acquire(self.id(), "k").remaining)
+        self.assertEqual(9, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        self.assertEqual(8, limiter.acquire(self.id(), "k").remaining)
+        began = time.monotonic()
+        self.assertRaises(psycopg_pool.PoolTimeout, Limiter("host=127.0.0.1 port=1").acquire, self.id(), "k")
+        self.assertLess(time.monotonic() - began, 10)
+
     def test_every_kind_of_text_and_of_answer(self):
         define(self.id(), 10)
         key = "%s ' \\ \" { é 🪣"
@@ -341,16 +352,14 @@ class PageTest(unittest.TestCase):
     def passes(self, section: str, lines: int, get: Any) -> None:
         text, added = program_of(section)
         exec(text, self.module)
-        if limiter := self.module.get("limiter"):
-            self.addCleanup(limiter._driver._db.close)
         self.assertEqual(lines, added)
         self.assertEqual([200, 200, 200, 429], [get() for _ in range(4)])
 
     def test_fastapi(self):
-        self.passes("FastAPI", 4, lambda: fastapi.testclient.TestClient(self.module["app"]).get("/").status_code)
+        self.passes("FastAPI", 2, lambda: fastapi.testclient.TestClient(self.module["app"]).get("/").status_code)
 
     def test_flask(self):
-        self.passes("Flask", 4, lambda: self.module["app"].test_client().get("/").status_code)
+        self.passes("Flask", 2, lambda: self.module["app"].test_client().get("/").status_code)
 
     def test_django(self):
         def get() -> int:
@@ -364,7 +373,7 @@ class PageTest(unittest.TestCase):
         self.assertEqual(5, len(lines))
         with pool() as opened:
             names = globals() | vars(limits.storage) | {
-                "Depends": fastapi.Depends, "limiter": Limiter(opened), "connection": django.db.connection, "charges": lambda request: [],
+                "FastAPI": fastapi.FastAPI, "limiter": Limiter(opened), "connection": django.db.connection, "charges": lambda request: [],
             }
             for library, line in lines:
                 with self.subTest(library):
@@ -451,8 +460,7 @@ def hits_of(policy_and_limit: tuple[str, int]) -> int:
 
 class LimitsTest(unittest.TestCase):
     def setUp(self) -> None:
-        self.pool = self.enterContext(pool())
-        self.storage: Any = limits.storage.storage_from_string("pgratelimit://", limiter=Limiter(self.pool))
+        self.storage: Any = limits.storage.storage_from_string("pgratelimit://")
         self.limiter = limits.strategies.FixedWindowRateLimiter(self.storage)
 
     def test_of_200_parallel_hits_of_two_processes_exactly_the_limit_passes(self):
@@ -481,7 +489,7 @@ class LimitsTest(unittest.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "fixed-window"):
             limits.strategies.FixedWindowElasticExpiryRateLimiter(self.storage).hit(item, "k")
         self.assertRaises(NotImplementedError, limits.strategies.MovingWindowRateLimiter, self.storage)
-        self.assertRaisesRegex(TypeError, "storage_options", limits.storage.storage_from_string, "pgratelimit://")
+        self.assertRaisesRegex(TypeError, "storage_options", PostgresStorage, limiter=pool)
 
     def test_an_override_decides_for_its_key(self):
         item = limits.parse("2/4 hours")

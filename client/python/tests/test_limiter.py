@@ -528,11 +528,9 @@ class SyncTest(unittest.TestCase):
         self.assertEqual(["{}", '{""}'], [texts([]), texts([""])])
 
     def test_another_handle_is_refused(self):
-        for db in (None, "postgres://", self.pool.connection()):
-            with self.assertRaises(TypeError):
-                Limiter(db)
-            with self.assertRaises(TypeError):
-                AsyncLimiter(db)
+        for limiter, dbs in ((Limiter, (None, self.pool.connection())), (AsyncLimiter, (None, "postgres://", self.pool.connection()))):
+            for db in dbs:
+                self.assertRaises(TypeError, limiter, db)
 
 
 class PackageTest(unittest.TestCase):
