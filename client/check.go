@@ -15,7 +15,7 @@ type Needs struct {
 	// Calls are names of methods. Defaults to Acquire and AcquireAll.
 	Calls []string
 
-	// Policies are names of policies; if Calls has Hold, of those that lend slots. Defaults to none.
+	// Policies are names of policies. If all Calls are about slots, they must lend slots; if none is, they must not. Defaults to none.
 	Policies []string
 }
 
@@ -30,6 +30,12 @@ func (e *NotReadyError) Error() string {
 // functionsOf are the functions of methods that have others than their names say.
 var functionsOf = map[string][]string{
 	"Hold": {"hold", "renew", "release"}, "HoldWait": {"hold", "renew", "release"}, "HoldAs": {"hold"}, "Wait": {"reserve", "settle"},
+	"AcquireMany": {"acquire"}, "RunCleanup": {"cleanup"},
+}
+
+// isOfSlots reports whether a method is about policies that lend slots.
+func isOfSlots(method string) bool {
+	return slices.Contains([]string{"Hold", "HoldWait", "HoldAs", "Renew", "Release"}, method)
 }
 
 const foundFunctions = `(
@@ -60,27 +66,47 @@ func (l *limiter) Check(ctx context.Context, needs Needs) error { return l.check
 
 // Check is [Limiter.Check], also for the function by which requests share calls.
 func (c *Combiner) Check(ctx context.Context, needs Needs) error {
-	return c.check(ctx, needs, "ratelimit_acquire_packed")
+	return c.check(ctx, needs, "acquire_packed")
 }
 
-func (l *limiter) check(ctx context.Context, needs Needs, more ...string) error {
+// Check is [Combiner.Check], also for the functions that bring tokens and give them back.
+func (p *Prefetcher) Check(ctx context.Context, needs Needs) error {
+	if len(p.policies) == 0 {
+		return p.combiner.Check(ctx, needs)
+	}
+	return p.check(ctx, needs, "acquire_packed", "acquire_up_to", "refund")
+}
+
+// Check is [Prefetcher.Check] of all shards, at the same time. Each error is in a [*ShardError].
+func (s *Sharded) Check(ctx context.Context, needs Needs) error {
+	return s.Each(func(_ int, on *Prefetcher) error { return on.Check(ctx, needs) })
+}
+
+// check is Check with the functions by which the limiter acquires, besides those of the calls.
+func (l *limiter) check(ctx context.Context, needs Needs, acquiring ...string) error {
 	calls := needs.Calls
 	if len(calls) == 0 {
 		calls = []string{"Acquire", "AcquireAll"}
 	}
-	holds := slices.Contains(calls, "Hold")
-	if len(needs.Policies) > 0 && !holds {
-		calls = append(slices.Clone(calls), "Acquire")
+	lends, lendsNot := slices.ContainsFunc(calls, isOfSlots), slices.ContainsFunc(calls, func(m string) bool { return !isOfSlots(m) })
+	if len(needs.Policies) > 0 {
+		calls = append(slices.Clone(calls), map[bool]string{true: "Renew", false: "Acquire"}[lends]) // by which policies are asked
 	}
-	names := more
+	var names []string
 	for _, method := range calls {
 		functions, ok := functionsOf[method]
 		if !ok {
 			functions = []string{snakeCase(method)}
 		}
+		if slices.Contains([]string{"Acquire", "AcquireAll", "AcquireMany"}, method) {
+			functions = append(slices.Clone(functions), acquiring...)
+		}
 		for _, function := range functions {
 			names = append(names, "ratelimit_"+function)
 		}
+	}
+	if l.place != nil {
+		names = append(names, "ratelimit_shard")
 	}
 	slices.Sort(names)
 	names = slices.Compact(names)
@@ -88,7 +114,9 @@ func (l *limiter) check(ctx context.Context, needs Needs, more ...string) error 
 	c := newCall("check", foundFunctions, names, schema)
 	c.columns, c.repeatable, c.isQuery = "role, functions", true, true
 	var role, text string
-	if err := l.query(ctx, c, &role, &text); err != nil {
+	asks := *l
+	asks.place = nil // or else a missing grant on ratelimit_shard would be the error
+	if err := asks.query(ctx, c, &role, &text); err != nil {
 		return err
 	}
 	var found []foundFunction
@@ -98,7 +126,7 @@ func (l *limiter) check(ctx context.Context, needs Needs, more ...string) error 
 	lacks := lacksOf(role, schema, found)
 	if len(lacks) == 0 {
 		for _, policy := range needs.Policies {
-			lack, err := l.lackOf(ctx, policy, holds)
+			lack, err := l.lackOf(ctx, policy, lends, lendsNot)
 			if err != nil {
 				return err
 			}
@@ -118,13 +146,13 @@ func lacksOf(role, schema string, found []foundFunction) (lacks []string) {
 		if schema != "" {
 			place = "schema " + schema + " of this database"
 		}
-		return []string{"pgratelimit is not installed in " + place + ": make install DATABASE_URL=…"}
+		return []string{"pgratelimit is not installed in " + place + ": run migrations/psql/install.sql"}
 	}
 	for _, f := range found {
 		usage := fmt.Sprintf("grant usage on schema %s to %q;", f.Schema, role)
 		switch {
 		case isMissing(f):
-			lacks = append(lacks, f.Name+" is missing: bring pgratelimit up to date")
+			lacks = append(lacks, f.Name+" is missing: bring pgratelimit up to date, or correct Calls")
 			continue
 		case !f.Usage && !slices.Contains(lacks, usage):
 			lacks = append(lacks, usage)
@@ -139,20 +167,22 @@ func lacksOf(role, schema string, found []foundFunction) (lacks []string) {
 }
 
 // lackOf asks a policy for nothing, by a call that takes nothing.
-func (l *limiter) lackOf(ctx context.Context, policy string, holds bool) ([]string, error) {
+func (l *limiter) lackOf(ctx context.Context, policy string, lends, lendsNot bool) ([]string, error) {
 	var err error
-	if holds {
+	if lends {
 		_, err = l.Renew(ctx, policy, "check", "check")
 	} else {
 		_, err = l.ask(ctx, request{policy: policy, key: "check"}) // for no tokens
 	}
 	switch {
 	case errors.Is(err, ErrUnknownPolicy):
-		return []string{fmt.Sprintf("policy %q is not defined: see the names in ratelimit_policies(), or define it", policy)}, nil
-	case errors.Is(err, ErrInvalidArgument) && holds:
-		return []string{fmt.Sprintf("policy %q lends no slots: define it with a lease, or call Acquire", policy)}, nil
+		return []string{fmt.Sprintf("no policy is named %q: see the names in ratelimit_policies(), or define it", policy)}, nil
+	case errors.Is(err, ErrInvalidArgument) && lends && lendsNot:
+		return nil, nil // it is for the other calls
+	case errors.Is(err, ErrInvalidArgument) && lends:
+		return []string{fmt.Sprintf("the policy %q lends no slots: define it with a lease, or call Acquire", policy)}, nil
 	case errors.Is(err, ErrInvalidArgument):
-		return []string{fmt.Sprintf("policy %q lends slots: call Hold", policy)}, nil
+		return []string{fmt.Sprintf("the policy %q lends slots: call Hold", policy)}, nil
 	}
 	return nil, err
 }

@@ -210,7 +210,8 @@ export class Limiter {
 
   /**
    * Rejects with NotReady if the database lacks what calls need: the package, a grant, a policy. Call it at the start of a program. calls are
-   * names of methods, by default acquire and acquireAll. With hold among them the policies are those of slots. It takes nothing.
+   * names of methods, by default acquire and acquireAll. If all are about slots, the policies must lend slots; if none is, they must not.
+   * It takes nothing.
    */
   check(options?: CallOptions & { policies?: string[] | undefined; calls?: string[] | undefined }): Promise<void>
 

@@ -6,6 +6,8 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -54,7 +56,7 @@ func TestCheck_ListsWhatCallsLack(t *testing.T) {
 		db.Exec(t, statement)
 	}
 	require.NoError(t, combiner.Check(ctx, client.Needs{}))
-	require.Equal(t, []string{`pgratelimit is not installed in schema "none" of this database: make install DATABASE_URL=…`},
+	require.Equal(t, []string{`pgratelimit is not installed in schema "none" of this database: run migrations/psql/install.sql`},
 		lacks(t, client.New(pool, client.Schema("none")).Check(ctx, client.Needs{})))
 	elsewhere := connect(t, db, map[string]string{"search_path": "ratelimit"})
 	hidden := lacks(t, client.New(elsewhere).Check(ctx, client.Needs{}))
@@ -64,10 +66,42 @@ func TestCheck_ListsWhatCallsLack(t *testing.T) {
 	db.Exec(t, "select ratelimit_define_policy('api', 5, 1, '1 hour'), ratelimit_define_policy('jobs', 5, lease => '1 hour')")
 	limiter := client.New(connect(t, db, nil))
 	require.Equal(t, []string{
-		`policy "misspelt" is not defined: see the names in ratelimit_policies(), or define it`, `policy "jobs" lends slots: call Hold`,
+		`no policy is named "misspelt": see the names in ratelimit_policies(), or define it`, `the policy "jobs" lends slots: call Hold`,
 	}, lacks(t, limiter.Check(ctx, client.Needs{Policies: []string{"misspelt", "api", "jobs"}})))
-	require.Equal(t, []string{`policy "api" lends no slots: define it with a lease, or call Acquire`},
-		lacks(t, limiter.Check(ctx, client.Needs{Calls: []string{"Hold"}, Policies: []string{"jobs", "api"}})))
+	require.Equal(t, []string{`the policy "api" lends no slots: define it with a lease, or call Acquire`},
+		lacks(t, limiter.Check(ctx, client.Needs{Calls: []string{"Hold", "Release"}, Policies: []string{"jobs", "api"}})))
+	require.Empty(t, lacks(t, limiter.Check(ctx, client.Needs{Calls: []string{"Peek", "HoldWait"}, Policies: []string{"jobs", "api"}})), "of either kind")
+}
+
+// The functions of each method are there, so a name is found for each.
+func TestCheck_KnowsAllMethods(t *testing.T) {
+	t.Parallel()
+	var calls []string
+	for method := range reflect.TypeFor[*client.Combiner]().Methods() {
+		if !slices.Contains([]string{"Check", "Close", "Waiting", "WithTx"}, method.Name) {
+			calls = append(calls, method.Name)
+		}
+	}
+	require.Greater(t, len(calls), 20)
+	require.Empty(t, lacks(t, client.New(connect(t, pgtest.New(t), nil)).Check(t.Context(), client.Needs{Calls: calls})))
+}
+
+// What a Prefetcher and a Sharded send besides is checked, too.
+func TestCheck_OfStocksAndShards(t *testing.T) {
+	t.Parallel()
+	ctx, db := t.Context(), pgtest.New(t)
+	pool, role := nobody(t, db)
+	db.Exec(t, "select ratelimit_define_shard(0, 1); grant execute on function ratelimit_shard to "+role, pgx.QueryExecModeSimpleProtocol)
+	prefetcher := client.NewPrefetcher(pool, client.Prefetch{Policy: "api"})
+	t.Cleanup(prefetcher.Close)
+	require.Len(t, lacks(t, prefetcher.Check(ctx, client.Needs{})), 5)
+	sharded, err := client.NewSharded(ctx, []client.Pool{pool})
+	require.NoError(t, err)
+	t.Cleanup(sharded.Close)
+	db.Exec(t, "revoke execute on function ratelimit_shard from "+role)
+	err = sharded.Check(ctx, client.Needs{})
+	require.Len(t, lacks(t, err), 4)
+	require.ErrorContains(t, err, "pgratelimit: shard 0 of 1: ")
 }
 
 // logOf is what the default logger gets from now on.

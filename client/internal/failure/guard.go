@@ -118,8 +118,9 @@ func (g *Guard) decided(ctx context.Context, limiter client.Acquirer, charges []
 	go func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), checkTimeout)
 		defer cancel()
-		if lacking, ok := errors.AsType[*client.NotReadyError](checker.Check(ctx, client.Needs{})); ok {
-			slog.ErrorContext(ctx, lacking.Error())
+		err := checker.Check(ctx, client.Needs{})
+		if _, ok := errors.AsType[*client.NotReadyError](err); ok {
+			slog.ErrorContext(ctx, err.Error())
 		}
 	}()
 }

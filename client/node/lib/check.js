@@ -1,7 +1,9 @@
 import { text } from './decision.js'
 import { InvalidArgument, NotReady, UnknownPolicy, invalid } from './errors.js'
 
-const FUNCTIONS = { acquire: ['acquire'], hold: ['hold', 'renew', 'release'], wait: ['reserve', 'settle'] } // of methods that differ
+const HOLD = ['hold', 'renew', 'release']
+const FUNCTIONS = { hold: HOLD, holdWait: HOLD, wait: ['reserve', 'settle'] } // of methods that differ
+const isOfSlots = (call) => call === 'holdWait' || HOLD.includes(call)
 
 /** Each function by name, as the session finds it; null where there is none. */
 const FOUND = `select current_user::text as role, pg_catalog.json_agg(pg_catalog.json_build_array(
@@ -21,8 +23,8 @@ const FOUND = `select current_user::text as role, pg_catalog.json_agg(pg_catalog
 
 /** Rejects with all that the calls of a limiter lack in its database, and the statements that help. */
 export async function check(limiter, database, policies, calls, packs) {
-  if (policies.length > 0 && !calls.includes('hold')) calls = [...calls, 'acquire']
-  const wanted = new Set(calls.flatMap((call) => {
+  const lends = calls.some(isOfSlots), lendsNot = !calls.every(isOfSlots), asking = lends ? 'renew' : 'acquire'
+  const wanted = new Set([...calls, ...(policies.length > 0 ? [asking] : [])].flatMap((call) => {
     if (typeof limiter[call] !== 'function') throw invalid('calls', `has ${String(call)}.`, 'Pass names of methods, such as acquire.')
     return FUNCTIONS[call] ?? [call.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`)]
   }))
@@ -41,20 +43,20 @@ export async function check(limiter, database, policies, calls, packs) {
     else if (usage && !visible) lacks.push(`${name} is in schema ${schema}, which is not on search_path: name it with the option schema`)
     if (schema !== null && !execute) lacks.push(`grant execute on function ${schema}.${signature} to "${role}";`)
   }
-  if (lacks.length === 0) for (const policy of policies) lacks.push(...await lacksOf(limiter, policy, calls))
+  if (lacks.length === 0) for (const policy of policies) lacks.push(...await lacksOf(limiter, policy, lends, lendsNot))
   if (lacks.length > 0) throw new NotReady(lacks)
 }
 
-/** Asks a policy for nothing, by a call that takes nothing. */
-async function lacksOf(limiter, policy, calls) {
+/** Asks a policy for nothing, by a call that takes nothing. If calls of both kinds are made, it may be for the others. */
+async function lacksOf(limiter, policy, lends, lendsNot) {
   try {
-    if (calls.includes('hold')) await limiter.renew(policy, 'check', 'check')
+    if (lends) await limiter.renew(policy, 'check', 'check')
     else await limiter.acquire(policy, 'check', { cost: 0 })
     return []
   } catch (error) {
     if (error instanceof UnknownPolicy) return [`no policy is named "${policy}": see the names in ratelimit_policies(), or define it`]
     if (!(error instanceof InvalidArgument)) throw error
-    if (!calls.includes('hold')) return [`the policy "${policy}" lends slots: call hold`]
-    return calls.length > 1 ? [] : [`the policy "${policy}" lends no slots: define it with a lease, or call acquire`]
+    if (!lends) return [`the policy "${policy}" lends slots: call hold`]
+    return lendsNot ? [] : [`the policy "${policy}" lends no slots: define it with a lease, or call acquire`]
   }
 }

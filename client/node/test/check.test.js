@@ -68,7 +68,10 @@ test('a check finds policies that are not there, or of another kind', async () =
   const [unknown, ofSlots] = await lacks(limiter.check({ policies: ['misspelt', policy, slots] }))
   assert.match(unknown, /^no policy is named "misspelt"/)
   assert.match(ofSlots, /lends slots: call hold$/)
-  assert.match((await lacks(limiter.check({ policies: [policy], calls: ['hold'] })))[0], /lends no slots/)
+  assert.match((await lacks(limiter.check({ policies: [policy], calls: ['holdWait', 'release'] })))[0], /lends no slots/)
+  const all = Object.getOwnPropertyNames(Limiter.prototype).filter((name) => !['constructor', 'check'].includes(name) && name[0] !== '_')
+  assert.ok(all.length > 10)
+  assert.deepEqual(await lacks(limiter.check({ policies: [slots, policy], calls: all })), [], 'of either kind')
   await assert.rejects(new Limiter(connect({ host: '127.0.0.1', port: 1 })).check(), (error) => !(error instanceof NotReady))
 })
 

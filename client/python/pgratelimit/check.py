@@ -8,7 +8,9 @@ from . import calls
 from .calls import Call, invalid, texts
 from .errors import Error, InvalidArgument, NotReady, UnknownPolicy
 
-_FUNCTIONS = {"acquire": ["acquire"], "hold": ["hold", "renew", "release"], "wait": ["reserve", "settle"]}  # of methods that differ
+_HOLD = ["hold", "renew", "release"]
+_SLOTS = {"hold_wait", *_HOLD}
+_FUNCTIONS = {"hold": _HOLD, "hold_wait": _HOLD, "wait": ["reserve", "settle"]}  # of methods that differ
 
 _FOUND = """(
   select current_user::text as role, pg_catalog.json_agg(pg_catalog.json_build_array(
@@ -33,7 +35,8 @@ def functions(limiter: object, schema: str | None, policies: Collection[str], me
     if isinstance(policies, str) or isinstance(methods, str):
         raise invalid("policies and calls are collections of names")
     wanted: dict[str, None] = {}
-    for method in [*methods, *(["acquire"] if policies and "hold" not in methods else [])]:
+    asking = "renew" if _SLOTS & set(methods) else "acquire"
+    for method in [*methods, *([asking] if policies else [])]:
         if method.startswith("_") or not callable(getattr(limiter, method, None)):
             raise invalid(f"calls has {method!r}, which is no method of a limiter")
         wanted |= dict.fromkeys(_FUNCTIONS.get(method, [method]))
@@ -63,7 +66,7 @@ def _lacks(role: str, found: Iterable[list[Any]], schema: str | None) -> list[st
 
 def of_policy(policy: str, methods: Collection[str]) -> Call[Any]:
     """A call that takes nothing, and fails if there is no such policy."""
-    return calls.renew(policy, "check", "check", bool) if "hold" in methods else calls.acquire(policy, "check", 0, None)
+    return calls.renew(policy, "check", "check", bool) if _SLOTS & set(methods) else calls.acquire(policy, "check", 0, None)
 
 
 def refused(policy: str, methods: Collection[str], error: Error) -> list[str]:
@@ -71,9 +74,9 @@ def refused(policy: str, methods: Collection[str], error: Error) -> list[str]:
         return [f'no policy is named "{policy}": see the names in ratelimit_policies(), or define it']
     if not isinstance(error, InvalidArgument):
         raise error
-    if "hold" not in methods:
+    if not _SLOTS & set(methods):
         return [f'the policy "{policy}" lends slots: call hold']
-    return [] if len(methods) > 1 else [f'the policy "{policy}" lends no slots: define it with a lease, or call acquire']
+    return [] if set(methods) - _SLOTS else [f'the policy "{policy}" lends no slots: define it with a lease, or call acquire']
 
 
 def found(lacks: list[str]) -> None:

@@ -249,7 +249,7 @@ class Limiter:
 
     def check(self, policies: Collection[str] = (), calls: Collection[str] = ("acquire", "acquire_all")) -> None:
         """Raise NotReady if the database lacks what calls need: the package, a grant, a policy. It is for the start of a program. calls
-        are names of methods. With hold among them the policies are those of slots. It takes nothing."""
+        are names of methods. If all are about slots, the policies must lend slots; if none is, they must not. It takes nothing."""
         lacks = self._run(check.functions(self, self._schema, policies, calls, False))
         for policy in policies if not lacks else ():
             try:
