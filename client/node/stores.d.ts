@@ -6,8 +6,8 @@ import type { Limiter, Queryable } from './index.js'
  *
  * A limit and a window are a stepped policy, such as "100 per 60000 ms". It is defined when it is first used, if the role may execute
  * ratelimit_define_policy; otherwise the error has the statement for its owner. The windows of a key follow each other from its first hit
- * on, until the key was idle and cleaned up, where a library's own store begins a window with the first hit after the last window. In
- * either, any span as long as a window can see twice the limit.
+ * on, until the key was idle and cleaned up, where a library's own store begins a window with the first hit after the last window. So of
+ * what the library calls a window, up to twice the limit may pass; of any other span that long, with its own store, too.
  *
  * A hit that is denied takes nothing. It counts in its process only, to the end of the window.
  */
@@ -24,8 +24,9 @@ interface Hits {
 }
 
 /**
- * The store of express-rate-limit and hono-rate-limiter. A limit that is a function needs a policy. decrement needs EXECUTE on
- * ratelimit_refund, resetKey on ratelimit_reset, and resetAll, which resets the policy whatever the prefix, on ratelimit_reset_all.
+ * The store of express-rate-limit and hono-rate-limiter. Of what they call a window, up to twice the limit may pass: see StoreOptions. A
+ * limit that is a function needs a policy. decrement needs EXECUTE on ratelimit_refund, resetKey on ratelimit_reset, and resetAll, which
+ * resets the policy whatever the prefix, on ratelimit_reset_all.
  */
 export class PostgresStore {
   constructor(db: Queryable | Limiter, options?: StoreOptions)
@@ -46,12 +47,15 @@ interface FastifyStore {
 }
 type FastifyCallback = (error: Error | null, result?: { current: number; ttl: number }) => void
 
-/** The store of @fastify/rate-limit. Its routes have prefixes of their own. continueExceeding and exponentialBackoff are errors. */
+/**
+ * The store of @fastify/rate-limit. Of what it calls a window, up to twice the limit may pass: see StoreOptions. Its routes have prefixes of
+ * their own. continueExceeding and exponentialBackoff are errors.
+ */
 export function fastifyStore(db: Queryable | Limiter, options?: StoreOptions): new (parameters: object) => FastifyStore
 
 /**
- * The storage of @nestjs/throttler. A client is blocked to the end of the window that it has exceeded; a blockDuration other than the
- * ttl is an error.
+ * The storage of @nestjs/throttler. Of what it calls a window, up to twice the limit may pass: see StoreOptions. A client is blocked to the
+ * end of the window that it has exceeded; a blockDuration other than the ttl is an error.
  */
 export class NestStorage {
   constructor(db: Queryable | Limiter, options?: StoreOptions)

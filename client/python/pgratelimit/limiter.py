@@ -62,7 +62,8 @@ class Limiter:
     are three tries at most.
 
     policy, key and idempotency_key have 1 to 512 bytes of UTF-8. schema names the schema of the functions, where search_path does not
-    lead there. Durations are seconds, or a timedelta; math.inf is the longest that the server takes. Besides the errors named below, each method raises UnknownPolicy, InvalidArgument, Locked, and errors of the driver.
+    lead there. Durations are seconds, or a timedelta; math.inf is the longest that the server takes. Besides the errors named below, each
+    method raises UnknownPolicy, InvalidArgument, Locked, and errors of the driver.
     """
 
     def __init__(self, db: Any, *, schema: str | None = None) -> None:

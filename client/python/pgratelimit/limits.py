@@ -2,9 +2,10 @@
 
     Limiter(key_func, storage_uri="pgratelimit://app@localhost/app")
 
-or with storage_options={"limiter": pgratelimit.Limiter(pool)}, for the strategy fixed-window. A limit is a stepped policy, such as "100 per 60000 ms", which is defined when it is first used, if the
-role may. A hit takes tokens if the bucket covers them, and a hit beyond the limit writes nothing. The windows of a key follow each other
-from its first hit on, until the key was idle and cleaned up; the storage of memory begins a window with the first hit after the last one.
+or with storage_options={"limiter": pgratelimit.Limiter(pool)}, for the strategy fixed-window. A limit is a stepped policy, such as "100 per
+60000 ms", which is defined when it is first used, if the role may. A hit takes tokens if the bucket covers them, and a hit beyond the limit
+writes nothing. The windows of a key follow each other from its first hit on, until the key was idle and cleaned up; the storage of memory
+begins a window with the first hit after the last one. So of what that calls a window, up to twice the limit may pass.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .limiter import Limiter
 
 
 class PostgresStorage(Storage):
+    """Of what the storage of memory calls a window, up to twice the limit may pass."""
+
     STORAGE_SCHEME = ["pgratelimit"]
     base_exceptions = Exception
 

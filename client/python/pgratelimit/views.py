@@ -5,13 +5,13 @@
     @flask_limit("postgresql://app@localhost/app", "api", failure="open")
     def view(): ...
 
-Each takes a limiter, or what one is made on (a URL, a pool or a connection), and the name of a policy, and charges cost tokens, a number or a function of the request, to the bucket that key,
-a function of the framework's request, names. By default that is the client's address behind so many trusted_proxies, and in Django first
-the user who has logged in. A request that the bucket does not cover is 429; that, and the answers of the view, have the fields of
-pgratelimit.asgi. failure is the fate of a request without a decision, as there.
+Each takes a limiter, or what one is made on (a URL, a pool or a connection), and the name of a policy, and charges cost tokens, a number or
+a function of the request, to the bucket that key, a function of the framework's request, names. By default that is the client's address
+behind so many trusted_proxies, and in Django first the user who has logged in. A request that the bucket does not cover is 429; that, and
+the answers of the view, have the fields of pgratelimit.asgi. failure is the fate of a request without a decision, as there.
 
-A Limiter serves views that are async, too, in a thread. Of an async pool a Combiner is made. An AsyncLimiter or a Combiner serves FastAPI, Starlette, and async views of Django,
-for timeout seconds at most.
+A Limiter serves views that are async, too, in a thread. Of an async pool a Combiner is made. An AsyncLimiter or a Combiner serves FastAPI,
+Starlette, and async views of Django, for timeout seconds at most.
 """
 
 import asyncio
@@ -65,7 +65,8 @@ class _Decider:
 def fastapi_limit(
     limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int | None = None
 ) -> Any:
-    """A dependency, for the dependencies of a view, a router or the application. Its refusal is an HTTPException, which handlers of the program may show in their own way."""
+    """A dependency of a view, a router or the application. Its refusal is an HTTPException, which handlers of the program may show in
+    their own way."""
     from fastapi import Depends, HTTPException, Request, Response
 
     decider = _Decider(limiter, policy, key or (lambda request: asgi.by_ip(request.scope, trusted_proxies)), cost, failure, timeout)
