@@ -2,7 +2,8 @@ import type { Limiter, Queryable } from './index.js'
 
 /**
  * Stores with which limiters of other libraries count hits in PostgreSQL, exactly, for all processes. The first argument is a pool, for
- * which a Combiner is made, or a Limiter or Combiner.
+ * which a Combiner is made, or a Limiter or Combiner. If nobody listens to the errors of a pool of pg, the store does: of idle connections
+ * that break, such as at a restart of the database, they would end the program.
  *
  * A limit and a window are a stepped policy, such as "100 per 60000 ms". It is defined when it is first used, if the role may execute
  * ratelimit_define_policy; otherwise the error has the statement for its owner. The windows of a key follow each other from its first hit

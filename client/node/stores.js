@@ -20,6 +20,7 @@ class Hits {
   constructor(db, options) {
     const { policy, prefix = '' } = known(options, 'policy', 'prefix')
     this.#limiter = typeof db?.acquire === 'function' ? db : new Combiner(db)
+    if (db.listenerCount?.('error') === 0) db.on('error', idleBroke) // or else a restart of the database ends the program
     this.#policy = policy
     this.#prefix = prefix
   }
@@ -109,6 +110,8 @@ class Hits {
     return hits
   }
 }
+
+const idleBroke = ({ message }) => console.warn(`pgratelimit: an idle connection broke: ${message}`)
 
 /** The hits that a library has to see to decide as the bucket did, whose capacity may be another for a key. */
 const used = ({ capacity, remaining }, limit) => Number.isFinite(limit) ? Math.max(0, Math.floor(limit) - remaining) : capacity - remaining

@@ -85,7 +85,7 @@ function withHint(error, call) {
   if (error.code === '42883') { // undefined_function
     error.hint = 'Install pgratelimit in this database, put its schema on search_path, or name it with the option schema.'
   } else if (error.code === '42501' && error.message.includes(/^\w+/.exec(call))) { // insufficient_privilege
-    error.hint = `Its owner can run: grant execute on function ${call.replace(/\$\d+::(\S+::)?/g, '')} to <role>;`
+    error.hint = `Its owner can run: grant execute on function ${call.replace(/\$\d+::(\S+::)?|\(.*=>.*\)/g, '')} to <role>;`
   }
   return error
 }

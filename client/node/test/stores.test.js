@@ -110,6 +110,17 @@ test('a policy of your own has its own limit, also for keys, and for a limit tha
   assert.throws(() => new PostgresStore(pool, { windowMs: 5 }), /has windowMs/)
 })
 
+test('a connection that breaks while it is idle ends no program', async (t) => {
+  const { mock } = t.mock.method(console, 'warn', () => {}), own = connect().removeAllListeners('error'), store = new PostgresStore(own)
+  store.init({ limit: newLimit(), windowMs: HOUR })
+  await store.increment('k')
+  const { rows: [{ pid }] } = await own.query('select pg_backend_pid() as pid')
+  await pool.query('select pg_terminate_backend($1)', [pid])
+  await eventually(() => mock.callCount() > 0)
+  assert.match(mock.calls[0].arguments[0], /an idle connection broke: terminating connection/)
+  assert.equal((await store.increment('k')).totalHits, 2)
+})
+
 test('any key is counted, and a limit of 0 denies all', async () => {
   const store = started(newLimit())
   for (const key of ['k'.repeat(600), 'a\0b', '\ud800']) assert.equal((await store.increment(key)).totalHits, 1)
@@ -122,8 +133,9 @@ test('a role that may not define the policy gets the statement for its owner, an
   await pool.query(`create role "${name}"; grant execute on function ratelimit_acquire, ratelimit_acquire_packed to "${name}"`)
   const own = connect({ options: `-c role=${name}` }), store = new PostgresStore(own)
   store.init({ limit, windowMs: HOUR })
-  const { code, hint } = await store.increment('k').catch((error) => error)
+  const { code, hint, cause } = await store.increment('k').catch((error) => error)
   assert.equal(code, 'RL001')
+  assert.match(cause.hint, /grant execute on function ratelimit_define_policy to <role>/)
   await pool.query(/^Its owner can run: (select ratelimit_define_policy\(.*\);)$/.exec(hint)[1])
   assert.equal((await store.increment('k')).totalHits, 1)
   await assert.rejects(store.resetKey('k'), { hint: /grant execute on function ratelimit_reset\(text, text\)/ })

@@ -132,7 +132,8 @@ def of_driver(verb: str, function: str, error: Exception) -> Exception:
     if sqlstate in KINDS:
         return of_server(verb, sqlstate, *_texts(error))
     if sqlstate == "42501" and function.partition("(")[0] in str(error):  # and not of a schema, or of code of the program's own
-        error.add_note(f"Its owner can run: grant execute on function {re.sub(r'[$][0-9]+::(?:[^ ,)]+::)?', '', function)} to <role>;")
+        signature = re.sub(r"[$][0-9]+::(?:[^ ,)]+::)?|\(.*=>.*\)", "", function)
+        error.add_note(f"Its owner can run: grant execute on function {signature} to <role>;")
     elif note := remedy(sqlstate):
         error.add_note(note)
     return error

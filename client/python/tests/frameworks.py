@@ -506,6 +506,7 @@ class LimitsTest(unittest.TestCase):
         item = limits.parse("2/5 hours")
         with self.assertRaises(UnknownPolicy) as raised:
             limiter.hit(item, "k")
+        self.assertIn("grant execute on function ratelimit_define_policy to <role>", raised.exception.__cause__.__notes__[0])
         connection().execute(raised.exception.hint.removeprefix("Its owner can run: "))
         self.assertTrue(limiter.hit(item, "k"))
         conn.close()
