@@ -163,7 +163,8 @@ class Django:
         self._db = db
 
     def is_alone(self) -> bool:
-        return not self._db.in_atomic_block and bool(self._db.get_autocommit())
+        db = self._db  # whose get_autocommit() connects
+        return not db.in_atomic_block and bool(db.settings_dict["AUTOCOMMIT"] if db.connection is None else db.autocommit)
 
     def is_closed(self) -> bool:
         return False  # it connects again by itself

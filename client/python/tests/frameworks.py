@@ -223,7 +223,11 @@ class ViewsTest(unittest.TestCase):
         conn.close()
         for failure in ("closed", "open"):
             app.add_url_rule(f"/{failure}", failure, flask_limit(Limiter(conn), self.id(), failure=failure)(lambda: "hello"))
+        away = django.db.connection.copy()
+        away.settings_dict |= {"HOST": "127.0.0.1", "PORT": "1"}
+        view = django_limit(away, self.id(), failure="open")(lambda request: django.http.HttpResponse())
         with self.assertLogs("pgratelimit"):
+            self.assertEqual(200, view(django.test.RequestFactory().get("/")).status_code)
             self.assertEqual([503, 200], [app.test_client().get(f"/{failure}").status_code for failure in ("closed", "open")])
 
 
