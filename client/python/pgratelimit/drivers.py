@@ -47,8 +47,10 @@ _pools: dict[str, Any] = {}
 def sync_driver(db: Any) -> SyncDriver:
     if isinstance(db, str):
         if db not in _pools:
+            import psycopg.conninfo
             import psycopg_pool
 
+            psycopg.conninfo.conninfo_to_dict(db)  # raises now what a pool would log, and failure="open" let pass
             _pools[db] = psycopg_pool.ConnectionPool(db, min_size=1, max_size=4, timeout=1, open=False)
             atexit.register(_pools[db].close)
         return OwnPool(_pools[db])

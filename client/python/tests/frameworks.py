@@ -20,6 +20,7 @@ import flask.views
 import httpx
 import limits.storage
 import limits.strategies
+import psycopg
 import psycopg2
 import psycopg_pool
 import requests
@@ -277,6 +278,7 @@ class ConnectionTest(unittest.TestCase):
             os._exit(limiter.acquire(self.id(), "k").remaining)
         self.assertEqual(9, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         self.assertEqual(8, limiter.acquire(self.id(), "k").remaining)
+        self.assertRaises(psycopg.ProgrammingError, Limiter, "postgresql+psycopg2://of_another_library")
         began = time.monotonic()
         self.assertRaises(psycopg_pool.PoolTimeout, Limiter("host=127.0.0.1 port=1").acquire, self.id(), "k")
         self.assertLess(time.monotonic() - began, 10)
