@@ -70,11 +70,11 @@ func (c *Combiner) Check(ctx context.Context, needs Needs) error {
 }
 
 // Check is [Combiner.Check], also for the functions that bring tokens and give them back.
-func (p *Prefetcher) Check(ctx context.Context, needs Needs) error {
-	if len(p.policies) == 0 {
-		return p.combiner.Check(ctx, needs)
+func (l *Prefetcher) Check(ctx context.Context, needs Needs) error {
+	if len(l.policies) == 0 {
+		return l.combiner.Check(ctx, needs)
 	}
-	return p.check(ctx, needs, "acquire_packed", "acquire_up_to", "refund")
+	return l.check(ctx, needs, "acquire_packed", "acquire_up_to", "refund")
 }
 
 // Check is [Prefetcher.Check] of all shards, at the same time. Each error is in a [*ShardError].
