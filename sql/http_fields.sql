@@ -5,26 +5,25 @@ create or replace function ratelimit.http_fields(policy text, decision ratelimit
   set search_path = ratelimit, pg_temp
 as $$
 declare
+  v_policy     policies;
   v_name       text    := '"' || regexp_replace(regexp_replace(http_fields.policy collate "C", '[^ -~]', '?', 'g'), '(["\\])', '\\\1', 'g') || '"';
   v_retry_s    numeric := case when not decision.allowed then ceil(microseconds(decision.retry_after) / 1000000) end;
   v_reset_s    numeric := microseconds(decision.reset_after) / 1000000;
   v_window_s   numeric;  -- fills an empty bucket; null where the numbers are not those of the policy, or it does not refill
   v_token_s    numeric;  -- until there is more, as if a bucket that refills did so evenly
-  v_is_quota   boolean;
 begin
   if decision.shadowed then
     return json '{}';
   end if;
-  select case when p.capacity = decision.capacity and (p.kind <> 'quota' or not p.overridden) then  -- a key may have another calendar
-           ceil(coalesce(extract(epoch from t.turns_at - t.turned_at), short_wait(p.full_level, 0, 0, p) / 1000000.0))
-         end, p.kind = 'quota'
-    into v_window_s, v_is_quota
-    from policies as p
-   cross join lateral turns_of(p, clock()) as t
-   where p.name = http_fields.policy collate "C";
-  v_token_s := case when v_reset_s is not null then
-                 least(v_retry_s, greatest(1, ceil(v_reset_s / case when v_is_quota then 1 else greatest(1, decision.capacity - decision.remaining) end)))
-               end;
+  v_policy := p from policies as p where p.name = http_fields.policy collate "C";
+  if v_policy.capacity = decision.capacity and (v_policy.kind <> 'quota' or not v_policy.overridden) then  -- a key may have another calendar
+    v_window_s := ceil(coalesce(extract(epoch from t.turns_at - t.turned_at), short_wait(v_policy.full_level, 0, 0, v_policy) / 1000000.0))
+                  from turns_of(v_policy, clock()) as t;
+  end if;
+  if v_reset_s is not null then
+    v_token_s := v_reset_s / case when v_policy.kind = 'quota' then 1 else greatest(1, decision.capacity - decision.remaining) end;
+    v_token_s := least(v_retry_s, greatest(1, ceil(v_token_s)));
+  end if;
   return json_strip_nulls(json_build_object(
     'Retry-After',      v_retry_s::text,
     'RateLimit',        case when decision.replayed is not true then

@@ -272,7 +272,7 @@ select * from ratelimit_acquire_all(array['p','none'], array['{key} a','{key} a'
 select * from ratelimit_acquire_all(array['p',null], array['{key} a','{key} a'])
 select * from ratelimit_acquire_all(array['p','q'], array['{key} a',null]) ;; select * from ratelimit_acquire_all('{}', '{}')
 select * from ratelimit_acquire_many(array['p','q','p','q'], array['{key} b','{key} b','{key} g','{key} g'], array[1,2,1,9], sizes => array[2,2,0])
-select * from ratelimit_status('p', 3) ;; select * from ratelimit_status('none') ;; select * from ratelimit_shard() ;; select ratelimit_version()
+select * from ratelimit_status('p', 3) ;; select * from ratelimit_status('none') ;; select * from ratelimit_shard() ;; select ratelimit_version() ;; select ratelimit_http_fields('p', d) from ratelimit_peek('p', '{key} full') as d
 begin read only; select * from ratelimit_peek('p', '{key} ro'); select * from ratelimit_acquire('p', '{key} ro', 11); select * from ratelimit_acquire('p', '{key} ro'); rollback
 begin; select * from ratelimit_acquire('p', '{key} t1'); select * from ratelimit_acquire('p', '{key} t2'); savepoint s; select * from ratelimit_acquire('p', '{key} t1', 4); rollback to s; select * from ratelimit_acquire('p', '{key} t1', 2); commit
 select ratelimit_define_policy('month', 10, period => '1 month') ;; select ratelimit_define_policy('day', 10, period => '1 day', durable => false)
