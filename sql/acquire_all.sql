@@ -180,7 +180,11 @@ begin
         if not found then
           raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
         end if;
-        v_reset_us     := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+        if v_policy.special then
+          v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+        else
+          v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+        end if;
         decisions[v_n] := grant_of(v_level, v_reset_us, v_policy.capacity);
         v_rank         := v_policy.shadow::integer * 20000000000000 + v_level / v_wanted;
         if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then

@@ -48,7 +48,7 @@ begin
     v_answer          ratelimit.decision;
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_ends_at         timestamptz;  -- when the numbers of the override end; null: they do not
+    v_ends_at         timestamptz;  -- when a part of the override ends; null: none does
     v_numbers         ratelimit.numbers;
   begin
     if v_policy.special then
@@ -57,10 +57,10 @@ begin
       elsif v_policy.kind = 'quota' then
         return take_quota_of_buckets(v_policy, v_key, at_most, at_least, idempotency_key);
       end if;
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if found then
-        v_policy  := with_override(v_policy, v_override);
-        v_ends_at := nullif(v_override.expires_at, 'infinity');
+        v_policy  := with_override(v_policy, v_override, v_now);
+        v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
       end if;
     end if;
     v_wanted := case when at_most <= v_policy.capacity then microtokens(at_most) else 0 end;
@@ -121,8 +121,8 @@ begin
       -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
         if v_ends_at is not null then
-          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, policy_now(v_policy));
-          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, policy_now(v_policy));
+          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
+          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
         end if;
         if v_idempotency_key is not null then
           select k.* into v_first
@@ -147,7 +147,7 @@ begin
       v_level := v_level - v_wanted;
       if not v_has_row then
         v_refilled_at := v_now;
-        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
+        v_reset_us    := long_wait(v_policy.full_level, v_level, 0, v_policy);
         insert into buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
         on conflict on constraint buckets_pkey do nothing;
@@ -171,10 +171,12 @@ begin
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
       end if;
     end loop;
-    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
-
-    if v_ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, policy_now(v_policy));
+    if not v_policy.special then
+      v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+    elsif v_ends_at is null then
+      v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+    else
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
     end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.

@@ -135,6 +135,16 @@ $$;
 comment on function ratelimit.longest_wait() is
   'Microseconds, where waits saturate.';
 
+-- The numbers of an override and those of its policy may be far apart.
+create or replace function ratelimit.long_wait(target numeric, level bigint, elapsed_us numeric, policy ratelimit.policies)
+  returns bigint language sql immutable parallel safe
+as $$
+  select least(ratelimit.time_below(target, level, elapsed_us, policy.every_us, policy.tick_us, nullif(policy.tick_gain, 0), policy.round_up),
+               case when policy.tick_gain > 0 then ratelimit.longest_wait() end)::bigint
+$$;
+comment on function ratelimit.long_wait(numeric, bigint, numeric, ratelimit.policies) is
+  'Microseconds as of short_wait, saturated.';
+
 create or replace function ratelimit.time_until(at timestamptz, now timestamptz)
   returns bigint language sql immutable parallel safe
 as $$

@@ -108,15 +108,18 @@ $$;
 comment on function ratelimit.wait_for_turn(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.turns) is
   'Microseconds until the bucket of a quota holds tokens; null tokens are a full bucket.';
 
--- A zone that an older tzdata had must not stop clean-up.
-create or replace function ratelimit.turning_if_known(period interval, months integer, time_zone text, anchor timestamp, at timestamptz)
-  returns ratelimit.turns language plpgsql immutable
+-- A zone that an older tzdata had must not stop clean-up, which looks again in a day.
+create or replace function ratelimit.quota_unused_after(quota ratelimit.policies, level bigint, refilled_at timestamptz, now timestamptz)
+  returns bigint language plpgsql immutable
 as $$
+declare
+  v_turns ratelimit.turns;
 begin
-  return ratelimit.turning(period, months, time_zone, anchor, at);
+  v_turns := ratelimit.turns_of(quota, now);
+  return case when ratelimit.used_level(level, refilled_at, v_turns.turned_at) = 0 then 0 else ratelimit.time_until(v_turns.turns_at, now) end;
 exception when invalid_parameter_value then
-  return null;
+  return case when level = 0 then 0 else 86400000000 end;
 end;
 $$;
-comment on function ratelimit.turning_if_known(interval, integer, text, timestamp, timestamptz) is
-  'The turns of a calendar around an instant, null if the server does not know its time zone.';
+comment on function ratelimit.quota_unused_after(ratelimit.policies, bigint, timestamptz, timestamptz) is
+  'Microseconds until clean-up looks at the bucket of a quota; 0 if nothing of it is used.';

@@ -45,7 +45,7 @@ begin
     v_has_row         boolean;      -- a bucket without a row is full
     v_first           ratelimit.idempotency_keys;  -- the charge that is remembered under the idempotency key
     v_override        ratelimit.overrides;
-    v_ends_at         timestamptz;      -- when the numbers of the override end; null: they do not
+    v_ends_at         timestamptz;      -- when a part of the override ends; null: none does
     v_turns           ratelimit.turns;  -- of a quota
     v_numbers         ratelimit.numbers;
   begin
@@ -53,10 +53,10 @@ begin
       if v_policy.kind = 'slots' then
         perform refuse_slots(v_policy.name);  -- raises 22023
       end if;
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if found then
-        v_policy  := with_override(v_policy, v_override);
-        v_ends_at := nullif(v_override.expires_at, 'infinity');
+        v_policy  := with_override(v_policy, v_override, v_now);
+        v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
       end if;
     end if;
     if v_cost = 0 then
@@ -119,7 +119,7 @@ begin
           v_stored := v_level - microtokens(v_policy.capacity);
         end if;
         if v_policy.kind = 'quota' or v_ends_at is not null then
-          v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, policy_now(v_policy));
+          v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, numbers_after(v_policy, v_key, v_ends_at));
         end if;
       end if;
       exit when v_idempotency_key is null;

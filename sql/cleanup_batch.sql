@@ -1,8 +1,7 @@
 -- Clean-up removes rows that change no answer: buckets that are full again, leases that have ended and keys of slots that nobody holds,
--- expired idempotency keys, expired overrides, and rows whose policy was dropped. A bucket with a live override must be full by the
--- numbers of the override and of the policy, because either may apply next. Clean-up finds due rows through an index and skips rows that
+-- expired idempotency keys, the parts of overrides that have ended, and rows whose policy was dropped. Clean-up finds due rows through an index and skips rows that
 -- another session has locked. A call that takes from or gives to a bucket waits while a batch removes or postpones it, until the batch
--- commits. So does a call that overwrites an expired idempotency key, or changes an expired override, that the batch removes.
+-- commits. So does a call that overwrites an expired idempotency key, or changes an override of which a part has ended, that the batch removes.
 --
 -- Clean-up judges every row as of five minutes ago. If the server's clock runs ahead for a moment, a bucket
 -- that only looks full and a key that only looks expired are still there when the clock is set right.
@@ -73,15 +72,16 @@ begin
     select c.read, c.deleted into v_read, v_deleted from cleanup_slots('ephemeral_slots', 'ephemeral_leases', max_rows, v_now, due_before) as c;
     v_rows          := v_rows + v_read;
     buckets_deleted := buckets_deleted + v_deleted;
-    delete from overrides as o
-     where o.ctid = any (array(select d.ctid
-                                 from overrides as d
-                                where d.expires_at <= due_before
-                                order by d.expires_at
-                                limit max_rows
-                                  for update skip locked));
-    get diagnostics v_deleted = row_count;
-    v_rows := v_rows + v_deleted;
+    with due as materialized (
+      select d.ctid as row_id, d.stays from overrides as d where d.expires_at <= due_before order by d.expires_at limit max_rows for update skip locked
+    ), removed as (
+      delete from overrides as o where o.ctid = any (array(select d.row_id from due as d where not d.stays))
+    ), kept as (
+      update overrides as o
+         set expires_at = null, ending_capacity = null, ending_refill = null, ending_every = null, ending_lease = null
+       where o.ctid = any (array(select d.row_id from due as d where d.stays))
+    )
+    select v_rows + count(*) into v_rows from due;
     if v_rows = 0 then  -- these can wait for an idle batch
       select o.buckets_deleted, o.idempotency_keys_deleted
         into buckets_deleted, idempotency_keys_deleted

@@ -2,7 +2,19 @@
 -- they are those of shards, and of the copies of policies and overrides on the node. So the statements are made at run time.
 -- Locks and writes: as cleanup_batch.
 
--- Removes due buckets that are full or have no policy, and postpones the other due buckets.
+create or replace function ratelimit.full_after(policy ratelimit.policies, level bigint, refilled_at timestamptz, now timestamptz)
+  returns bigint language sql immutable parallel safe
+as $$
+  select case
+    when policy.kind = 'quota' then ratelimit.quota_unused_after(policy, level, refilled_at, now)
+    else least(coalesce(ratelimit.wait_until(policy.full_level, level, refilled_at, now, policy), 86400000000), 86400000000)
+  end
+$$;
+comment on function ratelimit.full_after(ratelimit.policies, bigint, timestamptz, timestamptz) is
+  'Microseconds until clean-up looks at a bucket by the numbers of a policy; 0 if it is full by them.';
+
+-- Removes due buckets that are full or have no policy, and postpones the other due buckets. A bucket is full if it is by each of the
+-- numbers that may apply next: those of the policy, those with what stays of the override, and those with what ends, too.
 create or replace function ratelimit.cleanup_buckets(
     in buckets regclass, in policies regclass, in overrides regclass, in max_rows integer, in now timestamptz, in due_before timestamptz,
     out read bigint, out deleted bigint)
@@ -12,49 +24,32 @@ begin
   execute format($sql$
     with due as materialized (
       select b.ctid as row_id,
-             p.id is null
-             or (b.paused_until > $1) is not true and case
-                  when p.kind = 'quota' then
-                    used_level(b.level, b.refilled_at, (turning_if_known(p.period, p.months, p.time_zone, p.anchor, $1)).turned_at) = 0
-                    and (o.key is null
-                         or used_level(b.level, b.refilled_at, (turning_if_known(p.period, p.months, o.time_zone, o.anchor, $1)).turned_at) = 0)
-                  else
-                    wait_for(p.full_level, b.level, b.refilled_at, $1, p.every_us, p.tick_us, p.tick_gain, p.round_up) = 0
-                    and (o.key is null or wait_for(o.full_level, b.level, b.refilled_at, $1, o.every_us, o.tick_us, o.tick_gain, o.round_up) = 0)
-                end as removable
+             greatest(0, case when p.id is not null then greatest(
+               full_after(row(p.*)::ratelimit.policies, b.level, b.refilled_at, $1),
+               case when o.stays then
+                 full_after(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides, 'infinity'), b.level, b.refilled_at, $1)
+               end,
+               case when o.expires_at > $1 then
+                 full_after(with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides, $1), b.level, b.refilled_at, $1)
+               end,
+               case when b.paused_until > $1 then least(microseconds(b.paused_until - $1), 86400000000)::bigint end) end) as wait_us
         from %1$s as b
         left join %2$s as p on p.id = b.policy_id
-        left join %3$s as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key and o.expires_at > $1
+        left join %3$s as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key
        where b.due_at <= $2
        order by b.due_at
        limit $3
          for update of b skip locked
     ), removed as (
       delete from %1$s as b
-       where b.ctid = any (array(select d.row_id from due as d where d.removable))
+       where b.ctid = any (array(select d.row_id from due as d where d.wait_us = 0))
       returning 1
     ), postponed as (
       update %1$s as b
-         set due_at = (select case
-                                when p.kind = 'quota' then
-                                  coalesce(greatest((turning_if_known(p.period, p.months, p.time_zone, p.anchor, $1)).turns_at,
-                                                    case when o.key is not null then
-                                                      (turning_if_known(p.period, p.months, o.time_zone, o.anchor, $1)).turns_at
-                                                    end),
-                                           $1 + duration(86400000000))
-                                else
-                                  $1 + duration(least(greatest(coalesce(wait_for(p.full_level, b.level, b.refilled_at, $1, p.every_us, p.tick_us, p.tick_gain, p.round_up), 86400000000),
-                                                           case when o.key is not null then
-                                                             coalesce(wait_for(o.full_level, b.level, b.refilled_at, $1, o.every_us, o.tick_us, o.tick_gain, o.round_up), 86400000000)
-                                                           end,
-                                                           microseconds(b.paused_until - $1)::bigint),
-                                                  86400000000))
-                              end
-                                 from %2$s as p
-                                 left join %3$s as o on p.overridden and o.policy_id = b.policy_id and o.key = b.key
-                                                             and o.expires_at > $1
-                                where p.id = b.policy_id)
-       where b.ctid = any (array(select d.row_id from due as d where d.removable is not true))
+         set due_at = $1 + duration(d.wait_us)
+        from due as d
+       where b.ctid = d.row_id
+         and d.wait_us > 0
     )
     select (select count(*) from due), (select count(*) from removed)
   $sql$, buckets, policies, overrides)

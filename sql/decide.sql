@@ -3,7 +3,7 @@
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
 -- bad, as of number_buckets; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with
--- the numbers that apply; ends_at, when these end, null: they do not; turns, of a quota; own, the policy without those of an override, null where a policy has had none; levels and refilled_at,
+-- the numbers that apply; ends_at, when a part of these ends, null: none does; turns, of a quota; after, what applies then, null where all policies are plain; levels and refilled_at,
 -- as stored, and after it as they are to be stored; levels_now, the level now.
 --
 -- wanted tells the buckets that are charged. The answers are parallel to the elements: remaining, retry_us, reset_us, capacities,
@@ -18,7 +18,7 @@
 -- Then the answers are worked out, from the buckets as they were after each request.
 create or replace function ratelimit.decide(
     in    requests bigint[], in idempotency_keys text[], in charges bigint[], in buckets integer[], in same integer[], in twins integer[], in bad boolean[],
-    inout known ratelimit.idempotency_keys[], in numbers ratelimit.policies[], in ends_at timestamptz[], in turns ratelimit.turns[], in own ratelimit.policies[], inout levels bigint[], inout refilled_at timestamptz[],
+    inout known ratelimit.idempotency_keys[], in numbers ratelimit.policies[], in ends_at timestamptz[], in turns ratelimit.turns[], in after ratelimit.policies[], inout levels bigint[], inout refilled_at timestamptz[],
     in    levels_now bigint[], in now timestamptz,
     out wanted boolean[], out remaining bigint[], out retry_us bigint[], out reset_us bigint[], out capacities bigint[],
     out replayed boolean[], out shadowed boolean[], out granted boolean[], out charged boolean[], out fits boolean[], out kept boolean[],
@@ -144,12 +144,12 @@ begin
                  case
                    when e.fits or (e.p).shadow then 0
                    when (e.known).cost is not null then left_us(e.known, decide.now)
-                   when e.is_special then wait_past_end(e.charge, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, ends_at[e.bucket], turns[e.bucket], own[e.bucket])
+                   when e.is_special then wait_past_end(e.charge, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, ends_at[e.bucket], turns[e.bucket], after[e.bucket])
                    when e.charge <= (e.p).capacity then wait_until(microtokens(e.charge), e.level, e.refilled_at, decide.now, e.p)
                  end as retry_us,
                  case
                    when (e.known).cost is not null then microseconds((e.known).reset_after)::bigint
-                   when e.is_special then wait_past_end(null, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, ends_at[e.bucket], turns[e.bucket], own[e.bucket])
+                   when e.is_special then wait_past_end(null, stored_level(e.level, e.p), e.refilled_at, decide.now, e.p, ends_at[e.bucket], turns[e.bucket], after[e.bucket])
                    else wait_until((e.p).full_level, e.level, e.refilled_at, decide.now, e.p)
                  end as reset_us,
                  coalesce((e.known).capacity, (e.p).capacity) as capacity
@@ -157,8 +157,8 @@ begin
                     from unnest(decide.buckets, charges, decide.fits, v_then_level, v_then_at)
                          with ordinality as u (bucket, charge, fits, level, refilled_at, place)
                   offset 0) as e) as a;
-  if own is not null then
-    retry_us := waits_of_all(requests, charges, buckets, replayed, numbers, ends_at, own, granted, v_then_level, v_then_at, now, retry_us);
+  if after is not null then
+    retry_us := waits_of_all(requests, charges, buckets, replayed, numbers, ends_at, after, granted, v_then_level, v_then_at, now, retry_us);
   end if;
 end;
 $$;
@@ -167,10 +167,10 @@ comment on function ratelimit.decide(bigint[], text[], bigint[], integer[], inte
 
 -- retry_us, where overrides end: the longest wait of a denied request is to be the first instant at which all its elements fit. An
 -- element may fit until its override ends, and then no more. While there is one whose override is over by the longest wait, it waits
--- by the numbers of the policy.
+-- by what applies then.
 create or replace function ratelimit.waits_of_all(
     requests bigint[], charges bigint[], buckets integer[], replayed boolean[], numbers ratelimit.policies[],
-    ends_at timestamptz[], own ratelimit.policies[], granted boolean[], levels bigint[], refilled_at timestamptz[], now timestamptz, retry_us bigint[])
+    ends_at timestamptz[], after ratelimit.policies[], granted boolean[], levels bigint[], refilled_at timestamptz[], now timestamptz, retry_us bigint[])
   returns bigint[] language plpgsql immutable
 as $$
 declare
@@ -201,7 +201,7 @@ begin
         continue when (v_left_us[v_i] <= v_longest) is not true;
         v_over         := true;
         v_left_us[v_i] := null;
-        retry_us[v_i]  := wait_after_end(charges[v_i], stored_level(levels[v_i], numbers[buckets[v_i]]), refilled_at[v_i], now, ends_at[buckets[v_i]], own[buckets[v_i]]);
+        retry_us[v_i]  := wait_after_end(charges[v_i], stored_level(levels[v_i], numbers[buckets[v_i]]), refilled_at[v_i], now, ends_at[buckets[v_i]], after[buckets[v_i]]);
       end loop;
       exit when not v_over;
     end loop;

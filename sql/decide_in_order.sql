@@ -112,7 +112,7 @@ begin
 
       -- 3. Decide.
       v_verdict := decide(requests, idempotency_keys, v_batch.charges, v_batch.bucket_numbers, v_batch.same, v_batch.twins, v_batch.bad, v_look.known,
-                          v_numbers, v_look.ends_at, v_look.turns, v_look.own, v_look.levels, v_look.refilled_at, v_look.levels_now, v_now);
+                          v_numbers, v_look.ends_at, v_look.turns, v_look.after, v_look.levels, v_look.refilled_at, v_look.levels_now, v_now);
 
       -- 4. To be done so?
       if not true = any (v_verdict.wanted) then
@@ -137,7 +137,7 @@ begin
       end if;
 
       -- 5. Write and remember.
-      if v_look.own is not null then
+      if v_look.after is not null then
         v_verdict.levels := array(select stored_level(u.level, v_numbers[u.n]) from unnest(v_verdict.levels) with ordinality as u (level, n) order by u.n);
       end if;
       v_in_order := in_locking_order(v_policies);

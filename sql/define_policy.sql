@@ -1,3 +1,11 @@
+create or replace function ratelimit.changed_by()
+  returns text language sql stable
+as $$
+  select session_user || coalesce('/' || nullif(current_setting('role'), 'none'), '')
+$$;
+comment on function ratelimit.changed_by() is
+  'Who calls: the role of the session, and after a slash the role that SET ROLE chose, if any.';
+
 -- A bucket that clean-up removed while a policy was lowered was full by the lower capacity, and is full by the higher one once
 -- the policy is raised again.
 create or replace function ratelimit_define_policy(
@@ -20,90 +28,86 @@ create or replace function ratelimit_define_policy(
   set search_path = ratelimit, pg_temp
 as $$
 declare
-  v_name      text collate "C" := ratelimit_define_policy.policy;
-  v_policy    policies;
-  v_id        bigint;
-  v_stepped   boolean;
-  v_durable   boolean;
-  v_period    interval;
-  v_time_zone text;
-  v_anchor    timestamp;
-  v_lease     interval;
+  v_name   text collate "C" := ratelimit_define_policy.policy;
+  v_by     text := changed_by();
+  v_now    timestamptz;
+  v_policy policies;
+  v_new    policies;
 begin
   perform check_name('policy', v_name);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
-  if v_policy.id is not null and v_policy.kind <> 'slots' and ratelimit_define_policy.lease is not null then
-    perform refuse('lease', ratelimit_define_policy.lease::text, 'The policy has tokens. Drop it and define it anew, or choose another name.');
-  end if;
-  v_lease := coalesce(ratelimit_define_policy.lease, v_policy.lease);
-  if v_lease is not null then
-    perform check_only_slots(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped,
-                             ratelimit_define_policy.remember, ratelimit_define_policy.period, ratelimit_define_policy.time_zone,
-                             ratelimit_define_policy.anchor);
-    perform check_lease(coalesce(ratelimit_define_policy.capacity, v_policy.capacity), 1, v_lease);
-  elsif v_policy.id is not null and v_policy.kind <> 'quota' and ratelimit_define_policy.period is not null then
-    perform refuse('period', ratelimit_define_policy.period::text, 'The policy refills. Drop it and define it anew; its buckets will be full.');
-  end if;
-  v_period    := coalesce(ratelimit_define_policy.period, v_policy.period);
-  v_time_zone := coalesce(ratelimit_define_policy.time_zone, v_policy.time_zone, case when v_period is not null then 'UTC' end);
-  v_anchor    := coalesce(ratelimit_define_policy.anchor, v_policy.anchor, case when v_period is not null then timestamp '2001-01-01 00:00' end);
-  perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_period, ratelimit_define_policy.time_zone, v_anchor);
-  if v_period is not null or v_lease is not null then
-    refill := 0;  -- as of calendar.sql
-    every  := interval '1 day';
-  end if;
-  perform check_numbers(coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
-                        coalesce(ratelimit_define_policy.refill, v_policy.refill),
-                        coalesce(ratelimit_define_policy.every, v_policy.every));
-  if ratelimit_define_policy.remember is not null then
-    perform check_span('remember', ratelimit_define_policy.remember);
-  end if;
-  insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, period, time_zone, anchor, lease)
-  values (hashtextextended(gen_random_uuid()::text, 0),
-          v_name,
-          coalesce(ratelimit_define_policy.capacity, v_policy.capacity),
-          coalesce(ratelimit_define_policy.refill, v_policy.refill),
-          coalesce(ratelimit_define_policy.every, v_policy.every),
-          coalesce(ratelimit_define_policy.stepped, false),
-          coalesce(ratelimit_define_policy.durable, true),
-          coalesce(ratelimit_define_policy.remember, interval '24 hours'),
-          coalesce(ratelimit_define_policy.shadow, false),
-          false, v_period, v_time_zone, v_anchor, v_lease)
-  on conflict on constraint policies_pkey do update
-     set capacity  = excluded.capacity,
-         refill    = excluded.refill,
-         every     = excluded.every,
-         stepped   = coalesce(ratelimit_define_policy.stepped, p.stepped),
-         remember  = coalesce(ratelimit_define_policy.remember, p.remember),
-         shadow    = coalesce(ratelimit_define_policy.shadow, p.shadow),
-         period    = excluded.period,
-         time_zone = coalesce(ratelimit_define_policy.time_zone, p.time_zone),  -- another session may have created the policy
-         anchor    = coalesce(ratelimit_define_policy.anchor, p.anchor),
-         lease     = coalesce(ratelimit_define_policy.lease, p.lease)
-   where p.kind = excluded.kind
-  returning p.id, p.stepped, p.durable into v_id, v_stepped, v_durable;
-  if not found then  -- another session has created the policy meanwhile
-    perform refuse(case when v_lease is not null then 'lease' else 'period' end, coalesce(v_lease, v_period)::text,
-                   'Another session has just created the policy as one of another kind: drop it, or choose another name.');
-  end if;
+  loop
+    select p.* into v_policy from policies as p where p.name = v_name for update;  -- the checks combine new numbers with these
+    v_now := clock();
+    if v_policy.id is not null and v_policy.kind <> 'slots' and ratelimit_define_policy.lease is not null then
+      perform refuse('lease', ratelimit_define_policy.lease::text, 'The policy has tokens. Drop it and define it anew, or choose another name.');
+    end if;
+    v_new           := v_policy;
+    v_new.lease     := coalesce(ratelimit_define_policy.lease, v_policy.lease);
+    v_new.capacity  := coalesce(ratelimit_define_policy.capacity, v_policy.capacity);
+    if v_new.lease is not null then
+      perform check_only_slots(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped,
+                               ratelimit_define_policy.remember, ratelimit_define_policy.period, ratelimit_define_policy.time_zone,
+                               ratelimit_define_policy.anchor);
+      perform check_lease(v_new.capacity, 1, v_new.lease);
+    elsif v_policy.id is not null and v_policy.kind <> 'quota' and ratelimit_define_policy.period is not null then
+      perform refuse('period', ratelimit_define_policy.period::text, 'The policy refills. Drop it and define it anew; its buckets will be full.');
+    end if;
+    v_new.period    := coalesce(ratelimit_define_policy.period, v_policy.period);
+    v_new.time_zone := coalesce(ratelimit_define_policy.time_zone, v_policy.time_zone, case when v_new.period is not null then 'UTC' end);
+    v_new.anchor    := coalesce(ratelimit_define_policy.anchor, v_policy.anchor, case when v_new.period is not null then timestamp '2001-01-01 00:00' end);
+    perform check_calendar(ratelimit_define_policy.refill, ratelimit_define_policy.every, ratelimit_define_policy.stepped, v_new.period,
+                           ratelimit_define_policy.time_zone, v_new.anchor);
+    if v_new.period is not null or v_new.lease is not null then
+      v_new.refill := 0;  -- as of calendar.sql
+      v_new.every  := interval '1 day';
+    else
+      v_new.refill := coalesce(ratelimit_define_policy.refill, v_policy.refill);
+      v_new.every  := coalesce(ratelimit_define_policy.every, v_policy.every);
+    end if;
+    perform check_numbers(v_new.capacity, v_new.refill, v_new.every);
+    if ratelimit_define_policy.remember is not null then
+      perform check_span('remember', ratelimit_define_policy.remember);
+    end if;
+    if v_policy.durable <> ratelimit_define_policy.durable then
+      raise exception 'invalid durable'
+        using errcode = '22023',
+              detail  = format('Policy %L was created with durable => %s.', v_name, v_policy.durable),
+              hint    = 'Drop the policy and define it anew; its buckets will be full.';
+    end if;
+    v_new.stepped  := coalesce(ratelimit_define_policy.stepped, v_policy.stepped, false);
+    v_new.remember := coalesce(ratelimit_define_policy.remember, v_policy.remember, interval '24 hours');
+    v_new.shadow   := coalesce(ratelimit_define_policy.shadow, v_policy.shadow, false);
 
-  if v_policy.stepped is distinct from v_stepped then  -- another session may have created the policy meanwhile
-    update overrides as o set stepped = v_stepped where o.policy_id = v_id;
-  end if;
-  if v_durable <> ratelimit_define_policy.durable then
-    raise exception 'invalid durable'
-      using errcode = '22023',
-            detail  = format('Policy %L was created with durable => %s.', v_name, v_durable),
-            hint    = 'Drop the policy and define it anew; its buckets will be full.';
-  end if;
+    exit when v_new is not distinct from v_policy;
+    insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, period, time_zone, anchor, lease,
+                               changed_at, changed_by)
+    values (hashtextextended(gen_random_uuid()::text, 0), v_name, v_new.capacity, v_new.refill, v_new.every, v_new.stepped,
+            coalesce(ratelimit_define_policy.durable, true), v_new.remember, v_new.shadow, false, v_new.period, v_new.time_zone, v_new.anchor, v_new.lease,
+            v_now, v_by)
+    on conflict on constraint policies_pkey do update
+       set capacity   = excluded.capacity,
+           refill     = excluded.refill,
+           every      = excluded.every,
+           stepped    = excluded.stepped,
+           remember   = excluded.remember,
+           shadow     = excluded.shadow,
+           period     = excluded.period,
+           time_zone  = excluded.time_zone,
+           anchor     = excluded.anchor,
+           lease      = excluded.lease,
+           changed_at = excluded.changed_at,
+           changed_by = excluded.changed_by
+     where v_policy.id is not null;
+    exit when found;  -- or another session has created the policy
+  end loop;
 end;
 $$;
 comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval) is
 'Creates a policy, or changes the policy of that name.
 null keeps the value of an existing policy.
 A change applies to the next call about each bucket. Levels stay, cut to the new capacity. The time since a bucket was
-  last written is credited at the new rate. Overrides keep their numbers.
+  last written is credited at the new rate. A key whose override leaves a number to the policy follows it.
 A policy with a period is a quota: its buckets are full at each turn of a calendar, and gain nothing in between. What was
   used stays used when its capacity changes. Another period, time_zone or anchor fills no bucket by itself.
 A policy with a lease lends slots: at most capacity of a key are held at a time, by ratelimit_hold. It has no refill, every,
@@ -131,5 +135,5 @@ lease: how long slots are held unless the holder renews or releases them, 1 mill
 Errors: 22023 for a bad argument, for a new policy without capacity, refill or every, for a bucket that would take
   more than 10000 years to fill, and for a durable other than that of the policy. 25006 in a read-only transaction.
 Locks: the row of the policy until the transaction ends. Acquires do not wait for it.
-Writes: the policy, and its overrides if stepped changes.
+Writes: the policy, unless it was as it is to be.
 Role: administrator.';

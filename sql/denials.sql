@@ -78,20 +78,19 @@ declare
 begin
   select array_agg(e.place), array_agg(whole_tokens(e.level_now)),
          array_agg(case
-                     when e.ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, e.ends_at, null, v_policy)
+                     when e.ends_at is not null then wait_past_end(e.cost, e.level, e.refilled_at, v_now, e.p, e.ends_at, null, e.after)
                      when e.cost <= (e.p).capacity then wait_until(microtokens(e.cost), e.level, e.refilled_at, v_now, e.p)
                    end),
          array_agg(case
                      when e.ends_at is null then wait_until((e.p).full_level, e.level, e.refilled_at, v_now, e.p)
-                     else wait_past_end(null, e.level, e.refilled_at, v_now, e.p, e.ends_at, null, v_policy)
+                     else wait_past_end(null, e.level, e.refilled_at, v_now, e.p, e.ends_at, null, e.after)
                    end),
          array_agg((e.p).capacity)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us, v_denied.capacity
     from (select unnest(b.elements) as place, unnest(b.charges) as cost, b.*
             from (select u.*, b.level, b.refilled_at, refilled(b.level, b.refilled_at, v_now, u.p) as level_now
-                    from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at
-                            from (select u.*, (select row(with_override(v_policy, o), nullif(o.expires_at, 'infinity'), null)::numbers from overrides as o
-                                               where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now) as n
+                    from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at, (u.n).after
+                            from (select u.*, (select numbers_by(v_policy, o, v_now) from overrides as o where o.policy_id = v_policy.id and o.key = u.key collate "C") as n
                                     from demands_of_places(v_policy.name, policies, keys, costs, places) as u
                                   offset 0) as u
                           offset 0) as u

@@ -260,7 +260,7 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
                     select o.time_zone, format('%s overrides of policy %L', count(*), p.name)
                       from policies as p
                       join overrides as o on o.policy_id = p.id
-                     where p.overridden and p.kind = 'quota'
+                     where p.overridden and p.kind = 'quota' and o.time_zone is not null
                      group by o.time_zone, p.name) as u
              group by u.time_zone) as z
      where (select count(*) from pg_timezone_names as n where n.name = z.time_zone) = 0  -- a scan for each zone, and none without quotas

@@ -1,26 +1,65 @@
--- An override is the numbers of a policy for one key. It is live until it expires. ratelimit.overrides has the derived
--- columns of ratelimit.policies, so the arithmetic takes them from either.
+-- An override is a patch of the numbers of a policy for one key. One part of it stays, and one ends at expires_at. Each number applies as
+-- the part that ends has it until then, else as the part that stays has it, else as the policy has it. refill and every are one number.
 --
 -- Nothing looks for an override unless the policy's column overridden says that it has had some. So a policy without them pays nothing.
-create or replace function ratelimit.with_override(policy ratelimit.policies, override ratelimit.overrides)
-  returns ratelimit.policies language sql immutable parallel safe
+create or replace function ratelimit.with_override(policy ratelimit.policies, override ratelimit.overrides, at timestamptz)
+  returns ratelimit.policies language plpgsql immutable
 as $$
-  select row(policy.id, policy.name, override.capacity, override.refill, override.every, policy.stepped, policy.durable, policy.remember,
-             policy.shadow, policy.overridden, policy.period, override.time_zone, override.anchor, override.lease,
-             override.tick, override.every_us, override.tick_us, override.full_level, override.gain, override.tick_gain, override.round_up,
-             policy.remember_us, policy.months, policy.kind, policy.special)::ratelimit.policies
+begin
+  if at < override.expires_at then
+    override.capacity := coalesce(override.ending_capacity, override.capacity);
+    override.refill   := coalesce(override.ending_refill, override.refill);
+    override.every    := coalesce(override.ending_every, override.every);
+    override.lease    := coalesce(override.ending_lease, override.lease);
+  end if;
+  if override.capacity is not null then
+    policy.capacity   := override.capacity;
+    policy.full_level := ratelimit.microtokens(override.capacity);
+  end if;
+  if override.refill is not null then
+    policy.refill   := override.refill;
+    policy.every    := override.every;
+    policy.every_us := ratelimit.microseconds(override.every);
+    if policy.stepped then
+      policy.tick    := override.every;
+      policy.tick_us := policy.every_us;
+    end if;
+    policy.gain      := override.refill * numeric '1000000000000';
+    policy.tick_gain := ratelimit.microtokens(override.refill) * policy.tick_us;
+    policy.round_up  := policy.tick_gain - 1;
+  end if;
+  if override.time_zone is not null then
+    policy.time_zone := override.time_zone;
+  end if;
+  if override.anchor is not null then
+    policy.anchor := override.anchor;
+  end if;
+  if override.lease is not null then
+    policy.lease := override.lease;
+  end if;
+  return policy;
+end;
 $$;
-comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides) is
-  'A policy with the numbers of an override.';
+comment on function ratelimit.with_override(ratelimit.policies, ratelimit.overrides, timestamptz) is
+  'A policy with the numbers that an override has at an instant; at infinity, those that stay.';
 
--- A wait by the numbers of an override holds if it is over before they end. From then on the numbers of the policy apply, to the
--- bucket as it is stored: the wait is the later of the end and the wait by them. level and refilled_at are null for a bucket without
--- a row, which is full by the numbers that apply. policy has the numbers that apply to the key, ends_at is when they end (null: they
--- do not), turns are those of a quota, and own is the policy without the numbers of an override. Names are qualified: Citus calls the
+create or replace function ratelimit.numbers_by(policy ratelimit.policies, override ratelimit.overrides, at timestamptz)
+  returns ratelimit.numbers language sql immutable parallel safe
+as $$
+  select row(ratelimit.with_override(policy, override, at), case when override.expires_at > at then override.expires_at end, null,
+             case when override.expires_at > at then ratelimit.with_override(policy, override, 'infinity') end)::ratelimit.numbers
+$$;
+comment on function ratelimit.numbers_by(ratelimit.policies, ratelimit.overrides, timestamptz) is
+  'The numbers that apply to a key at an instant, by its override; without the turns of a quota.';
+
+-- A wait by the numbers of an override holds if it is over before they end. From then on what stays applies, to the
+-- bucket as it is stored: the wait is the later of the end and the wait by that. level and refilled_at are null for a bucket without
+-- a row, which is full by the numbers that apply. policy has the numbers that apply to the key, ends_at is when some end (null: none
+-- does), turns are those of a quota, and after has the numbers that apply then. Names are qualified: Citus calls the
 -- functions on other nodes.
 create or replace function ratelimit.wait_past_end(
     tokens bigint, level bigint, refilled_at timestamptz, now timestamptz,
-    policy ratelimit.policies, ends_at timestamptz, turns ratelimit.turns, own ratelimit.policies)
+    policy ratelimit.policies, ends_at timestamptz, turns ratelimit.turns, after ratelimit.policies)
   returns bigint language plpgsql immutable
 as $$
 declare
@@ -29,24 +68,24 @@ begin
   if ends_at is null or v_wait_us < ratelimit.time_until(ends_at, now) then
     return v_wait_us;
   end if;
-  return ratelimit.wait_after_end(tokens, level, refilled_at, now, ends_at, own);
+  return ratelimit.wait_after_end(tokens, level, refilled_at, now, ends_at, after);
 end;
 $$;
 comment on function ratelimit.wait_past_end(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, timestamptz, ratelimit.turns, ratelimit.policies) is
   'Microseconds until a bucket holds tokens, where an override may end first; null tokens are a full bucket, and null is never.';
 
 create or replace function ratelimit.wait_after_end(
-    tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, ends_at timestamptz, own ratelimit.policies)
+    tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, ends_at timestamptz, after ratelimit.policies)
   returns bigint language plpgsql immutable
 as $$
 declare
-  v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, own, ratelimit.turns_of(own, now));
+  v_wait_us bigint := ratelimit.own_wait(tokens, level, refilled_at, now, after, ratelimit.turns_of(after, now));
 begin
   return case when v_wait_us is not null then greatest(v_wait_us, ratelimit.time_until(ends_at, now)) end;
 end;
 $$;
 comment on function ratelimit.wait_after_end(bigint, bigint, timestamptz, timestamptz, timestamptz, ratelimit.policies) is
-  'Microseconds until a bucket holds tokens by the numbers of its policy, once an override has ended; as of wait_past_end.';
+  'Microseconds until a bucket holds tokens by the numbers that apply once a part of its override has ended; as of wait_past_end.';
 
 create or replace function ratelimit.own_wait(
     tokens bigint, level bigint, refilled_at timestamptz, now timestamptz, policy ratelimit.policies, turns ratelimit.turns)
@@ -62,7 +101,7 @@ $$;
 comment on function ratelimit.own_wait(bigint, bigint, timestamptz, timestamptz, ratelimit.policies, ratelimit.turns) is
   'Microseconds until a bucket holds tokens by the numbers of a policy, as of wait_past_end.';
 
--- The bucket of a key of a quota, or of one whose override has an end, as of one snapshot.
+-- The bucket of a key of a quota, or of one of whose override a part ends, as of one snapshot.
 create or replace function ratelimit.look_past_end(
     in policy ratelimit.policies, in ends_at timestamptz, in key text, in now timestamptz, in tokens bigint,
     out level bigint, out retry_us bigint, out reset_us bigint)
@@ -71,13 +110,10 @@ as $$
 declare
   v_policy alias for policy;
   v_key    text collate "C" := key;
-  v_own    ratelimit.policies;
-  v_turns  ratelimit.turns := turns_of(policy, now);
+  v_turns  ratelimit.turns    := turns_of(policy, now);
+  v_after  ratelimit.policies := numbers_after(policy, key, ends_at);
   v_bucket ratelimit.buckets;
 begin
-  if ends_at is not null then
-    v_own := policy_now(policy);
-  end if;
   if v_policy.durable then
     select b.* into v_bucket from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   else
@@ -85,8 +121,8 @@ begin
     select b.* into v_bucket from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   end if;
   level    := case when v_bucket.level is null then microtokens(v_policy.capacity) else level_now(v_bucket.level, v_bucket.refilled_at, now, v_policy, v_turns) end;
-  retry_us := case when tokens = 0 then 0 else wait_past_end(tokens, v_bucket.level, v_bucket.refilled_at, now, v_policy, ends_at, v_turns, v_own) end;
-  reset_us := wait_past_end(null, v_bucket.level, v_bucket.refilled_at, now, v_policy, ends_at, v_turns, v_own);
+  retry_us := case when tokens = 0 then 0 else wait_past_end(tokens, v_bucket.level, v_bucket.refilled_at, now, v_policy, ends_at, v_turns, v_after) end;
+  reset_us := wait_past_end(null, v_bucket.level, v_bucket.refilled_at, now, v_policy, ends_at, v_turns, v_after);
 end;
 $$;
 comment on function ratelimit.look_past_end(ratelimit.policies, timestamptz, text, timestamptz, bigint) is
@@ -108,21 +144,24 @@ $$;
 comment on function ratelimit.policy_now(ratelimit.policies) is
   'The policy of a key as it is now, without the numbers of an override; it stays as it was if it was dropped.';
 
--- What applies to a key: the policy with the numbers of the override that is live, when these end, and the turns of a quota.
+-- What applies to a key: the policy with the numbers of its override, when a part of these ends, the turns of a quota, and what applies then.
 create or replace function ratelimit.numbers_of_key(policy ratelimit.policies, key text, now timestamptz)
   returns ratelimit.numbers language plpgsql stable
 as $$
 declare
   v_override ratelimit.overrides;
+  v_numbers  ratelimit.numbers;
   v_key      text collate "C" := key;
 begin
+  v_numbers.policy := policy;
   if policy.overridden then
-    select o.* into v_override from ratelimit.overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > now;
+    select o.* into v_override from ratelimit.overrides as o where o.policy_id = policy.id and o.key = v_key;
     if found then
-      policy := ratelimit.with_override(policy, v_override);
+      v_numbers := ratelimit.numbers_by(policy, v_override, now);
     end if;
   end if;
-  return (policy, nullif(v_override.expires_at, 'infinity'), ratelimit.turns_of(policy, now))::ratelimit.numbers;
+  v_numbers.turns := ratelimit.turns_of(v_numbers.policy, now);
+  return v_numbers;
 end;
 $$;
 comment on function ratelimit.numbers_of_key(ratelimit.policies, text, timestamptz) is
@@ -137,3 +176,11 @@ as $$
 $$;
 comment on function ratelimit.numbers_now(ratelimit.policies, text, timestamptz) is
   'The numbers that apply to a key, by the policy as it is now; a policy that was dropped stays as it was.';
+
+create or replace function ratelimit.numbers_after(policy ratelimit.policies, key text, ends_at timestamptz)
+  returns ratelimit.policies language sql stable
+as $$
+  select case when ends_at is not null then (ratelimit.numbers_now(policy, key, ends_at)).policy end
+$$;
+comment on function ratelimit.numbers_after(ratelimit.policies, text, timestamptz) is
+  'The policy with the numbers that apply to a key once a part of its override has ended; null if none does.';

@@ -68,13 +68,13 @@ begin
     v_rounds       integer;
     v_override     ratelimit.overrides;
     v_numbers      ratelimit.numbers;
-    v_numbers_end  timestamptz;  -- of the override; null: it does not end
+    v_numbers_end  timestamptz;  -- of a part of the override; null: none ends
   begin
     if v_policy.overridden then
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if found then
-        v_policy      := with_override(v_policy, v_override);
-        v_numbers_end := v_override.expires_at;
+        v_policy      := with_override(v_policy, v_override, v_now);
+        v_numbers_end := case when v_override.expires_at > v_now then v_override.expires_at end;
       end if;
     end if;
 

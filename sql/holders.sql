@@ -10,10 +10,10 @@ as $$
 declare
   v_rows constant text := $sql$
     select s.name, s.key, s.holder, s.cost::bigint, duration(least(microseconds(s.ends_at - $4), microseconds(s.lease))::bigint)
-      from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce(o.lease, p.lease) as lease
+      from (select p.name, l.key, l.holder, l.cost, l.ends_at, coalesce(case when o.expires_at > $4 then o.ending_lease end, o.lease, p.lease) as lease
               from policies as p
               join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
-              left join overrides as o on p.overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > $4
+              left join overrides as o on p.overridden and o.policy_id = p.id and o.key = l.key
              where l.ends_at > $4
                and ($1 is null or p.name = $1 collate "C")
                and ($2 is null or l.key = $2 collate "C")
@@ -55,7 +55,7 @@ Locks: nothing.
 Writes: nothing.
 Role: administrator.';
 
--- The rows of ratelimit_status about slots: keys that somebody holds, those with the smallest share of free slots first. An override that
+-- The rows of ratelimit_status about slots: keys that somebody holds, those with the smallest share of free slots first. A part of an override that
 -- ends is an instant without a lease: its rows have cost 0.
 create or replace function ratelimit.fullest_slots(in of_policy text, in of_key text, in at_most integer,
     out policy text, out key text, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint,
@@ -74,15 +74,15 @@ declare
                     end),
            duration(time_until(s.last, $4)), s.capacity, s.overridden, (s.capacity - s.held)::numeric / greatest(s.capacity, 1) as share
       from (select u.name, u.key, u.capacity, u.overridden, sum(u.cost) as held, max(u.at) filter (where u.cost > 0) as last,
-                   min(u.at) filter (where u.later < case when u.at >= u.ends_at then u.own_capacity else u.capacity end) as first
-              from (select p.name, l.key, e.cost, e.at, o.expires_at as ends_at, p.capacity as own_capacity,
-                           coalesce(o.capacity, p.capacity) as capacity, o.key is not null as overridden,
+                   min(u.at) filter (where u.later < case when u.at >= u.expires_at then u.stays else u.capacity end) as first
+              from (select p.name, l.key, e.cost, e.at, o.expires_at, coalesce(o.capacity, p.capacity) as stays,
+                           coalesce(case when o.expires_at > $4 then o.ending_capacity end, o.capacity, p.capacity) as capacity, o.key is not null as overridden,
                            coalesce(sum(e.cost) over (partition by l.policy_id, l.key order by e.at desc
                                                       groups between unbounded preceding and 1 preceding), 0) as later
                       from policies as p
                       join (table leases union all table ephemeral_leases) as l on l.policy_id = p.id
-                      left join overrides as o on p.overridden and o.policy_id = p.id and o.key = l.key and o.expires_at > $4
-                     cross join lateral (values (l.ends_at, l.cost), (nullif(o.expires_at, 'infinity'), 0)) as e (at, cost)
+                      left join overrides as o on p.overridden and o.policy_id = p.id and o.key = l.key and (o.stays or o.expires_at > $4)
+                     cross join lateral (values (l.ends_at, l.cost), (case when o.expires_at > $4 then o.expires_at end, 0)) as e (at, cost)
                      where l.ends_at > $4
                        and e.at is not null
                        and ($1 is null or p.name = $1 collate "C")

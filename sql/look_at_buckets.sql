@@ -7,15 +7,15 @@
 -- created are the buckets whose rows the caller has just created, which stand for none.
 --
 -- policies is parallel to names, and known to the elements: the grant that a live idempotency key remembers. The others are
--- parallel to the buckets: the policy with the numbers that apply to the key, when they end, and the turns of a quota; the level as
--- stored, and when; the level now; whether there is a row. own is null if no policy has overrides; else it has the policies without the numbers of an override.
+-- parallel to the buckets: the policy with the numbers that apply to the key, when a part of these ends, the turns of a quota, and what applies after that end; the level as
+-- stored, and when; the level now; whether there is a row. after is null if all policies are plain.
 --
 -- Locks and writes nothing.
 create or replace function ratelimit.look_at_buckets(
     in  names text[], in first integer[], in keys text[], in created boolean[],
     in  buckets integer[], in charges bigint[], in idempotency_keys text[], in now timestamptz,
     out policies ratelimit.policies[], out known ratelimit.idempotency_keys[],
-    out numbers ratelimit.policies[], out ends_at timestamptz[], out turns ratelimit.turns[], out own ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
+    out numbers ratelimit.policies[], out ends_at timestamptz[], out turns ratelimit.turns[], out after ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
   language plpgsql stable
 as $$
 declare
@@ -38,7 +38,7 @@ begin
       v_read := rows_of_ephemeral_buckets(v_policy, keys[v_from:v_to], created[v_from:v_to], now);
     end if;
     if v_policy.special then
-      own[v_from:v_to] := array_fill(v_policy, array[v_to - v_from + 1]);
+      after[v_from:v_to] := v_read.after;
     end if;
     numbers     := numbers || v_read.numbers;
     ends_at     := ends_at || v_read.ends_at;

@@ -28,7 +28,6 @@ begin
     v_level       bigint;       -- microtokens in the bucket
     v_refilled_at timestamptz;  -- when the bucket held v_level
     v_numbers     ratelimit.numbers;
-    v_own         ratelimit.policies;  -- the policy without the numbers of an override
   begin
     if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
     loop
@@ -38,8 +37,7 @@ begin
          and b.key       = v_key
          for update;
       v_now     := clock();  -- the lock may have waited
-      v_own     := policy_now(v_policy);
-      v_numbers := numbers_of_key(v_own, v_key, v_now);
+      v_numbers := numbers_now(v_policy, v_key, v_now);
       v_policy  := v_numbers.policy;
       if v_policy.refill = 0 then
         perform refuse_pause(v_policy.name, v_key);  -- raises 22023
@@ -55,7 +53,7 @@ begin
     v_until := greatest(v_until, v_now + duration(microseconds(pause_for)::bigint));  -- a day is 24 hours
     if v_numbers.ends_at <= v_until then
       v_level := refilled(v_level, v_refilled_at, v_now, v_policy);
-      v_level := refilled(v_level, refilled_until(v_refilled_at, v_now, v_policy.tick), v_until, v_own);
+      v_level := refilled(v_level, refilled_until(v_refilled_at, v_now, v_policy.tick), v_until, v_numbers.after);
     else
       v_level := refilled(v_level, v_refilled_at, v_until, v_policy);
     end if;
@@ -65,8 +63,8 @@ begin
        set level = v_level, refilled_at = v_refilled_at, room = null, paused_until = v_until
      where b.policy_id = v_policy.id
        and b.key       = v_key;
-    return answer_of(v_level, wait_past_end(1, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_own),
-                     wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_own), v_policy.capacity);
+    return answer_of(v_level, wait_past_end(1, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after),
+                     wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after), v_policy.capacity);
   end;
 end;
 $$;

@@ -10,7 +10,7 @@ as $$
 declare
   v_policy   ratelimit.policies;
   v_override ratelimit.overrides;
-  v_ends_at  timestamptz;  -- when the numbers of the override end; null: they do not
+  v_ends_at  timestamptz;  -- when a part of the override ends; null: none does
   v_key      text collate "C" := key;
   v_cost     alias for cost;
   v_now      timestamptz := clock();
@@ -29,10 +29,10 @@ begin
     if v_policy.kind = 'slots' then
       return peek_slots(v_policy, v_key, v_cost, v_now);
     end if;
-    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
     if found then
-      v_policy  := with_override(v_policy, v_override);
-      v_ends_at := nullif(v_override.expires_at, 'infinity');
+      v_policy  := with_override(v_policy, v_override, v_now);
+      v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
     end if;
     if v_policy.kind = 'quota' or v_ends_at is not null then
       select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_key, v_now, v_cost) as b;

@@ -10,7 +10,7 @@ declare
   v_idempotency_key text collate "C" := idempotency_key;
   v_now             timestamptz := clock();
   v_capacity        bigint;                        -- these apply to the key
-  v_ends_at         timestamptz;                   -- when they end; null: they do not
+  v_ends_at         timestamptz;                   -- when some end; null: none does
   v_turns           ratelimit.turns;
   v_quota           ratelimit.policies;            -- with the numbers of the key, once the bucket was looked at
   v_numbers         ratelimit.numbers;
@@ -28,15 +28,15 @@ declare
   v_override        ratelimit.overrides;
 begin
   if policy.overridden then
-    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > v_now;
+    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key;
   end if;
   if v_override.key is null then
     v_capacity := policy.capacity;
     v_turns    := turning(policy.period, policy.months, policy.time_zone, policy.anchor, v_now);
   else
-    v_capacity := v_override.capacity;
-    v_turns    := turning(policy.period, policy.months, v_override.time_zone, v_override.anchor, v_now);
-    v_ends_at  := nullif(v_override.expires_at, 'infinity');
+    v_ends_at  := case when v_override.expires_at > v_now then v_override.expires_at end;
+    v_capacity := coalesce(case when v_ends_at is not null then v_override.ending_capacity end, v_override.capacity, policy.capacity);
+    v_turns    := turning(policy.period, policy.months, coalesce(v_override.time_zone, policy.time_zone), coalesce(v_override.anchor, policy.anchor), v_now);
   end if;
 
   -- 1. The idempotency key.
@@ -84,8 +84,8 @@ begin
     -- 3a. Too few tokens.
     if at_most = 0 or v_taken < at_least then
       v_retry_us := case when at_most = 0 then 0
-                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, policy) end;
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, policy);
+                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, v_numbers.after) end;
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, v_numbers.after);
       if v_idempotency_key is not null then
         select k.* into v_first
           from idempotency_keys as k
@@ -124,9 +124,9 @@ begin
     v_reset_us := microseconds(v_turns.turns_at - v_now)::bigint;
   else
     if v_has_row is null then
-      v_quota := case when v_override.key is null then policy else with_override(policy, v_override) end;
+      v_quota := case when v_override.key is null then policy else with_override(policy, v_override, v_now) end;
     end if;
-    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, policy);
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, numbers_after(policy, v_key, v_ends_at));
   end if;
   v_held := microtokens(v_capacity) + v_level;
 
@@ -181,7 +181,7 @@ begin
          set level       = used_level(b.level, b.refilled_at, (u.turns).turned_at) - u.wanted,
              refilled_at = greatest(b.refilled_at, v_now),
              room        = null
-        from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at, coalesce((u.n).turns, v_turns) as turns
+        from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at, (u.n).after, coalesce((u.n).turns, v_turns) as turns
                 from (select u.*, case when v_policy.overridden then numbers_of_key(v_policy, u.key, v_now) end as n
                         from unnest(demands, row_ids) as u (key, wanted, places, size, row_id)
                        where (select p = v_policy from policies as p where p.id = v_policy.id)
@@ -199,10 +199,10 @@ begin
       returning u.*, b.level, b.refilled_at
     )
     select array_agg(u.place), array_agg(whole_tokens(microtokens((u.p).capacity) + u.level)),
-           array_agg(wait_past_end(null, u.level, u.refilled_at, v_now, u.p, u.ends_at, u.turns, v_policy)),
+           array_agg(wait_past_end(null, u.level, u.refilled_at, v_now, u.p, u.ends_at, u.turns, u.after)),
            array_agg((u.p).capacity)
       into places, remaining, reset_us, capacities
-      from (select e.place, t.p, t.ends_at, t.turns, t.refilled_at,
+      from (select e.place, t.p, t.ends_at, t.after, t.turns, t.refilled_at,
                    t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
               from taken as t
              cross join lateral unnest(t.places) as e (place)) as u;
@@ -234,7 +234,7 @@ begin
    where b.policy_id = policy.id
      and b.key       = v_key
   returning b.level, b.refilled_at into v_level, v_refilled_at;
-  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_numbers.ends_at, v_turns, policy);
+  v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_numbers.ends_at, v_turns, v_numbers.after);
   return answer_of(microtokens(v_quota.capacity) + coalesce(v_level, 0), 0, v_reset_us, v_quota.capacity);
 end;
 $$;

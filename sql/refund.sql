@@ -10,7 +10,7 @@ declare
   v_key         text collate "C" := key;
   v_policy      policies;
   v_override    overrides;
-  v_ends_at     timestamptz;  -- when the numbers of the override end; null: they do not
+  v_ends_at     timestamptz;  -- when a part of the override ends; null: none does
   v_amount      bigint;
   v_now         timestamptz := clock();
   v_level       bigint;       -- microtokens in the bucket
@@ -34,10 +34,10 @@ begin
     elsif v_policy.kind = 'quota' then
       return refund_quota_of_ephemeral_buckets(v_policy, v_key, amount);
     end if;
-    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
     if found then
-      v_policy  := with_override(v_policy, v_override);
-      v_ends_at := nullif(v_override.expires_at, 'infinity');
+      v_policy  := with_override(v_policy, v_override, v_now);
+      v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
     end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
@@ -68,7 +68,7 @@ begin
   end if;
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
   if v_ends_at is not null then
-    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, policy_now(v_policy));
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
   end if;
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;

@@ -44,9 +44,9 @@ begin
     v_numbers  ratelimit.numbers;
   begin
     if v_policy.overridden then
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if found then
-        v_policy := with_override(v_policy, v_override);
+        v_policy := with_override(v_policy, v_override, v_now);
       end if;
     end if;
     v_lease_us := microseconds(v_policy.lease)::bigint;

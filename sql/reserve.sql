@@ -63,8 +63,8 @@ begin
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_ends_at         timestamptz;  -- when the numbers of the override end; null: they do not
-    v_own             ratelimit.policies;  -- the policy without the numbers of the override
+    v_ends_at         timestamptz;  -- when a part of the override ends; null: none does
+    v_after           ratelimit.policies;  -- with the numbers that apply then
     v_numbers         ratelimit.numbers;
   begin
     if v_policy.special then
@@ -73,11 +73,11 @@ begin
       elsif v_policy.kind = 'quota' then
         return reservation_by(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, idempotency_key));
       end if;
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key and o.expires_at > v_now;
+      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if found then
-        v_own     := v_policy;
-        v_policy  := with_override(v_policy, v_override);
-        v_ends_at := nullif(v_override.expires_at, 'infinity');
+        v_after   := with_override(v_policy, v_override, 'infinity');
+        v_policy  := with_override(v_policy, v_override, v_now);
+        v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
       end if;
     end if;
     v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
@@ -145,12 +145,12 @@ begin
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
       if v_ends_at is not null then
-        v_own      := policy_now(v_policy);
-        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_own);
+        v_after    := numbers_after(v_policy, v_key, v_ends_at);
+        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_after);
         if v_wanted = 0 or not v_has_row then
-          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_own) end;
+          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_after) end;
         else  -- as the row will be stored
-          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_own);
+          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_after);
         end if;
       end if;
 
@@ -174,7 +174,7 @@ begin
       v_level := v_level - v_wanted;
       if not v_has_row then
         v_refilled_at := v_now;
-        v_reset_us    := short_wait(v_policy.full_level, v_level, 0, v_policy);
+        v_reset_us    := long_wait(v_policy.full_level, v_level, 0, v_policy);
         insert into buckets (policy_id, key, level, refilled_at, due_at)
         values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
         on conflict on constraint buckets_pkey do nothing;
@@ -197,12 +197,14 @@ begin
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
       end if;
     end loop;
-    v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
-
-    if v_ends_at is not null then
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_own);
+    if not v_policy.special then
+      v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+    elsif v_ends_at is null then
+      v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+    else
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_after);
       if v_level < 0 then
-        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_own));
+        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_after));
       end if;
     end if;
 

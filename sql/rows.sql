@@ -1,12 +1,12 @@
 -- The steps of decide_in_order on the rows of buckets and idempotency_keys. Each function is about the buckets of one
 -- policy. But for live_idempotency_keys, keys are theirs, in order, and the arrays after it are parallel to it.
 
--- Reads the buckets: the policy with the numbers that apply to the key, when they end, and the turns of a quota; the level as stored, and when; the level now; whether there is
--- a row. A bucket whose row the caller has just created stands for one without. That is full by the numbers that apply, and by those of
--- the policy once an override has ended.
+-- Reads the buckets: the policy with the numbers that apply to the key, when a part of them ends, the turns of a quota, and what applies then; the level as stored, and when; the level now; whether there is
+-- a row. A bucket whose row the caller has just created stands for one without. That is full by the numbers that apply, and by those
+-- that apply once a part of an override has ended.
 create or replace function ratelimit.rows_of_buckets(
     in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
-    out numbers ratelimit.policies[], out ends_at timestamptz[], out turns ratelimit.turns[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
+    out numbers ratelimit.policies[], out ends_at timestamptz[], out turns ratelimit.turns[], out after ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
   language plpgsql stable
 as $$
 declare
@@ -14,13 +14,13 @@ declare
   v_now    alias for now;
 begin
   if v_policy.kind = 'quota' then
-    select array_agg(filling(u.p, u.turns, b.refilled_at) order by u.n), array_agg(u.ends_at order by u.n), array_agg(u.turns order by u.n),
+    select array_agg(filling(u.p, u.turns, b.refilled_at) order by u.n), array_agg(u.ends_at order by u.n), array_agg(u.turns order by u.n), array_agg(u.after order by u.n),
            array_agg(microtokens((u.p).capacity) + coalesce(b.level, 0) order by u.n),
            array_agg(coalesce(b.refilled_at, v_now) order by u.n),
            array_agg(coalesce(level_now(b.level, b.refilled_at, v_now, u.p, u.turns), microtokens((u.p).capacity)) order by u.n),
            array_agg(b.level is not null order by u.n)
-      into numbers, ends_at, turns, levels, refilled_at, levels_now, has_row
-      from (select u.key, u.created, u.n, (u.numbers).policy as p, (u.numbers).ends_at, (u.numbers).turns
+      into numbers, ends_at, turns, after, levels, refilled_at, levels_now, has_row
+      from (select u.key, u.created, u.n, (u.numbers).policy as p, (u.numbers).ends_at, (u.numbers).turns, (u.numbers).after
               from (select u.*, numbers_of_key(v_policy, u.key, v_now) as numbers
                       from unnest(keys, created) with ordinality as u (key, created, n)
                     offset 0) as u
@@ -34,15 +34,15 @@ begin
                          limit 1) as b on u.created is not true;
     return;
   end if;
-  select array_agg(u.p order by u.n), array_agg(u.ends_at order by u.n), array_agg(coalesce(b.level, microtokens(greatest((u.p).capacity, v_policy.capacity))) order by u.n),
+  select array_agg(u.p order by u.n), array_agg(u.ends_at order by u.n), array_agg(u.after order by u.n),
+         array_agg(coalesce(b.level, microtokens(greatest((u.p).capacity, (u.after).capacity))) order by u.n),
          array_agg(coalesce(b.refilled_at, v_now) order by u.n),
          array_agg(case when b.level is null then microtokens((u.p).capacity) else refilled(b.level, b.refilled_at, v_now, u.p) end order by u.n),
          array_agg(b.level is not null order by u.n)
-    into numbers, ends_at, levels, refilled_at, levels_now, has_row
-    from (select u.key, u.created, u.n, coalesce((u.numbers).policy, v_policy) as p, (u.numbers).ends_at
+    into numbers, ends_at, after, levels, refilled_at, levels_now, has_row
+    from (select u.key, u.created, u.n, coalesce((u.numbers).policy, v_policy) as p, (u.numbers).ends_at, (u.numbers).after
             from (select u.*, case when v_policy.overridden then
-                                (select row(with_override(v_policy, o), nullif(o.expires_at, 'infinity'), null)::numbers from overrides as o
-                                  where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now)
+                                (select numbers_by(v_policy, o, v_now) from overrides as o where o.policy_id = v_policy.id and o.key = u.key collate "C")
                               end as numbers
                     from unnest(keys, created) with ordinality as u (key, created, n)
                   offset 0) as u
@@ -125,7 +125,7 @@ declare
 begin
   insert into buckets (policy_id, key, level, refilled_at, due_at)
   select create_buckets.policy_id, u.key, u.level, u.refilled_at, due_after(u.reset_us, u.refilled_at)
-    from (select u.*, short_wait((u.p).full_level, u.level, 0, u.p) as reset_us
+    from (select u.*, long_wait((u.p).full_level, u.level, 0, u.p) as reset_us
             from (select u.*, numbers[u.n] as p
                     from unnest(keys, wanted, has_row, levels, create_buckets.refilled_at)
                          with ordinality as u (key, wanted, has_row, level, refilled_at, n)

@@ -13,7 +13,7 @@
 
 -- What is held of a key, the wait for the cost, the wait until nobody holds, and whether a holder holds, by the numbers that apply to
 -- the key. All is as of one snapshot, because the function is STABLE. The wait is until the first instant at which the cost fits: the
--- end of a lease, or the end of an override; then the policy's own capacity counts.
+-- end of a lease, or of a part of an override; then the capacity that stays counts.
 create or replace function ratelimit.look_at_slots(
     in policy ratelimit.policies, in key text, in now timestamptz, in cost bigint, in holder text,
     out capacity bigint, out lease interval, out held bigint, out retry_us bigint, out reset_us bigint, out holds boolean, out shadow boolean)
@@ -24,15 +24,15 @@ declare
   v_now          alias for now;
   v_cost         alias for cost;
   v_holder       text collate "C" := holder;  -- null: nobody is asked for
-  v_own_capacity bigint;
+  v_stays bigint;
   v_overridden   boolean;
-  v_ends_at      timestamptz;  -- of the override; null if it has no end
+  v_ends_at      timestamptz;  -- of a part of the override; null if none ends
   v_last         timestamptz;
   v_first        timestamptz;
   v_override     ratelimit.overrides;
 begin
   select p.capacity, p.capacity, p.lease, p.shadow, p.overridden
-    into capacity, v_own_capacity, lease, shadow, v_overridden
+    into capacity, v_stays, lease, shadow, v_overridden
     from policies as p
    where p.id = policy.id;
   if not found then  -- dropped meanwhile: as it was
@@ -40,11 +40,16 @@ begin
     lease    := policy.lease;
     shadow   := policy.shadow;
   elsif v_overridden then
-    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key and o.expires_at > v_now;
+    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key;
     if found then
-      capacity  := v_override.capacity;
-      lease     := v_override.lease;
-      v_ends_at := nullif(v_override.expires_at, 'infinity');
+      v_stays := coalesce(v_override.capacity, capacity);
+      capacity       := v_stays;
+      lease          := coalesce(v_override.lease, lease);
+      if v_override.expires_at > v_now then
+        v_ends_at := v_override.expires_at;
+        capacity  := coalesce(v_override.ending_capacity, capacity);
+        lease     := coalesce(v_override.ending_lease, lease);
+      end if;
     end if;
   end if;
   select coalesce(sum(l.cost), 0), max(l.ends_at), coalesce(bool_or(l.holder = v_holder), false)
@@ -64,7 +69,7 @@ begin
                    where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now
                   union all
                   select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
-   where v_cost <= case when u.at >= v_ends_at then v_own_capacity else look_at_slots.capacity end - u.held;
+   where v_cost <= case when u.at >= v_ends_at then v_stays else look_at_slots.capacity end - u.held;
   if v_first is not null then
     retry_us := time_until(v_first, v_now);
   end if;

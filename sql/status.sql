@@ -13,19 +13,17 @@ as $$
 declare
   v_rows constant text := $sql$
     select s.name, s.key, whole_tokens(s.level_now),
-           duration(wait_past_end(1, s.level, s.refilled_at, $4, s.numbers, s.ends_at, s.turns, s.policy)),
-           duration(wait_past_end(null, s.level, s.refilled_at, $4, s.numbers, s.ends_at, s.turns, s.policy)),
-           (s.numbers).capacity, s.overridden, s.share
-      from (select u.*, level_now(u.level, u.refilled_at, $4, u.numbers, u.turns) as level_now,
-                   level_now(u.level, u.refilled_at, $4, u.numbers, u.turns) / greatest((u.numbers).full_level, 1) as share
-              from (select u.*, turns_of(u.numbers, $4) as turns
-                      from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden, row(p.*)::ratelimit.policies as policy,
-                                   nullif(o.expires_at, 'infinity') as ends_at,
-                                   case when o.key is null then row(p.*)::ratelimit.policies
-                                        else with_override(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides) end as numbers
+           duration(wait_past_end(1, s.level, s.refilled_at, $4, (s.n).policy, (s.n).ends_at, s.turns, (s.n).after)),
+           duration(wait_past_end(null, s.level, s.refilled_at, $4, (s.n).policy, (s.n).ends_at, s.turns, (s.n).after)),
+           ((s.n).policy).capacity, s.overridden, s.share
+      from (select u.*, level_now(u.level, u.refilled_at, $4, (u.n).policy, u.turns) as level_now,
+                   level_now(u.level, u.refilled_at, $4, (u.n).policy, u.turns) / greatest(((u.n).policy).full_level, 1) as share
+              from (select u.*, turns_of((u.n).policy, $4) as turns
+                      from (select p.name, b.key, b.level, b.refilled_at, o.key is not null as overridden,
+                                   numbers_by(row(p.*)::ratelimit.policies, row(o.*)::ratelimit.overrides, $4) as n
                               from policies as p
                               join (table buckets union all table ephemeral_buckets) as b on b.policy_id = p.id
-                              left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and o.expires_at > $4
+                              left join overrides as o on p.overridden and o.policy_id = p.id and o.key = b.key and (o.stays or o.expires_at > $4)
                              where ($1 is null or p.name = $1 collate "C")
                                and ($2 is null or b.key = $2 collate "C")
                             offset 0) as u

@@ -146,9 +146,8 @@ begin
          set level       = refilled(b.level, b.refilled_at, v_now, u.p) - u.wanted,
              refilled_at = refilled_until(b.refilled_at, v_now, (u.p).tick),
              room        = null
-        from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at
-                from (select u.*, (select row(with_override(v_policy, o), nullif(o.expires_at, 'infinity'), null)::numbers from overrides as o
-                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now) as n
+        from (select u.*, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at, (u.n).after
+                from (select u.*, (select numbers_by(v_policy, o, v_now) from overrides as o where o.policy_id = v_policy.id and o.key = u.key collate "C") as n
                         from unnest(demands, row_ids) as u (key, wanted, places, size, row_id)
                        where (select p = v_policy from policies as p where p.id = v_policy.id)
                       offset 0) as u
@@ -166,12 +165,12 @@ begin
     )
     select array_agg(u.place), array_agg(whole_tokens(u.level)),
            array_agg(case
-                       when u.ends_at is null then short_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
-                       else wait_past_end(null, u.level, u.refilled_at, v_now, u.p, u.ends_at, null, v_policy)
+                       when u.ends_at is null then long_wait((u.p).full_level, u.level, microseconds(v_now - u.refilled_at), u.p)
+                       else wait_past_end(null, u.level, u.refilled_at, v_now, u.p, u.ends_at, null, u.after)
                      end),
            array_agg((u.p).capacity)
       into places, remaining, reset_us, capacities
-      from (select e.place, t.p, t.ends_at, t.refilled_at,
+      from (select e.place, t.p, t.ends_at, t.after, t.refilled_at,
                    t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
               from taken as t
              cross join lateral unnest(t.places) as e (place)) as u;
@@ -195,8 +194,8 @@ begin
   if v_policy.overridden then
     select case when bool_and(b.covers is true) then array_agg(b.ctid) end, bool_or(b.contended)
       into row_ids, contended
-      from (select u.*, coalesce((select with_override(v_policy, o) from overrides as o
-                                   where o.policy_id = v_policy.id and o.key = u.key collate "C" and o.expires_at > v_now), v_policy) as p
+      from (select u.*, coalesce((select with_override(v_policy, o, v_now) from overrides as o
+                                   where o.policy_id = v_policy.id and o.key = u.key collate "C"), v_policy) as p
               from unnest(demands) as u (key, wanted, places, size)
             offset 0) as u
       left join lateral (select b.ctid, b.xmax <> 0 and b.xmax <> b.xmin as contended,

@@ -162,6 +162,8 @@ create table ratelimit.policies (
   months      integer   generated always as ((extract(year from period) * 12.0 + extract(month from period))::integer) stored,
   kind        text      collate "C" not null generated always as (case when lease is not null then 'slots' when period is not null then 'quota' else 'tokens' end) stored,
   special     boolean   not null generated always as (overridden or period is not null or lease is not null) stored,
+  changed_at  timestamptz not null,
+  changed_by  text      collate "C" not null,
   constraint policies_pkey primary key (name),
   constraint policies_id_key unique (id)
 );
@@ -199,15 +201,21 @@ comment on column ratelimit.policies.kind is
   'tokens: buckets that refill. quota: buckets that are full at each turn of a calendar. slots: leases.';
 comment on column ratelimit.policies.special is
   'Not plain tokens: a call about the policy looks at its kind, and for an override of the key.';
+comment on column ratelimit.policies.changed_at is
+  'When ratelimit_define_policy last changed something of the policy.';
+comment on column ratelimit.policies.changed_by is
+  'Who did: the role of the session, and after a slash the role that SET ROLE chose, if any.';
 
 -- What applies to a key in a call.
 create type ratelimit.numbers as (
   policy  ratelimit.policies,
   ends_at timestamptz,
-  turns   ratelimit.turns
+  turns   ratelimit.turns,
+  after   ratelimit.policies
 );
 comment on type ratelimit.numbers is
-  'The policy with the numbers of the override of the key that is live, when these end (null: they do not), and the turns of a quota.';
+'The policy with the numbers of the override of the key, when some of these end (null: none does), the turns of a quota, and the policy
+  with the numbers that apply after the end.';
 
 create type ratelimit.part as (
   policy  ratelimit.policies,
@@ -217,38 +225,57 @@ create type ratelimit.part as (
 comment on type ratelimit.part is
   'What a batch asks of the buckets of one policy, and their row ids. See ratelimit.acquire_batch.';
 
--- The columns from stepped on are those of ratelimit.policies.
+-- A row is both parts of an override: the columns that begin with ending are the part that ends, and hide the others until then. null is
+-- what follows. refill and every are null together.
 create table ratelimit.overrides (
-  policy_id  bigint      not null,
-  expires_at timestamptz not null,
-  key        text        collate "C" not null,
-  capacity   bigint      not null,
-  refill     bigint      not null,
-  every      interval    not null,
-  stepped    boolean     not null,
-  tick       interval    not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
-  every_us   numeric     not null generated always as (extract(epoch from every) * 1000000.0) stored,
-  tick_us    numeric     not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
-  full_level numeric     not null generated always as (capacity * 1000000) stored,
-  gain       numeric     not null generated always as (refill::numeric * 1000000000000::numeric) stored,
-  tick_gain  numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
-  round_up   numeric     not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
-  time_zone  text        collate "C",
-  anchor     timestamp,
-  lease      interval,
+  policy_id       bigint      not null,
+  expires_at      timestamptz,
+  changed_at      timestamptz not null,
+  key             text        collate "C" not null,
+  changed_by      text        collate "C" not null,
+  capacity        bigint,
+  refill          bigint,
+  every           interval,
+  time_zone       text        collate "C",
+  anchor          timestamp,
+  lease           interval,
+  ending_capacity bigint,
+  ending_refill   bigint,
+  ending_every    interval,
+  ending_lease    interval,
+  stays           boolean     not null generated always as (num_nonnulls(capacity, refill, every, time_zone, anchor, lease) > 0) stored,
   constraint overrides_pkey primary key (policy_id, key)
 );
-create index overrides_expires_at_idx on ratelimit.overrides (expires_at);
+create index overrides_expires_at_idx on ratelimit.overrides (expires_at) where expires_at is not null;
 comment on table ratelimit.overrides is
   'The numbers of single keys that differ from their policy''s; changed by ratelimit_override and ratelimit_remove_override only.';
 comment on column ratelimit.overrides.expires_at is
-  'From when on the override is as good as absent; infinity for never.';
-comment on column ratelimit.overrides.stepped is
-  'That of the policy.';
-comment on column ratelimit.overrides.time_zone is
-  'Of a key of a quota, as anchor is.';
-comment on column ratelimit.overrides.lease is
-  'Of a key of slots.';
+  'From when on the part that ends is as good as absent; null if nothing ends.';
+comment on column ratelimit.overrides.changed_at is
+  'When ratelimit_override last changed something of the row.';
+comment on column ratelimit.overrides.changed_by is
+  'Who did, as in ratelimit.policies.';
+comment on column ratelimit.overrides.stays is
+  'Whether there is a part that stays.';
+
+create type ratelimit.override as (
+  policy     text,
+  key        text,
+  capacity   bigint,
+  refill     bigint,
+  every      interval,
+  expires_at timestamptz,
+  time_zone  text,
+  anchor     timestamp,
+  lease      interval,
+  changed_at timestamptz,
+  changed_by text
+);
+comment on type ratelimit.override is
+'One part of the override of a key. null is a number that the part leaves to what follows: to the part that stays, or to the policy.
+expires_at: the end of the part that ends; null for the part that stays.
+changed_at: when the override last changed, either part of it.
+changed_by: who changed it: the role of the session, and after a slash the role that SET ROLE chose, if any.';
 
 -- An acquire changes no indexed column, so its updates can be HOT. Clean-up finds rows by the index on due_at,
 -- which an acquire sets in a new row and never changes. The columns of fixed width come first, because

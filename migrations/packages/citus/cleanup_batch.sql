@@ -80,7 +80,7 @@ comment on function ratelimit.cleanup_here(integer, timestamptz, timestamptz) is
 -- One batch of each node, and of the overrides; the arguments and results are those that sql/cleanup_batch.sql explains. The batch
 -- of a node is a transaction of its own, and is at most max_rows rows of each shard. A node that cannot be reached is left out,
 -- with a warning.
--- Locks and writes: as cleanup_here on all nodes; expired overrides.
+-- Locks and writes: as cleanup_here on all nodes; overrides of which a part has ended.
 create or replace function ratelimit.cleanup_batch(
     in    max_rows                 integer,
     in    budget                   interval,
@@ -100,7 +100,6 @@ declare
   v_node   record;
   v_counts bigint[];
   v_rows   bigint := 0;
-  v_deleted bigint;
 begin
   perform check_max_rows(max_rows);
   if (budget > interval '0') is not true then
@@ -125,9 +124,11 @@ begin
     v_rows                   := v_rows + v_counts[3];
   end loop;
   if exists (select from overrides as o where o.expires_at <= due_before) then
-    delete from overrides as o where o.expires_at <= due_before;
-    get diagnostics v_deleted = row_count;
-    v_rows := v_rows + v_deleted;
+    delete from overrides as o where o.expires_at <= due_before and not o.stays;
+    update overrides as o
+       set expires_at = null, ending_capacity = null, ending_refill = null, ending_every = null, ending_lease = null
+     where o.expires_at <= due_before;
+    v_rows := v_rows + 1;
   end if;
   more := v_rows > 0 and clock_timestamp() < deadline;
 end;

@@ -2,7 +2,7 @@
 -- term of its own, with a local.
 create or replace function ratelimit.rows_of_buckets(
     in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
-    out numbers ratelimit.policies[], out ends_at timestamptz[], out turns ratelimit.turns[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
+    out numbers ratelimit.policies[], out ends_at timestamptz[], out turns ratelimit.turns[], out after ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
   language plpgsql volatile
 as $$
 declare
@@ -18,7 +18,8 @@ begin
   numbers     := array[v_policy];
   ends_at     := array[v_numbers.ends_at];
   turns       := array[v_numbers.turns];
-  levels      := array[coalesce(v_level, microtokens(greatest(v_policy.capacity, policy.capacity)))];
+  after       := array[v_numbers.after];
+  levels      := array[coalesce(v_level, microtokens(greatest(v_policy.capacity, (v_numbers.after).capacity)))];
   levels_now  := array[case when v_level is null then microtokens(v_policy.capacity) else level_now(v_level, v_refilled_at, now, v_policy, v_numbers.turns) end];
   if policy.kind = 'quota' then
     numbers := array[filling(v_policy, v_numbers.turns, v_refilled_at)];
@@ -95,7 +96,7 @@ begin
   if not wanted[1] or has_row[1] then
     return 0;
   end if;
-  v_due_at := due_after(short_wait(v_numbers.full_level, v_level, 0, v_numbers), v_refilled_at);
+  v_due_at := due_after(long_wait(v_numbers.full_level, v_level, 0, v_numbers), v_refilled_at);
   insert into buckets (policy_id, key, level, refilled_at, due_at)
   values (v_policy_id, v_key, v_level, v_refilled_at, v_due_at)
   on conflict on constraint buckets_pkey do nothing;
