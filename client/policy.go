@@ -295,8 +295,8 @@ func choice(b bool) Choice {
 }
 
 // An Override gives one bucket numbers of its own, in place of its policy's: a bigger plan, a smaller one, none
-// at all. To [Limiter.Override], a zero number is the policy's as of the call, and stays the same when the
-// policy changes.
+// at all. It has two parts: what stays, and what ends at ExpiresAt. Each number applies as what ends has it while it lasts, else as what
+// stays has it, else as the policy has it at each call. One Override is one part; a zero field leaves the number to what follows.
 type Override struct {
 	// Policy and Key name the bucket.
 	Policy, Key string
@@ -305,17 +305,17 @@ type Override struct {
 	// above 0 is denied until ExpiresAt; without that it is [Decision.Never].
 	Capacity int64
 
-	// Refill is how many tokens the bucket gains in the time Every, as in a [Policy]. [Zero] refills nothing. For a key of
-	// a quota both are zero.
+	// Refill is how many tokens the bucket gains in the time Every, as in a [Policy]. [Zero] refills nothing. The two are one
+	// number: to [Limiter.Override], one alone sets both, the other as it applies then. For a key of a quota both are zero.
 	Refill int64
 	Every  time.Duration
 
-	// ExpiresAt ends the override: from then on it is as good as absent. It is cut to the microsecond. The
-	// zero time is never.
+	// ExpiresAt is the end of the part that ends: from then on that is as good as absent. It is cut to the microsecond. The
+	// zero time is the part that stays.
 	ExpiresAt time.Time
 
 	// TimeZone and Anchor are those of a [Policy], and for a key of a quota only: the zone of the customer, the day on which
-	// the subscription began. If zero they stay those of the key's live override, or else are the policy's as of the call.
+	// the subscription began. They stay: with an ExpiresAt they are zero.
 	TimeZone string
 	Anchor   time.Time
 
@@ -324,8 +324,11 @@ type Override struct {
 	Lease time.Duration
 }
 
-// Override gives a bucket numbers of its own, in place of the numbers of an earlier Override. It applies to
-// calls that begin after it has been committed. The bucket keeps its level, cut to the new capacity; in a quota,
+// Override sets numbers of one part of a bucket's override; the others remain as they were. Without an ExpiresAt the numbers stay, and
+// are taken out of what ends. With it they end then, as all that ends does. An ExpiresAt alone is another end for what ends. To go back to
+// a number of the policy, remove the override and set the rest again.
+//
+// It applies to calls that begin after it has been committed. The bucket keeps its level, cut to the new capacity; in a quota,
 // what was used stays used. An unused bucket is full at the new size. [Limiter.Reset] in the same transaction begins a plan
 // with a full bucket.
 //
@@ -353,7 +356,7 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 	})
 }
 
-// RemoveOverride gives a bucket its policy's numbers again, and reports whether it had numbers of its own.
+// RemoveOverride gives a bucket its policy's numbers again, and reports whether it had numbers of its own, that stay or had not ended.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
@@ -369,17 +372,17 @@ var overrideColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object
 		'policy', policy, 'key', key, 'capacity', capacity, 'refill', refill,
 		'every', ` + microseconds("every") + `, 'expires_at', ` + microseconds("expires_at") + `,
 		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `, 'lease', ` + microseconds("lease") + `
-		) order by policy collate "C", key collate "C"), '[]')::text`
+		) order by policy collate "C", key collate "C", expires_at nulls first), '[]')::text`
 
-// An overrideRow is an override as overrideColumns has it.
+// An overrideRow is a part of an override as overrideColumns has it. null is what follows: the zero value of a field.
 type overrideRow struct {
-	Policy, Key   string
-	Capacity      int64
-	Refill, Every *int64 // null for a quota and for slots
-	ExpiresAt     *int64 `json:"expires_at"`
-	TimeZone      string `json:"time_zone"`
-	Anchor        *int64
-	Lease         int64 // null, and so 0, unless it is of slots
+	Policy, Key      string
+	Capacity, Refill *int64
+	Every            int64
+	ExpiresAt        *int64 `json:"expires_at"`
+	TimeZone         string `json:"time_zone"`
+	Anchor           *int64
+	Lease            int64
 }
 
 // newList reads the options of a list.
@@ -396,8 +399,8 @@ func listKeyed[Row any](ctx context.Context, l *limiter, verb, columns, function
 	return list[Row](ctx, l, c)
 }
 
-// Overrides lists overrides that have not expired, ordered by policy and key, as they can be passed to
-// Override. Options are [OfPolicy], [OfKey] and [MaxRows], which defaults to 1,000. It writes and locks nothing.
+// Overrides lists what has not ended of overrides, ordered by policy and key, as it can be passed to
+// Override: first the part that stays, then the part that ends. Options are [OfPolicy], [OfKey] and [MaxRows], which defaults to 1,000. It writes and locks nothing.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {
@@ -410,14 +413,17 @@ func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override
 		overrides[i] = Override{
 			Policy:    r.Policy,
 			Key:       r.Key,
-			Capacity:  orZero(r.Capacity),
+			Every:     duration(r.Every),
 			ExpiresAt: instant(r.ExpiresAt),
 			TimeZone:  r.TimeZone,
 			Anchor:    instant(r.Anchor),
 			Lease:     duration(r.Lease),
 		}
+		if r.Capacity != nil {
+			overrides[i].Capacity = orZero(*r.Capacity)
+		}
 		if r.Refill != nil {
-			overrides[i].Refill, overrides[i].Every = orZero(*r.Refill), duration(*r.Every)
+			overrides[i].Refill = orZero(*r.Refill)
 		}
 	}
 	return overrides, nil

@@ -183,7 +183,7 @@ func (db *database) define(name string, args []any) error {
 	return db.known(name, db.model.Define(name, def))
 }
 
-// override has the arguments after the bucket: a number that is nil is the policy's.
+// override has the arguments after the bucket: a number that is nil is left as it is.
 func (db *database) override(now time.Time, id model.BucketID, args []any) error {
 	var expires time.Time
 	if text, ok := args[3].(string); ok {
@@ -195,7 +195,8 @@ func (db *database) override(now time.Time, id model.BucketID, args []any) error
 	if err := checkBucket(id); err != nil {
 		return err
 	}
-	return db.known(id.Policy, db.model.Override(now, id, numbers(args[:3], args[4:]), expires))
+	_, err := db.model.Override(now, id, numbers(args[:3], args[4:]), expires)
+	return db.known(id.Policy, err)
 }
 
 // known makes an error of the server of one of the model about a definition. It does not name the argument.
@@ -281,24 +282,23 @@ func (db *database) overrides(now time.Time, policy, key any, maxRows int64) str
 	})
 	rows := []map[string]any{}
 	for _, id := range ids {
-		o := all[id]
-		if !o.Live(now) || policy != nil && policy != id.Policy || key != nil && key != id.Key || int64(len(rows)) == maxRows {
+		if policy != nil && policy != id.Policy || key != nil && key != id.Key {
 			continue
 		}
-		row := map[string]any{"policy": id.Policy, "key": id.Key, "capacity": o.Capacity}
-		switch {
-		case o.Zone != "":
-			row["time_zone"], row["anchor"] = o.Zone, o.Anchor.UnixMicro()
-		case o.Lease != 0:
-			row["lease"] = o.Lease
-		default:
-			row["refill"], row["every"] = o.Refill, o.Every
+		for _, o := range all[id].Parts(now) {
+			n := o.Stays
+			row := map[string]any{"policy": id.Policy, "key": id.Key}
+			if !o.Expires.IsZero() {
+				n, row["expires_at"] = o.Ends, o.Expires.UnixMicro()
+			}
+			row["capacity"], row["refill"], row["every"], row["time_zone"], row["lease"] = n.Capacity, n.Refill, n.Every, n.Zone, n.Lease
+			if n.Anchor != nil {
+				row["anchor"] = n.Anchor.UnixMicro()
+			}
+			rows = append(rows, row)
 		}
-		if !o.Expires.IsZero() {
-			row["expires_at"] = o.Expires.UnixMicro()
-		}
-		rows = append(rows, row)
 	}
+	rows = rows[:min(int64(len(rows)), max(0, maxRows))]
 	text, _ := json.Marshal(rows)
 	return string(text)
 }

@@ -24,7 +24,7 @@ type Policy struct {
 	Remember         Micros
 	Shadow           bool
 
-	ends time.Time // when the numbers are those of an override that expires,
+	ends time.Time // when some of the numbers end,
 	then *Policy   // and what they are from then on
 }
 
@@ -111,7 +111,7 @@ func waitFor(now time.Time, cost int64, target *big.Int) func(Policy, Bucket) Mi
 	}
 }
 
-// pastEnd is a wait by the numbers that apply, if it is over before they end; from then on it is the wait by the policy's own.
+// pastEnd is a wait by the numbers that apply, if it is over before they end; from then on it is the wait by what stays.
 func (p Policy) pastEnd(b Bucket, now time.Time, wait func(Policy, Bucket) Micros) Micros {
 	first := wait(p, b)
 	if p.then == nil || first != Never && first < p.left(now) {

@@ -12,6 +12,7 @@
 package model
 
 import (
+	"cmp"
 	"maps"
 	"math/big"
 	"time"
@@ -76,27 +77,47 @@ func (n Numbers) areInRange() bool {
 	return 0 <= capacity && capacity <= most && 0 <= refill && refill <= most && valueOr(n.Every, 1) >= 1
 }
 
-// over returns the policy with these numbers in place of its own, if they fit it.
-func (n Numbers) over(p Policy) (Policy, error) {
+// in returns the policy with these numbers in place of its own.
+func (n Numbers) in(p Policy) Policy {
 	p.Capacity = valueOr(n.Capacity, p.Capacity)
 	p.Refill = valueOr(n.Refill, p.Refill)
 	p.Every = valueOr(n.Every, p.Every)
 	p.Zone = valueOr(n.Zone, p.Zone)
 	p.Anchor = valueOr(n.Anchor, p.Anchor)
-	var fit bool
+	p.Lease = valueOr(n.Lease, p.Lease)
+	return p
+}
+
+// on returns these numbers, and the others where these are nil.
+func (n Numbers) on(others Numbers) Numbers {
+	return Numbers{
+		cmp.Or(n.Capacity, others.Capacity), cmp.Or(n.Refill, others.Refill), cmp.Or(n.Every, others.Every),
+		cmp.Or(n.Zone, others.Zone), cmp.Or(n.Anchor, others.Anchor), cmp.Or(n.Lease, others.Lease),
+	}
+}
+
+// suit reports whether a policy of this kind has such numbers.
+func (n Numbers) suit(p Policy) bool {
 	switch {
 	case p.IsSlots():
-		p.Lease = valueOr(n.Lease, p.Lease)
-		fit = isLease(p.Lease) && p.Capacity <= maxSlots && n.Refill == nil && n.Every == nil && n.Zone == nil && n.Anchor == nil
+		return n.Refill == nil && n.Every == nil && n.Zone == nil && n.Anchor == nil
 	case p.IsQuota():
-		fit = p.Calendar.isValid() && n.Refill == nil && n.Every == nil && n.Lease == nil
-	default:
-		fit = p.Refill >= 0 && p.Every >= 1 && p.fillsInTime() && n.Zone == nil && n.Anchor == nil && n.Lease == nil
+		return n.Refill == nil && n.Every == nil && n.Lease == nil
 	}
-	if !fit || !n.areInRange() || p.Capacity < 0 {
-		return p, InvalidArgument
+	return n.Zone == nil && n.Anchor == nil && n.Lease == nil
+}
+
+// isWithinBounds reports whether the numbers of a policy may be together.
+func (p Policy) isWithinBounds() bool {
+	switch {
+	case p.Capacity < 0:
+		return false
+	case p.IsSlots():
+		return isLease(p.Lease) && p.Capacity <= maxSlots
+	case p.IsQuota():
+		return p.Calendar.isValid()
 	}
-	return p, nil
+	return p.Refill >= 0 && p.Every >= 1 && p.fillsInTime()
 }
 
 // fillsInTime reports whether an empty bucket fills within 10,000 years, or is not meant to.
@@ -144,12 +165,10 @@ func (m *Model) Define(name string, def Definition) error {
 			return InvalidArgument
 		}
 	}
-	p, err := def.over(p)
-	if err == nil && isSlots && p.Capacity == 0 { // which only an override has
-		err = InvalidArgument
-	}
-	if err != nil {
-		return err
+	suits := def.suit(p)
+	p = def.in(p)
+	if !suits || !def.areInRange() || !p.isWithinBounds() || isSlots && p.Capacity == 0 { // which only an override has
+		return InvalidArgument
 	}
 	p.Stepped = valueOr(def.Stepped, p.Stepped)
 	if p.Remember = valueOr(def.Remember, p.Remember); p.Remember < 1 && !isSlots {
@@ -178,7 +197,7 @@ func (m *Model) Drop(name string) error {
 	return nil
 }
 
-// rules are the policy of a bucket, with the numbers of its override while that lasts. Slots have no buckets.
+// rules are the policy of a bucket, with the numbers of its override. Slots have no buckets.
 func (m *Model) rules(now time.Time, id BucketID) (Policy, error) {
 	p, err := m.numbers(now, id)
 	if p.IsSlots() {
@@ -196,16 +215,13 @@ func (m *Model) lending(now time.Time, id BucketID) (Policy, error) {
 	return p, err
 }
 
-// numbers are the policy of a key, with the numbers of its override while that lasts.
+// numbers are the policy of a key, with the numbers of its override.
 func (m *Model) numbers(now time.Time, id BucketID) (Policy, error) {
 	p, ok := m.policies[id.Policy]
 	if !ok {
 		return Policy{}, UnknownPolicy
 	}
-	if o, ok := m.overrides[id]; ok && o.Live(now) {
-		p = p.With(o)
-	}
-	return p, nil
+	return p.With(m.overrides[id], now), nil
 }
 
 // Peek answers whether an acquire, or of slots a hold, would be allowed, were the policy no shadow, and takes nothing.
@@ -266,15 +282,19 @@ func (m *Model) CleanUp(now time.Time) {
 	for id, s := range m.slots {
 		m.slots[id] = s.Without(judged)
 	}
+	for id, o := range m.overrides {
+		m.overrides[id] = o.At(judged)
+	}
 	maps.DeleteFunc(m.overrides, func(_ BucketID, o Override) bool { return !o.Live(judged) })
 }
 
 // Remove removes a bucket that clean-up removed, and reports whether it was full, as it must be: by the
-// policy's numbers, and by those of its override.
+// policy's numbers, by those that its override leaves for ever, and by those that apply.
 func (m *Model) Remove(now time.Time, id BucketID) (full bool) {
 	judged := now.Add(-CleanUpMargin)
 	p, err := m.rules(judged, id)
-	full = err == nil && m.states[id].IsFull(p, judged) && m.states[id].IsFull(m.policies[id.Policy], judged)
+	full = err == nil && m.states[id].IsFull(p, judged) && m.states[id].IsFull(m.policies[id.Policy], judged) &&
+		(p.then == nil || m.states[id].IsFull(*p.then, judged))
 	m.states[id] = m.states[id].Reset()
 	return full
 }
@@ -326,54 +346,100 @@ func valueOr[T any](p *T, other T) T {
 	return *p
 }
 
-// An Override is numbers of one bucket, in place of its policy's until Expires; the zero time is never.
+// An Override is a patch of the numbers of one bucket: what stays, and on top of it what ends at Expires. The zero time is that of no end,
+// and a refill goes with its interval.
 type Override struct {
-	Capacity, Refill int64
-	Every            Micros
-	Zone             string    // of a quota
-	Anchor           time.Time // of a quota
-	Lease            Micros    // of slots
-	Expires          time.Time
+	Stays, Ends Numbers
+	Expires     time.Time
 }
 
-// Live reports whether the override has not expired.
-func (o Override) Live(now time.Time) bool {
-	return o.Expires.IsZero() || now.Before(o.Expires)
-}
-
-// With returns the policy with the numbers of an override, which is live, and what comes after them.
-func (p Policy) With(o Override) Policy {
-	numbers := p
-	numbers.Capacity, numbers.Refill, numbers.Every = o.Capacity, o.Refill, o.Every
-	numbers.Zone, numbers.Anchor, numbers.Lease = o.Zone, o.Anchor, o.Lease
-	if !o.Expires.IsZero() {
-		numbers.ends, numbers.then = o.Expires, &p
+// At is the override without what has ended.
+func (o Override) At(now time.Time) Override {
+	if !now.Before(o.Expires) {
+		o.Ends, o.Expires = Numbers{}, time.Time{}
 	}
+	return o
+}
+
+// Parts are what a list has of an override: those of its parts that have not ended.
+func (o Override) Parts(now time.Time) (parts []Override) {
+	o = o.At(now)
+	for _, part := range []Override{{Stays: o.Stays}, {Ends: o.Ends, Expires: o.Expires}} {
+		if part != (Override{}) {
+			parts = append(parts, part)
+		}
+	}
+	return parts
+}
+
+// Live reports whether the override has numbers that have not ended.
+func (o Override) Live(now time.Time) bool { return len(o.Parts(now)) > 0 }
+
+// With returns the policy with the numbers of an override, and what comes after those that end.
+func (p Policy) With(o Override, now time.Time) Policy {
+	p = o.Stays.in(p)
+	if o = o.At(now); o.Expires.IsZero() {
+		return p
+	}
+	numbers := o.Ends.in(p)
+	numbers.ends, numbers.then = o.Expires, &p
 	return numbers
 }
 
-// Override gives a bucket numbers of its own, in place of those that an earlier override gave it. A zone and an anchor that are
-// not given stay those of the earlier override while it lasts.
-func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Time) error {
-	if !(Override{Expires: expires}).Live(now) {
-		return InvalidArgument
-	}
-	if p := (Policy{Capacity: valueOr(n.Capacity, 0), Refill: valueOr(n.Refill, 0), Every: valueOr(n.Every, 1)}); !n.areInRange() || !p.fillsInTime() {
-		return InvalidArgument // for any policy
+// Override sets numbers of one bucket: what ends, if the time is not zero, and else what stays, of which nothing ends any more. The end alone
+// is another end for what ends. The policy has the numbers of the part that was set, also where they are out of bounds.
+func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Time) (applies Policy, err error) {
+	ends, sets := !expires.IsZero(), n != Numbers{}
+	refills := Policy{Capacity: valueOr(n.Capacity, 0), Refill: valueOr(n.Refill, 0), Every: valueOr(n.Every, 1)}
+	wrong := !n.areInRange() || !refills.fillsInTime() // for any policy
+	if wrong || !sets && !ends || ends && (n.Zone != nil || n.Anchor != nil) {
+		return applies, InvalidArgument
 	}
 	p, ok := m.policies[id.Policy]
 	if !ok {
-		return UnknownPolicy
+		return applies, UnknownPolicy
 	}
-	if o, ok := m.overrides[id]; ok && o.Live(now) {
-		p.Zone, p.Anchor = o.Zone, o.Anchor
+	if !n.suit(p) || ends && !now.Before(expires) {
+		return applies, InvalidArgument
 	}
-	p, err := n.over(p)
-	if err != nil {
-		return err
+	o := m.overrides[id].At(now)
+	if n.Refill != nil || n.Every != nil {
+		before := o.Stays.in(p)
+		if ends {
+			before = p.With(o, now)
+		}
+		n = n.on(Numbers{Refill: &before.Refill, Every: &before.Every})
 	}
-	m.overrides[id] = Override{p.Capacity, p.Refill, p.Every, p.Zone, p.Anchor, p.Lease, expires}
-	return nil
+	if ends {
+		o.Ends, o.Expires = n.on(o.Ends), expires
+	} else {
+		o.Stays = n.on(o.Stays)
+		without(&o.Ends.Capacity, n.Capacity)
+		without(&o.Ends.Refill, n.Refill)
+		without(&o.Ends.Every, n.Every)
+		without(&o.Ends.Lease, n.Lease)
+	}
+	if o.Ends == (Numbers{}) {
+		if ends {
+			return applies, InvalidArgument
+		}
+		o.Expires = time.Time{}
+	}
+	applies = o.Stays.in(p)
+	if ends {
+		applies = p.With(o, now)
+	}
+	if sets && !applies.isWithinBounds() {
+		return applies, InvalidArgument
+	}
+	m.overrides[id] = o
+	return applies, nil
+}
+
+func without[T any](number **T, other *T) {
+	if other != nil {
+		*number = nil
+	}
 }
 
 // RemoveOverride leaves a bucket to its policy's numbers, and reports whether it had others.
@@ -386,5 +452,5 @@ func (m *Model) RemoveOverride(now time.Time, id BucketID) (had bool, err error)
 	return ok && o.Live(now), nil
 }
 
-// Overrides returns all that are kept, also those that have expired and wait for clean-up.
+// Overrides returns all that are kept, also those that have ended and wait for clean-up.
 func (m *Model) Overrides() map[BucketID]Override { return maps.Clone(m.overrides) }

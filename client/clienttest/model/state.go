@@ -153,7 +153,7 @@ func (m *Model) Pause(now time.Time, id BucketID, pauseFor Micros) (Decision, er
 }
 
 // pause answers what a peek then does, and returns the bucket as it will be at the end of the pause, which is never before that of
-// an earlier one: empty, or in what debt is left. If the numbers of an override end by then, the policy's own apply at the end.
+// an earlier one: empty, or in what debt is left. If numbers of an override end by then, what stays applies at the end.
 func (p Policy) pause(b Bucket, now time.Time, pauseFor Micros) (Bucket, Decision) {
 	end := pauseFor.After(now)
 	if b.paused.After(end) {
