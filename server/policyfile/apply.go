@@ -40,7 +40,7 @@ func inTransaction(ctx context.Context, db Database, file *File, options Options
 	}
 	for _, change := range d.Changes {
 		if err := change.apply(ctx, tx); err != nil {
-			return nil, change.failed(err)
+			return nil, err
 		}
 	}
 	if err := end(tx); err != nil {
@@ -61,10 +61,9 @@ func waitForOthers(ctx context.Context, tx pgx.Tx) error {
 }
 
 // failed adds the place in the file to an error, if the database has refused its value: that of the field, if the file has it.
-func (c *Change) failed(err error) error {
-	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && c.Action != Drop && refusal.Code == "22023" {
-		at := c.at
-		if field := c.node.find(strings.TrimPrefix(refusal.Message, "invalid ")); field != nil {
+func (c *Change) failed(err error, at Position, node *node) error {
+	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && refusal.Code == "22023" {
+		if field := node.find(strings.TrimPrefix(refusal.Message, "invalid ")); field != nil {
 			at = field.valueAt
 		}
 		return Problems{{at, fmt.Sprintf("the database refuses this: %s: %s %s", refusal.Message, refusal.Detail, refusal.Hint)}}
@@ -72,30 +71,46 @@ func (c *Change) failed(err error) error {
 	return failed(c.String(), err)
 }
 
-// apply makes the change. An override gets all its numbers, so that later changes of the policy do not change it.
+// apply makes the change. An override is removed, and set anew by its parts: a call would leave the numbers that it does not set.
 func (c *Change) apply(ctx context.Context, tx pgx.Tx) error {
-	function, args := "ratelimit_define_policy", []any{c.Policy}
-	switch {
-	case c.Action == Drop && c.Key == "":
-		function = "ratelimit_drop_policy"
-	case c.Action == Drop:
-		function, args = "ratelimit_remove_override", []any{c.Policy, c.Key}
-	case c.Key != "":
-		function, args = "ratelimit_override", []any{c.Policy, c.Key}
-	}
-	var passed []string
-	for i := range args {
-		passed = append(passed, fmt.Sprintf("$%d::text", i+1))
-	}
-	for _, v := range c.sets {
-		if v.value == nil {
-			continue
+	call := func(function string, args []any, sets []fieldValue) error {
+		var passed []string
+		for i := range args {
+			passed = append(passed, fmt.Sprintf("$%d::text", i+1))
 		}
-		args = append(args, v.sql())
-		passed = append(passed, fmt.Sprintf("%s => $%d::text::%s", v.field, len(args), types[v.field]))
+		for _, v := range sets {
+			args = append(args, v.sql())
+			passed = append(passed, fmt.Sprintf("%s => $%d::text::%s", v.field, len(args), types[v.field]))
+		}
+		_, err := tx.Exec(ctx, "select "+function+"("+strings.Join(passed, ", ")+")", args...)
+		return err
 	}
-	_, err := tx.Exec(ctx, "select "+function+"("+strings.Join(passed, ", ")+")", args...)
-	return err
+	policy, key := []any{c.Policy}, []any{c.Policy, c.Key}
+	switch {
+	case c.Key == "" && c.Action != Drop:
+		if err := call("ratelimit_define_policy", policy, c.sets); err != nil {
+			return c.failed(err, c.at, c.node)
+		}
+		return nil
+	case c.Key == "":
+		if err := call("ratelimit_drop_policy", policy, nil); err != nil {
+			return failed(c.String(), err)
+		}
+		return nil
+	case c.rest:
+		return nil
+	}
+	if c.anew || c.Action == Drop {
+		if err := call("ratelimit_remove_override", key, nil); err != nil {
+			return failed(c.String(), err)
+		}
+	}
+	for _, part := range c.parts {
+		if err := call("ratelimit_override", key, part.fields()); err != nil {
+			return c.failed(err, part.At, part.node)
+		}
+	}
+	return nil
 }
 
 // IsAs reports whether a policy has the same fields.
@@ -104,10 +119,7 @@ func (p Policy) IsAs(other Policy) bool { return slices.Equal(p.fields(), other.
 // Define creates or changes the policy.
 func (p Policy) Define(ctx context.Context, tx pgx.Tx) error {
 	change := &Change{Action: Create, Policy: p.Name, at: p.At, node: p.node, sets: p.fields()}
-	if err := change.apply(ctx, tx); err != nil {
-		return change.failed(err)
-	}
-	return nil
+	return change.apply(ctx, tx)
 }
 
 // Statement is what Define does, for a person. It leaves durable and remember to the database.

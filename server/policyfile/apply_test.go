@@ -72,7 +72,7 @@ overrides:
 
 const plans = `
 policies: {plan: {capacity: 1000, period: 1 month}}
-overrides: {plan: {a: {time_zone: Europe/Berlin}, b: {capacity: 5000, anchor: 2024-01-31T09:00:00, expires_at: 2999-01-01T00:00:00Z}}}
+overrides: {plan: {a: {time_zone: Europe/Berlin}, b: [{capacity: 5000, expires_at: 2999-01-01T00:00:00Z}, {anchor: 2024-01-31T09:00:00}]}}
 `
 
 const slots = `
@@ -104,7 +104,7 @@ func TestApply_ShowsWhatItChanges(t *testing.T) {
 		expired = "  override \"gone\" of \"api\" has expired at 2001-01-01T00:00:00Z and is not set\n"
 		created = `+ policy "api": capacity 100, refill 10, every 1s, stepped false, durable true, remember 1d, shadow false
 + policy "llm": capacity 1000, refill 0, every 30d, stepped false, durable false, remember 1d, shadow false
-+ override "user:42" of "api": capacity 500, refill 10, every 1s, expires_at never
++ override "user:42" of "api": capacity 500
 ` + expired
 		newPolicy  = `+ policy "new": capacity 1, refill 1, every 1s, stepped false, durable true, remember 1d, shadow false` + "\n"
 		another    = "policies: {new: {capacity: 1, refill: 1, every: 1s}}"
@@ -114,20 +114,24 @@ func TestApply_ShowsWhatItChanges(t *testing.T) {
 	)
 	prune, pruneOverrides := policyfile.Options{Prune: true}, policyfile.Options{PruneOverrides: true}
 	aMinuteAgo := time.Now().Add(-time.Minute).UTC().Format("2006-01-02T15:04:05Z")
-	ends := func(at string) string { return onlyPolicy + "overrides: {api: {k: {expires_at: " + at + "}}}" }
+	ends := func(at string) string {
+		return onlyPolicy + "overrides: {api: {k: {capacity: 1, expires_at: " + at + "}}}"
+	}
 	kit.OnDBs(t, map[string][]step{
 		"fields that change": {{file: twoPolicies, shows: created}, {
 			file: strings.NewReplacer("capacity: 100,", "capacity: 200,", "every: 1s", "every: 1m", "{capacity: 500}",
 				"{capacity: 500, expires_at: 2999-01-01T00:00:00Z}", "durable: false", "durable: false, shadow: true").Replace(twoPolicies),
 			shows: `~ policy "api": capacity 100 -> 200, every 1s -> 1m
 ~ policy "llm": shadow false -> true
-~ override "user:42" of "api": every 1s -> 1m, expires_at never -> 2999-01-01T00:00:00Z
+- override "user:42" of "api": capacity 500
++ override "user:42" of "api": capacity 500, expires_at 2999-01-01T00:00:00Z
 ` + expired,
 		}},
 		"quotas": {
 			{file: plans, shows: `+ policy "plan": capacity 1000, period 1 month, time_zone UTC, anchor 2001-01-01, durable true, remember 1d, shadow false
-+ override "a" of "plan": capacity 1000, time_zone Europe/Berlin, anchor 2001-01-01, expires_at never
-+ override "b" of "plan": capacity 5000, time_zone UTC, anchor 2024-01-31T09:00:00, expires_at 2999-01-01T00:00:00Z
++ override "a" of "plan": time_zone Europe/Berlin
++ override "b" of "plan": anchor 2024-01-31T09:00:00
++ override "b" of "plan": capacity 5000, expires_at 2999-01-01T00:00:00Z
 `},
 			{file: strings.NewReplacer("1 month", "12 months", "Europe/Berlin", "Asia/Tokyo", "T09:00:00", "").Replace(plans), shows: `~ policy "plan": period 1 month -> 1 year
 ~ override "a" of "plan": time_zone Europe/Berlin -> Asia/Tokyo
@@ -136,17 +140,19 @@ func TestApply_ShowsWhatItChanges(t *testing.T) {
 			{
 				sql: `select ratelimit_define_policy('plan', time_zone => 'Asia/Tokyo')`, file: "policies: {plan: {capacity: 1000, period: 1 year}}", options: pruneOverrides,
 				shows: `~ policy "plan": time_zone Asia/Tokyo -> UTC
-- override "a" of "plan": capacity 1000, time_zone Asia/Tokyo, anchor 2001-01-01, expires_at never
-- override "b" of "plan": capacity 5000, time_zone UTC, anchor 2024-01-31, expires_at 2999-01-01T00:00:00Z
+- override "a" of "plan": time_zone Asia/Tokyo
+- override "b" of "plan": anchor 2024-01-31
+- override "b" of "plan": capacity 5000, expires_at 2999-01-01T00:00:00Z
 `,
 			},
 		},
 		"slots": {
 			{file: slots, shows: `+ policy "jobs": capacity 5, lease 5m, durable true, shadow false
-+ override "vip" of "jobs": capacity 50, lease 5m, expires_at never
-+ override "slow" of "jobs": capacity 5, lease 1h, expires_at 2999-01-01T00:00:00Z
++ override "vip" of "jobs": capacity 50
++ override "slow" of "jobs": lease 1h, expires_at 2999-01-01T00:00:00Z
 `},
-			{file: strings.NewReplacer("lease: 5m", "lease: 10m, shadow: true", "capacity: 50", "capacity: 50, lease: 5m").Replace(slots), shows: `~ policy "jobs": lease 5m -> 10m, shadow false -> true
+			{file: strings.NewReplacer("lease: 5m", "lease: 10m, shadow: true", "capacity: 50", "lease: 5m").Replace(slots), shows: `~ policy "jobs": lease 5m -> 10m, shadow false -> true
+~ override "vip" of "jobs": lease unset -> 5m, capacity 50 -> unset
 `},
 			{
 				sql: `select ratelimit_hold('jobs', 'k', h) from unnest(array['a', 'b']) as h`, file: another, options: prune,
@@ -155,7 +161,7 @@ func TestApply_ShowsWhatItChanges(t *testing.T) {
 			},
 		},
 		"the end of an override is compared to the microsecond": {
-			{file: ends("2999-01-01T00:00:00Z"), shows: apiCreated + "+ override \"k\" of \"api\": capacity 1, refill 1, every 1s, expires_at 2999-01-01T00:00:00Z\n"},
+			{file: ends("2999-01-01T00:00:00Z"), shows: apiCreated + "+ override \"k\" of \"api\": capacity 1, expires_at 2999-01-01T00:00:00Z\n"},
 			{file: ends("2999-01-01T00:00:00.000001Z"), shows: "~ override \"k\" of \"api\": expires_at 2999-01-01T00:00:00Z -> 2999-01-01T00:00:00.000001Z\n"},
 			{file: ends("2999-01-01T01:00:00.000001+01:00")},
 		},
@@ -214,9 +220,9 @@ envoy:
   override "user:42" of "llm" is not in the file, and stays
 `,
 			},
-			{file: twoPolicies, options: pruneOverrides, shows: `- override "gone" of "api": capacity 7, refill 10, every 1s, expires_at never
-- override "vip" of "api": capacity 900, refill 10, every 1s, expires_at 2999-01-01T00:00:00Z
-- override "user:42" of "llm": capacity 0, refill 0, every 30d, expires_at never
+			{file: twoPolicies, options: pruneOverrides, shows: `- override "gone" of "api": capacity 7
+- override "vip" of "api": capacity 900, expires_at 2999-01-01T00:00:00Z
+- override "user:42" of "llm": capacity 0
 ` + expired},
 			{file: twoPolicies, options: pruneOverrides, shows: expired},
 		},
@@ -225,7 +231,7 @@ envoy:
 			file:    twoPolicies,
 			options: policyfile.Options{Prune: true, PruneOverrides: true},
 			shows: `- policy "old": dropped with 0 buckets, 1 override and 0 idempotency keys
-- override "k" of "api": capacity 2, refill 10, every 1s, expires_at never
+- override "k" of "api": capacity 2
 ` + expired,
 		}},
 	}, func(t *testing.T, of *kit.TestDB, steps []step) {
@@ -439,7 +445,7 @@ func TestExport_OfShards(t *testing.T) {
 		db.Exec(t, `select ratelimit_override('api', $1, capacity => 5)`, []string{"b", "a"}[i])
 	}
 	text := kit.NoError(policyfile.Export(t.Context(), one.Pool, two.Pool))(t)
-	require.Contains(t, string(text), "    \"a\": {capacity: 5, refill: 10, every: 1s}\n    \"b\": {")
+	require.Contains(t, string(text), "    \"a\": {capacity: 5}\n    \"b\": {")
 	two.Exec(t, `select ratelimit_define_policy('api', 101)`)
 	_, err := policyfile.Export(t.Context(), one.Pool, two.Pool)
 	require.ErrorContains(t, err, "the policies of the shards are not the same")
@@ -530,7 +536,9 @@ func someFile(t *rapid.T) string {
 		if keys := rapid.SliceOfNDistinct(anyName, 0, 3, rapid.ID[string]).Draw(t, "keys"); len(keys) > 0 {
 			overrides = strings.TrimSuffix(overrides, " {}\n") + "\n"
 			for _, key := range keys {
-				overrides += fmt.Sprintf("    %q: {%s%s}\n", key, capacity, maybe("expires_at: 9999-12-31T23:59:59.999999-14:00"))
+				ends := "{capacity: 0, expires_at: 9999-12-31T23:59:59.999999-14:00}"
+				stays := "{" + capacity + "}"
+				overrides += fmt.Sprintf("    %q: %s\n", key, rapid.SampledFrom([]string{stays, ends, "[" + stays + ", " + ends + "]", "[" + ends + "]"}).Draw(t, "parts"))
 			}
 		}
 	}
@@ -548,11 +556,7 @@ func textOf(rules *policyfile.Rules) string {
 		all = append(all, fmt.Sprintf("%s %v %t %t %v %t %s", p.Name, p.Numbers, p.Stepped, p.Durable, p.Remember, p.Shadow, p.Period))
 	}
 	for _, o := range rules.Overrides {
-		expires := "never"
-		if !o.ExpiresAt.IsZero() {
-			expires = o.ExpiresAt.Format("2006-01-02 15:04:05.999999")
-		}
-		all = append(all, fmt.Sprintf("%s %s %v %s", o.Policy, o.Key, o.Numbers, expires))
+		all = append(all, o.String())
 	}
 	return strings.Join(slices.Sorted(slices.Values(all)), "\n")
 }

@@ -151,13 +151,13 @@ environments:
 // The columns are capacity, refill, every, time_zone, anchor and lease.
 const validRules = `api {100 10 1s   0us} false true 1d false 
 days {50 0 0us UTC 2001-01-01 0us} false false 1d false 1 day
-jobs user:42 {0 0 0us   1h} never
 jobs {5 0 0us   5m} false true 0us true 
-llm 42 {1000000 7 1h   0us} never
-llm user:42 {0 0 30d   0us} 2999-12-31 22:59:59.123456
 llm {1000000 0 30d   0us} true false 7d1h30m5s20ms7us true 
-plan user:42 {10000 0 0us America/New_York 2024-01-31 0us} never
-plan user:43 {0 0 0us Europe/Berlin 2024-02-29T09:30:00.5 0us} never
+override "42" of "llm": refill 7, every 1h
+override "user:42" of "jobs": capacity 0, lease 1h
+override "user:42" of "llm": capacity 0, expires_at 2999-12-31T22:59:59.123456Z
+override "user:42" of "plan": time_zone America/New_York
+override "user:43" of "plan": capacity 0, anchor 2024-02-29T09:30:00.5
 plan {10000 0 0us Europe/Berlin 2024-01-31 0us} false true 1d false 1 year`
 
 func TestParse_ReadsWhatIsWritten(t *testing.T) {
@@ -194,8 +194,8 @@ func TestParse_EnvironmentsReplaceFields(t *testing.T) {
 	base := kit.NoError(file.Rules(""))(t)
 	staging := kit.NoError(file.Rules("staging"))(t)
 
-	require.Equal(t, strings.NewReplacer("api {100", "api {5", "llm 42 {1000000 7 1h", "llm 42 {1000000 7 2h", "jobs user",
-		"extra new {1 7 1h   0us} never\nextra {1 1 1m   0us} false true 1d false \njobs user").Replace(validRules), textOf(staging))
+	require.Equal(t, strings.NewReplacer("api {100", "api {5", "every 1h\n", "every 2h\noverride \"new\" of \"extra\": refill 7, every 1h\n",
+		"jobs {", "extra {1 1 1m   0us} false true 1d false \njobs {").Replace(validRules), textOf(staging))
 	require.Equal(t, base.Envoy, staging.Envoy)
 
 	_, err := file.Rules("stagin")

@@ -68,7 +68,8 @@ type Change struct {
 	// Key is the key of an override, and empty for a policy.
 	Key string `json:"key,omitempty"`
 
-	// Fields are the fields that change; all fields of what is created, and of an override that is removed.
+	// Fields are the fields that change; all fields of what is created, and of an override that is removed. An override changes by parts:
+	// that with expires_at is the part that ends.
 	Fields []FieldChange `json:"fields,omitempty"`
 
 	// Lost counts what is dropped with a policy. It is nil if the role may not count it.
@@ -77,6 +78,10 @@ type Change struct {
 	at   Position
 	node *node // nil if a rule of Envoy's describes the policy
 	sets []fieldValue
+
+	parts []Override // of an override: all that the key has after the change; nil in the change of its other part
+	anew  bool       // it had something before
+	rest  bool       // it is made with that of the other part
 }
 
 // An Action is what happens to a policy or an override.
@@ -89,8 +94,8 @@ const (
 	Drop   Action = "drop"
 )
 
-// A FieldChange has the values of a field before and after, as a file writes them. Old is nil for a new field. Either value of
-// expires_at is nil for never.
+// A FieldChange has the values of a field before and after, as a file writes them. Old is nil for a new field, and New for one that an
+// override has no more.
 type FieldChange struct {
 	Field string `json:"field"`
 	Old   any    `json:"old"`
@@ -153,32 +158,68 @@ func (d *Difference) policies(s *state, policies []Policy) (problems Problems) {
 	return problems
 }
 
+// overrides compares the parts of a key, and then sets all of them if one differs.
 func (d *Difference) overrides(s *state, overrides []Override, has func(key string) bool) {
-	for _, o := range overrides {
-		if has != nil && !has(o.Key) {
+	for i, o := range overrides {
+		if has != nil && !has(o.Key) || i > 0 && overrides[i-1].Policy == o.Policy && overrides[i-1].Key == o.Key {
 			continue
 		}
-		if !o.ExpiresAt.IsZero() && !o.ExpiresAt.After(s.now) {
-			d.Expired = append(d.Expired, ExpiredOverride{o.Policy, o.Key, o.ExpiresAt})
+		var parts []Override
+		for _, part := range overrides[i:min(i+2, len(overrides))] {
+			switch {
+			case part.Policy != o.Policy || part.Key != o.Key:
+			case !part.ExpiresAt.IsZero() && !part.ExpiresAt.After(s.now):
+				d.Expired = append(d.Expired, ExpiredOverride{o.Policy, o.Key, part.ExpiresAt})
+			default:
+				parts = append(parts, part)
+			}
+		}
+		if parts == nil {
 			continue
 		}
-		old, exists := s.overrides[bucket{o.Policy, o.Key}]
-		delete(s.overrides, bucket{o.Policy, o.Key})
-		d.add(Change{Policy: o.Policy, Key: o.Key, at: o.At, node: o.node, sets: o.fields()}, exists, old.fields())
+		of, n := bucket{o.Policy, o.Key}, len(d.Changes)
+		before := s.overrides[of]
+		delete(s.overrides, of)
+		for _, ends := range []bool{false, true} {
+			isPart := func(o Override) bool { return o.ExpiresAt.IsZero() != ends }
+			was, is := slices.IndexFunc(before, isPart), slices.IndexFunc(parts, isPart)
+			switch {
+			case is >= 0:
+				part, old := parts[is], []fieldValue(nil)
+				if was >= 0 {
+					old = before[was].fields()
+				}
+				d.add(Change{Policy: o.Policy, Key: o.Key, at: part.At, node: part.node, sets: part.fields()}, was >= 0, old)
+			case was >= 0:
+				d.remove(before[was])
+			}
+		}
+		for i := range d.Changes[n:] {
+			d.Changes[n+i].parts, d.Changes[n+i].anew, d.Changes[n+i].rest = parts, before != nil, i > 0
+		}
 	}
 }
 
 // add adds a change, unless no field changes.
 func (d *Difference) add(change Change, exists bool, before []fieldValue) {
-	change.Action = Create
-	if exists {
-		change.Action = Alter
+	change.Action = Alter
+	if !exists {
+		change.Action, before = Create, nil
 	}
-	for i, after := range change.sets {
-		if !exists {
-			change.Fields = append(change.Fields, FieldChange{Field: after.field, New: after.value})
-		} else if before[i] != after {
-			change.Fields = append(change.Fields, FieldChange{after.field, before[i].value, after.value})
+	valueOf := func(values []fieldValue, field string) any {
+		if i := slices.IndexFunc(values, func(v fieldValue) bool { return v.field == field }); i >= 0 {
+			return values[i].value
+		}
+		return nil
+	}
+	for _, after := range change.sets {
+		if was := valueOf(before, after.field); was != after.value {
+			change.Fields = append(change.Fields, FieldChange{after.field, was, after.value})
+		}
+	}
+	for _, was := range before {
+		if valueOf(change.sets, was.field) == nil {
+			change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.value})
 		}
 	}
 	if change.Fields != nil {
@@ -186,11 +227,19 @@ func (d *Difference) add(change Change, exists bool, before []fieldValue) {
 	}
 }
 
+func (d *Difference) remove(o Override) {
+	change := Change{Action: Drop, Policy: o.Policy, Key: o.Key}
+	for _, was := range o.fields() {
+		change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.value})
+	}
+	d.Changes = append(d.Changes, change)
+}
+
 func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, policies []Policy) error {
 	for _, p := range policies {
 		delete(s.policies, p.Name)
 	}
-	maps.DeleteFunc(s.overrides, func(of bucket, _ Override) bool { return s.policies[of.policy].Name != "" }) // they go with their policy
+	maps.DeleteFunc(s.overrides, func(of bucket, _ []Override) bool { return s.policies[of.policy].Name != "" }) // they go with their policy
 	names := slices.Sorted(maps.Keys(s.policies))
 	counts, err := readLost(ctx, tx, names)
 	for _, name := range names {
@@ -202,15 +251,13 @@ func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, policies []
 // drift lists the overrides that the file does not have, or removes them.
 func (d *Difference) drift(s *state, prune bool) {
 	for _, o := range s.overridesInOrder() {
-		if !prune {
-			d.Drift = append(d.Drift, DriftingOverride{o.Policy, o.Key})
-			continue
+		drifting := DriftingOverride{o.Policy, o.Key}
+		switch {
+		case prune:
+			d.remove(o)
+		case !slices.Contains(d.Drift, drifting):
+			d.Drift = append(d.Drift, drifting)
 		}
-		change := Change{Action: Drop, Policy: o.Policy, Key: o.Key}
-		for _, was := range o.fields() {
-			change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.value})
-		}
-		d.Changes = append(d.Changes, change)
 	}
 }
 
@@ -303,7 +350,7 @@ func count(n int64, what string) string {
 
 func show(value any) string {
 	if value == nil {
-		return "never"
+		return "unset"
 	}
 	return fmt.Sprint(value)
 }

@@ -62,21 +62,21 @@ func (p Policy) MarshalJSON() ([]byte, error) {
 	return json.Marshal(object)
 }
 
-// An Override has the numbers of one key. Those that the file omits are the policy's.
+// An Override is one part of the override of a key: numbers that stay, or that end.
 type Override struct {
 	Policy, Key string
-	Numbers
 
-	// ExpiresAt ends the override. The zero time is never.
+	// ExpiresAt ends the numbers. The zero time is never.
 	ExpiresAt time.Time
 
-	// At is where its key stands.
+	// At is where its key stands, or its entry in the list of a key.
 	At Position
 
 	node *node
+	sets []fieldValue
 }
 
-// A fieldValue is a field as a file writes it: an int64, a bool, a string or a Span, or nil for an override that does not expire.
+// A fieldValue is a field as a file writes it: an int64, a bool, a string or a Span.
 type fieldValue struct {
 	field string
 	value any
@@ -106,16 +106,34 @@ func (p Policy) fields() []fieldValue {
 	return append(fields, fieldValue{"durable", p.Durable}, fieldValue{"remember", p.Remember}, fieldValue{"shadow", p.Shadow})
 }
 
-// fields writes expires_at in UTC. If its year then has five digits, the zone is the one furthest behind that PostgreSQL reads.
+// fields has expires_at of a part that ends, in UTC. If its year then has five digits, the zone is the one furthest behind that PostgreSQL
+// reads.
 func (o Override) fields() []fieldValue {
-	expires := fieldValue{field: "expires_at"}
-	if at := o.ExpiresAt; !at.IsZero() {
-		if at.Year() > 9999 {
-			at = at.In(time.FixedZone("", -(16*60-1)*60))
-		}
-		expires.value = at.Format(time.RFC3339Nano)
+	at := o.ExpiresAt
+	if at.IsZero() {
+		return o.sets
 	}
-	return append(o.Numbers.fields(), expires)
+	if at.Year() > 9999 {
+		at = at.In(time.FixedZone("", -(16*60-1)*60))
+	}
+	return append(slices.Clip(o.sets), fieldValue{"expires_at", at.Format(time.RFC3339Nano)})
+}
+
+func (o Override) String() string {
+	set := make([]string, 0, len(o.sets)+1)
+	for _, v := range o.fields() {
+		set = append(set, fmt.Sprint(v.field, " ", v.value))
+	}
+	return fmt.Sprintf("override %q of %q: %s", o.Key, o.Policy, strings.Join(set, ", "))
+}
+
+// MarshalJSON writes what the part sets.
+func (o Override) MarshalJSON() ([]byte, error) {
+	object := map[string]any{"policy": o.Policy, "key": o.Key}
+	for _, v := range o.fields() {
+		object[v.field] = v.value
+	}
+	return json.Marshal(object)
 }
 
 // A reader makes rules of nodes that the schema has checked.
@@ -136,7 +154,7 @@ func (n *node) rules() (*Rules, Problems) {
 	for _, keys := range n.find("overrides").inOrder() {
 		if r.checkPolicy(keys.nameAt, keys.name) {
 			for _, key := range keys.inOrder() {
-				rules.Overrides = append(rules.Overrides, r.override(n.find("policies", keys.name), key))
+				rules.Overrides = append(rules.Overrides, r.override(n.find("policies", keys.name), key)...)
 			}
 		}
 	}
@@ -178,22 +196,48 @@ func numbers(n *node) Numbers {
 	return numbers
 }
 
-// override reads an override. What it omits is the policy's.
-func (r *reader) override(policy, n *node) Override {
-	base := r.policies[policy.name]
-	fields := Override{Numbers: base.Numbers}.fields()
-	for _, field := range n.inOrder() {
-		if !slices.ContainsFunc(fields, func(v fieldValue) bool { return v.field == field.name }) {
-			r.problems.Add(field.nameAt, "%s is not for a key of policy %s, which %s: remove it", field.name, quote(base.Name), base.kind())
+// override reads the entries of a key: the one that stays, and the one that ends. Of refill and every, which are one, an entry may omit
+// what it has by the policy, or by the entry that stays.
+func (r *reader) override(policy, n *node) (parts []Override) {
+	entries := []*node{n}
+	if !n.isMapping() {
+		entries = slices.SortedStableFunc(slices.Values(n.inOrder()), func(a, b *node) int { return cmp.Compare(a.find("expires_at").text(), b.find("expires_at").text()) })
+	}
+	base, below := r.policies[policy.name], policy
+	for i, entry := range entries {
+		o := Override{Policy: base.Name, Key: n.name, At: entry.nameAt, node: entry}
+		expires := entry.find("expires_at")
+		if expires != nil {
+			at, _ := time.Parse(time.RFC3339Nano, expires.text())
+			o.ExpiresAt = at.UTC()
 		}
+		if i == 1 && (expires == nil || entries[0].find("expires_at") != nil) {
+			r.problems.Add(entry.nameAt, "%s has two entries %s expires_at: write one without and one with it", quote(n.name), with[expires != nil])
+		}
+		above := overlay(below, entry)
+		for _, v := range numbers(above).fields() {
+			if entry.find(v.field) != nil || v.field == "refill" && entry.find("every") != nil || v.field == "every" && entry.find("refill") != nil {
+				o.sets = append(o.sets, v)
+			}
+		}
+		for _, field := range entry.inOrder() {
+			switch {
+			case field.name == "expires_at":
+			case !slices.ContainsFunc(base.Numbers.fields(), func(v fieldValue) bool { return v.field == field.name }):
+				r.problems.Add(field.nameAt, "%s is not for a key of policy %s, which %s: remove it", field.name, quote(base.Name), base.kind())
+			case expires != nil && (field.name == "time_zone" || field.name == "anchor"):
+				r.problems.Add(field.nameAt, "%s does not end: write it into an entry without expires_at", field.name)
+			}
+		}
+		if len(entry.inOrder()) == 1 && expires != nil {
+			r.problems.Add(expires.nameAt, "nothing ends then: write capacity or another number")
+		}
+		parts, below = append(parts, o), above
 	}
-	o := Override{Policy: base.Name, Key: n.name, Numbers: numbers(overlay(policy, n)), At: n.nameAt, node: n}
-	if expires := n.find("expires_at"); expires != nil {
-		at, _ := time.Parse(time.RFC3339Nano, expires.text())
-		o.ExpiresAt = at.UTC()
-	}
-	return o
+	return parts
 }
+
+var with = map[bool]string{true: "with", false: "without"}
 
 // checkPolicy reports a policy that the file does not have.
 func (r *reader) checkPolicy(at Position, name string) bool {

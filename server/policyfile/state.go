@@ -23,13 +23,13 @@ import (
 type state struct {
 	now       time.Time
 	policies  map[string]Policy
-	overrides map[bucket]Override
+	overrides map[bucket][]Override // their parts
 }
 
 type bucket struct{ policy, key string }
 
 func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
-	s := &state{policies: make(map[string]Policy), overrides: make(map[bucket]Override)}
+	s := &state{policies: make(map[string]Policy), overrides: make(map[bucket][]Override)}
 	if err := tx.QueryRow(ctx, "select clock_timestamp()").Scan(&s.now); err != nil {
 		return nil, failed("read the clock", err)
 	}
@@ -77,23 +77,51 @@ func ReadPolicies(ctx context.Context, db inspect.Querier) (policies []Policy, e
 }
 
 func (s *state) readOverrides(ctx context.Context, tx pgx.Tx) error {
-	rows, err := tx.Query(ctx, `
-		select policy, key, (extract(epoch from expires_at) * 1000000.0)::bigint, `+numberColumns+`
-		  from ratelimit_overrides(max_rows => $1::integer)`, math.MaxInt32)
+	parts, err := ReadOverrides(ctx, tx, "ratelimit_overrides(max_rows => $1::integer)", math.MaxInt32)
+	for _, o := range parts {
+		of := bucket{o.Policy, o.Key}
+		s.overrides[of] = append(s.overrides[of], o)
+	}
+	return err
+}
+
+// ReadOverrides lists the parts of overrides that a function returns.
+func ReadOverrides(ctx context.Context, db inspect.Querier, from string, args ...any) (parts []Override, err error) {
+	rows, err := db.Query(ctx, `
+		select policy, key, (extract(epoch from expires_at) * 1000000.0)::bigint, capacity, refill, (extract(epoch from every) * 1000000.0)::bigint,
+		       time_zone, to_char(anchor, 'YYYY-MM-DD"T"HH24:MI:SS.US'), (extract(epoch from lease) * 1000000.0)::bigint
+		  from `+from, args...)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	var o Override
-	var expires *int64
-	_, err = pgx.ForEachRow(rows, append([]any{&o.Policy, &o.Key, &expires}, o.columns()...), func() error {
-		o.ExpiresAt, o.Anchor = time.Time{}, parseAnchor(o.Anchor)
+	var expires, capacity, refill *int64
+	var every, lease *Span
+	var zone, anchor *string
+	_, err = pgx.ForEachRow(rows, []any{&o.Policy, &o.Key, &expires, &capacity, &refill, &every, &zone, &anchor, &lease}, func() error {
+		o.ExpiresAt, o.sets = time.Time{}, nil
 		if expires != nil {
 			o.ExpiresAt = time.UnixMicro(*expires).UTC()
 		}
-		s.overrides[bucket{o.Policy, o.Key}] = o
+		if anchor != nil {
+			anchor = new(parseAnchor(*anchor))
+		}
+		addValue(&o, "capacity", capacity)
+		addValue(&o, "refill", refill)
+		addValue(&o, "every", every)
+		addValue(&o, "time_zone", zone)
+		addValue(&o, "anchor", anchor)
+		addValue(&o, "lease", lease)
+		parts = append(parts, o)
 		return nil
 	})
-	return err
+	return parts, err
+}
+
+func addValue[T any](o *Override, field string, is *T) {
+	if is != nil {
+		o.sets = append(o.sets, fieldValue{field, *is})
+	}
 }
 
 // Lost counts what is dropped with a policy.
@@ -197,7 +225,7 @@ var defaults = map[string]any{
 	"stepped": false, "durable": true, "remember": Day, "shadow": false, "time_zone": defaultTimeZone, "anchor": defaultAnchor,
 }
 
-// write omits default values of policies. Overrides have all their numbers, and keep them when the policy changes.
+// write omits default values of policies. A key whose override has both parts has a list of them.
 func (s *state) write() []byte {
 	if len(s.policies) == 0 {
 		return []byte("policies: {}\n")
@@ -209,6 +237,10 @@ func (s *state) write() []byte {
 	}
 	of := ""
 	for _, o := range s.overridesInOrder() {
+		parts := s.overrides[bucket{o.Policy, o.Key}]
+		if len(parts) == 2 && !o.ExpiresAt.IsZero() {
+			continue // written with the other
+		}
 		if of == "" {
 			text.WriteString("\noverrides:\n")
 		}
@@ -216,7 +248,11 @@ func (s *state) write() []byte {
 			fmt.Fprintf(&text, "  %q:\n", o.Policy)
 		}
 		of = o.Policy
-		fmt.Fprintf(&text, "    %q: %s\n", o.Key, inline(o.fields(), map[string]any{"expires_at": nil}))
+		entries := inline(parts[0].fields(), nil)
+		if len(parts) == 2 {
+			entries = "[" + entries + ", " + inline(parts[1].fields(), nil) + "]"
+		}
+		fmt.Fprintf(&text, "    %q: %s\n", o.Key, entries)
 	}
 	return []byte(text.String())
 }
@@ -233,7 +269,7 @@ func inline(fields []fieldValue, defaults map[string]any) string {
 }
 
 func (s *state) overridesInOrder() []Override {
-	return slices.SortedFunc(maps.Values(s.overrides), func(a, b Override) int {
-		return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key))
-	})
+	all := slices.Concat(slices.Collect(maps.Values(s.overrides))...)
+	slices.SortStableFunc(all, func(a, b Override) int { return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key)) })
+	return all
 }

@@ -273,9 +273,9 @@ func (p *program) override() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "override POLICY KEY",
 		Short: "Give one key of a policy numbers of its own, or with --remove the policy's again",
-		Long: `Give one key of a policy numbers of its own, in place of those that it had. What is left out is
-the policy's, and without --expires-at it lasts. --capacity 0 blocks the key. A quota's key keeps the
---time-zone and --anchor that it had.`,
+		Long: `Give one key of a policy numbers of its own, and print what the key then has: numbers that stay, and with
+--expires-at numbers that end, on top. What is left out remains as it was, and what was never set is the policy's.
+--capacity 0 blocks the key. --expires-at alone moves the end of what ends. --remove removes all.`,
 	}
 	flags := c.Flags()
 	flags.Int64Var(&capacity, "capacity", 0, "whole tokens, 0 or more")
@@ -293,13 +293,18 @@ the policy's, and without --expires-at it lasts. --capacity 0 blocks the key. A 
 			}
 			return value
 		}
-		_, err := conn.Exec(c.Context(), "select ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz, $7::text, $8::text::timestamp, $9::text::interval)",
+		parts, err := policyfile.ReadOverrides(c.Context(), conn,
+			"ratelimit_override($1::text, $2::text, $3::bigint, $4::bigint, $5::text::interval, $6::text::timestamptz, $7::text, $8::text::timestamp, $9::text::interval)",
 			args[0], args[1], given("capacity", capacity), given("refill", refill), given("every", every), given("expires-at", expiresAt),
 			given("time-zone", timeZone), given("anchor", anchor), given("lease", lease))
 		if err != nil {
 			return inspect.Described(err)
 		}
-		return p.print(c, struct{}{}, fmt.Sprintf("override %q of %q is set", args[1], args[0]))
+		lines := make([]string, len(parts))
+		for i := range parts {
+			lines[i] = parts[i].String()
+		}
+		return p.print(c, parts, strings.Join(lines, "\n"))
 	}
 	removeIt := func(c *cobra.Command, conn *pgx.Conn, args []string) error {
 		removed, err := client.New(conn).RemoveOverride(c.Context(), args[0], args[1])
@@ -319,8 +324,8 @@ the policy's, and without --expires-at it lasts. --capacity 0 blocks the key. A 
 			return usageError{errors.New("--remove takes no numbers: leave them out, or leave out --remove")}
 		case remove:
 			return p.onShardOf(removeIt)(c, args)
-		case !hasNumbers:
-			return usageError{errors.New("which numbers? Write --capacity, --refill, --every, --time-zone, --anchor or --lease, or --remove")}
+		case !hasNumbers && !flags.Changed("expires-at"):
+			return usageError{errors.New("which numbers? Write --capacity, --refill, --every, --time-zone, --anchor or --lease, or --expires-at alone, or --remove")}
 		}
 		return p.onShardOf(set)(c, args)
 	}
