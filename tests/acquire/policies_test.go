@@ -4,6 +4,8 @@ package acquire
 
 import (
 	"context"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -61,37 +63,83 @@ func TestPolicyChange_ChecksOnlyATimeZoneThatItNames(t *testing.T) {
 	require.EqualValues(t, 19, db.Acquire("p", "k", 1).Remaining)
 }
 
-func TestPolicyChange_OverridesFollowStepped(t *testing.T) {
-	type testCase struct{ first, then []string }
-	kit.OnDBs(t, map[string]testCase{
-		"an override, while the policy is changed": {
-			[]string{"begin", "select ratelimit_define_policy('p', capacity => 20, stepped => true)"},
-			[]string{"select ratelimit_override('p', 'k', refill => 5)"},
-		},
-		"a change, while there is a first override": {
-			[]string{"begin", "select ratelimit_override('p', 'k', capacity => 20, refill => 5)"},
-			[]string{"select ratelimit_define_policy('p', stepped => true)"},
-		},
-		"a change, while policy and override are created": {
-			[]string{"select ratelimit_drop_policy('p')", "begin", "select ratelimit_define_policy('p', 20, 1, '1 second')", "select ratelimit_override('p', 'k', refill => 5)"},
-			[]string{"select ratelimit_define_policy('p', 20, 1, '1 second', stepped => true)"},
-		},
-	}, func(t *testing.T, db *kit.TestDB, is testCase) {
-		db.DefinePolicy("p", 10, 1, kit.Second)
-		first, then := db.Session(), db.Session()
-		for _, sql := range is.first {
-			first.Execute(sql)
+// A change is dated and signed, and what changes nothing writes nothing. The flag of a policy's first override is no change of it.
+func TestPolicyChange_HasItsTimeAndItsRole(t *testing.T) {
+	t.Parallel()
+	role := kit.NewRole(t) // which goes after the database
+	db := kit.NewDB(t)
+	db.Execute("grant execute on function ratelimit_define_policy, ratelimit_override to " + role)
+	me := kit.Column(t, db.DB, "select session_user::text")[0]
+	session := db.Session()
+	for i, step := range []struct{ call, policy, override string }{
+		{"ratelimit_define_policy('p', 10, 1, '1 s')", "0 " + me, ""},
+		{"ratelimit_define_policy('p', 10, every => '1000 ms')", "0 " + me, ""},
+		{"ratelimit_override('p', 'k', 20)", "0 " + me, "2 " + me},
+		{"ratelimit_override('p', 'k', 20)", "0 " + me, "2 " + me},
+		{"ratelimit_override('p', 'k', 20, expires_at => '2100-01-01')", "0 " + me, "4 " + me},
+		{"ratelimit_override('p', 'k', expires_at => '2100-01-01')", "0 " + me, "4 " + me},
+		{"set role", "0 " + me, "4 " + me},
+		{"ratelimit_define_policy('p', shadow => true)", "7 " + me + "/" + role, "4 " + me},
+		{"ratelimit_override('p', 'k', expires_at => '2100-01-02')", "7 " + me + "/" + role, "8 " + me + "/" + role},
+	} {
+		db.SetClock(kit.T0.Add(time.Duration(i) * time.Second))
+		if step.call == "set role" {
+			session.Execute("set role " + role)
+			continue
 		}
-		call := then.Start(func(kit.Querier) (d kit.Decision, err error) {
-			for _, sql := range is.then {
-				_, err = then.Exec(context.Background(), sql)
+		rows := func() []string {
+			return kit.Column(t, db.DB, "select p.xmin::text from ratelimit.policies as p where not overridden union all select xmin::text from ratelimit.overrides")
+		}
+		before := rows()
+		session.Execute("select from " + step.call)
+		if i%2 == 1 && i < 6 {
+			require.Equal(t, before, rows(), "%d", i)
+		}
+		changed := func(from string) string {
+			return strings.Join(slices.Compact(kit.Column(t, db.DB, "select extract(epoch from changed_at - '2024-03-30 12:00Z')::integer || ' ' || changed_by from "+from)), ", ")
+		}
+		require.Equal(t, step.policy, changed("ratelimit_policies()"), "%d", i)
+		require.Equal(t, step.override, changed("ratelimit_overrides()"), "%d", i)
+	}
+}
+
+// Two patches of one key, or a patch and a change of the policy: the second waits, and adds to the first.
+func TestOverride_OfTwoPatchesBothCount(t *testing.T) {
+	patch, change := "select ratelimit_override('p', 'k', 20)", "select ratelimit_define_policy('p', 15, every => '2 seconds')"
+	kit.OnDBs(t, map[string][]string{
+		"of a key that has none":         {"", patch, "20, 5, 00:00:01"},
+		"of a key that has one":          {"select ratelimit_override('p', 'k', 1, expires_at => 'tomorrow')", patch, "20, 5, 00:00:01"},
+		"while the policy is changed":    {"", change, ", 5, 00:00:02"},
+		"where the first is rolled back": {"", "select 1/count(*) from ratelimit_override('p', 'k', 20) where capacity < 0", ", 5, 00:00:01"},
+	}, func(t *testing.T, db *kit.TestDB, is []string) {
+		for _, strict := range []bool{false, true} {
+			db.Execute("select ratelimit_define_policy('p', 10, 1, '1 second')")
+			db.Execute("select count(ratelimit_remove_override('p', 'k'))")
+			if is[0] != "" {
+				db.Execute(is[0])
 			}
-			return d, err
-		})
-		call.BlockedBy(first)
-		first.Execute("commit")
-		require.NoError(t, kit.ErrorOf(call.Result()))
-		require.Equal(t, []string{"true, 20, 5"}, kit.Column(t, db.DB, "select stepped::text || ', ' || capacity || ', ' || refill from ratelimit.overrides"))
+			first, then := db.Session(), db.Session()
+			if strict {
+				then.Execute("begin isolation level repeatable read").Execute("table ratelimit.overrides")
+			}
+			_, failed := first.Execute("begin").Exec(context.Background(), is[1])
+			call := then.Start(func(kit.Querier) (kit.Decision, error) {
+				return kit.Decision{}, kit.ErrorOf(then.Exec(context.Background(), "select ratelimit_override('p', 'k', refill => 5)"))
+			})
+			if failed == nil {
+				call.BlockedBy(first)
+			}
+			first.Execute("commit")
+			_, err := call.Result()
+			if strict && failed == nil {
+				require.Equal(t, "40001", kit.SQLState(err), "%v", err)
+				then.Execute("rollback")
+				continue
+			}
+			require.NoError(t, err)
+			then.Execute("commit")
+			require.Equal(t, is[2:], kit.Column(t, db.DB, "select format('%s, %s, %s', capacity, refill, every) from ratelimit_overrides('p', 'k')"))
+		}
 	})
 }
 

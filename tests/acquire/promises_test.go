@@ -109,7 +109,7 @@ func verdicts[T any](db *kit.TestDB, cases []T) []string {
 	tx := kit.NoError(db.Pool.Begin(ctx))(db.T)
 	defer tx.Rollback(ctx)
 	// Were an acquire told to wait for nothing and yet find too little, it would try for ever.
-	require.NoError(db.T, kit.ErrorOf(tx.Exec(ctx, "set local statement_timeout = '2min'")))
+	require.NoError(db.T, kit.ErrorOf(tx.Exec(ctx, "set local statement_timeout = '2min'; set local test.now = '2024-03-30 12:00Z'")))
 	verdicts := kit.ColumnOf(db.T, tx, "select * from verdicts($1)", input)
 	require.Len(db.T, verdicts, len(cases))
 	return verdicts

@@ -573,7 +573,7 @@ func TestDocs_Grants(t *testing.T) {
 		},
 		"overrides": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)
-			return errors.Join(limiter.Override(ctx, client.Override{Policy: "p", Key: "k"}), kit.ErrorOf(limiter.Overrides(ctx)),
+			return errors.Join(limiter.Override(ctx, client.Override{Policy: "p", Key: "k", Capacity: 1}), kit.ErrorOf(limiter.Overrides(ctx)),
 				kit.ErrorOf(limiter.RemoveOverride(ctx, "p", "k")))
 		},
 		"attach a [guard](tables.md) to a table of its own": sql(`

@@ -78,6 +78,7 @@ func init() {
 		   from unnest(decisions) with ordinality as d (allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, n))`
 	wholes := "request, error_code, case when error_code <> '22023' then error_message end, " + whole
 	calendar := us("lease") + ", time_zone, " + us("anchor")
+	override := "policy, key, capacity, refill, " + us("every") + ", " + us("expires_at") + ", " + calendar
 
 	// What the arrays hold, each number of an element or a request once.
 	packed := `
@@ -113,14 +114,18 @@ func init() {
 				return policyRows(c.Model.Policies()), nil
 			}},
 		"override": {2, "policy key capacity? refill? every? expires_at? time_zone? anchor? lease?",
-			"", "anything", true, func(c *Call) ([]string, error) {
-				return nothing, c.Model.Override(c.Now, c.bucket(), c.numbers(2, 6), c.expires(5))
+			override, "anything", true, func(c *Call) ([]string, error) {
+				_, err := c.Model.Override(c.Now, c.bucket(), c.numbers(2, 6), c.expires(5))
+				if err != nil {
+					return nil, err
+				}
+				return partRows(c.bucket(), c.Model.Overrides()[c.bucket()].Parts(c.Now)), nil
 			}},
 		"remove_override": {1, "policy key", "*", "anything", false, func(c *Call) ([]string, error) {
 			return c.flag(c.Model.RemoveOverride(c.Now, c.bucket()))
 		}},
 		"overrides": {1, "policy? key? max_rows",
-			"policy, key, capacity, refill, " + us("every") + ", " + us("expires_at") + ", " + calendar, "", true, func(c *Call) ([]string, error) {
+			override, "", true, func(c *Call) ([]string, error) {
 				return c.listed(c.overrideRows(), 2)
 			}},
 
@@ -797,23 +802,40 @@ func periodText(p model.Period) string {
 	return strings.Join(parts, " ")
 }
 
-// overrideRows are those of a policy and a key, or of any, in the order of both.
+// overrideRows are those of a policy and a key, or of any, in the order of both, first what stays.
 func (c *Call) overrideRows() (rows []string) {
 	all := c.Model.Overrides()
 	for _, id := range c.inOrder(slices.Collect(maps.Keys(all)), 0, 1) {
-		o := all[id]
-		if !o.Live(c.Now) {
-			continue
-		}
-		expires := ""
-		if !o.Expires.IsZero() {
-			expires = strconv.FormatInt(o.Expires.UnixMicro(), 10)
-		}
-		p, _ := c.Model.Policy(id.Policy)
-		p = p.With(o)
-		rows = append(rows, fmt.Sprintf("%s|%s|%d|%s|%s|%s", id.Policy, id.Key, o.Capacity, refilling(p), expires, calendarColumns(p)))
+		rows = append(rows, partRows(id, all[id].Parts(c.Now))...)
 	}
 	return rows
+}
+
+func partRows(id model.BucketID, parts []model.Override) (rows []string) {
+	for _, o := range parts {
+		n, zone, expires := o.Stays, "", ""
+		if !o.Expires.IsZero() {
+			n, expires = o.Ends, strconv.FormatInt(o.Expires.UnixMicro(), 10)
+		}
+		if n.Zone != nil {
+			zone = *n.Zone
+		}
+		var anchor *int64
+		if n.Anchor != nil {
+			anchor = new(n.Anchor.UnixMicro())
+		}
+		rows = append(rows, strings.Join([]string{id.Policy, id.Key, orNull(n.Capacity), orNull(n.Refill), orNull(n.Every), expires,
+			orNull(n.Lease), zone, orNull(anchor)}, "|"))
+	}
+	return rows
+}
+
+// orNull is empty for null.
+func orNull[N ~int64](n *N) string {
+	if n == nil {
+		return ""
+	}
+	return strconv.FormatInt(int64(*n), 10)
 }
 
 // inOrder are the buckets of the policy and the key in these arguments, where null is any.

@@ -73,7 +73,7 @@ func TestPsql_Upgrade(t *testing.T) {
 	t.Parallel()
 	app := kit.NewRole(t)
 	newest := kit.NewestMigration(t)
-	next, failing := kit.NextRepository(t, nextUp, nextDown, nextEdits...), kit.NextRepository(t, nextUp+"select 1 / 0;", nextDown, nextEdits...)
+	next, failing := kit.NextRepository(t, nextUp, nextDown, kit.Edits...), kit.NextRepository(t, nextUp+"select 1 / 0;", nextDown, kit.Edits...)
 	run := func(root, name string, db *pgtest.DB) (string, int) {
 		return kit.PsqlStatus(t, db.URL, "--file", filepath.Join(root, "migrations/psql", name))
 	}

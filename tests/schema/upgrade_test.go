@@ -20,12 +20,10 @@ const (
 	nextDown = "alter table ratelimit.policies drop column next;"
 )
 
-var nextEdits = append([]kit.Edit{kit.NextColumn}, kit.Edits...)
-
 // The schema is upgraded to a made-up next version and back, with data and under load. An upgraded one is as one that begins with it.
 func TestUpgrade_ToTheNextVersionAndBack(t *testing.T) {
 	t.Parallel()
-	files, newest := kit.NextVersion(t, nextUp, nextDown, nextEdits...), kit.NewestMigration(t)
+	files, newest := kit.NextVersion(t, nextUp, nextDown, kit.Edits...), kit.NewestMigration(t)
 	db := kit.NewDB(t)
 	data, load := db.PutData(), db.StartLoad()
 	kit.MigrateTo(t, db.DB, files, newest+1)
@@ -41,7 +39,7 @@ func TestUpgrade_ToTheNextVersionAndBack(t *testing.T) {
 // A program has the snapshot of a released version in it, and the newest files.
 func TestUpgrade_ByTwoProgramsAtOnce(t *testing.T) {
 	t.Parallel()
-	root := kit.NextRepository(t, nextUp, nextDown, nextEdits...)
+	root := kit.NextRepository(t, nextUp, nextDown, kit.Edits...)
 	for name, text := range map[string]string{
 		"go.mod": string(kit.NoError(os.ReadFile("../../go.mod"))(t)),
 		"go.sum": string(kit.NoError(os.ReadFile("../../go.sum"))(t)),
@@ -140,7 +138,7 @@ func TestUpgrade_PreparedStatements(t *testing.T) {
 func TestUpgrade_KeepsGrants(t *testing.T) {
 	t.Parallel()
 	app, batcher, delegate, favourite := kit.NewRole(t), kit.NewRole(t), kit.NewRole(t), kit.NewRole(t)
-	files, newest := kit.NextVersion(t, nextUp, nextDown, nextEdits...), kit.NewestMigration(t)
+	files, newest := kit.NextVersion(t, nextUp, nextDown, kit.Edits...), kit.NewestMigration(t)
 	db := kit.InstalledAt(t, files, newest)
 	kit.Execute(t, db.Connect(t), fmt.Sprintf(`
 		grant execute on function ratelimit_acquire, ratelimit_shard to %[1]s;

@@ -602,7 +602,7 @@ func TestSecurity_TheClientRunsNobodysCode(t *testing.T) {
 	require.NoError(t, kit.ErrorOf(limiter.Refund(ctx, "p", "k", 1)))
 	_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}, {Policy: "p", Key: "l"}}, client.IdempotencyKey("second"))
 	require.NoError(t, err)
-	require.NoError(t, limiter.Override(ctx, client.Override{Policy: "p", Key: "k"}))
+	require.NoError(t, limiter.Override(ctx, client.Override{Policy: "p", Key: "k", Capacity: 1}))
 	require.NoError(t, kit.ErrorOf(limiter.Overrides(ctx)))
 	require.NoError(t, kit.ErrorOf(limiter.RemoveOverride(ctx, "p", "k")))
 	require.NoError(t, kit.ErrorOf(limiter.Policies(ctx)))

@@ -343,14 +343,14 @@ func TestSpend_Rules(t *testing.T) {
 	kit.RunSteps(t, map[string][]kit.Step{
 		"what an override's refill has paid of a debt stays paid if it ends in a pause": {
 			{0, bucket, ""},
-			{0, "select ratelimit_override('p', 'k', refill => 3600, expires_at => ratelimit.clock() + '60 s')", ""},
+			{0, "select refill, every from ratelimit_override('p', 'k', refill => 3600, expires_at => ratelimit.clock() + '60 s')", "3600,01:00:00"},
 			{0, "select remaining from ratelimit_charge('p', 'k', 20)", "-10"},
 			{30 * kit.Second, "select remaining, retry_after from ratelimit_pause('p', 'k', '2 min')", "0,01:02:00"},
 			{3750 * kit.Second, "select allowed from ratelimit_acquire('p', 'k')", "t"},
 		},
 		"an override that ends with a pause refills no more once the pause has begun": {
 			{0, bucket, ""},
-			{0, "select ratelimit_override('p', 'k', refill => 3600, expires_at => ratelimit.clock() + '60 s')", ""},
+			{0, "select refill, every from ratelimit_override('p', 'k', refill => 3600, expires_at => ratelimit.clock() + '60 s')", "3600,01:00:00"},
 			{0, "select remaining from ratelimit_charge('p', 'k', 110)", "-100"},
 			{10 * kit.Second, "select remaining from ratelimit_pause('p', 'k', '50 s')", "-90"},
 		},
@@ -392,11 +392,13 @@ func TestSpend_Rules(t *testing.T) {
 			{0, "select remaining from ratelimit_refund('p', 'k', 6)", "1"},
 			{0, "select remaining from ratelimit_refund('p', 'k', 6)", "3"},
 		},
-		"reset_after of a quota is by the policy once an override has ended": {
+		"reset_after of a quota is by what stays once a part of an override has ended": {
 			{0, quota, ""},
-			{0, "select ratelimit_override('p', 'k', 5, anchor => '2024-03-30 20:00', expires_at => ratelimit.clock() + '1 hour')", ""},
-			{0, "select remaining, reset_after from ratelimit_acquire('p', 'k', 1)", "4,24:00:00"},
-			{0, "select remaining, reset_after from ratelimit_peek('p', 'k')", "4,24:00:00"},
+			{0, "select capacity, anchor::date from ratelimit_override('p', 'k', 7, anchor => '2024-03-30 20:00')", "7,2024-03-30"},
+			{0, "select capacity from ratelimit_override('p', 'k', 5, expires_at => ratelimit.clock() + '10 hours') where expires_at is null", "7"},
+			{0, "select remaining, reset_after from ratelimit_acquire('p', 'k', 4)", "1,08:00:00"},
+			{0, "select remaining, retry_after from ratelimit_peek('p', 'k', 6)", "1,10:00:00"},
+			{0, "select remaining, retry_after from ratelimit_peek('p', 'k', 8)", "1,"},
 		},
 		"a grant at the turn of a quota is of the period that begins": {
 			{0, quota, ""},

@@ -899,7 +899,8 @@ func TestCleanUp_LooksAtOverrides(t *testing.T) {
 	} {
 		m := model.New()
 		require.NoError(t, m.Define("user", model.Definition{Numbers: model.Numbers{Capacity: new(int64(10)), Refill: new(int64(0)), Every: new(model.Micros(1_000_000))}}))
-		require.NoError(t, m.Override(began, user, model.Numbers{Capacity: &c.capacity}, expires))
+		_, err := m.Override(began, user, model.Numbers{Capacity: &c.capacity}, expires)
+		require.NoError(t, err)
 		m.Put(user, model.Bucket{Level: big.NewInt(c.level * 1_000_000), RefilledAt: began})
 		m.CleanUp(c.at)
 		require.Equal(t, c.full, m.Remove(c.at, user), c)

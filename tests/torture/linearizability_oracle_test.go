@@ -74,8 +74,8 @@ type rules struct {
 
 // at returns the policy with the numbers that apply.
 func (r rules) at(now time.Time) model.Policy {
-	if r.override != nil && r.override.Live(now) {
-		return r.policy.With(*r.override)
+	if r.override != nil {
+		return r.policy.With(*r.override, now)
 	}
 	return r.policy
 }

@@ -253,7 +253,7 @@ func newSlotsWorkload(db *kit.TestDB, policies ...string) *workload {
 const tick model.Micros = 200
 
 // overrideSomeKey has every call look for overrides. One that reads a policy just before its first override may go by the policy's numbers.
-const overrideSomeKey = "select ratelimit_override($1, 'some key')"
+const overrideSomeKey = "select ratelimit_override($1, 'some key', 1)"
 
 // kindOfPolicy is the first word of its name: continuous, stepped, quota or slots.
 func kindOfPolicy(policy string) string { kind, _, _ := strings.Cut(policy, " "); return kind }
@@ -369,6 +369,7 @@ func (p period) overlaps(op *operation) bool { return p.since <= op.returned && 
 // Numbers are an override, or nil for none, that may have been in force for a time.
 type numbers struct {
 	*model.Override
+	left *model.Override // when what ends has been removed; nil for nothing
 	period
 }
 
@@ -395,7 +396,7 @@ func (w *workload) history(seed uint64) (histories []history, err error) {
 		h.buckets = append(h.buckets, model.BucketID{Policy: w.policies[random.IntN(len(w.policies))], Key: w.key(fmt.Sprint(seed, " ", i))})
 	}
 	for _, b := range h.buckets {
-		h.numbers[b] = []numbers{{nil, period{0, forever}}}
+		h.numbers[b] = []numbers{{period: period{0, forever}}}
 		if err := h.define(random, w.clients[0], b.Policy); err != nil {
 			return nil, err
 		}
@@ -474,7 +475,7 @@ func (h *draft) finish() (histories []history) {
 	return histories
 }
 
-// rules are those by which an operation may have decided. An override that clean-up may have removed, because a
+// rules are those by which an operation may have decided. What ends of an override, and clean-up may have removed because a
 // clock was ahead, may be in force or not.
 func (h *draft) rules(op *operation, of history) (all []rules) {
 	add := func(p model.Policy, override *model.Override, number int) {
@@ -496,9 +497,9 @@ func (h *draft) rules(op *operation, of history) (all []rules) {
 			}
 			add(v.Policy, n.Override, number)
 			if n.Override != nil && slices.ContainsFunc(of, func(c *operation) bool {
-				return c.Function == "cleanup" && c.called <= op.returned && slices.ContainsFunc(c.readings, func(now time.Time) bool { return !n.Live(now) })
+				return c.Function == "cleanup" && c.called <= op.returned && slices.ContainsFunc(c.readings, func(now time.Time) bool { return n.At(now) != *n.Override })
 			}) {
-				add(v.Policy, nil, number)
+				add(v.Policy, n.left, number)
 			}
 		}
 	}
@@ -580,7 +581,11 @@ func (h *draft) setNumbers(b model.BucketID, override *model.Override, since, un
 	defer h.mu.Unlock()
 	before := h.numbers[b]
 	before[len(before)-1].until = until
-	h.numbers[b] = append(before, numbers{override, period{since, forever}})
+	next := numbers{Override: override, period: period{since, forever}}
+	if override != nil && override.Stays != (model.Numbers{}) {
+		next.left = &model.Override{Stays: override.Stays}
+	}
+	h.numbers[b] = append(before, next)
 }
 
 // An actor makes the calls of one client.
@@ -1017,7 +1022,7 @@ func (a *actor) batch(ops []*operation) {
 	}
 }
 
-// override gives a bucket numbers of its own or takes them away, alone or in one transaction with a reset or an acquire.
+// override patches what a bucket has of its own or takes it away, alone or in one transaction with a reset or an acquire.
 func (a *actor) override(b model.BucketID) error {
 	a.dropping.RLock()
 	defer a.dropping.RUnlock()
@@ -1028,27 +1033,31 @@ func (a *actor) override(b model.BucketID) error {
 		a.setNumbers(b, nil, called, a.now())
 		return err
 	}
-	o := &model.Override{Capacity: a.random.Int64N(14)}
+	capacity, every := a.random.Int64N(14), model.Micros(50+a.random.Int64N(5000))
+	ends := a.random.IntN(3) == 0
 	switch kindOfPolicy(b.Policy) {
 	case "slots":
-		*o = model.Override{Capacity: a.random.Int64N(5), Lease: a.lease(a.random)}
-		args["lease"] = kit.SpanOf(o.Lease)
+		capacity, args["lease"] = a.random.Int64N(5), fmt.Sprint(int64(a.lease(a.random)), " us")
 	case "quota":
-		calendar := a.calendar(a.random)
-		o.Zone, o.Anchor = calendar.Zone, calendar.Anchor
-		args["time_zone"], args["anchor"] = o.Zone, o.Anchor
-	default:
-		o.Refill, o.Every = a.random.Int64N(o.Capacity+1), model.Micros(50+a.random.Int64N(5000))
-		if a.seed%4 == slowlyOverridden {
-			o.Every *= 1000
+		if calendar := a.calendar(a.random); !ends {
+			args["time_zone"], args["anchor"] = calendar.Zone, calendar.Anchor
 		}
-		args["refill"], args["every"] = o.Refill, kit.SpanOf(o.Every)
+	default:
+		if a.seed%4 == slowlyOverridden {
+			every *= 1000
+		}
+		args["refill"], args["every"] = a.random.Int64N(capacity+1), fmt.Sprint(int64(every), " us")
 	}
-	args["capacity"] = o.Capacity
-	if a.random.IntN(3) == 0 {
-		o.Expires = time.Now().Add(12*kit.Ms + time.Duration(a.random.Int64N(int64(20*kit.Ms)))).Truncate(kit.Us).UTC() // no clock is that far ahead
-		args["expires_at"] = o.Expires
+	switch part := a.random.IntN(4); { // what was set before remains
+	case part == 0:
+		args = map[string]any{"policy": b.Policy, "key": b.Key, "capacity": capacity}
+	case part > 1 || len(args) == 2:
+		args["capacity"] = capacity
 	}
+	if ends {
+		args["expires_at"] = time.Now().Add(12*kit.Ms + time.Duration(a.random.Int64N(int64(20*kit.Ms)))).Truncate(kit.Us).UTC() // no clock is that far ahead
+	}
+	o := &model.Override{}
 	var ops []*operation
 	a.mu.Lock()
 	number := len(a.numbers[b])
@@ -1062,13 +1071,13 @@ func (a *actor) override(b model.BucketID) error {
 	}
 	called := a.now()
 	committed, err := a.transactIn(len(ops) > 0 || a.random.IntN(4) == 0, func() error {
-		if err := a.call("override", args); err != nil || len(ops) == 0 {
+		if err := a.patch(o, args); err != nil || len(ops) == 0 {
 			return err
 		}
 		return ops[0].sent(a)
 	}, ops...)
 	switch {
-	case kit.SQLState(err) == string(model.InvalidArgument) && !o.Expires.IsZero(): // too late
+	case kit.SQLState(err) == string(model.InvalidArgument) && ends: // too late
 		return nil
 	case committed:
 		a.setNumbers(b, o, called, a.now())
@@ -1078,6 +1087,29 @@ func (a *actor) override(b model.BucketID) error {
 		}
 	}
 	return err
+}
+
+// patch makes a call of ratelimit_override, and has what it answers.
+func (c *clockedConn) patch(o *model.Override, values map[string]any) error {
+	var args []any
+	for _, a := range kit.Functions["override"].List() {
+		args = append(args, values[a.Name])
+	}
+	rows, err := c.Query(context.Background(), "select capacity, refill, (extract(epoch from every) * 1000000)::bigint, time_zone, anchor, "+
+		"(extract(epoch from lease) * 1000000)::bigint, expires_at from ratelimit_override($1, $2, $3, $4, $5, $6, $7, $8, $9)", args...)
+	if err != nil {
+		return err
+	}
+	var n model.Numbers
+	var ends *time.Time
+	return kit.ErrorOf(pgx.ForEachRow(rows, []any{&n.Capacity, &n.Refill, &n.Every, &n.Zone, &n.Anchor, &n.Lease, &ends}, func() error {
+		if ends == nil {
+			o.Stays = n
+		} else {
+			o.Ends, o.Expires = n, ends.UTC()
+		}
+		return nil
+	}))
 }
 
 // drop drops a policy and defines it anew.

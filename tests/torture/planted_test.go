@@ -66,7 +66,7 @@ var bugsOfTokens = map[string]plantedBug{
 	"a wait is over before the override is": {"ratelimit.wait_after_end",
 		`greatest\(v_wait_us, ratelimit\.time_until\(ends_at, now\)\)`, "v_wait_us"},
 	"no row of a batch is full by the override": {"ratelimit.rows_of_buckets",
-		`greatest\(\(u\.p\)\.capacity, v_policy\.capacity\)`, "(u.p).capacity"},
+		`greatest\(\(u\.p\)\.capacity, \(u\.after\)\.capacity\)`, "(u.p).capacity"},
 	"a cost of 0 waits for debt to be paid": {"ratelimit.decide", `fits\[v_i\] := charges\[v_i\] = 0 or`, "fits[v_i] :="},
 	"a turn is counted from the turn before": {"ratelimit.turning",
 		`\(anchor \+ v_turn \* period\)([^;]*; v_turns\.turns_at := )\(anchor \+ \(v_turn \+ 1\) \* period\)`,
@@ -80,12 +80,12 @@ var bugsOfTokens = map[string]plantedBug{
 			delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key and ratelimit_override.time_zone is not null; $0`},
 	"an abbreviation is a zone": {"ratelimit.check_calendar", `time_zone !~ '/' or`, "false or"},
 	"an upgrade forgets what was used": {"ratelimit_define_policy",
-		`if not found then`,
-		`
-			update buckets as b set level = 0 where b.policy_id = v_id and ratelimit_define_policy.capacity > v_policy.capacity; if v_id is null then`},
+		`exit when found;`, `
+			if v_policy.id is not null then
+			  update buckets as b set level = 0 where b.policy_id = v_policy.id and ratelimit_define_policy.capacity > v_policy.capacity; exit;
+			end if; $0`},
 	"a settlement gives back to the period after": {"ratelimit_settle", `v_back := 0;`, "null;"},
-	"clean-up removes a quota's row too early": {"ratelimit.cleanup_buckets",
-		`(turning_if_known\(p\.period, p\.months, p\.time_zone, p\.anchor, \$1)\)\)\.turned_at`, "$1 + interval '1 hour')).turned_at"},
+	"clean-up removes a quota's row too early":    {"ratelimit.quota_unused_after", `turns_of\(quota, now\)`, "turns_of(quota, now + interval '1 hour')"},
 	"a charge that remembers what it did not take": {"ratelimit_charge",
 		`(insert into idempotency_keys [^;]*?)nullif\(v_held - v_level, microtokens\(v_cost\)\)`, "${1}null"},
 	"a partial grant of more than was taken": {"ratelimit.partial_of", `then taken else 0`, `then taken + 1 else 0`},
@@ -100,7 +100,20 @@ var bugsOfTokens = map[string]plantedBug{
 	"a wait is the difference of local times": {"ratelimit.wait_for_turn",
 		`ratelimit\.time_until\(turns\.turns_at, now\)`,
 		"ratelimit.microseconds((turns.turns_at at time zone quota.time_zone) - (now at time zone quota.time_zone))::bigint"},
-	"the wait for a far turn does not saturate": {"ratelimit.time_until", `least\((.*), ratelimit\.longest_wait\(\)\)`, "$1"},
+	"a patch that resets what it does not set": {"ratelimit_override", `coalesce\(ratelimit_override\.capacity, v_old\.capacity\)`, "ratelimit_override.capacity"},
+	"an override that keeps the policy's capacity": {"ratelimit_override",
+		`coalesce\(ratelimit_override\.capacity, v_old\.capacity\)`, "coalesce(ratelimit_override.capacity, v_old.capacity, v_policy.capacity)"},
+	"what is set to stay still ends": {"ratelimit_override",
+		`case when ratelimit_override\.capacity is null then v_old\.ending_capacity end`, "v_old.ending_capacity"},
+	"an interval of the policy's in place of the override's": {"ratelimit_override", `(v_every := [^;]*?)v_numbers\.every`, "${1}v_policy.every"},
+	"what has ended counts in the next patch":                {"ratelimit_override", `if v_old\.expires_at <= v_now then`, "if false then"},
+	"the policy counts where what stays should":              {"ratelimit.numbers_by", `ratelimit\.with_override\(policy, override, 'infinity'\)`, "policy"},
+	"what ends counts at its end":                            {"ratelimit.with_override", `at < override\.expires_at`, "at <= override.expires_at"},
+	"a stepped policy, and a key that is not":                {"ratelimit.with_override", `if policy\.stepped then`, "if false then"},
+	"clean-up removes what stays":                            {"ratelimit.cleanup_batch", `(?s)where not d\.stays(.*?)where d\.stays`, "${1}where false"},
+	"clean-up forgets what stays of an override":             {"ratelimit.cleanup_buckets", `case when o\.stays [^;]*?(case when o\.expires_at)`, "$1"},
+	"a wait by far apart numbers does not saturate":          {"ratelimit.long_wait", `ratelimit\.longest_wait\(\)`, "1e30"},
+	"the wait for a far turn does not saturate":              {"ratelimit.time_until", `least\((.*), ratelimit\.longest_wait\(\)\)`, "$1"},
 }
 
 // bugsOfSlots are about the leases of one key.
@@ -206,7 +219,7 @@ var bugsOfHistories = map[string][]plantedBug{
 		pauseBefore("ratelimit_reserve", `update buckets as b set level = v_level`),
 	},
 	"clean-up ignores overrides": {
-		{"ratelimit.cleanup_buckets", `and \(o.key is null or wait_for[^;]*? = 0\)( end as removable from %1)`, "$1"},
+		{"ratelimit.cleanup_buckets", `case when o\.stays [^;]*?(case when b\.paused_until)`, "$1"},
 	},
 }
 

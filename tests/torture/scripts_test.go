@@ -79,10 +79,10 @@ var scripts = map[string]string{
 		acquire q x 10
 		override q x time_zone=Europe/London                                     # its turn was an hour after the policy's
 		acquire q x 1
-		override q x expires_at=+1h anchor=2024-03-31T00:15:00                   # none since
+		override q x anchor=2024-03-31T00:15:00                                  # none since
 		acquire q x 10
 		at 2024-03-31T01:30:00
-		override q x expires_at=+30m anchor=2024-03-31T02:15:00
+		override q x anchor=2024-03-31T02:15:00
 		acquire q x 10
 		define_policy m 10 period=1mon anchor=2024-01-31T00:00:00                # the turn before was on 29 February
 		acquire m x 3
@@ -97,6 +97,89 @@ var scripts = map[string]string{
 		pause d x 1d
 		wait 12h
 		clean_up`,
+
+	// A customer with a zone, who tries a plan, buys it in the trial, is blocked and boosted for a minute, and moves house. Then the
+	// policy is raised and lowered.
+	"patches of a quota": `
+		define_policy q 10 period=1d time_zone=UTC
+		override q x time_zone=America/New_York
+		acquire q x 11
+		override q x 50 expires_at=+1d         # a trial
+		override q x expires_at=+2d            # that is longer
+		override q x time_zone=Europe/London   # it goes on
+		overrides - - 10
+		acquire q x 11
+		override q x 30                        # bought: counts at once, and stays
+		acquire q x 20
+		! override q x expires_at=+3d
+		override q x 0 expires_at=+60s         # a block
+		acquire q x 1
+		override q x 40 expires_at=+90s        # a boost
+		acquire q x 10
+		peek q x 9
+		peek q x 10
+		wait 90s
+		peek q x 1
+		override q x time_zone=Asia/Tokyo      # moved house: 30 stay
+		override q y time_zone=Asia/Tokyo
+		define_policy q 100
+		peek q x 1
+		acquire q y 99
+		define_policy q 5
+		peek q y 1
+		remove_override q x
+		peek q x 5
+		overrides q - 10`,
+
+	// refill and every are one; of what is not set the policy's counts, as it is at each call.
+	"patches of buckets": `
+		define_policy d 10 1 1s
+		override d c 20
+		override d r refill=2                  # in a second
+		override d e every=500ms               # which are its numbers then
+		acquire d c 20
+		acquire d r 10
+		acquire d e 10
+		define_policy d 15 5 10s
+		acquire d c 1
+		acquire d r 1
+		acquire d e 1
+		override d r refill=4 expires_at=+5s   # in a second, as it stays
+		override d e refill=3                  # in half a second
+		overrides d - 10
+		wait 5s
+		override d r 30 expires_at=+1s         # by when the others have ended
+		overrides d r 10
+		acquire d r 9
+		define_policy d 3 1 1s true
+		peek d c 1
+		acquire d r 1
+		wait 10m
+		clean_up
+		define_policy d 1 1 1d false
+		override d w 9 1 1s
+		! override d w 9000000000000 1 1d
+		define_policy d 1 1 1s
+		override d f 200000000                 # which fills in 6 years, and after the next line in 500,000
+		define_policy d 1 1 1d
+		acquire d f 100000000
+		acquire d f 100000000
+		acquire d f 1
+		acquire_all d,d f,w 1,1
+		reserve d f 1d 1 i
+		charge d f 5 j
+		settle d f j 6
+		acquire_up_to d f 9 1
+		acquire_many d,d f,f 1,1 k,l
+		acquire_packed d f 5
+		refund d f 7
+		acquire_up_to d f 9 1
+		pause d f 1d
+		! override d f 300000000 expires_at=+60s
+		override d f 5 expires_at=+60s
+		acquire d f 1
+		status - 10 -
+		peek d f 1`,
 
 	// By the end of the override the policy's refill counts, from the last write.
 	"an end": `
@@ -275,7 +358,8 @@ var scripts = map[string]string{
 		! override jobs x 10001
 		! override jobs x -1
 		override none x lease=60s          # RL001
-		override none x
+		! override none x                  # a call that sets nothing
+		! override user x expires_at=+60s  # nothing ends
 		! override none x -1 1 1s          # which comes before
 		! override user x expires_at=+0s
 		! hold jobs x a 0
@@ -302,11 +386,13 @@ var scripts = map[string]string{
 		settle user x i 1
 		acquire org x 2 i
 		acquire_all user,org x,x 1,1 i     # of two errors of a request, that of the cost comes first
-		override quota x expires_at=+60s time_zone=Pacific/Auckland              # which ends with it: the next one is in the policy's
-		override org x expires_at=+60s
+		! override quota x 2 expires_at=+60s time_zone=Pacific/Auckland          # a calendar does not end
+		! override quota x expires_at=+60s anchor=2024-03-30T12:00:00
+		override org x 3 expires_at=+60s
 		wait 60s
-		remove_override org x              # which has ended
-		override quota x
+		! override org x expires_at=+60s   # it has ended
+		remove_override org x              # likewise
+		override quota x time_zone=Pacific/Auckland
 		overrides quota x 10`,
 }
 

@@ -239,7 +239,7 @@ func (s *soak) call(by client.Acquirer) (allowed bool, err error) {
 		joint, err := by.AcquireAll(ctx, []client.Charge{{Policy: kind + "steady", Key: user}, {Policy: kind + "stepped", Key: user}})
 		return joint.Allowed, err
 	case n < 38:
-		return true, s.limiter.Override(ctx, client.Override{Policy: kind + "steady", Key: user, ExpiresAt: time.Now().Add(10 * time.Second)})
+		return true, s.limiter.Override(ctx, client.Override{Policy: kind + "steady", Key: user, Capacity: 100, ExpiresAt: time.Now().Add(10 * time.Second)})
 	case n < 45:
 		if d, err = by.Acquire(ctx, kind+"steady", user, client.IdempotencyKey(id), client.Cost(3)); d.Allowed {
 			d, err = s.limiter.Settle(ctx, kind+"steady", user, id, cost)
