@@ -47,6 +47,7 @@ begin
     v_override        ratelimit.overrides;
     v_ends_at         timestamptz;      -- when a part of the override ends; null: none does
     v_turns           ratelimit.turns;  -- of a quota
+    v_counts_from     timestamptz;      -- of one with a history
     v_numbers         ratelimit.numbers;
   begin
     if v_policy.special then
@@ -96,13 +97,19 @@ begin
           v_turns   := v_numbers.turns;
           if v_policy.kind = 'quota' then
             v_level := level_now(v_level, v_refilled_at, v_now, v_policy, v_turns);
+            if v_policy.history is not null then
+              v_counts_from := v_turns.turned_at;
+              if v_refilled_at < v_turns.turned_at then
+                perform close_period(v_policy.id, v_key, v_now);
+              end if;
+            end if;
           end if;
         end if;
         exit when v_has_row;
         v_level       := microtokens(v_policy.capacity);
         v_refilled_at := v_now;
-        insert into buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, stored_level(v_level, v_policy), v_refilled_at, v_now)  -- due at once: clean-up will postpone it
+        insert into buckets (policy_id, key, level, refilled_at, due_at, counts_from)
+        values (v_policy.id, v_key, stored_level(v_level, v_policy), v_refilled_at, v_now, v_counts_from)  -- due at once: clean-up will postpone it
         on conflict on constraint buckets_pkey do nothing;
         v_has_row := found;
         exit when v_has_row;

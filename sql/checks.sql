@@ -273,12 +273,40 @@ $$;
 comment on function ratelimit.check_numbers(bigint, bigint, interval) is
   'Raises 22023 for the first number of a policy or an override that is missing or out of range.';
 
+create or replace function ratelimit.is_period(span interval)
+  returns boolean language plpgsql immutable
+as $$
+declare
+  v_months integer := case when isfinite(span) then extract(year from span)::integer * 12 + extract(month from span)::integer end;
+begin
+  return isfinite(span) and (v_months = 0 and span = make_interval(days => extract(day from span)::integer)
+                                          and extract(day from span) between 1 and 365250
+                             or span = make_interval(months => v_months) and extract(day from span) = 0
+                                and v_months between 1 and 12000);
+end;
+$$;
+comment on function ratelimit.is_period(interval) is
+  'Whether an interval is whole days or whole months, of 1 day to 1000 years; null for null.';
+
+create or replace function ratelimit.check_history(history interval, period interval)
+  returns void language plpgsql
+as $$
+begin
+  if period is null then
+    perform ratelimit.refuse('history', history::text, 'Only a quota has periods to keep. Leave it out, or drop the policy and define it anew with a period.');
+  elsif history <> interval '0' and not ratelimit.is_period(history) then
+    perform ratelimit.refuse('history', history::text, 'Pass whole days or whole months, such as ''90 days'' or ''2 years'', of 1 day to 1000 years, or 0 to keep no more.');
+  end if;
+end;
+$$;
+comment on function ratelimit.check_history(interval, interval) is
+  'Raises 22023 unless a policy of this period can keep its usage for so long.';
+
 -- A quota has a calendar in place of refill, every and stepped.
 create or replace function ratelimit.check_calendar(refill bigint, every interval, stepped boolean, period interval, time_zone text, anchor timestamp)
   returns void language plpgsql
 as $$
 declare
-  v_months    integer;
   v_time_zone text collate "C" := coalesce(time_zone, 'UTC');  -- null: that of the policy, which was checked
 begin
   if period is null then
@@ -291,11 +319,7 @@ begin
     'A quota is full at each turn of its calendar and gains nothing in between. Leave it out, or drop the policy and define it anew.')
     from (values ('refill', refill::text), ('every', every::text), ('stepped', stepped::text)) as g (argument, value)
    where g.value is not null;
-  v_months := case when isfinite(period) then extract(year from period)::integer * 12 + extract(month from period)::integer end;
-  if (isfinite(period) and (v_months = 0 and period = make_interval(days => extract(day from period)::integer)
-                                         and extract(day from period) between 1 and 365250
-                            or period = make_interval(months => v_months) and extract(day from period) = 0
-                                         and v_months between 1 and 12000)) is not true then
+  if ratelimit.is_period(period) is not true then
     perform ratelimit.refuse('period', period::text, 'Pass whole days or whole months, such as ''7 days'', ''1 month'' or ''1 year'', of 1 day to 1000 years.');
   elsif v_time_zone <> 'UTC' and (v_time_zone !~ '/' or v_time_zone ~ '^(posix|right)/' or not exists (select from pg_catalog.pg_timezone_names as z where z.name = v_time_zone)) then
     perform ratelimit.refuse('time_zone', time_zone, 'Pass ''UTC'', or a name with a slash that pg_timezone_names lists, such as ''Europe/Berlin''.');
@@ -410,6 +434,20 @@ end;
 $$;
 comment on function ratelimit.no_grant(text, text) is
   'Raises RL003, the error of a settlement without a grant.';
+
+create or replace function ratelimit.no_grants(elements bigint[], idempotency_key text)
+  returns void language plpgsql
+as $$
+begin
+  raise exception 'no live grant under this idempotency key' using
+    errcode = 'RL003',
+    detail  = format('%L is not remembered for the bucket of element %s of the request. Nothing was settled.', idempotency_key, array_to_string(elements, ', ')),
+    hint    = 'Leave these elements out: what was acquired at cost 0, denied or rolled back has no grant. A job may take longer than the policy remembers: '
+              'ratelimit_define_policy(policy, remember => ''7 days'').';
+end;
+$$;
+comment on function ratelimit.no_grants(bigint[], text) is
+  'Raises RL003, the error of a settlement of several elements without their grants.';
 
 create or replace function ratelimit.another_cost(
     fact text, remedy text default 'Repeat a request with its first cost, and give a new request a new key.')

@@ -13,14 +13,14 @@ as $$
 $$;
 comment on function ratelimit_cleanup(integer) is
 'Removes one batch of rows that change no answer.
-These are buckets that are full, idempotency keys and overrides that have expired, leases that have ended, keys of slots that nobody
+These are buckets that are full, idempotency keys, overrides and usage that have expired, leases that have ended, keys of slots that nobody
   holds, which count as buckets, and, if nothing else is due, rows of dropped policies. Rows are judged as of five minutes ago. A row that another session has locked is left for a
   later batch.
 max_rows: rows of each table, 1 or more.
 Errors: 22023 for a bad argument, 25006 in a read-only transaction.
 Locks: the rows that it deletes or postpones, until the transaction ends. It waits at most 100 ms for a lock and then
   gives up the batch.
-Writes: deletes these rows. A bucket that was due and is not full is postponed, by 24 hours at most.
+Writes: deletes these rows. The usage of a quota with a history is kept when its bucket is deleted. A bucket that was due and is not full is postponed, by 24 hours at most.
 Role: clean-up.';
 
 -- A procedure that commits can have neither SECURITY DEFINER nor SET. So it runs with the rights and the search_path of the caller, where

@@ -1,5 +1,6 @@
 -- Clean-up removes rows that change no answer: buckets that are full again, leases that have ended and keys of slots that nobody holds,
--- expired idempotency keys, the parts of overrides that have ended, and rows whose policy was dropped. Clean-up finds due rows through an index and skips rows that
+-- expired idempotency keys and usage, the parts of overrides that have ended, and rows whose policy was dropped. Clean-up finds due rows
+-- through an index and skips rows that
 -- another session has locked. A call that takes from or gives to a bucket waits while a batch removes or postpones it, until the batch
 -- commits. So does a call that overwrites an expired idempotency key, or changes an override of which a part has ended, that the batch removes.
 --
@@ -54,18 +55,19 @@ begin
   v_rows                   := 0;
 
   begin
-    select c.read, c.deleted into v_read, v_deleted from cleanup_buckets('buckets', 'policies', 'overrides', max_rows, v_now, due_before) as c;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_buckets('buckets', 'usage', 'policies', 'overrides', max_rows, v_now, due_before) as c;
     v_rows          := v_rows + v_read;
     buckets_deleted := buckets_deleted + v_deleted;
-    select c.read, c.deleted into v_read, v_deleted from cleanup_buckets('ephemeral_buckets', 'policies', 'overrides', max_rows, v_now, due_before) as c;
+    select c.read, c.deleted into v_read, v_deleted from cleanup_buckets('ephemeral_buckets', 'usage', 'policies', 'overrides', max_rows, v_now, due_before) as c;
     v_rows          := v_rows + v_read;
     buckets_deleted := buckets_deleted + v_deleted;
-    v_deleted                := cleanup_idempotency_keys('idempotency_keys', max_rows, due_before);
+    v_deleted                := cleanup_expired('idempotency_keys', max_rows, due_before);
     v_rows                   := v_rows + v_deleted;
     idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
-    v_deleted                := cleanup_idempotency_keys('ephemeral_idempotency_keys', max_rows, due_before);
+    v_deleted                := cleanup_expired('ephemeral_idempotency_keys', max_rows, due_before);
     v_rows                   := v_rows + v_deleted;
     idempotency_keys_deleted := idempotency_keys_deleted + v_deleted;
+    v_rows          := v_rows + cleanup_expired('usage', max_rows, due_before);
     select c.read, c.deleted into v_read, v_deleted from cleanup_slots('slots', 'leases', max_rows, v_now, due_before) as c;
     v_rows          := v_rows + v_read;
     buckets_deleted := buckets_deleted + v_deleted;
@@ -86,7 +88,7 @@ begin
       select o.buckets_deleted, o.idempotency_keys_deleted
         into buckets_deleted, idempotency_keys_deleted
         from remove_orphans(max_rows) as o;
-      v_rows := buckets_deleted + idempotency_keys_deleted;
+      v_rows := buckets_deleted + idempotency_keys_deleted + cleanup_orphans('usage', 'policies', max_rows);
     end if;
   exception when lock_not_available then
     buckets_deleted          := 0;

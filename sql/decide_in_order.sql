@@ -145,6 +145,11 @@ begin
         v_policy := v_policies[v_in_order[v_n]];
         v_from   := v_batch.first[v_in_order[v_n]];
         v_to     := v_batch.first[v_in_order[v_n] + 1] - 1;
+        if v_round > 1 and v_policy.history is not null then
+          perform close_period(v_policy.id, u.key, v_now)
+             from unnest(v_batch.bucket_keys[v_from:v_to], v_verdict.wanted[v_from:v_to]) as u (key, wanted)
+            where u.wanted;
+        end if;
         if v_round > 1 and v_policy.durable then
           v_written := write_buckets(v_policy, v_batch.bucket_keys[v_from:v_to], v_verdict.wanted[v_from:v_to], v_created[v_from:v_to],
                                      v_verdict.levels[v_from:v_to], v_verdict.refilled_at[v_from:v_to]);

@@ -20,7 +20,8 @@ create or replace function ratelimit_define_policy(
     period    interval  default null,
     time_zone text      default null,
     anchor    timestamp default null,
-    lease     interval  default null)
+    lease     interval  default null,
+    history   interval  default null)
   returns void
   language plpgsql
   volatile
@@ -66,6 +67,9 @@ begin
       v_new.every  := coalesce(ratelimit_define_policy.every, v_policy.every);
     end if;
     perform check_numbers(v_new.capacity, v_new.refill, v_new.every);
+    if ratelimit_define_policy.history is not null then
+      perform check_history(ratelimit_define_policy.history, v_new.period);
+    end if;
     if ratelimit_define_policy.remember is not null then
       perform check_span('remember', ratelimit_define_policy.remember);
     end if;
@@ -75,16 +79,21 @@ begin
               detail  = format('Policy %L was created with durable => %s.', v_name, v_policy.durable),
               hint    = 'Drop the policy and define it anew; its buckets will be full.';
     end if;
+    if ratelimit_define_policy.history is not null and not coalesce(v_policy.durable, ratelimit_define_policy.durable, true) then
+      perform refuse('history', ratelimit_define_policy.history::text, 'The policy is ephemeral, and keeps nothing. Leave it out, or drop the policy and define a durable one.');
+    end if;
+    v_new.history  := coalesce(case when v_policy.history is null then nullif(ratelimit_define_policy.history, '0') else ratelimit_define_policy.history end,
+                               v_policy.history);
     v_new.stepped  := coalesce(ratelimit_define_policy.stepped, v_policy.stepped, false);
     v_new.remember := coalesce(ratelimit_define_policy.remember, v_policy.remember, interval '24 hours');
     v_new.shadow   := coalesce(ratelimit_define_policy.shadow, v_policy.shadow, false);
 
     exit when v_new is not distinct from v_policy;
     insert into policies as p (id, name, capacity, refill, every, stepped, durable, remember, shadow, overridden, period, time_zone, anchor, lease,
-                               changed_at, changed_by)
+                               history, changed_at, changed_by)
     values (hashtextextended(gen_random_uuid()::text, 0), v_name, v_new.capacity, v_new.refill, v_new.every, v_new.stepped,
             coalesce(ratelimit_define_policy.durable, true), v_new.remember, v_new.shadow, false, v_new.period, v_new.time_zone, v_new.anchor, v_new.lease,
-            v_now, v_by)
+            v_new.history, v_now, v_by)
     on conflict on constraint policies_pkey do update
        set capacity   = excluded.capacity,
            refill     = excluded.refill,
@@ -96,6 +105,7 @@ begin
            time_zone  = excluded.time_zone,
            anchor     = excluded.anchor,
            lease      = excluded.lease,
+           history    = excluded.history,
            changed_at = excluded.changed_at,
            changed_by = excluded.changed_by
      where v_policy.id is not null;
@@ -103,7 +113,7 @@ begin
   end loop;
 end;
 $$;
-comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval) is
+comment on function ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval, interval) is
 'Creates a policy, or changes the policy of that name.
 null keeps the value of an existing policy.
 A change applies to the next call about each bucket. Levels stay, cut to the new capacity. The time since a bucket was
@@ -132,6 +142,8 @@ anchor: the local time of one turn, of the years 1 to 9999. The others are whole
   31 January is 28 or 29 February. A new quota has 2001-01-01 00:00, which is the start of a week, a month and a year.
 lease: how long slots are held unless the holder renews or releases them, 1 millisecond to 365250 days, without months and years. A
   policy cannot begin or cease to lend slots. Leases that run keep their ends when it changes.
+history: how long the usage of closed periods is kept, whole days or whole months, 1 day to 1000 years; see ratelimit_usage. Of a durable
+  quota only. 0 keeps no more from then on. Another history counts for the periods that are closed from then on.
 Errors: 22023 for a bad argument, for a new policy without capacity, refill or every, for a bucket that would take
   more than 10000 years to fill, and for a durable other than that of the policy. 25006 in a read-only transaction.
 Locks: the row of the policy until the transaction ends. Acquires do not wait for it.

@@ -27,6 +27,7 @@ begin
   if v_durable then
     perform delete_rows_of_policy('buckets', 'u.key', v_id);
     perform delete_rows_of_policy('idempotency_keys', 'u.key, u.idempotency_key', v_id);
+    perform delete_rows_of_policy('usage', 'u.key, u.began', v_id);
     perform delete_rows_of_policy('slots', 'u.key', v_id);
     perform delete_rows_of_policy('leases', 'u.key, u.holder', v_id);
   else
@@ -38,7 +39,7 @@ begin
 end;
 $$;
 comment on function ratelimit_drop_policy(text) is
-'Removes a policy with its overrides, buckets, idempotency keys and holders.
+'Removes a policy with its overrides, buckets, idempotency keys, holders and usage.
 A row that another transaction has locked is left to clean-up. It does not count for a new policy of the same name.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
 Locks: the row of the policy and the rows that it deletes until the transaction ends.

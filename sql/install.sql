@@ -36,6 +36,7 @@
 {{ template "override.sql" . }}
 
 -- Buckets.
+{{ template "usage.sql" . }}
 {{ template "quota.sql" . }}
 {{ template "acquire.sql" . }}
 {{ template "peek.sql" . }}
@@ -54,6 +55,7 @@
 -- Spend, reserve and settle.
 {{ template "charge.sql" . }}
 {{ template "settle.sql" . }}
+{{ template "grants.sql" . }}
 {{ template "reserve.sql" . }}
 {{ template "acquire_up_to.sql" . }}
 
@@ -73,6 +75,7 @@
 {{ template "acquire_all.sql" . }}
 {{ template "acquire_many.sql" . }}
 {{ template "acquire_packed.sql" . }}
+{{ template "settle_all.sql" . }}
 
 -- Guards, which raise in place of a denial.
 {{ template "enforce.sql" . }}

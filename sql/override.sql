@@ -115,6 +115,11 @@ begin
     end if;
 
     exit when v_new is not distinct from v_old;
+    if v_policy.history is not null
+       and (coalesce(v_new.time_zone, v_policy.time_zone), coalesce(v_new.anchor, v_policy.anchor))
+           <> (coalesce(v_old.time_zone, v_policy.time_zone), coalesce(v_old.anchor, v_policy.anchor)) then
+      perform change_calendar(v_policy, v_key, v_now);
+    end if;
     insert into overrides as o (policy_id, key, changed_at, changed_by, capacity, refill, every, time_zone, anchor, lease,
                                 expires_at, ending_capacity, ending_refill, ending_every, ending_lease)
     values (v_policy.id, v_key, v_now, v_by, v_new.capacity, v_new.refill, v_new.every, v_new.time_zone, v_new.anchor, v_new.lease,
@@ -172,14 +177,19 @@ create or replace function ratelimit_remove_override(policy text, key text)
   set search_path = ratelimit, pg_temp
 as $$
 declare
-  v_key    text collate "C" := ratelimit_remove_override.key;
-  v_policy policies;
-  v_old    overrides;
+  v_key     text collate "C" := ratelimit_remove_override.key;
+  v_policy  policies;
+  v_numbers ratelimit.numbers;
+  v_old     overrides;
 begin
   perform check_name('policy', policy);
   perform check_name('key', v_key);
   v_policy := policy_named(policy);
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+  v_numbers := numbers_of_key(v_policy, v_key, clock());
+  if v_policy.history is not null and (v_policy.time_zone, v_policy.anchor) is distinct from ((v_numbers.policy).time_zone, (v_numbers.policy).anchor) then
+    perform change_calendar(v_policy, v_key, clock());
+  end if;
   delete from overrides as o
    where o.policy_id = v_policy.id
      and o.key       = v_key

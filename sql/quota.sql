@@ -50,18 +50,31 @@ begin
   end if;
 
   loop
-    -- 2. The update.
+    -- 2. The update. A period that is over and has a history is closed first, by step 3b.
     if v_taken between 1 and v_capacity and current_setting('transaction_read_only') = 'off' then
       v_wanted := microtokens(v_taken);
-      update buckets as b
-         set level       = used_level(b.level, b.refilled_at, v_turns.turned_at) - v_wanted,
-             refilled_at = greatest(b.refilled_at, v_now),
-             room        = null
-       where b.policy_id = policy.id
-         and b.key       = v_key
-         and used_level(b.level, b.refilled_at, v_turns.turned_at) >= v_wanted - microtokens(v_capacity)
-         and (v_taken = at_most or b.level = v_level and b.refilled_at = v_refilled_at)  -- fewer only from the bucket as it was read
-      returning b.level, b.refilled_at into v_level, v_refilled_at;
+      if policy.history is null then
+        update buckets as b
+           set level       = used_level(b.level, b.refilled_at, v_turns.turned_at) - v_wanted,
+               refilled_at = greatest(b.refilled_at, v_now),
+               room        = null
+         where b.policy_id = policy.id
+           and b.key       = v_key
+           and used_level(b.level, b.refilled_at, v_turns.turned_at) >= v_wanted - microtokens(v_capacity)
+           and (v_taken = at_most or b.level = v_level and b.refilled_at = v_refilled_at)  -- fewer only from the bucket as it was read
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+      else
+        update buckets as b
+           set level       = b.level - v_wanted,
+               refilled_at = greatest(b.refilled_at, v_now),
+               room        = null
+         where b.policy_id    = policy.id
+           and b.key          = v_key
+           and b.refilled_at >= v_turns.turned_at
+           and b.level       >= v_wanted - microtokens(v_capacity)
+           and (v_taken = at_most or b.level = v_level and b.refilled_at = v_refilled_at)
+        returning b.level, b.refilled_at into v_level, v_refilled_at;
+      end if;
       exit when found;
     end if;
 
@@ -102,14 +115,18 @@ begin
       return partial_of(v_answer, 0);
     end if;
 
-    -- 3b. No row. The insert may wait for a session that creates the same one.
+    -- 3b. A period to close, or no row. The insert may wait for a session that creates the same one.
     if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-    if not v_has_row then
+    if policy.history is not null and v_refilled_at < v_turns.turned_at then
+      perform close_period(policy.id, v_key, v_now);
+      v_level       := 0;  -- as closed
+      v_refilled_at := v_now;
+    elsif not v_has_row then
       v_wanted      := microtokens(v_taken);
       v_level       := -v_wanted;
       v_refilled_at := v_now;
-      insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (policy.id, v_key, v_level, v_refilled_at, v_turns.turns_at)
+      insert into buckets (policy_id, key, level, refilled_at, due_at, counts_from)
+      values (policy.id, v_key, v_level, v_refilled_at, v_turns.turns_at, case when policy.history is not null then v_turns.turned_at end)
       on conflict on constraint buckets_pkey do nothing;
       exit when found;
     end if;
@@ -165,7 +182,7 @@ $$;
 comment on function ratelimit.take_quota_of_buckets(ratelimit.policies, text, bigint, bigint, text) is
   'The steps of ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to for a quota.';
 
--- Does what take_from_buckets does, for a quota.
+-- Does what take_from_buckets does, for a quota. With a history it closes the periods that are over, as usage.sql describes.
 create or replace function ratelimit.take_quotas_from_buckets(
     in  policy ratelimit.policies, in costs bigint[], in demands ratelimit.demand[], in row_ids tid[], in now timestamptz,
     out places bigint[], out remaining bigint[], out reset_us bigint[], out capacities bigint[])
@@ -176,6 +193,60 @@ declare
   v_now    alias for now;
   v_turns  ratelimit.turns := turns_of(policy, now);
 begin
+  if policy.history is not null then
+    with taken as (
+      update buckets as b
+         set level       = case when u.is_over then 0 else b.level end - u.wanted,
+             refilled_at = greatest(b.refilled_at, v_now),
+             counts_from = case when u.is_over then (u.turns).turned_at else b.counts_from end,
+             room        = null
+        from (select u.key, u.wanted, u.places, u.p, u.ends_at, u.after, u.turns, r.ctid as seen, r.level as seen_level, r.refilled_at as seen_at,
+                     r.counts_from as seen_from, r.refilled_at < (u.turns).turned_at as is_over
+                from (select u.key, u.wanted, u.places, coalesce((u.n).policy, v_policy) as p, (u.n).ends_at, (u.n).after,
+                             coalesce((u.n).turns, v_turns) as turns
+                        from (select u.*, case when v_policy.overridden then numbers_of_key(v_policy, u.key, v_now) end as n
+                                from unnest(demands) as u (key, wanted, places, size)
+                               where (select p = v_policy from policies as p where p.id = v_policy.id)
+                              offset 0) as u
+                      offset 0) as u
+               cross join lateral (select b.ctid, b.level, b.refilled_at, b.counts_from
+                                     from buckets as b
+                                    where b.policy_id = v_policy.id
+                                      and b.key      >= u.key collate "C"
+                                      and b.key      <= u.key collate "C"
+                                    order by b.key desc
+                                    limit 1) as r
+              offset 0) as u
+       where b.ctid = u.seen
+         and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key
+         and case
+               when u.is_over then b.level = u.seen_level and b.refilled_at = u.seen_at and microtokens((u.p).capacity) >= u.wanted
+               else b.refilled_at >= (u.turns).turned_at and b.level >= u.wanted - microtokens((u.p).capacity)
+             end
+      returning u.*, b.level, b.refilled_at
+    ), closed as (
+      insert into usage as c (policy_id, key, began, ended, expires_at, used)
+      select v_policy.id, t.key, t.began, t.ended, kept_until(t.ended, t.p), t.used
+        from (select t.key, t.p, period_began(t.seen_from, t.turns, t.last) as began, greatest((t.turns).turns_at, (t.last).ended) as ended,
+                     -t.seen_level / 1000000 as used
+                from (select t.key, t.p, t.seen_from, t.seen_level, turns_of(t.p, t.seen_at) as turns,
+                             (select u from usage as u where u.policy_id = v_policy.id and u.key = t.key order by u.began desc limit 1) as last
+                        from taken as t
+                       where t.is_over and t.seen_level < 0 and v_policy.history <> interval '0'
+                      offset 0) as t
+              offset 0) as t
+      on conflict on constraint usage_pkey do update set used = c.used + excluded.used
+    )
+    select array_agg(u.place), array_agg(whole_tokens(microtokens((u.p).capacity) + u.level)),
+           array_agg(wait_past_end(null, u.level, u.refilled_at, v_now, u.p, u.ends_at, u.turns, u.after)),
+           array_agg((u.p).capacity)
+      into places, remaining, reset_us, capacities
+      from (select e.place, t.p, t.ends_at, t.after, t.turns, t.refilled_at,
+                   t.level + t.wanted - microtokens(sum(costs[e.place]::integer) over (partition by t.places[1] order by e.place)) as level
+              from taken as t
+             cross join lateral unnest(t.places) as e (place)) as u;
+    return;
+  end if;
   with taken as (
       update buckets as b
          set level       = used_level(b.level, b.refilled_at, (u.turns).turned_at) - u.wanted,
@@ -226,6 +297,9 @@ declare
   v_reset_us    bigint;
 begin
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+  if v_quota.history is not null then
+    perform close_period(policy.id, v_key, v_now);
+  end if;
   update buckets as b
      set level       = least(used_level(b.level, b.refilled_at, v_turns.turned_at), -v_given) + v_given,
          refilled_at = greatest(b.refilled_at, v_now),

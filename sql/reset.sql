@@ -11,16 +11,20 @@ declare
   v_id      bigint;
   v_durable boolean;
   v_lease   interval;
+  v_history interval;
 begin
   if is_name(key) is not true then
     perform check_name('policy', policy);  -- either raises 22023
     perform check_name('key', key);
   end if;
-  select p.id, p.durable, p.lease into v_id, v_durable, v_lease from policies as p where p.name = policy collate "C";
+  select p.id, p.durable, p.lease, p.history into v_id, v_durable, v_lease, v_history from policies as p where p.name = policy collate "C";
   if not found then
     perform refuse_unknown(policy);
   end if;
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+  if v_history is not null then
+    perform close_period(v_id, v_key, clock());
+  end if;
   if v_lease is not null then
     perform reset_slots(v_id, v_durable, v_key);
   elsif v_durable then
@@ -31,7 +35,7 @@ begin
 end;
 $$;
 comment on function ratelimit_reset(text, text) is
-'Makes one bucket full, and so forgives its debt. Of a policy that lends slots it frees all slots of the key.
+'Makes one bucket full, and so forgives its debt, or what a quota has counted in the period that runs. Of a policy that lends slots it frees all slots of the key.
 Idempotency keys stay.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
 Locks: the row of the bucket or key, if there is one, until the transaction ends.
@@ -98,6 +102,9 @@ begin
   elsif v_policy.durable then
     v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
     foreach v_key in array v_keys loop
+      if v_policy.history is not null then
+        perform close_period(v_policy.id, v_key, clock());
+      end if;
       delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
     end loop;
   else

@@ -102,8 +102,9 @@ begin
         limit 1
           for update;
       exit when found;
-      insert into buckets (policy_id, key, level, refilled_at, due_at)
-      values (v_policy_id, v_key, stored_level(microtokens(numbers[v_n].capacity), numbers[v_n]), now, now)  -- due at once, as in ratelimit_charge
+      insert into buckets (policy_id, key, level, refilled_at, due_at, counts_from)
+      values (v_policy_id, v_key, stored_level(microtokens(numbers[v_n].capacity), numbers[v_n]), now, now,  -- due at once, as in ratelimit_charge
+              counts_from(numbers[v_n], now))
       on conflict on constraint buckets_pkey do nothing;
       v_created[v_n] := found;
       exit when found;
@@ -123,8 +124,8 @@ as $$
 declare
   v_created bigint;
 begin
-  insert into buckets (policy_id, key, level, refilled_at, due_at)
-  select create_buckets.policy_id, u.key, u.level, u.refilled_at, due_after(u.reset_us, u.refilled_at)
+  insert into buckets (policy_id, key, level, refilled_at, due_at, counts_from)
+  select create_buckets.policy_id, u.key, u.level, u.refilled_at, due_after(u.reset_us, u.refilled_at), counts_from(u.p, u.refilled_at)
     from (select u.*, long_wait((u.p).full_level, u.level, 0, u.p) as reset_us
             from (select u.*, numbers[u.n] as p
                     from unnest(keys, wanted, has_row, levels, create_buckets.refilled_at)

@@ -1,5 +1,6 @@
 -- Makes the functions of which the text is that of another one: what the functions about durable policies do, on the unlogged tables of
--- ephemeral ones; and ratelimit_acquire and ratelimit_peek for the guards, which do not depend on the schema of the public functions.
+-- ephemeral ones; and ratelimit_acquire and ratelimit_peek for the guards, and ratelimit_settle for ratelimit_settle_all, which do not
+-- depend on the schema of the public functions.
 --
 -- The twin of a function about a durable table has ephemeral before the table in its name. That of a public function that ends with a
 -- block for durable policies is that block, with _ephemeral at the end of its name. They are made of functions of the owner of schema
@@ -40,11 +41,12 @@ begin
         from unnest(v_ends) as e (name)
         left join origin as o on o.name = 'ratelimit_' || e.name and not o.is_private
       union all
-      select g.name, 'acquire', o.of_policy, o.result, 'volatile',
-             format(E'\nbegin\n  if not v_policy.durable then\n    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;\n    return acquire_ephemeral(v_policy, key, cost, idempotency_key);\n  end if;\n%s\nend;\n', o.steps),
-             'The steps of ratelimit_acquire, for the guards.'
-        from (select 'ratelimit_acquire') as g (name)
-        left join origin as o on o.name = g.name and not o.is_private
+      select 'ratelimit_' || c.name, c.name, o.of_policy, o.result, 'volatile',
+             format(E'\nbegin\n  if not v_policy.durable then\n    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;\n    return %s_ephemeral(%s);\n  end if;\n%s\nend;\n',
+                    c.name, regexp_replace(o.of_policy, '(\w+) [^,]+', '\1', 'g'), o.steps),
+             format('The steps of ratelimit_%s, for other functions.', c.name)
+        from unnest('{acquire, settle}'::text[]) as c (name)
+        left join origin as o on o.name = 'ratelimit_' || c.name and not o.is_private
       union all
       select g.name, 'peek', o.arguments, o.result, 'stable', o.body, 'What ratelimit_peek does, for the guards.'
         from (select 'ratelimit_peek') as g (name)
@@ -61,7 +63,7 @@ begin
                             v_twin.name, v_twin.arguments, v_twin.result, v_twin.volatility, v_twin.text);
     end if;
 
-    if v_twin.name not in ('acquire', 'peek') then
+    if v_twin.name not in ('acquire', 'settle', 'peek') then
       v_twin.text := regexp_replace(v_twin.text, '\m((from|update|into) (ratelimit\.)?|constraint )(?=' || v_tables || '( as | \(|_pkey ))', '\1ephemeral_', 'g');
       foreach v_name in array v_about loop
         v_twin.text    := regexp_replace(v_twin.text, '\m' || v_name || '\M', regexp_replace(v_name, v_tables || '$', 'ephemeral_\1'), 'g');

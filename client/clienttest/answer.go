@@ -101,16 +101,18 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 		return columns(d), err
 	case "ratelimit_charge", "ratelimit_settle", "ratelimit_reserve", "ratelimit_acquire_up_to":
 		return db.spend(function, now, bucket(), args)
+	case "ratelimit_settle_all":
+		return db.settleAll(now, charges([]any{args[0], args[1], args[3]}), text(2))
 	case "ratelimit_hold", "ratelimit_renew", "ratelimit_release":
 		return db.lend(function, now, bucket(), args)
 	case "ratelimit_reset":
 		if err = cmp.Or(checkBucket(bucket()), db.checkPolicy(text(0))); err == nil {
-			err = db.model.Reset(bucket())
+			err = db.model.Reset(now, bucket())
 		}
 		return []any{1}, err
 	case "ratelimit_reset_all":
 		if err = db.checkPolicy(text(0)); err == nil {
-			err = cmp.Or(db.model.ResetAll(text(0)), pgx.ErrNoRows)
+			err = cmp.Or(db.model.ResetAll(now, text(0)), pgx.ErrNoRows)
 		}
 		return nil, err
 	case "ratelimit_define_policy":
@@ -176,6 +178,13 @@ func (db *database) define(name string, args []any) error {
 	if text, ok := args[7].(string); ok {
 		period, _ := client.ParsePeriod(text) // a text that is none is no period, which is refused
 		def.Period = (*model.Period)(&period)
+	}
+	if text, ok := args[11].(string); ok {
+		period, err := client.ParsePeriod(text)
+		if err != nil && text != "0 days" {
+			period.Days = -1 // which is refused
+		}
+		def.History = (*model.Period)(&period)
 	}
 	if err := cmp.Or(errs[0], errs[1], errs[2], checkName("policy", name)); err != nil {
 		return err
@@ -263,6 +272,7 @@ func (db *database) policies() string {
 		switch {
 		case p.IsQuota():
 			row["months"], row["days"], row["time_zone"], row["anchor"] = p.Period.Months, p.Period.Days, p.Zone, p.Anchor.UnixMicro()
+			row["history_months"], row["history_days"] = p.History.Months, p.History.Days
 		case p.IsSlots():
 			row["remember"], row["lease"] = nil, p.Lease
 		default:

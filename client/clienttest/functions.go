@@ -6,6 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -222,6 +225,54 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 	}
 	err = db.refused(now, id, key, call(), repeat)
 	return append(columns(d), more...), err
+}
+
+// settleAll answers with what the client's statement selects.
+func (db *database) settleAll(now time.Time, settlements []model.Charge, idempotencyKey string) ([]any, error) {
+	if len(settlements) == 0 || len(settlements) > maxCharges {
+		return nil, invalid("policies", fmt.Sprintf("%d elements long", len(settlements)))
+	}
+	err := checkName("idempotency_key", idempotencyKey)
+	sums := map[model.BucketID]int64{}
+	for _, s := range settlements {
+		sums[s.BucketID] += min(s.Cost, math.MaxInt64-sums[s.BucketID])
+	}
+	for i, s := range settlements {
+		of := cmp.Or(checkBucket(s.BucketID), checkTokens("cost", s.Cost), checkCharge(s.Cost), db.checkTokensOf(s.Policy))
+		if of == nil && sums[s.BucketID] > maxTokens {
+			of = failure("22023", "invalid cost", fmt.Sprintf("cost is %d in sum.", sums[s.BucketID]))
+		}
+		err = cmp.Or(err, ofElement(settlements, i, of))
+	}
+	for i, s := range settlements {
+		err = cmp.Or(err, ofElement(settlements, i, db.checkPolicy(s.Policy)))
+	}
+	if err != nil {
+		return nil, err
+	}
+	replayed, decisions, wrong, err := db.model.SettleAll(now, settlements, idempotencyKey)
+	if errors.Is(err, model.NoGrant) {
+		var elements []string
+		for i, s := range settlements {
+			if slices.Contains(wrong, s.BucketID) {
+				elements = append(elements, strconv.Itoa(i+1))
+			}
+		}
+		return nil, failure(err.Error(), "no live grant under this idempotency key",
+			fmt.Sprintf("%s is not remembered for the bucket of element %s of the request. Nothing was settled.", quoted(idempotencyKey), strings.Join(elements, ", ")))
+	}
+	for i, s := range settlements {
+		if slices.Contains(wrong, s.BucketID) {
+			return nil, ofElement(settlements, i, db.refused(now, s.BucketID, idempotencyKey, err, func(_, settled int64) string {
+				return fmt.Sprintf("settled with cost %d and is settled again with cost %d", settled, sums[s.BucketID])
+			}))
+		}
+	}
+	var numbers []pgtype.Int8
+	for _, d := range decisions {
+		numbers = append(numbers, numbersOf(d)...)
+	}
+	return []any{replayed, numbers}, err
 }
 
 // A repeated returns how a request differs from the grant under its idempotency key, given the costs of the grant.

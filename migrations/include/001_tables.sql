@@ -151,6 +151,7 @@ create table ratelimit.policies (
   time_zone   text      collate "C",
   anchor      timestamp,
   lease       interval,
+  history     interval,
   tick        interval  not null generated always as (case when stepped then every else interval '1 microsecond' end) stored,
   every_us    numeric   not null generated always as (extract(epoch from every) * 1000000.0) stored,
   tick_us     numeric   not null generated always as (case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
@@ -195,6 +196,8 @@ comment on column ratelimit.policies.anchor is
   'Of a quota, the local time of one turn.';
 comment on column ratelimit.policies.lease is
   'Of slots, how long they are held unless the holder renews. Their refill is 0.';
+comment on column ratelimit.policies.history is
+  'Of a durable quota, how long the usage of closed periods is kept; 0: no more, null: it never was.';
 comment on column ratelimit.policies.months is
   'period, in months; 0 for days.';
 comment on column ratelimit.policies.kind is
@@ -296,6 +299,7 @@ create table ratelimit.buckets (
   key          text        collate "C" not null,
   room         uuid        default '00000000-0000-0000-0000-000000000000',
   paused_until timestamptz,
+  counts_from  timestamptz,
   constraint buckets_pkey primary key (policy_id, key)
 ) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0);
 create index buckets_due_at_idx on ratelimit.buckets (due_at);
@@ -311,6 +315,8 @@ comment on column ratelimit.buckets.room is
   'Nothing but 16 bytes. The first update of a row sets it to null, and so leaves room on the page for the next versions.';
 comment on column ratelimit.buckets.paused_until is
   'The end of the last pause: until then what is given back does not lift the level above 0. See ratelimit_pause.';
+comment on column ratelimit.buckets.counts_from is
+  'Of a quota with a history, when the period began of which level counts; null for the last turn not after refilled_at. See usage.sql.';
 
 create table ratelimit.idempotency_keys (
   policy_id       bigint      not null,
@@ -340,6 +346,21 @@ comment on column ratelimit.idempotency_keys.taken is
   'The microtokens that a charge took which was cut at the floor; null for all of cost.';
 comment on column ratelimit.idempotency_keys.granted_at is
   'When a quota granted; null for another policy.';
+
+create table ratelimit.usage (
+  policy_id  bigint      not null,
+  began      timestamptz not null,
+  ended      timestamptz not null,
+  expires_at timestamptz not null,
+  used       bigint      not null,
+  key        text        collate "C" not null,
+  constraint usage_pkey primary key (policy_id, key, began)
+);
+create index usage_expires_at_idx on ratelimit.usage (expires_at);
+comment on table ratelimit.usage is
+  'What keys of quotas with a history have used in periods that are closed, until expires_at.';
+comment on column ratelimit.usage.used is
+  'Whole tokens.';
 
 -- Slots. What is held is the sum of the leases that have not ended. A key's row in slots is the lock of its leases: a session that changes
 -- them writes it first, and with it their sum. So no lease is without that row.

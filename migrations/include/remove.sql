@@ -34,7 +34,7 @@ begin
        where c.relnamespace = to_regnamespace('ratelimit')
          and (c.relkind = 'c'
            or c.relkind = 'r'
-              and c.relname ~ '^(ephemeral_)?(policies|overrides|buckets|idempotency_keys|slots|leases|shard|pre_request|schema_version)$')
+              and c.relname ~ '^(ephemeral_)?(policies|overrides|buckets|idempotency_keys|usage|slots|leases|shard|pre_request|schema_version)$')
     loop
       begin
         execute format('drop %s %s', v_object.kind, v_object.name);

@@ -29,8 +29,18 @@ var onlyCitus = map[string]struct {
 }{
 	"acquire_all.sql":     {regexp.MustCompile(`(?s)  if current_setting\('transaction_read_only'\) = 'off' then.*?(\n\n  if not v_simple)`), "  -- Citus: acquire_batch decides.$1"},
 	"decide_in_order.sql": {regexp.MustCompile(`lock table policies in access share mode;`), "-- Citus: a reference table is not locked here."},
+	"settle_all.sql":      {regexp.MustCompile(`(?s)  begin\n    for v_i in 1\.\.v_count loop`), severalKeys + "$0"},
 	"drop_policy.sql":     {regexp.MustCompile(`(?s)  execute format\('delete.*?using policy_id;`), "  null;  -- Citus: the rows are left to clean-up"},
 }
+
+// severalKeys refuses what acquire_all refuses there.
+const severalKeys = `  if keys[1] collate "C" <> any (keys) then
+    raise exception 'the buckets of a request must have one key' using
+      errcode = '0A000',
+      detail  = 'The keys may be on several nodes.',
+      hint    = 'Settle the elements of each key in a call of its own.';
+  end if;
+`
 
 // citus makes files for psql that distribute an installed pgratelimit over the nodes of a Citus cluster, and that remove it.
 func citus(s *source) (Files, error) {
@@ -111,6 +121,12 @@ as $$
 
 $$;
 
+create or replace function ratelimit.settle(v_policy ratelimit.policies, key text, idempotency_key text, cost bigint)
+  returns ratelimit.decision language plpgsql volatile
+as $$
+
+$$;
+
 create or replace function ratelimit.peek(policy text, key text, cost bigint)
   returns ratelimit.decision language plpgsql stable
 as $$
@@ -119,7 +135,7 @@ $$;
 `
 
 // ofOneBucket lists the functions that a twin decides for on the node that has the shard of the key: the public ones about one bucket, and
-// those that the guards call. Overrides are in a table that all nodes have, and ratelimit_enforce calls ratelimit_acquire.
+// those that the guards and ratelimit_settle_all call. Overrides are in a table that all nodes have, and ratelimit_enforce calls ratelimit_acquire.
 func ofOneBucket(text string) []string {
 	var names []string
 	for _, function := range aboutOneBucket.FindAllStringSubmatch(text, -1) {
@@ -127,7 +143,7 @@ func ofOneBucket(text string) []string {
 			names = append(names, function[1])
 		}
 	}
-	return append(names, "ratelimit.acquire", "ratelimit.peek")
+	return append(names, "ratelimit.acquire", "ratelimit.settle", "ratelimit.peek")
 }
 
 var aboutOneBucket = regexp.MustCompile(`\ncreate or replace function (ratelimit_\w+)\(\s*policy\s+text,\s*key\s+text(?:,[^)]*)?\)`)

@@ -42,6 +42,7 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_next from ratelimit.ver
 \ir ../../sql/drop_policy.sql
 \ir ../../sql/policies.sql
 \ir ../../sql/override.sql
+\ir ../../sql/usage.sql
 \ir ../../sql/quota.sql
 \ir ../../sql/acquire.sql
 \ir ../../sql/peek.sql
@@ -56,6 +57,7 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_next from ratelimit.ver
 \ir ../../sql/holders.sql
 \ir ../../sql/charge.sql
 \ir ../../sql/settle.sql
+\ir ../../sql/grants.sql
 \ir ../../sql/reserve.sql
 \ir ../../sql/acquire_up_to.sql
 \ir ../../sql/batch_form.sql
@@ -73,6 +75,7 @@ select v.version operator(pg_catalog.<) 1 as pgratelimit_next from ratelimit.ver
 \ir ../../sql/acquire_all.sql
 \ir ../../sql/acquire_many.sql
 \ir ../../sql/acquire_packed.sql
+\ir ../../sql/settle_all.sql
 \ir ../../sql/enforce.sql
 \ir ../../sql/guard.sql
 \ir ../../sql/pre_request.sql

@@ -59,6 +59,7 @@ var countedStatements = slices.Concat([]counted{
 	{"overridden", 0, "select from ratelimit_acquire('overridden', $1)"},
 	{"quota", 0, "select from ratelimit_acquire('quota', $1)"},
 	{"quota-denied", 0, "select from ratelimit_acquire('quota', $1, 20000000)"},
+	{"history", 0, "select from ratelimit_acquire('history', $1)"},
 	{"zoned", 0, "select from ratelimit_acquire('zoned', $1)"},
 	{"peek", 0, "select from ratelimit_peek('full', $1)"},
 	{"refund", 0, "select from ratelimit_refund('full', $1, 1)"},
@@ -80,6 +81,9 @@ var countedStatements = slices.Concat([]counted{
 	{"guarded", 0, "insert into guarded values ($1)"},
 	{"guarded-32", 32, "insert into guarded select unnest($1)"},
 	{"joint", 0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1])"},
+	{"joint-settled", 0, "select from (select " + newKey + " as key offset 0) as i," +
+		" ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1], null, i.key) as a," +
+		" ratelimit_settle_all(array['full', 'second', 'third'], array[$1, $1, $1], case when a.allowed then i.key end, array[2, 2, 2])"},
 	{"joint-keyed", 0, "select from ratelimit_acquire_all(array['full', 'second', 'third'], array[$1, $1, $1], null, " + newKey + ")"},
 	{"joint-denied", 0, "select from ratelimit_acquire_all(array['full', 'dry', 'third'], array[$1, $1, $1])"},
 	{"joint-keyed-denied", 0, "select from ratelimit_acquire_all(array['full', 'dry', 'third'], array[$1, $1, $1], null, " + newKey + ")"},
@@ -118,6 +122,7 @@ func batches(prefix, function, omitted string) (list []counted) {
 		add("", "full", "$1")
 		add("denied", "dry", "$1")
 		add("quota", "quota", "$1")
+		add("history", "history", "$1")
 		add("keyed", "full", "$1, "+omitted+", "+newKeys(size))
 		add("hot", "full", fmt.Sprintf("array_fill(($1::text[])[1], array[%d])", size))
 		add("hot-denied", "dry", fmt.Sprintf("array_fill(($1::text[])[1], array[%d])", size))
@@ -134,13 +139,14 @@ func countedPolicies() (sql []string) {
 		sql = append(sql, definePolicy(name, !f.ephemeral), f.sql())
 		inUse = append(inUse, f.inUse())
 	}
-	for _, name := range []string{"quota", "zoned"} {
+	for _, name := range []string{"quota", "history", "zoned"} {
 		f := fill{policy: name, count: countedKeys, tokens: -capacity / 2} // the level of a quota's bucket is below zero
 		sql = append(sql, fmt.Sprintf("select ratelimit_define_policy('%s', %d, period => '1 month')", name, capacity), f.sql())
 		inUse = append(inUse, f.inUse())
 	}
 	return slices.Concat(sql, guardedTable(), []string{
 		"select ratelimit_define_policy('stepped', stepped => true)",
+		"select ratelimit_define_policy('history', history => '1 year')",
 		"select ratelimit_define_policy('shadow', 1, 1, '1000 days', shadow => true)",
 		fill{policy: "shadow", count: countedKeys}.sql(),
 		fmt.Sprintf("select ratelimit_define_policy('line', %d, 1, '30 minutes')", capacity),

@@ -18,8 +18,8 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 // rarely has the public functions that nobody calls for each request.
 var rarely = []string{
 	"ratelimit_cleanup", "ratelimit_cleanup_all", "ratelimit_define_policy", "ratelimit_define_shard", "ratelimit_doctor",
-	"ratelimit_drop_policy", "ratelimit_holders", "ratelimit_override", "ratelimit_overrides", "ratelimit_policies", "ratelimit_remove_override",
-	"ratelimit_reset_all", "ratelimit_shard", "ratelimit_status", "ratelimit_version",
+	"ratelimit_drop_policy", "ratelimit_grants", "ratelimit_holders", "ratelimit_override", "ratelimit_overrides", "ratelimit_policies", "ratelimit_remove_override",
+	"ratelimit_reset_all", "ratelimit_shard", "ratelimit_status", "ratelimit_usage", "ratelimit_version",
 }
 
 // recordServer is where make puts the PostgreSQL of the record.

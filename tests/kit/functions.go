@@ -72,10 +72,10 @@ func us(column string) string { return "(extract(epoch from " + column + ") * 10
 
 func init() {
 	decision := "allowed, remaining, " + us("retry_after") + ", " + us("reset_after") + ", capacity, replayed, shadowed"
-	whole := decision + `, binding,
-		(select string_agg(format('%s|%s|%s|%s|%s|%s|%s', d.allowed, d.remaining, ` + us("d.retry_after") + ", " + us("d.reset_after") + `,
+	decisions := `(select string_agg(format('%s|%s|%s|%s|%s|%s|%s', d.allowed, d.remaining, ` + us("d.retry_after") + ", " + us("d.reset_after") + `,
 		                          d.capacity, d.replayed, d.shadowed), '; ' order by d.n)
 		   from unnest(decisions) with ordinality as d (allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, n))`
+	whole := decision + ", binding, " + decisions
 	wholes := "request, error_code, case when error_code <> '22023' then error_message end, " + whole
 	calendar := us("lease") + ", time_zone, " + us("anchor")
 	override := "policy, key, capacity, refill, " + us("every") + ", " + us("expires_at") + ", " + calendar
@@ -100,16 +100,16 @@ func init() {
 		 order by r.kind, r.n`
 
 	Functions = map[string]Function{
-		"define_policy": {2, "policy capacity? refill? every? stepped? durable? remember? shadow? period? time_zone? anchor? lease?",
+		"define_policy": {2, "policy capacity? refill? every? stepped? durable? remember? shadow? period? time_zone? anchor? lease? history?",
 			"", "anything", true, func(c *Call) ([]string, error) {
 				return nothing, c.Model.Define(c.text(0), model.Definition{
 					Numbers: c.numbers(1, 9), Stepped: pointerTo[bool](c.Args[4]), Durable: pointerTo[bool](c.Args[5]), Remember: c.micros(6),
-					Shadow: pointerTo[bool](c.Args[7]), Period: c.period(8),
+					Shadow: pointerTo[bool](c.Args[7]), Period: c.period(8), History: c.history(12),
 				})
 			}},
 		"drop_policy": {1, "policy", "", "anything", false, func(c *Call) ([]string, error) { return nothing, c.Model.Drop(c.text(0)) }},
 		"policies": {1, "",
-			"policy, capacity, refill, " + us("every") + ", stepped, durable, " + us("remember") + ", shadow, period, " + calendar,
+			"policy, capacity, refill, " + us("every") + ", stepped, durable, " + us("remember") + ", shadow, period, " + calendar + ", history",
 			"", false, func(c *Call) ([]string, error) {
 				return policyRows(c.Model.Policies()), nil
 			}},
@@ -126,7 +126,7 @@ func init() {
 		}},
 		"overrides": {1, "policy? key? max_rows",
 			override, "", true, func(c *Call) ([]string, error) {
-				return c.listed(c.overrideRows(), 2)
+				return c.listed(c.overrideRows(), 2, nil)
 			}},
 
 		"acquire": {3, "policy key cost idempotency_key?", decision, "tokens", false, func(c *Call) ([]string, error) {
@@ -146,7 +146,7 @@ func init() {
 			return c.decided(c.Model.Refund(c.Now, c.bucket(), c.num(2)))
 		}},
 		"http_fields": {0, "policy decision", "@", "", false, nil},
-		"reset":       {1, "policy key", "", "tokens slots", false, func(c *Call) ([]string, error) { return nothing, c.Model.Reset(c.bucket()) }},
+		"reset":       {1, "policy key", "", "tokens slots", false, func(c *Call) ([]string, error) { return nothing, c.Model.Reset(c.Now, c.bucket()) }},
 		"pause": {1, "policy key pause_for", decision, "tokens", false, func(c *Call) ([]string, error) {
 			return c.decided(c.Model.Pause(c.Now, c.bucket(), c.Args[2].(Span).Micros()))
 		}},
@@ -155,6 +155,24 @@ func init() {
 		}},
 		"settle": {2, "policy key idempotency_key:granted cost:charge", decision, "tokens", false, func(c *Call) ([]string, error) {
 			return c.decided(c.Model.Settle(c.Now, c.bucket(), c.text(2), c.num(3)))
+		}},
+		"settle_all": {2, "policies:policy[] keys:key[] idempotency_key:granted costs:charge[]", "replayed, " + decisions, "tokens", true, func(c *Call) ([]string, error) {
+			return c.settled()
+		}},
+		"grants": {1, "policy key? settled? max_rows",
+			"policy, key, idempotency_key, cost, settled, " + us("granted_for") + ", " + us("expires_in"), "", true, func(c *Call) (rows []string, err error) {
+				grants, err := c.Model.Granted(c.Now, c.text(0), pointerTo[string](c.Args[1]), pointerTo[bool](c.Args[2]))
+				for _, g := range grants {
+					rows = append(rows, fmt.Sprintf("%s|%s|%s|%d|%s|%d|%d", g.Policy, g.Key, g.IdempotencyKey, g.Cost, letter[g.Settled], g.GrantedFor, g.ExpiresIn))
+				}
+				return c.listed(rows, 3, err)
+			}},
+		"usage": {2, "policy key? since? until? max_rows", "policy, key, " + us("began") + ", " + us("ended") + ", used, closed", "", true, func(c *Call) (rows []string, err error) {
+			usage, err := c.Model.Usage(c.Now, c.text(0), pointerTo[string](c.Args[1]), c.bound(2), c.bound(3))
+			for _, u := range usage {
+				rows = append(rows, fmt.Sprintf("%s|%s|%d|%d|%d|%s", u.Policy, u.Key, u.Began.UnixMicro(), u.Ended.UnixMicro(), u.Used, letter[u.Closed]))
+			}
+			return c.listed(rows, 4, err)
 		}},
 		"reserve": {2, "policy key max_wait cost idempotency_key?",
 			strings.Replace(decision, "retry_after", "wait", 1), "tokens", false, func(c *Call) ([]string, error) {
@@ -170,7 +188,7 @@ func init() {
 		}},
 
 		"acquire_all": {2, "policies:policy[] keys:key[] costs:cost[]? idempotency_key?", whole, "tokens", true, func(c *Call) ([]string, error) {
-			w, err := c.whole(request{c.charges(), c.Args[3]})
+			w, err := c.whole(request{c.charges(2), c.Args[3]})
 			return []string{wholeInColumns(w)}, err
 		}},
 		"acquire_many": {3, "policies:policy[] keys:key[] costs:cost[]? idempotency_keys:idempotency_key[]? sizes:size[]?",
@@ -208,13 +226,13 @@ func init() {
 			for _, h := range c.Model.Holders(c.Now, pointerTo[string](c.Args[0]), pointerTo[string](c.Args[1])) {
 				rows = append(rows, fmt.Sprintf("%s|%s|%s|%d|%d", h.Policy, h.Key, h.Holder, h.Cost, h.HeldFor))
 			}
-			return c.listed(rows, 2)
+			return c.listed(rows, 2, nil)
 		}},
 		"status": {1, "policy? max_rows key?",
 			"policy, key, remaining, " + us("retry_after") + ", " + us("reset_after") + ", capacity, overridden", "", true, func(c *Call) ([]string, error) {
-				return c.listed(c.statusRows(), 1)
+				return c.listed(c.statusRows(), 1, nil)
 			}},
-		"reset_all":   {1, "policy", "call @", "anything", false, func(c *Call) ([]string, error) { return nil, c.Model.ResetAll(c.text(0)) }},
+		"reset_all":   {1, "policy", "call @", "anything", false, func(c *Call) ([]string, error) { return nil, c.Model.ResetAll(c.Now, c.text(0)) }},
 		"cleanup":     {1, "max_rows", "buckets_deleted >= 0, idempotency_keys_deleted >= 0", "anything", false, says("t|t")},
 		"cleanup_all": {1, "budget", "call @", "anything", false, says()},
 		"doctor":      {1, "", "count(*) >= 0", "", false, says("t")},
@@ -244,7 +262,7 @@ type Kind struct {
 
 // arraySamples are those of an array of a kind.
 var arraySamples = map[string]string{
-	"policy": "'{p,p}'", "key": "'{KEY,KEY.}'|'{KEY,KEY}'", "cost": "null|'{1,2}'|'{1,4000}'", "size": "null|'{1,1}'|'{2}'",
+	"charge": "'{1,2}'", "policy": "'{p,p}'", "key": "'{KEY,KEY.}'|'{KEY,KEY}'", "cost": "null|'{1,2}'|'{1,4000}'", "size": "null|'{1,1}'|'{2}'",
 	"idempotency_key": "null|'{i1,i2}'|'{j1,j2}'",
 }
 
@@ -326,6 +344,10 @@ var Kinds = map[string]Kind{
 	"expires_at":      {"timestamptz", nil, "'2099-01-01 UTC'"},
 	"period":          {"interval", nil, "'1 day'"},
 	"lease":           {"interval", nil, "'1 day'"},
+	"history":         {"interval", nil, "'1 year'"},
+	"since":           {"timestamptz", nil, "'2024-01-01'"},
+	"until":           {"timestamptz", nil, "'2099-01-01'"},
+	"settled":         {"boolean", nil, "true"},
 	"time_zone":       {"text", nil, "'UTC'"},
 	"anchor":          {"timestamp", nil, "'2024-01-01'"},
 	"stepped":         {"boolean", nil, "true"},
@@ -565,6 +587,22 @@ func (c *Call) period(i int) *model.Period {
 	return &model.Period{Months: int(s.Months), Days: int(s.Days)}
 }
 
+// history is a period, or none where it is 0.
+func (c *Call) history(i int) *model.Period {
+	if s, ok := c.Args[i].(Span); ok && s.inMonthsOf30Days().Sign() == 0 {
+		return &model.Period{}
+	}
+	return c.period(i)
+}
+
+// bound is an instant, or nil for none.
+func (c *Call) bound(i int) *time.Time {
+	if at, ok := c.Args[i].(Instant); ok {
+		return new(at.time())
+	}
+	return nil
+}
+
 func (c *Call) expires(i int) (expires time.Time) {
 	if at, ok := c.Args[i].(Instant); ok && at != Infinity {
 		expires = at.time()
@@ -585,7 +623,10 @@ func (c *Call) flag(is bool, err error) ([]string, error) {
 }
 
 // listed are the rows of a list of a policy, or of all, up to the number that an argument has.
-func (c *Call) listed(rows []string, most int) ([]string, error) {
+func (c *Call) listed(rows []string, most int, err error) ([]string, error) {
+	if err != nil {
+		return nil, err
+	}
 	if _, known := c.Model.Policy(c.text(0)); c.Args[0] != nil && !known {
 		return nil, model.UnknownPolicy
 	}
@@ -609,11 +650,15 @@ func orNothing(m model.Micros) string {
 }
 
 func wholeInColumns(w Whole) string {
-	decisions := make([]string, len(w.Decisions))
-	for i, d := range w.Decisions {
-		decisions[i] = inColumns(d)
+	return fmt.Sprintf("%s|%d|%s", inColumns(w.Decision), w.Binding, decisionsInColumns(w.Decisions))
+}
+
+func decisionsInColumns(decisions []Decision) string {
+	columns := make([]string, len(decisions))
+	for i, d := range decisions {
+		columns[i] = inColumns(d)
 	}
-	return fmt.Sprintf("%s|%d|%s", inColumns(w.Decision), w.Binding, strings.Join(decisions, "; "))
+	return strings.Join(columns, "; ")
 }
 
 // A request is one of a batch; anything of it may be null or bad.
@@ -625,9 +670,9 @@ type request struct {
 type charge struct{ policy, key, cost any }
 
 // charges join arrays of policies, keys and costs.
-func (c *Call) charges() (all []charge) {
+func (c *Call) charges(costsAt int) (all []charge) {
 	policies, keys := c.Args[0].([]*string), c.Args[1].([]*string)
-	costs, haveCosts := c.Args[2].([]*int64)
+	costs, haveCosts := c.Args[costsAt].([]*int64)
 	for i := range policies {
 		of := charge{valueOf(policies[i]), valueOf(keys[i]), int64(1)}
 		if haveCosts {
@@ -648,7 +693,7 @@ func valueOf[T any](p *T) any {
 
 // requests are the charges cut by the sizes, or one each, and the idempotency keys.
 func (c *Call) requests() (all []request) {
-	charges, single := c.charges(), int64(1)
+	charges, single := c.charges(2), int64(1)
 	sizes, haveSizes := c.sizes()
 	if !haveSizes {
 		sizes = slices.Repeat([]*int64{&single}, len(charges))
@@ -702,6 +747,28 @@ func (c *Call) whole(q request) (Whole, error) {
 		c.Told = append(append(c.Told, w.Decision), w.Decisions...)
 	}
 	return w, err
+}
+
+// settled settles all charges, or none.
+func (c *Call) settled() ([]string, error) {
+	var settlements []model.Charge
+	charges := c.charges(3)
+	for _, of := range charges {
+		cost, ok := of.cost.(int64)
+		if !isName(of.policy) || !isName(of.key) || !ok || cost < 0 || cost > MaxTokens {
+			return nil, refusal("")
+		}
+		settlements = append(settlements, ChargeOf(of.policy.(string), of.key.(string), cost))
+	}
+	if len(charges) < 1 || len(charges) > 1000 {
+		return nil, refusal("")
+	}
+	replayed, decisions, _, err := c.Model.SettleAll(c.Now, settlements, c.text(2))
+	if err != nil {
+		return nil, err
+	}
+	c.Told = append(c.Told, decisions...)
+	return []string{letter[replayed] + "|" + decisionsInColumns(decisions)}, nil
 }
 
 func (c *Call) wholes() (rows []string, err error) {
@@ -778,8 +845,8 @@ func policyRows(policies map[string]model.Policy) (rows []string) {
 		case p.IsQuota():
 			stepped, period = "", periodText(p.Period)
 		}
-		rows = append(rows, fmt.Sprintf("%s|%d|%s|%s|%s|%s|%s|%s|%s", name, p.Capacity, refilling(p), stepped, letter[p.Durable], remember,
-			letter[p.Shadow], period, calendarColumns(p)))
+		rows = append(rows, fmt.Sprintf("%s|%d|%s|%s|%s|%s|%s|%s|%s|%s", name, p.Capacity, refilling(p), stepped, letter[p.Durable], remember,
+			letter[p.Shadow], period, calendarColumns(p), periodText(p.History)))
 	}
 	return rows
 }

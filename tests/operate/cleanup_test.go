@@ -240,7 +240,7 @@ func TestCleanup_LeavesWhatWasUsedBeforeItGotTheLock(t *testing.T) {
 	t.Parallel()
 	for name, place := range map[string]struct{ function, statement string }{
 		"bucket": {"ratelimit.cleanup_buckets", `where b\.due_at <= \$2`},
-		"key":    {"ratelimit.cleanup_idempotency_keys", `where d\.expires_at <= \$1`},
+		"key":    {"ratelimit.cleanup_expired", `where d\.expires_at <= \$1`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			db := kit.ParallelDB(t).CleanUpAtOnce().Policy("p", 10, 1, time.Second, kit.Remember(time.Hour))

@@ -34,13 +34,13 @@ var hotCalls = []string{
 	"select from ratelimit_acquire_many('{POLICY,POLICY,POLICY}', '{k,l,l}', '{1,1,5000}', '{m,n,o}')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}', null, '{p,q}')",
 	"select from ratelimit_acquire_many('{POLICY,POLICY}', '{k,l}', '{1,1}', '{r}', '{2}')",
-	"select from ratelimit_acquire_all('{POLICY,POLICY}', '{k,l}', '{1,1}', 's')",
+	"select from ratelimit_acquire_all('{POLICY,POLICY}', '{k,l}', '{1,1}', 's'), ratelimit_settle_all('{POLICY,POLICY}', '{k,l}', 's', '{2,0}')",
 }
 
 // The arguments and the columns of a function are those of docs/reference.md, which tests/docs compares.
 func TestCatalog_FunctionsThatOnlyReadAreStable(t *testing.T) {
 	t.Parallel()
-	reading := []string{"doctor s", "holders s", "http_fields s", "overrides s", "peek s", "policies s", "shard s", "status s", "version i"}
+	reading := []string{"doctor s", "grants s", "holders s", "http_fields s", "overrides s", "peek s", "policies s", "shard s", "status s", "usage s", "version i"}
 	require.Equal(t, reading, kit.Column(t, pgtest.New(t),
 		"select substr(proname, 11) || ' ' || provolatile::text from "+kit.PackageFunctions+" as p where not private and provolatile <> 'v' order by 1"))
 }
@@ -141,7 +141,7 @@ func TestCatalog_HasNothingThatDistributionForbids(t *testing.T) {
 		union all
 		select proname::text from `+kit.PackageFunctions+` as p where prosrc ~* 'advisory|nextval|pg_notify'`))
 
-	require.ElementsMatch(t, slices.Concat([]string{"overrides"}, kit.BucketTables, kit.SlotTables), kit.Column(t, db, `
+	require.ElementsMatch(t, slices.Concat([]string{"overrides", "usage"}, kit.BucketTables, kit.SlotTables), kit.Column(t, db, `
 		select c.relname::text
 		  from pg_constraint as k
 		  join pg_class as c on c.oid = k.conrelid
@@ -278,7 +278,7 @@ func TestCatalog_ConflictsNameTheConstraint(t *testing.T) {
 			 where regexp_replace(prosrc, '--[^\n]*', '', 'g') ~ $1`, `\mon\s+conflict\M`+kind)
 	}
 	require.NotEmpty(t, conflicts(`\s+on\s+constraint\s`))
-	require.Empty(t, conflicts(`(?!\s+on\s+constraint\s)`))
+	require.Equal(t, []string{"cleanup_buckets"}, conflicts(`(?!\s+on\s+constraint\s)`), "a statement that is about shards, too, and has no arguments of those names")
 }
 
 // An EXCEPTION block is a subtransaction, and a transaction id, on each call.
@@ -376,7 +376,7 @@ func TestCatalog_PlpgsqlCheckHasNothingToSay(t *testing.T) {
 			 cross join plpgsql_check.plpgsql_check_function_tb(p.oid,
 			         case p.prorettype when 'trigger'::regtype then 'public.orders'::regclass else 0::regclass end, other_warnings => true, extra_warnings => true,
 			         performance_warnings => true, security_warnings => true, compatibility_warnings => true) as c`+where+`
-			   and not (p.proname ~ '^lock_demanded_|^cleanup_(slots|buckets|idempotency_keys|orphans)$' and c.message like '%VOLATILE%') -- it overlooks FOR UPDATE in a subquery, and EXECUTE
+			   and not (p.proname ~ '^lock_demanded_|^cleanup_(slots|buckets|expired|orphans)$' and c.message like '%VOLATILE%') -- it overlooks FOR UPDATE in a subquery, and EXECUTE
 			   and c.detail is distinct from 'cannot to determine result of dynamic SQL'`))
 	}
 }

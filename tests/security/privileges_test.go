@@ -96,7 +96,8 @@ func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
 	functions := []string{
 		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_reset",
 		"ratelimit_cleanup", "ratelimit_version", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
-		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard", "ratelimit_define_shard", "ratelimit_holders",
+		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard", "ratelimit_define_shard", "ratelimit_holders", "ratelimit_grants",
+		"ratelimit_usage",
 	}
 	all := kit.Column(t, db, "select distinct p.proname::text from "+kit.PackageFunctions+" as p where p.proname like 'ratelimit\\_%' and p.prokind = 'f'")
 	require.ElementsMatch(t, all, slices.Concat(functions, kit.ApplicationFunctions(t, db)), "a function is of use or of administration")

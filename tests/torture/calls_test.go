@@ -290,7 +290,7 @@ func (r *round) finish() error {
 		count = strings.NewReplacer("buckets)", "buckets where policy_id in (select id from ratelimit.policies))",
 			"_keys)", "_keys where policy_id in (select id from ratelimit.policies))").Replace(count)
 	}
-	r.look(count, fmt.Sprintf("%d|%d|%d|%d|%d", len(r.Policies()), len(r.Buckets()), r.Grants(), len(r.Overrides()), len(r.Holders(r.now, nil, nil))))
+	r.look(count, fmt.Sprintf("%d|%d|%d|%d|%d|%d", len(r.Policies()), len(r.Buckets()), r.Grants(), len(r.Overrides()), len(r.Holders(r.now, nil, nil)), r.Kept()))
 	before := r.read(stateQuery)
 	for range r.manner.calls / 4 {
 		function := oneOf(r.fuzzed, often)
@@ -324,7 +324,7 @@ func (r *round) finish() error {
 		r.send("drop_policy", encodedArgs("drop_policy", []any{name}))
 	}
 	r.look("call ratelimit_cleanup_all()")
-	r.look(countQuery, "0|0|0|0|0")
+	r.look(countQuery, "0|0|0|0|0|0")
 	_, err = r.flush()
 	return err
 }
@@ -341,6 +341,7 @@ const (
 		select coalesce(sum(hashtextextended(t, 0)::numeric), 0)
 		  from (select p::text from ratelimit.policies as p
 		        union all select 'o' || o::text from ratelimit.overrides as o
+		        union all select 'u' || u::text from ratelimit.usage as u
 		        union all select 'b' || b::text from ratelimit.buckets as b
 		        union all select 'e' || b::text from ratelimit.ephemeral_buckets as b
 		        union all select 's' || s::text from (table ratelimit.slots union all table ratelimit.ephemeral_slots) as s
@@ -353,7 +354,8 @@ const (
 		       (select count(*) from ratelimit.buckets) + (select count(*) from ratelimit.ephemeral_buckets),
 		       (select count(*) from ratelimit.idempotency_keys) + (select count(*) from ratelimit.ephemeral_idempotency_keys),
 		       (select count(*) from ratelimit.overrides),
-		       (select count(*) from ratelimit_holders(null, null, 1000000))`
+		       (select count(*) from ratelimit_holders(null, null, 1000000)),
+		       (select count(*) from ratelimit.usage)`
 
 	leftQuery = `
 		select coalesce(p.name, 'gone'), b.key
@@ -407,6 +409,7 @@ func (r *round) cleanUp() error {
 		}
 		delete(rows, id)
 	}
+	r.ForgetUsage(r.now)
 	if len(rows) > 0 {
 		return fmt.Errorf("buckets that should have no row: %v", rows)
 	}

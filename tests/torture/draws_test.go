@@ -125,7 +125,7 @@ func (d *drawn) definition(name string) []any {
 	if p, known := d.Policy(name); known && !d.oneIn(8) {
 		kind = kindOf(p)
 	}
-	args := []any{name, nil, nil, nil, nil, d.orNull(2, d.oneIn(2)), nil, d.orNull(2, d.oneIn(3)), nil, nil, nil, nil}
+	args := []any{name, nil, nil, nil, nil, d.orNull(2, d.oneIn(2)), nil, d.orNull(2, d.oneIn(3)), nil, nil, nil, nil, nil}
 	switch kind {
 	case "bucket":
 		args[1], args[2], args[3] = d.orNull(8, d.refill()), d.orNull(8, d.refill()), d.orNull(8, kit.SpanOf(d.span()))
@@ -133,6 +133,9 @@ func (d *drawn) definition(name string) []any {
 	case "quota":
 		args[1], args[6], args[8] = d.orNull(8, oneOfThese(d.fuzzed, d.upTo(20), d.refill)), d.orNull(2, kit.SpanOf(d.span())), d.orNull(8, d.period())
 		args[9], args[10] = d.zone(), d.orNull(2, d.anchor())
+		if args[12] = d.orNull(3, oneOfThese(d.fuzzed, one(kit.Span{}), d.period, one(kit.Span{Months: 12}))); args[12] != nil {
+			args[5] = d.orNull(2, true)
+		}
 	case "slots":
 		args[1] = d.orNull(8, oneOfThese(d.fuzzed, func() int64 { return 1 + d.Int64N(9) }, func() int64 { return 1 + d.Int64N(9) }, d.upTo(10_001)))
 		args[11] = d.orNull(8, kit.SpanOf(d.lease()))
@@ -360,6 +363,10 @@ func (d *drawn) value(kind, policy, key string, before []any) any {
 			return kit.SpanOf(oneOf(d.fuzzed, []model.Micros{1_000, 1_001, 50_000, 1_000_000, 10_000_000, kit.Day}))
 		}
 		return kit.SpanOf(max(1000, min(kit.MaxWaitOfReserve, d.span())))
+	case "settled":
+		return d.oneIn(2)
+	case "since", "until":
+		return kit.Instant(d.now.Add(time.Duration(d.IntN(121)-60) * 24 * time.Hour).UnixMicro())
 	case "max_rows":
 		return int64(1 + d.IntN(20))
 	case "budget":
@@ -388,11 +395,29 @@ func (d *drawn) arrays(arguments []kit.Argument) []any {
 			requests[0] = d.earlier(6)
 		}
 		d.remember(requests[0])
+		if named("costs") && arguments[2].Kind == "granted" {
+			requests[0] = d.settlement(requests[0])
+		}
 	}
 	if sized && d.oneIn(3) {
 		requests = slices.Insert(requests, d.IntN(len(requests)+1), kit.WholeRequest{})
 	}
 	return arraysOf(arguments, requests, sized)
+}
+
+// settlement is a request settled: at other costs, more often than not.
+func (d *drawn) settlement(r kit.WholeRequest) kit.WholeRequest {
+	r.Charges = slices.Clone(r.Charges)
+	for i, c := range r.Charges {
+		if !d.oneIn(3) {
+			c.Cost = d.value("charge", c.Policy, c.Key, nil).(int64)
+		}
+		r.Charges[i].Cost = min(kit.MaxTokens, c.Cost)
+	}
+	if r.IdempotencyKey == "" {
+		r.IdempotencyKey = oneOf(d.fuzzed, d.ids)
+	}
+	return r
 }
 
 // arraysOf are requests as the arguments of a function about many.
@@ -422,6 +447,10 @@ func arraysOf(arguments []kit.Argument, requests []kit.WholeRequest, sized bool)
 			if !plain {
 				value = costs
 			}
+		case "charge":
+			value = costs
+		case "granted":
+			value = *ids[0]
 		case "size":
 			if sized {
 				value = sizes

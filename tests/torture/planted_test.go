@@ -25,7 +25,7 @@ func TestCalls_FindPlantedBugs(t *testing.T) {
 	for _, of := range []struct {
 		bugs map[string]plantedBug
 		manner
-	}{{bugsOfInput, badInput}, {bugsOfTokens, tokens}, {bugsOfSlots, slots}, {bugsOfHolders, slots}} {
+	}{{bugsOfInput, badInput}, {bugsOfTokens, tokens}, {bugsOfUsage, tokens}, {bugsOfSlots, slots}, {bugsOfHolders, slots}} {
 		for name, bug := range of.bugs {
 			t.Run(name, func(t *testing.T) {
 				t.Parallel()
@@ -114,6 +114,27 @@ var bugsOfTokens = map[string]plantedBug{
 	"clean-up forgets what stays of an override":             {"ratelimit.cleanup_buckets", `case when o\.stays [^;]*?(case when o\.expires_at)`, "$1"},
 	"a wait by far apart numbers does not saturate":          {"ratelimit.long_wait", `ratelimit\.longest_wait\(\)`, "1e30"},
 	"the wait for a far turn does not saturate":              {"ratelimit.time_until", `least\((.*), ratelimit\.longest_wait\(\)\)`, "$1"},
+}
+
+// bugsOfUsage are about closed periods, and settlements of several.
+var bugsOfUsage = map[string]plantedBug{
+	"a period is closed twice": {"ratelimit.close_period", `set level = 0, refilled_at = v_now`, "set level = b.level, refilled_at = v_now"},
+	"a batch closes a period twice": {"ratelimit.take_quotas_from_buckets",
+		`case when u\.is_over then 0 else b\.level end - u\.wanted`, "b.level - u.wanted"},
+	"a denial closes a period": {"ratelimit.take_quota_of_buckets", `v_taken := least\(at_most, whole_tokens\(v_held\)\);`,
+		`$0 if policy.history is not null then perform close_period(policy.id, v_key, v_now); end if;`},
+	"a replay is used": {"ratelimit.take_quota_of_buckets", `(if v_first\.expires_at > v_now then )(return replayed_partial\([^;]*; end if; end if; loop)`,
+		`$1 update buckets as b set level = b.level - microtokens(1) where b.policy_id = policy.id and b.key = v_key; $2`},
+	"a settlement closes nothing":                          {"ratelimit_settle", `if v_refilled_at < v_turns\.turned_at then perform close_period`, "if false then perform close_period"},
+	"a reset loses a period that is over":                  {"ratelimit_reset", `if v_history is not null then`, "if false then"},
+	"a row is removed before it was kept":                  {"ratelimit.cleanup_buckets", `where r\.level < 0 and`, "where false and"},
+	"a period is cut where its calendar changed":           {"ratelimit.period_began", `coalesce\(counts_from, turns\.turned_at\)`, "turns.turned_at"},
+	"periods overlap":                                      {"ratelimit.period_began", `greatest\((coalesce\(counts_from, turns\.turned_at\)), last\.ended\)`, "$1"},
+	"another calendar closes nothing":                      {"ratelimit.change_calendar", `perform close_period\([^;]*;`, ""},
+	"a history that was ended keeps":                       {"ratelimit.close_period", `v_quota\.history = interval '0'`, "false"},
+	"a settlement of several stops at a replay":            {"ratelimit_settle_all", `or v_decision\.replayed;`, "$0 exit when v_decision.replayed;"},
+	"a bucket that is named twice is settled at one cost":  {"ratelimit_settle_all", `sum\(u\.cost\) over same as sum`, "u.cost::numeric as sum"},
+	"a settlement of several leaves out what has no grant": {"ratelimit_settle_all", `case when not v_policy\.shadow then v_n end`, "null::integer"},
 }
 
 // bugsOfSlots are about the leases of one key.

@@ -90,6 +90,113 @@ var scripts = map[string]string{
 		at 2024-04-30T01:00:00
 		acquire m x 9`,
 
+	// Each bucket is settled once, all or none.
+	"settlements of several": `
+		define_policy a 10 1 1s
+		define_policy b 10 1 1s durable=false
+		define_policy q 10 period=1d
+		define_policy s 10 1 1s shadow=true
+		define_policy slots 3 lease=60s
+		settle_all a,b x,x 1 1,1                       # RL003
+		acquire_all a,b,q,a,s x,x,x,x,x 2,3,4,1,0 1
+		! settle_all a,b,q,s x,x,x,x 1 3,3,3
+		! settle_all a,slots x,x 1 3,3
+		! settle_all a,a x,x 1 9000000000000,1
+		! settle_all a,b x,x 1 -1,3
+		settle_all a,none x,x 1 3,3                    # RL001
+		settle_all a,b,q,s x,y,x,x 1 3,3,3,1           # RL003
+		settle b x 1 5
+		settle_all a,b,q x,x,x 1 3,6,3                 # RL002: nothing moved
+		peek a x 1
+		settle_all a,b,q,s,a x,x,x,x,x 1 1,5,3,1,2     # the rest; half was settled; a is named twice
+		settle_all a,b,q,s,a x,x,x,x,x 1 1,5,3,1,2     # replayed
+		settle_all a,b x,x 1 2,5                       # RL002
+		settle_all s x 1 4
+		acquire_all a,b x,x 1,1 1                      # RL004
+		grants a - - 9
+		grants b x true 9
+		grants q - false 9
+		! grants slots - - 9`,
+
+	// The periods of a key follow each other, whatever happens to its calendar and to the clock.
+	"usage": `
+		define_policy q 10 remember=7d period=1mon history=12mon
+		define_policy z 10 period=1mon history=40d
+		define_policy n 10 period=1mon
+		define_policy e 10 durable=false period=1mon
+		define_policy d 10 1 1s
+		! define_policy e history=12mon
+		! define_policy d history=12mon
+		! define_policy q history=3h
+		! define_policy q history=12001mon
+		! define_policy q history=1mon1d
+		! usage e - - - 9
+		! usage d - - - 9
+		! usage q - 2024-04-01T00:00:00 2024-04-01T00:00:00 9
+		acquire q x 3 i
+		acquire q y 4
+		acquire z x 5
+		acquire n x 6
+		override z x time_zone=Pacific/Auckland
+		acquire z x 1
+		override q y anchor=2024-01-15T00:00:00
+		acquire q y 2
+		acquire q x 10                                  # denied
+		usage q - - - 9
+		at 2024-04-01T00:00:00
+		acquire q x 11                                  # a denial closes nothing
+		acquire q x 3 i                                 # nor does a replay
+		usage q - - - 9
+		charge q x 20                                   # more than there is
+		settle q x i 5                                  # what is owed more is charged now
+		refund q x 3
+		usage q - - - 9
+		usage q x 2024-04-01T00:00:00 - 9
+		usage q x - 2024-04-01T00:00:00 9
+		acquire_many q,q,z x,y,x 1,1,1
+		acquire_all q,z y,x 1,1
+		usage q - - - 9
+		usage z - - - 9
+		usage n - - - 9                                 # without a history what is over does not count
+		at 2024-04-16T00:00:00
+		override q y anchor=2024-01-20T00:00:00         # which closes what is over, and begins where that ends
+		acquire q y 1
+		usage q y - - 9
+		remove_override q y
+		acquire q y 1
+		at 2024-05-02T00:00:00
+		reset q x
+		reset_all z
+		define_policy q anchor=2024-01-31T00:00:00
+		usage q - - - 9
+		acquire q y 1
+		usage q - - - 9
+		at 2024-06-02T00:00:00
+		clean_up
+		usage q - - - 9
+		usage z - - - 9
+		at 2024-05-03T00:00:00                          # the clock was ahead
+		acquire q y 2
+		usage q y - - 9
+		define_policy q history=0d
+		acquire q y 1
+		at 2024-06-03T00:00:00
+		acquire q y 1                                   # of which nothing is kept
+		usage q y - - 9
+		define_policy q history=12mon anchor=2024-01-02T00:00:00
+		acquire q y 1
+		at 2024-07-03T00:00:00
+		reserve q y 1d 2
+		acquire_up_to q y 20 1
+		usage q y - - 9
+		at 2024-10-03T00:00:00                          # a key that sleeps
+		clean_up
+		usage q y - - 9
+		acquire q y 1
+		at 2025-12-03T00:00:00
+		clean_up
+		usage q y - - 9`,
+
 	"pauses of a continuous policy": "define_policy d 10 1 1s\n" + callsOfPauses,
 	"pauses of a stepped policy":    "define_policy d 10 1 1s true\n" + callsOfPauses,
 	"a pause of what is always full": `

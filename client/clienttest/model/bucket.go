@@ -19,6 +19,8 @@ type Policy struct {
 	Capacity, Refill int64
 	Every            Micros
 	Lease            Micros // of slots
+	History          Period // of a durable quota: how long usage is kept; none: it is not
+	counts           bool   // it has had a history
 	Stepped          bool
 	Durable          bool
 	Remember         Micros
@@ -34,6 +36,7 @@ type Bucket struct {
 	Level      *big.Int // never changed in place
 	RefilledAt time.Time
 	paused     time.Time // the end of the last pause
+	from       time.Time // of a quota with a history, from when it counts; zero: from the last turn
 	untouched  bool      // without a row: full by whatever numbers apply
 }
 
@@ -45,7 +48,11 @@ func microtokens(tokens int64) *big.Int {
 
 // Full is a bucket that nobody has taken from.
 func (p Policy) Full(now time.Time) Bucket {
-	return Bucket{Level: p.full(), RefilledAt: now, untouched: true}
+	full := Bucket{Level: p.full(), RefilledAt: now, untouched: true}
+	if p.counts {
+		full.from = p.Last(now)
+	}
+	return full
 }
 
 // full is the level of a full bucket.
@@ -60,13 +67,17 @@ func (p Policy) full() *big.Int {
 // instant never moves back; a stepped bucket's moves by whole intervals.
 func (p Policy) Refilled(b Bucket, now time.Time) Bucket {
 	if p.IsQuota() {
-		if !now.After(b.RefilledAt) {
-			return Bucket{Level: b.Level, RefilledAt: b.RefilledAt}
-		}
-		if !p.Next(b.RefilledAt).After(now) {
+		b = Bucket{Level: b.Level, RefilledAt: b.RefilledAt, from: b.from}
+		if p.isOver(b, now) {
 			b.Level = p.full()
+			if p.counts {
+				b.from = p.Last(now)
+			}
 		}
-		return Bucket{Level: b.Level, RefilledAt: now}
+		if now.After(b.RefilledAt) {
+			b.RefilledAt = now
+		}
+		return b
 	}
 	elapsed := max(0, now.UnixMicro()-b.RefilledAt.UnixMicro())
 	if p.Stepped {
@@ -239,9 +250,11 @@ func (c Calendar) IsQuota() bool { return c.Period != Period{} }
 
 // isValid reports whether there can be such a calendar.
 func (c Calendar) isValid() bool {
-	months, days := c.Period.Months, c.Period.Days
-	return 0 <= months && months <= 12_000 && 0 <= days && days <= 365_250 && (months == 0) != (days == 0) &&
-		IsZone(c.Zone) && isAnchor(c.Anchor)
+	return c.Period.isValid() && IsZone(c.Zone) && isAnchor(c.Anchor)
+}
+
+func (p Period) isValid() bool {
+	return 0 <= p.Months && p.Months <= 12_000 && 0 <= p.Days && p.Days <= 365_250 && (p.Months == 0) != (p.Days == 0)
 }
 
 func isAnchor(anchor time.Time) bool { return 1 <= anchor.Year() && anchor.Year() <= 9999 }
@@ -276,7 +289,12 @@ func (c Calendar) Turn(n int) time.Time {
 }
 
 // Next is the first turn after t.
-func (c Calendar) Next(t time.Time) time.Time {
+func (c Calendar) Next(t time.Time) time.Time { return c.Turn(c.next(t)).UTC() }
+
+// Last is the last turn not after t.
+func (c Calendar) Last(t time.Time) time.Time { return c.Turn(c.next(t) - 1).UTC() }
+
+func (c Calendar) next(t time.Time) int {
 	isAfter := func(n int) bool { return c.Turn(n).After(t) }
 	low, high := -1, 1
 	for isAfter(low) {
@@ -285,7 +303,7 @@ func (c Calendar) Next(t time.Time) time.Time {
 	for !isAfter(high) {
 		high *= 2
 	}
-	return c.Turn(low + sort.Search(high-low, func(i int) bool { return isAfter(low + i) })).UTC()
+	return low + sort.Search(high-low, func(i int) bool { return isAfter(low + i) })
 }
 
 // instant is when clocks of a zone show a time. Of two such instants it is the later. A time that clocks skip is counted from

@@ -24,16 +24,17 @@ type Model struct {
 	overrides map[BucketID]Override
 	states    map[BucketID]State
 	slots     map[BucketID]Slots
+	usage     map[BucketID][]Usage // of closed periods, in order
 }
 
 // New returns a model without policies.
 func New() *Model {
-	return &Model{map[string]Policy{}, map[BucketID]Override{}, map[BucketID]State{}, map[BucketID]Slots{}}
+	return &Model{map[string]Policy{}, map[BucketID]Override{}, map[BucketID]State{}, map[BucketID]Slots{}, map[BucketID][]Usage{}}
 }
 
 // Of is a model of one key: of its policy, with the numbers that apply, and of what calls have left.
 func Of(id BucketID, p Policy, s State, slots Slots) *Model {
-	return &Model{map[string]Policy{id.Policy: p}, nil, map[BucketID]State{id: s}, map[BucketID]Slots{id: slots}}
+	return &Model{map[string]Policy{id.Policy: p}, nil, map[BucketID]State{id: s}, map[BucketID]Slots{id: slots}, map[BucketID][]Usage{}}
 }
 
 // Left is what calls have left of a key.
@@ -41,7 +42,7 @@ func (m *Model) Left(id BucketID) (State, Slots) { return m.states[id], m.slots[
 
 // Clone returns the model as it is now, for a transaction to come back to.
 func (m *Model) Clone() *Model {
-	return &Model{maps.Clone(m.policies), maps.Clone(m.overrides), maps.Clone(m.states), maps.Clone(m.slots)}
+	return &Model{maps.Clone(m.policies), maps.Clone(m.overrides), maps.Clone(m.states), maps.Clone(m.slots), maps.Clone(m.usage)}
 }
 
 // A BucketID names a bucket.
@@ -133,6 +134,7 @@ func (p Policy) fillsInTime() bool {
 type Definition struct {
 	Numbers
 	Period           *Period
+	History          *Period // zero ends it
 	Stepped, Durable *bool
 	Remember         *Micros
 	Shadow           *bool
@@ -165,6 +167,9 @@ func (m *Model) Define(name string, def Definition) error {
 			return InvalidArgument
 		}
 	}
+	if h := def.History; h != nil && (!isQuota || !p.Durable || *h != Period{} && !h.isValid()) {
+		return InvalidArgument
+	}
 	suits := def.suit(p)
 	p = def.in(p)
 	if !suits || !def.areInRange() || !p.isWithinBounds() || isSlots && p.Capacity == 0 { // which only an override has
@@ -174,6 +179,8 @@ func (m *Model) Define(name string, def Definition) error {
 	if p.Remember = valueOr(def.Remember, p.Remember); p.Remember < 1 && !isSlots {
 		return InvalidArgument
 	}
+	p.History = valueOr(def.History, p.History)
+	p.counts = p.counts || p.keepsUsage()
 	p.Shadow = valueOr(def.Shadow, p.Shadow)
 	m.policies[name] = p
 	return nil
@@ -194,6 +201,7 @@ func (m *Model) Drop(name string) error {
 	maps.DeleteFunc(m.overrides, func(id BucketID, _ Override) bool { return id.Policy == name })
 	maps.DeleteFunc(m.states, func(id BucketID, _ State) bool { return id.Policy == name })
 	maps.DeleteFunc(m.slots, func(id BucketID, _ Slots) bool { return id.Policy == name })
+	maps.DeleteFunc(m.usage, func(id BucketID, _ []Usage) bool { return id.Policy == name })
 	return nil
 }
 
@@ -246,23 +254,25 @@ func (m *Model) Level(now time.Time, id BucketID) (*big.Int, Policy) {
 }
 
 // Reset makes a bucket full; its idempotency keys stay. Slots are all free.
-func (m *Model) Reset(id BucketID) error {
-	if _, ok := m.policies[id.Policy]; !ok {
-		return UnknownPolicy
+func (m *Model) Reset(now time.Time, id BucketID) error {
+	p, err := m.numbers(now, id)
+	if err != nil {
+		return err
 	}
+	m.close(now, id, p)
 	m.states[id] = m.states[id].Reset()
 	delete(m.slots, id)
 	return nil
 }
 
 // ResetAll makes all buckets of a policy full.
-func (m *Model) ResetAll(policy string) error {
+func (m *Model) ResetAll(now time.Time, policy string) error {
 	if _, ok := m.policies[policy]; !ok {
 		return UnknownPolicy
 	}
-	for id, s := range m.states {
+	for id := range m.states {
 		if id.Policy == policy {
-			m.states[id] = s.Reset()
+			_ = m.Reset(now, id)
 		}
 	}
 	maps.DeleteFunc(m.slots, func(id BucketID, _ Slots) bool { return id.Policy == policy })
@@ -289,12 +299,14 @@ func (m *Model) CleanUp(now time.Time) {
 }
 
 // Remove removes a bucket that clean-up removed, and reports whether it was full, as it must be: by the
-// policy's numbers, by those that its override leaves for ever, and by those that apply.
+// policy's numbers, by those that its override leaves for ever, and by those that apply. That of a quota with a history need be full by
+// those that apply only, and its period is closed.
 func (m *Model) Remove(now time.Time, id BucketID) (full bool) {
 	judged := now.Add(-CleanUpMargin)
 	p, err := m.rules(judged, id)
-	full = err == nil && m.states[id].IsFull(p, judged) && m.states[id].IsFull(m.policies[id.Policy], judged) &&
-		(p.then == nil || m.states[id].IsFull(*p.then, judged))
+	full = err == nil && m.states[id].IsFull(p, judged) && (p.counts || m.states[id].IsFull(m.policies[id.Policy], judged) &&
+		(p.then == nil || m.states[id].IsFull(*p.then, judged)))
+	m.keep(id, p)
 	m.states[id] = m.states[id].Reset()
 	return full
 }
@@ -432,6 +444,9 @@ func (m *Model) Override(now time.Time, id BucketID, n Numbers, expires time.Tim
 	if sets && !applies.isWithinBounds() {
 		return applies, InvalidArgument
 	}
+	if before, _ := m.numbers(now, id); applies.Calendar != before.Calendar {
+		m.close(now, id, before)
+	}
 	m.overrides[id] = o
 	return applies, nil
 }
@@ -444,8 +459,12 @@ func without[T any](number **T, other *T) {
 
 // RemoveOverride leaves a bucket to its policy's numbers, and reports whether it had others.
 func (m *Model) RemoveOverride(now time.Time, id BucketID) (had bool, err error) {
-	if _, ok := m.policies[id.Policy]; !ok {
-		return false, UnknownPolicy
+	before, err := m.numbers(now, id)
+	if err != nil {
+		return false, err
+	}
+	if m.policies[id.Policy].Calendar != before.Calendar {
+		m.close(now, id, before)
 	}
 	o, ok := m.overrides[id]
 	delete(m.overrides, id)

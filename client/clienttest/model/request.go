@@ -67,7 +67,9 @@ func (m *Model) AcquireAll(now time.Time, charges []Charge, idempotencyKey strin
 	}
 	if granted {
 		for id, p := range rules {
-			m.states[id], answers[id], _ = m.states[id].Acquire(p, now, sums[id], idempotencyKey)
+			var next State
+			next, answers[id], _ = m.states[id].Acquire(p, now, sums[id], idempotencyKey)
+			m.put(now, id, p, next)
 		}
 	} else {
 		m.awaitAll(now, rules, sums, answers)

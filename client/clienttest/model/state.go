@@ -452,6 +452,6 @@ func (m *Model) move(now time.Time, id BucketID, call func(State, Policy) (State
 	if err != nil {
 		return Decision{}, err
 	}
-	m.states[id] = next
+	m.put(now, id, p, next)
 	return d, nil
 }

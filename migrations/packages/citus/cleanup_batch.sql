@@ -37,12 +37,16 @@ begin
              (select shard_name(l.logicalrelid, l.shardid)  -- the shard of the same keys
                 from pg_dist_shard as l
                where l.logicalrelid = case s.logicalrelid when 'slots'::regclass then 'leases'::regclass when 'ephemeral_slots'::regclass then 'ephemeral_leases'::regclass end
-                 and l.shardminvalue = s.shardminvalue) as leases
+                 and l.shardminvalue = s.shardminvalue) as leases,
+             (select shard_name(u.logicalrelid, u.shardid)
+                from pg_dist_shard as u
+               where u.logicalrelid = 'usage'::regclass
+                 and u.shardminvalue = s.shardminvalue) as usage
         from pg_dist_shard as s
         join pg_dist_placement as p on p.shardid = s.shardid
         join pg_dist_local_group as g on g.groupid = p.groupid
        where s.logicalrelid in ('buckets'::regclass, 'ephemeral_buckets'::regclass, 'idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass,
-                                'slots'::regclass, 'ephemeral_slots'::regclass, 'leases'::regclass, 'ephemeral_leases'::regclass)
+                                'slots'::regclass, 'ephemeral_slots'::regclass, 'leases'::regclass, 'ephemeral_leases'::regclass, 'usage'::regclass)
          and p.shardstate = 1
        order by s.logicalrelid, random()
     loop
@@ -52,17 +56,19 @@ begin
         v_read    := v_deleted;
       elsif v_shard.buckets then
         select c.read, c.deleted into v_read, v_deleted
-          from cleanup_buckets(v_shard.name::regclass, v_policies::regclass, v_overrides::regclass, v_left, now, due_before) as c;
+          from cleanup_buckets(v_shard.name::regclass, v_shard.usage::regclass, v_policies::regclass, v_overrides::regclass, v_left, now, due_before) as c;
       elsif v_shard.slots then
         select c.read, c.deleted into v_read, v_deleted from cleanup_slots(v_shard.name::regclass, v_shard.leases::regclass, v_left, now, due_before) as c;
       elsif v_shard.logicalrelid in ('leases'::regclass, 'ephemeral_leases'::regclass) then
         continue;  -- with the slots
       else
-        v_deleted := cleanup_idempotency_keys(v_shard.name::regclass, v_left, due_before);
+        v_deleted := cleanup_expired(v_shard.name::regclass, v_left, due_before);
         v_read    := v_deleted;
       end if;
       v_rows := v_rows + v_read;
-      if v_shard.logicalrelid not in ('idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass) then
+      if v_shard.logicalrelid = 'usage'::regclass then
+        continue;
+      elsif v_shard.logicalrelid not in ('idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass) then
         v_buckets := v_buckets + v_deleted;
       else
         v_keys := v_keys + v_deleted;

@@ -64,12 +64,13 @@ declare
   v_policy_id alias for policy_id;
   v_key       text collate "C" := keys[1];
   v_full      bigint := stored_level(microtokens(numbers[1].capacity), numbers[1]);
+  v_counts_from timestamptz := counts_from(numbers[1], now);
 begin
   while wanted[1] loop
     perform b.level from buckets as b where b.policy_id = v_policy_id and b.key = v_key for update;
     exit when found;
-    insert into buckets (policy_id, key, level, refilled_at, due_at)
-    values (v_policy_id, v_key, v_full, now, now)
+    insert into buckets (policy_id, key, level, refilled_at, due_at, counts_from)
+    values (v_policy_id, v_key, v_full, now, now, v_counts_from)
     on conflict on constraint buckets_pkey do nothing;
     if found then
       return array[true];
@@ -92,13 +93,14 @@ declare
   v_refilled_at timestamptz        := refilled_at[1];
   v_numbers     ratelimit.policies := numbers[1];
   v_due_at      timestamptz;
+  v_counts_from timestamptz        := counts_from(numbers[1], refilled_at[1]);
 begin
   if not wanted[1] or has_row[1] then
     return 0;
   end if;
   v_due_at := due_after(long_wait(v_numbers.full_level, v_level, 0, v_numbers), v_refilled_at);
-  insert into buckets (policy_id, key, level, refilled_at, due_at)
-  values (v_policy_id, v_key, v_level, v_refilled_at, v_due_at)
+  insert into buckets (policy_id, key, level, refilled_at, due_at, counts_from)
+  values (v_policy_id, v_key, v_level, v_refilled_at, v_due_at, v_counts_from)
   on conflict on constraint buckets_pkey do nothing;
   return found::integer;
 end;
