@@ -94,8 +94,22 @@ func nameOfAll(charges []Charge) string {
 }
 
 // The columns of a joint decision.
-var jointColumns = decisionColumns + ", binding, array(select " + numbersOf("d.") +
-	" from pg_catalog.unnest(decisions) with ordinality as d order by d.ordinality)"
+var jointColumns = decisionColumns + ", binding, " + numbersOfDecisions
+
+// numbersOfDecisions selects an array of decisions as one of numbers.
+var numbersOfDecisions = "array(select " + numbersOf("d.") + " from pg_catalog.unnest(decisions) with ordinality as d order by d.ordinality)"
+
+// decisionsOf reads what numbersOfDecisions selects about so many charges.
+func decisionsOf(verb string, numbers []pgtype.Int8, charges int) ([]Decision, error) {
+	if len(numbers) != fieldsOfDecision*charges {
+		return nil, failed(verb, fmt.Errorf("%d numbers about %d charges", len(numbers), charges))
+	}
+	decisions := make([]Decision, charges)
+	for i := range decisions {
+		decisions[i] = decisionOf(numbers[fieldsOfDecision*i:])
+	}
+	return decisions, nil
+}
 
 // askAll sends one request of several charges.
 func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) {
@@ -115,15 +129,14 @@ func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) 
 	if err != nil {
 		return JointDecision{}, err
 	}
-	if len(numbers) != fieldsOfDecision*len(r.charges) || binding < 1 || int(binding) > len(r.charges) {
-		return JointDecision{}, failed(r.verb(), fmt.Errorf("%d numbers about %d charges, of which %d is the binding one",
-			len(numbers), len(r.charges), binding))
+	decisions, err := decisionsOf(r.verb(), numbers, len(r.charges))
+	if err == nil && (binding < 1 || int(binding) > len(r.charges)) {
+		err = failed(r.verb(), fmt.Errorf("charge %d of %d is the binding one", binding, len(r.charges)))
 	}
-	d := JointDecision{Decision: whole, Binding: int(binding) - 1, Decisions: make([]Decision, len(r.charges))}
-	for i := range d.Decisions {
-		d.Decisions[i] = decisionOf(numbers[fieldsOfDecision*i:])
+	if err != nil {
+		return JointDecision{}, err
 	}
-	return d, nil
+	return JointDecision{Decision: whole, Binding: int(binding) - 1, Decisions: decisions}, nil
 }
 
 // A Request is one of the requests of [Combiner.AcquireMany].

@@ -252,8 +252,8 @@ type Answer struct {
 	// Operation is the name of the method in words, as in the text of errors, such as "acquire" or "acquire up to".
 	Operation string
 
-	// Policy is the policy of the request, which may not exist. Of several charges it is the policy of the binding charge, and
-	// empty if there was an error.
+	// Policy is the policy of the request, which may not exist. Of several charges it is the policy of the binding charge, of
+	// several settlements that of the first, and empty if there was an error.
 	Policy string
 
 	// Decision is zero if Err is not nil. Of a [Reservation], RetryAfter is the wait. Of a [HoldDecision] it has no ResetAfter,

@@ -68,6 +68,10 @@ type Policy struct {
 	// whole microseconds, 1 millisecond or more. Such a policy has no Refill, Every, Stepped, Remember, Period, TimeZone
 	// and Anchor.
 	Lease time.Duration
+
+	// History keeps what the keys of a durable quota have used in its periods, for so long after the end of each: ratelimit_usage lists
+	// it. A Period of [Zero] days keeps no more from then on. [Limiter.Policies] leaves it zero where nothing is kept.
+	History Period
 }
 
 // A Period is the time between two turns of a quota: whole months or whole days, and not both, of 1 day to 1,000 years.
@@ -164,7 +168,7 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 		verb: verbDefine,
 		function: "ratelimit_define_policy($1::text, $2::bigint, $3::bigint, $4::text::interval, " +
 			"$5::text::boolean, $6::text::boolean, $7::text::interval, $8::text::boolean, " +
-			"$9::text::interval, $10::text, $11::text::timestamp, $12::text::interval)",
+			"$9::text::interval, $10::text, $11::text::timestamp, $12::text::interval, $13::text::interval)",
 		args: []any{
 			p.Name, number(p.Capacity), number(p.Refill), orNull(p.Every, interval(p.Every)),
 			orNull(p.Stepped, p.Stepped.String()), // PostgreSQL reads yes and no, and refuses the rest
@@ -172,11 +176,12 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 			orNull(p.Remember, interval(p.Remember)),
 			orNull(p.Shadow, p.Shadow.String()),
 			orNull(p.Period, p.Period.String()), orNull(p.TimeZone, p.TimeZone), localTime(p.Anchor), orNull(p.Lease, interval(p.Lease)),
+			orNull(p.History, history(p.History)),
 		},
 	})
 }
 
-// DropPolicy removes a policy with its overrides, buckets, idempotency keys and holders. It does not wait for acquires that
+// DropPolicy removes a policy with its overrides, buckets, idempotency keys, holders and usage. It does not wait for acquires that
 // are under way: the rows that they hold are left to clean-up, and no call counts them.
 //
 // It locks the policy and the rows that it removes until the transaction ends.
@@ -192,7 +197,8 @@ var policyColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 		'name', policy, 'capacity', capacity, 'refill', refill, 'every', ` + microseconds("every") + `,
 		'stepped', stepped, 'durable', durable, 'remember', ` + microseconds("remember") + `, 'shadow', shadow,
 		'months', (extract(year from period) * 12.0 + extract(month from period))::integer, 'days', extract(day from period)::integer,
-		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `, 'lease', ` + microseconds("lease") + `
+		'time_zone', time_zone, 'anchor', ` + microseconds("anchor") + `, 'lease', ` + microseconds("lease") + `,
+		'history_months', (extract(year from history) * 12.0 + extract(month from history))::integer, 'history_days', extract(day from history)::integer
 		) order by policy collate "C"), '[]')::text`
 
 // A policyRow is a policy as policyColumns has it.
@@ -207,6 +213,8 @@ type policyRow struct {
 	TimeZone        string `json:"time_zone"`
 	Anchor          *int64
 	Lease           int64 // null, and so 0, unless it has slots
+	HistoryMonths   int   `json:"history_months"` // null, and so 0, unless it keeps its usage
+	HistoryDays     int   `json:"history_days"`
 }
 
 // Policies lists the policies, ordered by name, as they can be passed to DefinePolicy. Nothing is left open but the fields
@@ -228,12 +236,21 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 			TimeZone: r.TimeZone,
 			Anchor:   instant(r.Anchor),
 			Lease:    duration(r.Lease),
+			History:  Period{r.HistoryMonths, r.HistoryDays},
 		}
 		if r.Refill != nil {
 			policies[i].Refill, policies[i].Every, policies[i].Stepped = orZero(*r.Refill), duration(*r.Every), choice(*r.Stepped)
 		}
 	}
 	return policies, nil
+}
+
+// history writes that of a policy for PostgreSQL.
+func history(p Period) string {
+	if p == (Period{Days: Zero}) {
+		return "0 days"
+	}
+	return p.String()
 }
 
 // interval writes whole microseconds for PostgreSQL, exactly: seconds would pass through a double there.

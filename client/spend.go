@@ -7,6 +7,8 @@ import (
 	"fmt"
 	mathrand "math/rand/v2"
 	"time"
+
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 // Charge takes tokens from the bucket of key even if it holds fewer, and returns its new state. Missing tokens are
@@ -33,7 +35,7 @@ func (l *limiter) Charge(ctx context.Context, policy, key string, cost int64, op
 // Settle replaces the cost of a grant by its real cost, and returns the new state of the bucket. The grant was made
 // under idempotencyKey by Acquire, AcquireAll, AcquireUpTo, Reserve or Charge, and its cost was an estimate. If the estimate was
 // too high, the difference goes back, up to full. If it was too low, the difference is taken, also into debt. The cost is whole
-// tokens, 0 to 9,000,000,000,000: 0 gives all tokens back. Of a grant of AcquireAll, each bucket is settled by itself.
+// tokens, 0 to 9,000,000,000,000: 0 gives all tokens back. [Limiter.SettleAll] settles all buckets of an AcquireAll.
 //
 // The first settlement counts. Sent again with the same cost it changes nothing, and is marked Replayed; so it can be
 // repeated until it has an answer. With another cost it is [ErrIdempotencyMismatch]. After it, any other
@@ -51,6 +53,59 @@ func (l *limiter) Settle(ctx context.Context, policy, key, idempotencyKey string
 	c := tokenCall("settle", "ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)", policy, key, idempotencyKey, cost)
 	c.repeatable = true
 	return l.answer(ctx, policy, c)
+}
+
+// A JointSettlement is the answer to [Limiter.SettleAll].
+type JointSettlement struct {
+	// Replayed means that nothing was settled this time: at least one bucket was settled before, at the same cost.
+	Replayed bool
+
+	// Decisions has the new state of the bucket of each settlement.
+	Decisions []Decision
+}
+
+// SettleAll replaces the costs of the grants of one request by its real costs, of all buckets or of none. The grants were made under
+// idempotencyKey, most often by [Limiter.AcquireAll]. The Cost of a settlement is the real cost of its bucket; a bucket that is named
+// twice is settled once, at the sum. There are 1 to 1,000 settlements.
+//
+// Each bucket is settled as by [Limiter.Settle]: once. A bucket that was settled before at the same cost is replayed, and moves no more;
+// so SettleAll can be repeated until it has an answer, and completes what single calls have begun. If a bucket has no grant nothing is
+// settled, and the error names all of these: leave them out, such as those acquired at a cost of 0.
+//
+// It writes and locks the rows that as many calls of Settle would, in the order of AcquireAll. A repeat writes nothing.
+//
+// Errors: as [Limiter.Settle].
+func (l *limiter) SettleAll(ctx context.Context, settlements []Charge, idempotencyKey string) (JointSettlement, error) {
+	var p packed
+	p.add(request{charges: settlements})
+	for _, s := range settlements {
+		defer l.denialCache.forget(s.Policy, s.Key)
+	}
+	begin := l.hooks.begin()
+	var settled JointSettlement
+	var numbers array[pgtype.Int8]
+	err := l.query(ctx, call{
+		verb:     "settle all",
+		columns:  "replayed, " + numbersOfDecisions,
+		function: "ratelimit_settle_all($1::text[], $2::text[], $3::text, $4::bigint[])",
+		args:     []any{p.policies, p.keys, idempotencyKey, p.costs},
+		tokens:   true,
+		once:     true,
+	}, &settled.Replayed, &numbers)
+	if err == nil {
+		settled.Decisions, err = decisionsOf("settle all", numbers, len(settlements))
+	}
+	var policy string
+	var first Decision
+	if err == nil {
+		policy, first = settlements[0].Policy, settled.Decisions[0]
+		first.Replayed = settled.Replayed
+	}
+	l.hooks.answered(ctx, "settle all", policy, begin, first, err)
+	if err != nil {
+		return JointSettlement{}, err
+	}
+	return settled, nil
 }
 
 // A Reservation is the answer to [Limiter.Reserve]. Of its Decision, RetryAfter is Wait, Remaining below zero counts the tokens that

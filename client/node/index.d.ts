@@ -98,6 +98,17 @@ export interface JointDecision extends Decision {
   decisions: Decision[]
 }
 
+export interface Settlement extends Charge {
+  cost: number | bigint
+}
+
+export interface JointSettlement {
+  /** Nothing was settled this time: a bucket was settled before, at the same cost. */
+  replayed: boolean
+  /** Of each settlement its bucket, after the whole. */
+  decisions: Decision[]
+}
+
 export interface Reservation extends State {
   allowed: boolean
   /** How long to wait before acting; of a refusal, how long it would have been; null if no wait helps. */
@@ -164,6 +175,12 @@ export class Limiter {
 
   /** Replaces the cost of a grant by its real cost, once. 0 gives all tokens back. Returns the state of the bucket. */
   settle(policy: string, key: string, idempotencyKey: string, cost: number | bigint, options?: CallOptions): Promise<Decision>
+
+  /**
+   * Replaces the costs of the grants of acquireAll under an idempotency key by their real costs, of all buckets or of none; a bucket that is
+   * named twice is settled once, at the sum. It can be sent again: a bucket that is settled at the same cost moves no more.
+   */
+  settleAll(settlements: Settlement[], idempotencyKey: string, options?: CallOptions): Promise<JointSettlement>
 
   /**
    * Takes tokens now if the bucket will have them within maxWaitMs, and returns how long to wait before acting. With 0 it takes only what is

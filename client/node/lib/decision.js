@@ -64,17 +64,23 @@ export const PARTIAL = {
 }
 
 // The decisions are JSON, since drivers differ in how they return an array of a composite type.
-export const JOINT = {
-  columns: `${DECISION.columns}, binding, pg_catalog.to_json(array(
+const DECISIONS = `pg_catalog.to_json(array(
     select array[d.allowed::integer, d.remaining, ${microseconds('d.retry_after')}, ${microseconds('d.reset_after')},
                  d.capacity, d.replayed::integer, d.shadowed::integer]
       from pg_catalog.unnest(decisions) with ordinality as d
-     order by d.ordinality))::text as decisions`,
-  decode(row) {
-    const decisions = JSON.parse(text(row, 'decisions')).map(([allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed]) =>
-      decision({ allowed: allowed === 1, remaining, retry_after, reset_after, capacity, replayed: replayed === 1, shadowed: shadowed === 1 }))
-    return { ...decision(row), binding: integer(row, 'binding') - 1, decisions }
-  },
+     order by d.ordinality))::text as decisions`
+
+const decisions = (row) => JSON.parse(text(row, 'decisions')).map(([allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed]) =>
+  decision({ allowed: allowed === 1, remaining, retry_after, reset_after, capacity, replayed: replayed === 1, shadowed: shadowed === 1 }))
+
+export const JOINT = {
+  columns: `${DECISION.columns}, binding, ${DECISIONS}`,
+  decode: (row) => ({ ...decision(row), binding: integer(row, 'binding') - 1, decisions: decisions(row) }),
+}
+
+export const SETTLEMENT = {
+  columns: `replayed, ${DECISIONS}`,
+  decode: (row) => ({ replayed: flag(row, 'replayed'), decisions: decisions(row) }),
 }
 
 export const HOLD = {

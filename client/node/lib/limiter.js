@@ -1,7 +1,7 @@
 import { randomUUID } from 'node:crypto'
 import { check } from './check.js'
 import { Database, unless } from './database.js'
-import { DECISION, JOINT, PARTIAL, RESERVATION, seconds } from './decision.js'
+import { DECISION, JOINT, PARTIAL, RESERVATION, SETTLEMENT, seconds } from './decision.js'
 import { InvalidArgument, TooLate, invalid } from './errors.js'
 import { Strays, hold, release, renew } from './hold.js'
 import { duration, timer } from './waiting.js'
@@ -56,6 +56,19 @@ export class Limiter {
     const { signal } = known(options, 'signal')
     const values = [...bucket(policy, key), text('idempotencyKey', idempotencyKey), tokens('cost', cost)]
     return this.#call(DECISION, 'ratelimit_settle($1::text, $2::text, $3::text, $4::bigint)', values, { signal, once: true })
+  }
+
+  async settleAll(settlements, idempotencyKey, options) {
+    const { signal } = known(options, 'signal')
+    if (!areCharges(settlements)) throw invalid('settlements', 'is no array of settlements.', 'Pass such as [{ policy, key, cost: 1 }].')
+    const values = [[], [], text('idempotencyKey', idempotencyKey), []]
+    for (const { policy, key, cost } of settlements) {
+      values[0].push(text('policy', policy))
+      values[1].push(text('key', key))
+      values[3].push(tokens('cost', cost))
+    }
+    const call = 'ratelimit_settle_all($1::text[], $2::text[], $3::text, $4::bigint[])'
+    return this.#call(SETTLEMENT, call, values, { signal, once: true })
   }
 
   async reserve(policy, key, maxWaitMs, options) {

@@ -42,6 +42,7 @@ const calls = {
   peek: (limiter, { policy }, options) => limiter.peek(policy, 'k', options),
   charge: (limiter, { policy }, options) => limiter.charge(policy, 'k', 1, options),
   settle: (limiter, { policy }, options) => limiter.settle(policy, 'k', 'once', 1, options),
+  settleAll: (limiter, { policy }, options) => limiter.settleAll([{ policy, key: 'k', cost: 1 }], 'once', options),
   refund: (limiter, { policy }, options) => limiter.refund(policy, 'k', 1, options),
   reserve: (limiter, { policy }, options) => limiter.reserve(policy, 'k', 0, options),
   wait: (limiter, { policy }, options) => limiter.wait(policy, 'k', options),

@@ -1,7 +1,7 @@
 """Rate limits that live in PostgreSQL: a client of the functions ratelimit_*. See README.md, and the classes Limiter, AsyncLimiter and
 Combiner. Middleware is in pgratelimit.asgi and pgratelimit.wsgi."""
 
-from .answers import Charge, Decision, JointDecision, PartialDecision, Reservation
+from .answers import Charge, Decision, JointDecision, JointSettlement, PartialDecision, Reservation
 from .combiner import Combiner
 from .errors import (
     Closed,
@@ -36,6 +36,7 @@ __all__ = [
     "IdempotencyMismatch",
     "InvalidArgument",
     "JointDecision",
+    "JointSettlement",
     "LeaseLost",
     "Limiter",
     "Locked",

@@ -57,6 +57,17 @@ class JointDecision(Decision):
 
 
 @dataclass(slots=True)
+class JointSettlement:
+    """The answer to settle_all."""
+
+    replayed: bool
+    """Nothing was settled this time: a bucket was settled before, at the same cost."""
+
+    decisions: list[Decision]
+    """For each settlement its bucket, after the whole."""
+
+
+@dataclass(slots=True)
 class PartialDecision(Decision):
     """The answer to acquire_up_to."""
 
@@ -136,10 +147,12 @@ DECISION = _columns()
 RESERVATION = _columns(wait="wait")
 HOLD = f"allowed, remaining, {microseconds('retry_after')}, {microseconds('held_for')}, capacity, renewed, shadowed"
 PARTIAL = f"taken, {DECISION}"
-JOINT = (
-    f"binding, (select pg_catalog.json_agg(pg_catalog.json_build_array({_columns('d.')}) order by d.ordinality) "
-    f"from pg_catalog.unnest(decisions) with ordinality as d)::text, {DECISION}"
+DECISIONS = (
+    f"(select pg_catalog.json_agg(pg_catalog.json_build_array({_columns('d.')}) order by d.ordinality) "
+    "from pg_catalog.unnest(decisions) with ordinality as d)::text"
 )
+JOINT = f"binding, {DECISIONS}, {DECISION}"
+SETTLEMENT = f"replayed, {DECISIONS}"
 
 
 def decision(row: Sequence[Any]) -> Decision:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from . import answers
 from .answers import (
-    DECISION, HOLD, JOINT, RESERVATION, Charge, Decision, HoldAnswer, JointDecision, Reservation, microseconds
+    DECISION, HOLD, JOINT, RESERVATION, SETTLEMENT, Charge, Decision, HoldAnswer, JointDecision, JointSettlement, Reservation, microseconds
 )
 from .errors import Error, InvalidArgument, of_server
 from .queue import Request
@@ -119,14 +119,29 @@ def reserve(policy: str, key: str, max_wait: Duration, cost: int, idempotency_ke
 def acquire_all(charges: Sequence[Charge], idempotency_key: str | None) -> Call[JointDecision]:
     def decode(row: Sequence[Any]) -> JointDecision:
         binding, parts, *columns = row
-        decisions, of_all = [answers.decision(part) for part in json.loads(parts)], answers.decision(columns)
-        if len(decisions) != len(charges):
-            raise Error(f"pgratelimit: acquire all: {len(decisions)} decisions about {len(charges)} charges")
+        decisions, of_all = _decisions("acquire all", parts, charges), answers.decision(columns)
         return answers.joint(decisions, int(binding) - 1, of_all.allowed, of_all.replayed, of_all.shadowed)
 
     function = "ratelimit_acquire_all($1::text::text[], $2::text::text[], $3::text::bigint[], $4::text)"
     args = *arrays(charges), name_or_none(idempotency_key)
     return Call("acquire all", JOINT, function, args, decode, idempotency_key is not None)
+
+
+def settle_all(settlements: Sequence[Charge], idempotency_key: str) -> Call[JointSettlement]:
+    def decode(row: Sequence[Any]) -> JointSettlement:
+        replayed, parts = row
+        return JointSettlement(answers.flag(replayed), _decisions("settle all", parts, settlements))
+
+    function = "ratelimit_settle_all($1::text::text[], $2::text::text[], $3::text, $4::text::bigint[])"
+    policies, keys, costs = arrays(settlements)
+    return Call("settle all", SETTLEMENT, function, (policies, keys, text("idempotency_key", idempotency_key), costs), decode, True)
+
+
+def _decisions(verb: str, parts: str, charges: Sequence[Charge]) -> list[Decision]:
+    decisions = [answers.decision(part) for part in json.loads(parts)]
+    if len(decisions) != len(charges):
+        raise Error(f"pgratelimit: {verb}: {len(decisions)} decisions about {len(charges)} charges")
+    return decisions
 
 
 _DECISIONS = "elements, remaining, retry_after_us, reset_after_us, capacity, replayed, shadowed"

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from . import answers, calls, check, drivers, errors, hold
-from .answers import DECISION, PARTIAL, Charge, Decision, JointDecision, PartialDecision, Reservation, seconds
+from .answers import DECISION, PARTIAL, Charge, Decision, JointDecision, JointSettlement, PartialDecision, Reservation, seconds
 from .calls import Call, Duration, whole
 from .errors import Error, InvalidArgument, Locked, TooLate
 from .hold import AsyncHeld, Held
@@ -108,6 +108,13 @@ class Limiter:
         IdempotencyMismatch if it was settled at another cost.
         """
         return self._run(calls.settle(policy, key, idempotency_key, cost))
+
+    def settle_all(self, settlements: Iterable[Charge], idempotency_key: str) -> JointSettlement:
+        """Replace the costs of the grants of acquire_all under idempotency_key by the real costs, of all buckets or of none.
+
+        A bucket that is named twice is settled once, at the sum. A repeat changes nothing. Errors as settle.
+        """
+        return self._run(calls.settle_all([calls.read_charge(c) for c in settlements], idempotency_key))
 
     def reserve(self, policy: str, key: str, max_wait: Duration, cost: int = 1, *, idempotency_key: str | None = None) -> Reservation:
         """Take tokens now if the bucket will have them within max_wait seconds, and return how long to wait before acting: 0, which
@@ -299,6 +306,7 @@ class AsyncLimiter:
     peek = _awaited(Limiter.peek)
     charge = _awaited(Limiter.charge)
     settle = _awaited(Limiter.settle)
+    settle_all = _awaited(Limiter.settle_all)
     reserve = _awaited(Limiter.reserve)
     acquire_up_to = _awaited(Limiter.acquire_up_to)
     refund = _awaited(Limiter.refund)

@@ -180,12 +180,16 @@ class EachTest(AsyncCase):
             self.assertTrue(r and 3500 < r.wait <= 3600)
             self.assertEqual(-1, r.remaining)
             self.assertFalse(await limiter.reserve(p, "k", 0.5, 5))
-            d = await limiter.acquire_all([Charge(p, "a", 3), (p, "b"), (p, "a", 3)])
+            d = await limiter.acquire_all([Charge(p, "a", 3), (p, "b"), (p, "a", 3)], idempotency_key="all")
             self.assertEqual((True, 0, [4, 9, 4]), (d.allowed, d.binding, [each.remaining for each in d.decisions]))
+            for replayed in False, True:
+                s = await limiter.settle_all([Charge(p, "a", 1), (p, "b", 3), (p, "a", 1)], "all")
+                self.assertEqual((replayed, [8, 7, 8]), (s.replayed, [each.remaining for each in s.decisions]))
             for error, sqlstate, call in (
                 (UnknownPolicy, "RL001", limiter.acquire("none", "k")),
                 (IdempotencyMismatch, "RL002", limiter.charge(p, "k", 1, idempotency_key="job")),
                 (NoGrant, "RL003", limiter.settle(p, "k", "none", 1)),
+                (NoGrant, "RL003", limiter.settle_all([(p, "k")], "none")),
                 (InvalidArgument, "22023", limiter.refund(p, "k", -1)),
                 (InvalidArgument, None, limiter.pause(p, "k", 0)),
                 (InvalidArgument, "22023", limiter.acquire_all([])),

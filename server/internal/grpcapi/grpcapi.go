@@ -126,6 +126,11 @@ func (a api) AcquireAll(ctx context.Context, q *pb.AcquireAllRequest) (*pb.Joint
 	return &pb.JointDecision{Whole: decision(d.Decision), Binding: int32(d.Binding), Decisions: each(d.Decisions, decision)}, err
 }
 
+func (a api) SettleAll(ctx context.Context, q *pb.SettleAllRequest) (*pb.JointSettlement, error) {
+	d, err := a.service.SettleAll(ctx, service.JointRequest{Charges: each(q.GetSettlements(), charge), IdempotencyKey: q.RequestId})
+	return &pb.JointSettlement{Replayed: d.Replayed, Decisions: each(d.Decisions, decision)}, err
+}
+
 func reply(d client.Decision, err error) (*pb.Decision, error) { return decision(d), err }
 
 func decision(d client.Decision) *pb.Decision { return new(memory).decision(d) }

@@ -63,6 +63,8 @@ func reserve(ctx context.Context, s *service.Service, q any) (*service.Unread, e
 		size.Operation, size.Elements = service.AcquireMany, len(q.GetRequests())
 	case *pb.AcquireAllRequest:
 		size.Operation, size.Elements = service.AcquireAll, len(q.GetCharges())
+	case *pb.SettleAllRequest:
+		size.Operation, size.Elements = service.SettleAll, len(q.GetSettlements())
 	case *envoypb.RateLimitRequest:
 		size.Operation, size.Elements = service.Gate, len(q.GetDescriptors())
 	}

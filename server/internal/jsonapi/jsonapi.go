@@ -46,6 +46,9 @@ func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 	handle(a, service.Reserve, "policy key cost idempotency_key max_wait", s.Reserve, newReservation)
 	handle(a, service.Charge, "policy key cost idempotency_key", s.Charge, NewDecision)
 	handle(a, service.Settle, "policy key cost idempotency_key", s.Settle, NewDecision)
+	handle(a, service.SettleAll, "policy key cost", func(ctx context.Context, r settlements) (client.JointSettlement, error) {
+		return s.SettleAll(ctx, service.JointRequest{Charges: r.Settlements, IdempotencyKey: r.IdempotencyKey})
+	}, newJointSettlement)
 	handle(a, service.Peek, "policy key cost", s.Peek, NewDecision)
 	handle(a, service.Refund, "policy key amount", s.Refund, NewDecision)
 	handle(a, service.Pause, "policy key pause_for", s.Pause, NewDecision)
@@ -61,6 +64,10 @@ func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 type (
 	charges struct {
 		Charges        []service.Request `json:"charges"`
+		IdempotencyKey *string           `json:"idempotency_key"`
+	}
+	settlements struct {
+		Settlements    []service.Request `json:"settlements"`
 		IdempotencyKey *string           `json:"idempotency_key"`
 	}
 	requests struct {
@@ -142,6 +149,8 @@ func handle[Q, D, A any](a *api, operation service.Operation, names string, call
 		switch list := any(q).(type) {
 		case charges:
 			size.Elements = len(list.Charges)
+		case settlements:
+			size.Elements = len(list.Settlements)
 		case requests:
 			size.Elements = len(list.Requests)
 		}
@@ -448,11 +457,25 @@ type jointDecision struct {
 }
 
 func newJointDecision(d client.JointDecision) jointDecision {
-	j := jointDecision{Decision: NewDecision(d.Decision), Binding: d.Binding, Decisions: make([]Decision, len(d.Decisions))}
-	for i := range d.Decisions {
-		j.Decisions[i] = NewDecision(d.Decisions[i])
+	return jointDecision{NewDecision(d.Decision), d.Binding, newDecisions(d.Decisions)}
+}
+
+// A jointSettlement is client.JointSettlement in JSON.
+type jointSettlement struct {
+	Replayed  bool       `json:"replayed"`
+	Decisions []Decision `json:"decisions"`
+}
+
+func newJointSettlement(d client.JointSettlement) jointSettlement {
+	return jointSettlement{d.Replayed, newDecisions(d.Decisions)}
+}
+
+func newDecisions(list []client.Decision) []Decision {
+	all := make([]Decision, len(list))
+	for i, d := range list {
+		all[i] = NewDecision(d)
 	}
-	return j
+	return all
 }
 
 // Seconds is a time in whole microseconds, written exactly as a number of seconds.

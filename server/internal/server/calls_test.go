@@ -28,7 +28,7 @@ import (
 // freeze makes time stand still, so that answers are exact.
 const freeze = "create or replace function ratelimit.clock() returns timestamptz language sql stable as $$ select timestamptz '2030-01-01 00:00:00+00' $$"
 
-// everyCall has a body for each call. That of settle needs a grant under the idempotency key i.
+// everyCall has a body for each call. Those of settle and settle_all need a grant under the idempotency key i.
 var everyCall = map[string]string{
 	"acquire":       `{"policy":"api","key":"k"}`,
 	"acquire_all":   `{"charges":[{"policy":"api","key":"k"}]}`,
@@ -37,6 +37,7 @@ var everyCall = map[string]string{
 	"reserve":       `{"policy":"api","key":"k","max_wait":60}`,
 	"charge":        `{"policy":"api","key":"k","cost":1}`,
 	"settle":        `{"policy":"api","key":"k","cost":1,"idempotency_key":"i"}`,
+	"settle_all":    `{"settlements":[{"policy":"api","key":"k","cost":1}],"idempotency_key":"i"}`,
 	"peek":          `{"policy":"api","key":"k"}`,
 	"refund":        `{"policy":"api","key":"k","amount":1}`,
 	"pause":         `{"policy":"api","key":"k","pause_for":1}`,
@@ -123,6 +124,10 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 				`{"decision":{"allowed":true,"remaining":999990,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false}},` +
 				`{"decision":{"allowed":false,"remaining":3,"retry_after":86400,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}},` +
 				`{"decision":{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":true,"shadowed":false}}]}`},
+		{"settle_all", `{"settlements":[{"policy":"budget","key":"k","cost":1},{"policy":"api","key":"k","cost":2}],"idempotency_key":"all"}`,
+			`{"replayed":false,"decisions":[` +
+				`{"allowed":true,"remaining":999990,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false},` +
+				`{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}]}`},
 		{"acquire_up_to", `{"policy":"api","key":"k","at_most":8,"at_least":4}`,
 			`{"allowed":false,"remaining":3,"retry_after":86400,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false,"taken":0}`},
 		{"acquire_up_to", `{"policy":"api","key":"k","at_most":8,"idempotency_key":"up"}`,
@@ -214,6 +219,8 @@ func TestErrors_OfRequests(t *testing.T) {
 		"negative cost":              {"acquire", `{"policy":"api","key":"k","cost":-1}`, service.InvalidArgument, "22023", "invalid cost"},
 		"no charges":                 {"acquire_all", `{}`, service.InvalidArgument, "22023", "invalid charges"},
 		"charge without a cost":      {"charge", `{"policy":"api","key":"k"}`, service.InvalidArgument, "22023", "invalid cost"},
+		"no settlements":             {"settle_all", `{"idempotency_key":"i"}`, service.InvalidArgument, "22023", "invalid settlements"},
+		"settlements of nothing":     {"settle_all", `{"settlements":[{"policy":"api","key":"k","cost":1}]}`, service.InvalidArgument, "22023", "invalid idempotency_key"},
 		"settlement without a cost":  {"settle", `{"policy":"api","key":"k","idempotency_key":"used"}`, service.InvalidArgument, "22023", "invalid cost"},
 		"settlement of nothing":      {"settle", `{"policy":"api","key":"k","cost":1}`, service.InvalidArgument, "22023", "invalid idempotency_key"},
 		"many of none":               {"acquire_many", `{}`, service.InvalidArgument, "22023", "requests has 0 elements. Send 1 to 1000"},

@@ -51,6 +51,8 @@ func TestShards_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 	a := s.mustPost("/v1/acquire_all", `{"charges":[{"policy":"api","key":"`+keyOn(0, of)+`"},{"policy":"api","key":"`+keyOn(1, of)+`"}]}`)
 	requireProblem(t, a, http.StatusUnprocessableEntity, "22023")
 	require.Contains(t, a.body["detail"], "charge 0 to shard 0 and charge 1 to shard 1 of 4")
+	a = s.mustPost("/v1/settle_all", `{"settlements":[{"policy":"api","key":"`+keyOn(0, of)+`","cost":1},{"policy":"api","key":"`+keyOn(1, of)+`","cost":1}],"idempotency_key":"i"}`)
+	requireProblem(t, a, http.StatusUnprocessableEntity, "22023")
 }
 
 // tests/client has every mistake in a list. With one URL of several, the keys of the other shards would have full buckets.

@@ -174,6 +174,39 @@ func (s *Service) Settle(ctx context.Context, r Request) (client.Decision, error
 	})
 }
 
+// SettleAll replaces the costs of the grants that were made under IdempotencyKey, of all buckets or of none. The buckets are of one shard.
+func (s *Service) SettleAll(ctx context.Context, r JointRequest) (d client.JointSettlement, err error) {
+	call, begin := Call{Operation: SettleAll}, time.Now()
+	settlements := make([]client.Charge, len(r.Charges))
+	for i, c := range r.Charges {
+		settlements[i] = c.charge()
+		switch {
+		case c.Cost == nil:
+			call.Err = missing("cost")
+		case s.shardOf(c.Key) != s.shardOf(r.Charges[0].Key):
+			call.Err = Invalid("the settlements belong to several shards", fmt.Sprintf("Settlement %d is of another shard than settlement 0.", i),
+				"Settle those of each shard by themselves.")
+		}
+	}
+	switch {
+	case len(settlements) == 0:
+		call.Err = missing("settlements")
+	case r.IdempotencyKey == nil:
+		call.Err = missing("idempotency_key")
+	}
+	if call.Err == nil {
+		key := settlements[0].Key
+		call.Err = s.limitCall(ctx, s.shardOf(key), false, func(ctx context.Context) (err error) {
+			d, err = s.databases.On(key).SettleAll(ctx, settlements, *r.IdempotencyKey)
+			return err
+		})
+	}
+	if call.Err == nil {
+		call.Policy = settlements[0].Policy
+	}
+	return d, s.observeCall(call, begin, client.Decision{Allowed: true, Replayed: d.Replayed})
+}
+
 // Peek returns the decision that Acquire would, and takes nothing.
 func (s *Service) Peek(ctx context.Context, r Request) (client.Decision, error) {
 	return callBucket(ctx, s, Peek, r, whole, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
@@ -343,6 +376,7 @@ type Limiter interface {
 	Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...client.CallOption) (client.Reservation, error)
 	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.CallOption) (client.Decision, error)
 	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)
+	SettleAll(ctx context.Context, settlements []client.Charge, idempotencyKey string) (client.JointSettlement, error)
 	Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error)
 	Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error)
 	Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (client.Decision, error)
@@ -393,6 +427,7 @@ const (
 	Reserve     Operation = "reserve"
 	Charge      Operation = "charge"
 	Settle      Operation = "settle"
+	SettleAll   Operation = "settle_all"
 	Peek        Operation = "peek"
 	Refund      Operation = "refund"
 	Pause       Operation = "pause"
@@ -405,7 +440,7 @@ const (
 // Takes reports whether the call asks for tokens or slots.
 func (o Operation) Takes() bool {
 	switch o {
-	case Settle, Peek, Refund, Pause, Renew, Release:
+	case Settle, SettleAll, Peek, Refund, Pause, Renew, Release:
 		return false
 	}
 	return true

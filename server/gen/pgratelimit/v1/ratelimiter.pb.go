@@ -411,6 +411,110 @@ func (x *JointDecision) GetDecisions() []*Decision {
 	return nil
 }
 
+type SettleAllRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	RequestId     *string                `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3,oneof" json:"request_id,omitempty"`
+	Settlements   []*Charge              `protobuf:"bytes,2,rep,name=settlements,proto3" json:"settlements,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SettleAllRequest) Reset() {
+	*x = SettleAllRequest{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SettleAllRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SettleAllRequest) ProtoMessage() {}
+
+func (x *SettleAllRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SettleAllRequest.ProtoReflect.Descriptor instead.
+func (*SettleAllRequest) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *SettleAllRequest) GetRequestId() string {
+	if x != nil && x.RequestId != nil {
+		return *x.RequestId
+	}
+	return ""
+}
+
+func (x *SettleAllRequest) GetSettlements() []*Charge {
+	if x != nil {
+		return x.Settlements
+	}
+	return nil
+}
+
+type JointSettlement struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Replayed      bool                   `protobuf:"varint,1,opt,name=replayed,proto3" json:"replayed,omitempty"`
+	Decisions     []*Decision            `protobuf:"bytes,2,rep,name=decisions,proto3" json:"decisions,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JointSettlement) Reset() {
+	*x = JointSettlement{}
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JointSettlement) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JointSettlement) ProtoMessage() {}
+
+func (x *JointSettlement) ProtoReflect() protoreflect.Message {
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JointSettlement.ProtoReflect.Descriptor instead.
+func (*JointSettlement) Descriptor() ([]byte, []int) {
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *JointSettlement) GetReplayed() bool {
+	if x != nil {
+		return x.Replayed
+	}
+	return false
+}
+
+func (x *JointSettlement) GetDecisions() []*Decision {
+	if x != nil {
+		return x.Decisions
+	}
+	return nil
+}
+
 type AcquireManyRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Requests      []*Request             `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
@@ -420,7 +524,7 @@ type AcquireManyRequest struct {
 
 func (x *AcquireManyRequest) Reset() {
 	*x = AcquireManyRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[5]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -432,7 +536,7 @@ func (x *AcquireManyRequest) String() string {
 func (*AcquireManyRequest) ProtoMessage() {}
 
 func (x *AcquireManyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[5]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -445,7 +549,7 @@ func (x *AcquireManyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcquireManyRequest.ProtoReflect.Descriptor instead.
 func (*AcquireManyRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{5}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *AcquireManyRequest) GetRequests() []*Request {
@@ -465,7 +569,7 @@ type AcquireStreamRequest struct {
 
 func (x *AcquireStreamRequest) Reset() {
 	*x = AcquireStreamRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -477,7 +581,7 @@ func (x *AcquireStreamRequest) String() string {
 func (*AcquireStreamRequest) ProtoMessage() {}
 
 func (x *AcquireStreamRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[6]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -490,7 +594,7 @@ func (x *AcquireStreamRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcquireStreamRequest.ProtoReflect.Descriptor instead.
 func (*AcquireStreamRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{6}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *AcquireStreamRequest) GetId() uint64 {
@@ -518,7 +622,7 @@ type AcquireStreamResponse struct {
 
 func (x *AcquireStreamResponse) Reset() {
 	*x = AcquireStreamResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -530,7 +634,7 @@ func (x *AcquireStreamResponse) String() string {
 func (*AcquireStreamResponse) ProtoMessage() {}
 
 func (x *AcquireStreamResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[7]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -543,7 +647,7 @@ func (x *AcquireStreamResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcquireStreamResponse.ProtoReflect.Descriptor instead.
 func (*AcquireStreamResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{7}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *AcquireStreamResponse) GetId() uint64 {
@@ -577,7 +681,7 @@ type Answer struct {
 
 func (x *Answer) Reset() {
 	*x = Answer{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -589,7 +693,7 @@ func (x *Answer) String() string {
 func (*Answer) ProtoMessage() {}
 
 func (x *Answer) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[8]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -602,7 +706,7 @@ func (x *Answer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Answer.ProtoReflect.Descriptor instead.
 func (*Answer) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{8}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Answer) GetDecision() *Decision {
@@ -628,7 +732,7 @@ type Answers struct {
 
 func (x *Answers) Reset() {
 	*x = Answers{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[9]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -640,7 +744,7 @@ func (x *Answers) String() string {
 func (*Answers) ProtoMessage() {}
 
 func (x *Answers) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[9]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -653,7 +757,7 @@ func (x *Answers) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Answers.ProtoReflect.Descriptor instead.
 func (*Answers) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{9}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Answers) GetAnswers() []*Answer {
@@ -675,7 +779,7 @@ type Error struct {
 
 func (x *Error) Reset() {
 	*x = Error{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[10]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -687,7 +791,7 @@ func (x *Error) String() string {
 func (*Error) ProtoMessage() {}
 
 func (x *Error) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[10]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -700,7 +804,7 @@ func (x *Error) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Error.ProtoReflect.Descriptor instead.
 func (*Error) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{10}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Error) GetCode() int32 {
@@ -744,7 +848,7 @@ type AcquireUpToRequest struct {
 
 func (x *AcquireUpToRequest) Reset() {
 	*x = AcquireUpToRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[11]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -756,7 +860,7 @@ func (x *AcquireUpToRequest) String() string {
 func (*AcquireUpToRequest) ProtoMessage() {}
 
 func (x *AcquireUpToRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[11]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -769,7 +873,7 @@ func (x *AcquireUpToRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcquireUpToRequest.ProtoReflect.Descriptor instead.
 func (*AcquireUpToRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{11}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *AcquireUpToRequest) GetRequestId() string {
@@ -817,7 +921,7 @@ type PartialDecision struct {
 
 func (x *PartialDecision) Reset() {
 	*x = PartialDecision{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[12]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -829,7 +933,7 @@ func (x *PartialDecision) String() string {
 func (*PartialDecision) ProtoMessage() {}
 
 func (x *PartialDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[12]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -842,7 +946,7 @@ func (x *PartialDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PartialDecision.ProtoReflect.Descriptor instead.
 func (*PartialDecision) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{12}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PartialDecision) GetDecision() *Decision {
@@ -872,7 +976,7 @@ type ReserveRequest struct {
 
 func (x *ReserveRequest) Reset() {
 	*x = ReserveRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -884,7 +988,7 @@ func (x *ReserveRequest) String() string {
 func (*ReserveRequest) ProtoMessage() {}
 
 func (x *ReserveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[13]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -897,7 +1001,7 @@ func (x *ReserveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReserveRequest.ProtoReflect.Descriptor instead.
 func (*ReserveRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{13}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ReserveRequest) GetRequestId() string {
@@ -950,7 +1054,7 @@ type Reservation struct {
 
 func (x *Reservation) Reset() {
 	*x = Reservation{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -962,7 +1066,7 @@ func (x *Reservation) String() string {
 func (*Reservation) ProtoMessage() {}
 
 func (x *Reservation) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[14]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -975,7 +1079,7 @@ func (x *Reservation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reservation.ProtoReflect.Descriptor instead.
 func (*Reservation) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{14}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Reservation) GetVerdict() Verdict {
@@ -1038,7 +1142,7 @@ type RefundRequest struct {
 
 func (x *RefundRequest) Reset() {
 	*x = RefundRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1050,7 +1154,7 @@ func (x *RefundRequest) String() string {
 func (*RefundRequest) ProtoMessage() {}
 
 func (x *RefundRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[15]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1063,7 +1167,7 @@ func (x *RefundRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RefundRequest.ProtoReflect.Descriptor instead.
 func (*RefundRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{15}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RefundRequest) GetLogicalKey() string {
@@ -1098,7 +1202,7 @@ type PauseRequest struct {
 
 func (x *PauseRequest) Reset() {
 	*x = PauseRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1110,7 +1214,7 @@ func (x *PauseRequest) String() string {
 func (*PauseRequest) ProtoMessage() {}
 
 func (x *PauseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[16]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1123,7 +1227,7 @@ func (x *PauseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRequest.ProtoReflect.Descriptor instead.
 func (*PauseRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{16}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PauseRequest) GetLogicalKey() string {
@@ -1159,7 +1263,7 @@ type HoldRequest struct {
 
 func (x *HoldRequest) Reset() {
 	*x = HoldRequest{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1171,7 +1275,7 @@ func (x *HoldRequest) String() string {
 func (*HoldRequest) ProtoMessage() {}
 
 func (x *HoldRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[17]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1184,7 +1288,7 @@ func (x *HoldRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HoldRequest.ProtoReflect.Descriptor instead.
 func (*HoldRequest) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{17}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *HoldRequest) GetLogicalKey() string {
@@ -1230,7 +1334,7 @@ type HoldDecision struct {
 
 func (x *HoldDecision) Reset() {
 	*x = HoldDecision{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1242,7 +1346,7 @@ func (x *HoldDecision) String() string {
 func (*HoldDecision) ProtoMessage() {}
 
 func (x *HoldDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[18]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1255,7 +1359,7 @@ func (x *HoldDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HoldDecision.ProtoReflect.Descriptor instead.
 func (*HoldDecision) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{18}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *HoldDecision) GetVerdict() Verdict {
@@ -1318,7 +1422,7 @@ type Holder struct {
 
 func (x *Holder) Reset() {
 	*x = Holder{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1330,7 +1434,7 @@ func (x *Holder) String() string {
 func (*Holder) ProtoMessage() {}
 
 func (x *Holder) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[19]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1343,7 +1447,7 @@ func (x *Holder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Holder.ProtoReflect.Descriptor instead.
 func (*Holder) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{19}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Holder) GetLogicalKey() string {
@@ -1376,7 +1480,7 @@ type RenewResponse struct {
 
 func (x *RenewResponse) Reset() {
 	*x = RenewResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1388,7 +1492,7 @@ func (x *RenewResponse) String() string {
 func (*RenewResponse) ProtoMessage() {}
 
 func (x *RenewResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[20]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1401,7 +1505,7 @@ func (x *RenewResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewResponse.ProtoReflect.Descriptor instead.
 func (*RenewResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{20}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *RenewResponse) GetHeldFor() *durationpb.Duration {
@@ -1420,7 +1524,7 @@ type ReleaseResponse struct {
 
 func (x *ReleaseResponse) Reset() {
 	*x = ReleaseResponse{}
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1432,7 +1536,7 @@ func (x *ReleaseResponse) String() string {
 func (*ReleaseResponse) ProtoMessage() {}
 
 func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[21]
+	mi := &file_pgratelimit_v1_ratelimiter_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1445,7 +1549,7 @@ func (x *ReleaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseResponse) Descriptor() ([]byte, []int) {
-	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{21}
+	return file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ReleaseResponse) GetReleased() bool {
@@ -1494,7 +1598,15 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\rJointDecision\x12.\n" +
 	"\x05whole\x18\x01 \x01(\v2\x18.pgratelimit.v1.DecisionR\x05whole\x12\x18\n" +
 	"\abinding\x18\x02 \x01(\x05R\abinding\x126\n" +
-	"\tdecisions\x18\x03 \x03(\v2\x18.pgratelimit.v1.DecisionR\tdecisions\"I\n" +
+	"\tdecisions\x18\x03 \x03(\v2\x18.pgratelimit.v1.DecisionR\tdecisions\"\x7f\n" +
+	"\x10SettleAllRequest\x12\"\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x128\n" +
+	"\vsettlements\x18\x02 \x03(\v2\x16.pgratelimit.v1.ChargeR\vsettlementsB\r\n" +
+	"\v_request_id\"e\n" +
+	"\x0fJointSettlement\x12\x1a\n" +
+	"\breplayed\x18\x01 \x01(\bR\breplayed\x126\n" +
+	"\tdecisions\x18\x02 \x03(\v2\x18.pgratelimit.v1.DecisionR\tdecisions\"I\n" +
 	"\x12AcquireManyRequest\x123\n" +
 	"\brequests\x18\x01 \x03(\v2\x17.pgratelimit.v1.RequestR\brequests\"[\n" +
 	"\x14AcquireStreamRequest\x12\x0e\n" +
@@ -1588,7 +1700,7 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\x13VERDICT_UNSPECIFIED\x10\x00\x12\v\n" +
 	"\aALLOWED\x10\x01\x12\n" +
 	"\n" +
-	"\x06DENIED\x10\x022\xe4\a\n" +
+	"\x06DENIED\x10\x022\xb4\b\n" +
 	"\vRateLimiter\x12<\n" +
 	"\aAcquire\x12\x17.pgratelimit.v1.Request\x1a\x18.pgratelimit.v1.Decision\x12N\n" +
 	"\n" +
@@ -1598,7 +1710,8 @@ const file_pgratelimit_v1_ratelimiter_proto_rawDesc = "" +
 	"\vAcquireUpTo\x12\".pgratelimit.v1.AcquireUpToRequest\x1a\x1f.pgratelimit.v1.PartialDecision\x12F\n" +
 	"\aReserve\x12\x1e.pgratelimit.v1.ReserveRequest\x1a\x1b.pgratelimit.v1.Reservation\x12;\n" +
 	"\x06Charge\x12\x17.pgratelimit.v1.Request\x1a\x18.pgratelimit.v1.Decision\x12;\n" +
-	"\x06Settle\x12\x17.pgratelimit.v1.Request\x1a\x18.pgratelimit.v1.Decision\x128\n" +
+	"\x06Settle\x12\x17.pgratelimit.v1.Request\x1a\x18.pgratelimit.v1.Decision\x12N\n" +
+	"\tSettleAll\x12 .pgratelimit.v1.SettleAllRequest\x1a\x1f.pgratelimit.v1.JointSettlement\x128\n" +
 	"\x04Peek\x12\x16.pgratelimit.v1.Charge\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
 	"\x06Refund\x12\x1d.pgratelimit.v1.RefundRequest\x1a\x18.pgratelimit.v1.Decision\x12?\n" +
 	"\x05Pause\x12\x1c.pgratelimit.v1.PauseRequest\x1a\x18.pgratelimit.v1.Decision\x12A\n" +
@@ -1619,7 +1732,7 @@ func file_pgratelimit_v1_ratelimiter_proto_rawDescGZIP() []byte {
 }
 
 var file_pgratelimit_v1_ratelimiter_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_pgratelimit_v1_ratelimiter_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_pgratelimit_v1_ratelimiter_proto_goTypes = []any{
 	(Verdict)(0),                  // 0: pgratelimit.v1.Verdict
 	(*Decision)(nil),              // 1: pgratelimit.v1.Decision
@@ -1627,82 +1740,88 @@ var file_pgratelimit_v1_ratelimiter_proto_goTypes = []any{
 	(*AcquireAllRequest)(nil),     // 3: pgratelimit.v1.AcquireAllRequest
 	(*Charge)(nil),                // 4: pgratelimit.v1.Charge
 	(*JointDecision)(nil),         // 5: pgratelimit.v1.JointDecision
-	(*AcquireManyRequest)(nil),    // 6: pgratelimit.v1.AcquireManyRequest
-	(*AcquireStreamRequest)(nil),  // 7: pgratelimit.v1.AcquireStreamRequest
-	(*AcquireStreamResponse)(nil), // 8: pgratelimit.v1.AcquireStreamResponse
-	(*Answer)(nil),                // 9: pgratelimit.v1.Answer
-	(*Answers)(nil),               // 10: pgratelimit.v1.Answers
-	(*Error)(nil),                 // 11: pgratelimit.v1.Error
-	(*AcquireUpToRequest)(nil),    // 12: pgratelimit.v1.AcquireUpToRequest
-	(*PartialDecision)(nil),       // 13: pgratelimit.v1.PartialDecision
-	(*ReserveRequest)(nil),        // 14: pgratelimit.v1.ReserveRequest
-	(*Reservation)(nil),           // 15: pgratelimit.v1.Reservation
-	(*RefundRequest)(nil),         // 16: pgratelimit.v1.RefundRequest
-	(*PauseRequest)(nil),          // 17: pgratelimit.v1.PauseRequest
-	(*HoldRequest)(nil),           // 18: pgratelimit.v1.HoldRequest
-	(*HoldDecision)(nil),          // 19: pgratelimit.v1.HoldDecision
-	(*Holder)(nil),                // 20: pgratelimit.v1.Holder
-	(*RenewResponse)(nil),         // 21: pgratelimit.v1.RenewResponse
-	(*ReleaseResponse)(nil),       // 22: pgratelimit.v1.ReleaseResponse
-	(*durationpb.Duration)(nil),   // 23: google.protobuf.Duration
+	(*SettleAllRequest)(nil),      // 6: pgratelimit.v1.SettleAllRequest
+	(*JointSettlement)(nil),       // 7: pgratelimit.v1.JointSettlement
+	(*AcquireManyRequest)(nil),    // 8: pgratelimit.v1.AcquireManyRequest
+	(*AcquireStreamRequest)(nil),  // 9: pgratelimit.v1.AcquireStreamRequest
+	(*AcquireStreamResponse)(nil), // 10: pgratelimit.v1.AcquireStreamResponse
+	(*Answer)(nil),                // 11: pgratelimit.v1.Answer
+	(*Answers)(nil),               // 12: pgratelimit.v1.Answers
+	(*Error)(nil),                 // 13: pgratelimit.v1.Error
+	(*AcquireUpToRequest)(nil),    // 14: pgratelimit.v1.AcquireUpToRequest
+	(*PartialDecision)(nil),       // 15: pgratelimit.v1.PartialDecision
+	(*ReserveRequest)(nil),        // 16: pgratelimit.v1.ReserveRequest
+	(*Reservation)(nil),           // 17: pgratelimit.v1.Reservation
+	(*RefundRequest)(nil),         // 18: pgratelimit.v1.RefundRequest
+	(*PauseRequest)(nil),          // 19: pgratelimit.v1.PauseRequest
+	(*HoldRequest)(nil),           // 20: pgratelimit.v1.HoldRequest
+	(*HoldDecision)(nil),          // 21: pgratelimit.v1.HoldDecision
+	(*Holder)(nil),                // 22: pgratelimit.v1.Holder
+	(*RenewResponse)(nil),         // 23: pgratelimit.v1.RenewResponse
+	(*ReleaseResponse)(nil),       // 24: pgratelimit.v1.ReleaseResponse
+	(*durationpb.Duration)(nil),   // 25: google.protobuf.Duration
 }
 var file_pgratelimit_v1_ratelimiter_proto_depIdxs = []int32{
 	0,  // 0: pgratelimit.v1.Decision.verdict:type_name -> pgratelimit.v1.Verdict
-	23, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
-	23, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
+	25, // 1: pgratelimit.v1.Decision.retry_after:type_name -> google.protobuf.Duration
+	25, // 2: pgratelimit.v1.Decision.reset_after:type_name -> google.protobuf.Duration
 	4,  // 3: pgratelimit.v1.AcquireAllRequest.charges:type_name -> pgratelimit.v1.Charge
 	1,  // 4: pgratelimit.v1.JointDecision.whole:type_name -> pgratelimit.v1.Decision
 	1,  // 5: pgratelimit.v1.JointDecision.decisions:type_name -> pgratelimit.v1.Decision
-	2,  // 6: pgratelimit.v1.AcquireManyRequest.requests:type_name -> pgratelimit.v1.Request
-	2,  // 7: pgratelimit.v1.AcquireStreamRequest.requests:type_name -> pgratelimit.v1.Request
-	9,  // 8: pgratelimit.v1.AcquireStreamResponse.answers:type_name -> pgratelimit.v1.Answer
-	11, // 9: pgratelimit.v1.AcquireStreamResponse.error:type_name -> pgratelimit.v1.Error
-	1,  // 10: pgratelimit.v1.Answer.decision:type_name -> pgratelimit.v1.Decision
-	11, // 11: pgratelimit.v1.Answer.error:type_name -> pgratelimit.v1.Error
-	9,  // 12: pgratelimit.v1.Answers.answers:type_name -> pgratelimit.v1.Answer
-	1,  // 13: pgratelimit.v1.PartialDecision.decision:type_name -> pgratelimit.v1.Decision
-	23, // 14: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
-	0,  // 15: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
-	23, // 16: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
-	23, // 17: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
-	23, // 18: pgratelimit.v1.PauseRequest.pause_for:type_name -> google.protobuf.Duration
-	0,  // 19: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
-	23, // 20: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
-	23, // 21: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
-	23, // 22: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
-	2,  // 23: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.Request
-	3,  // 24: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
-	6,  // 25: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
-	7,  // 26: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
-	12, // 27: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
-	14, // 28: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
-	2,  // 29: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.Request
-	2,  // 30: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.Request
-	4,  // 31: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.Charge
-	16, // 32: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
-	17, // 33: pgratelimit.v1.RateLimiter.Pause:input_type -> pgratelimit.v1.PauseRequest
-	18, // 34: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
-	20, // 35: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.Holder
-	20, // 36: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.Holder
-	1,  // 37: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
-	5,  // 38: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
-	10, // 39: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.Answers
-	8,  // 40: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
-	13, // 41: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
-	15, // 42: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
-	1,  // 43: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
-	1,  // 44: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
-	1,  // 45: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
-	1,  // 46: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
-	1,  // 47: pgratelimit.v1.RateLimiter.Pause:output_type -> pgratelimit.v1.Decision
-	19, // 48: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
-	21, // 49: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
-	22, // 50: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
-	37, // [37:51] is the sub-list for method output_type
-	23, // [23:37] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	4,  // 6: pgratelimit.v1.SettleAllRequest.settlements:type_name -> pgratelimit.v1.Charge
+	1,  // 7: pgratelimit.v1.JointSettlement.decisions:type_name -> pgratelimit.v1.Decision
+	2,  // 8: pgratelimit.v1.AcquireManyRequest.requests:type_name -> pgratelimit.v1.Request
+	2,  // 9: pgratelimit.v1.AcquireStreamRequest.requests:type_name -> pgratelimit.v1.Request
+	11, // 10: pgratelimit.v1.AcquireStreamResponse.answers:type_name -> pgratelimit.v1.Answer
+	13, // 11: pgratelimit.v1.AcquireStreamResponse.error:type_name -> pgratelimit.v1.Error
+	1,  // 12: pgratelimit.v1.Answer.decision:type_name -> pgratelimit.v1.Decision
+	13, // 13: pgratelimit.v1.Answer.error:type_name -> pgratelimit.v1.Error
+	11, // 14: pgratelimit.v1.Answers.answers:type_name -> pgratelimit.v1.Answer
+	1,  // 15: pgratelimit.v1.PartialDecision.decision:type_name -> pgratelimit.v1.Decision
+	25, // 16: pgratelimit.v1.ReserveRequest.max_wait:type_name -> google.protobuf.Duration
+	0,  // 17: pgratelimit.v1.Reservation.verdict:type_name -> pgratelimit.v1.Verdict
+	25, // 18: pgratelimit.v1.Reservation.wait:type_name -> google.protobuf.Duration
+	25, // 19: pgratelimit.v1.Reservation.reset_after:type_name -> google.protobuf.Duration
+	25, // 20: pgratelimit.v1.PauseRequest.pause_for:type_name -> google.protobuf.Duration
+	0,  // 21: pgratelimit.v1.HoldDecision.verdict:type_name -> pgratelimit.v1.Verdict
+	25, // 22: pgratelimit.v1.HoldDecision.retry_after:type_name -> google.protobuf.Duration
+	25, // 23: pgratelimit.v1.HoldDecision.held_for:type_name -> google.protobuf.Duration
+	25, // 24: pgratelimit.v1.RenewResponse.held_for:type_name -> google.protobuf.Duration
+	2,  // 25: pgratelimit.v1.RateLimiter.Acquire:input_type -> pgratelimit.v1.Request
+	3,  // 26: pgratelimit.v1.RateLimiter.AcquireAll:input_type -> pgratelimit.v1.AcquireAllRequest
+	8,  // 27: pgratelimit.v1.RateLimiter.AcquireMany:input_type -> pgratelimit.v1.AcquireManyRequest
+	9,  // 28: pgratelimit.v1.RateLimiter.AcquireStream:input_type -> pgratelimit.v1.AcquireStreamRequest
+	14, // 29: pgratelimit.v1.RateLimiter.AcquireUpTo:input_type -> pgratelimit.v1.AcquireUpToRequest
+	16, // 30: pgratelimit.v1.RateLimiter.Reserve:input_type -> pgratelimit.v1.ReserveRequest
+	2,  // 31: pgratelimit.v1.RateLimiter.Charge:input_type -> pgratelimit.v1.Request
+	2,  // 32: pgratelimit.v1.RateLimiter.Settle:input_type -> pgratelimit.v1.Request
+	6,  // 33: pgratelimit.v1.RateLimiter.SettleAll:input_type -> pgratelimit.v1.SettleAllRequest
+	4,  // 34: pgratelimit.v1.RateLimiter.Peek:input_type -> pgratelimit.v1.Charge
+	18, // 35: pgratelimit.v1.RateLimiter.Refund:input_type -> pgratelimit.v1.RefundRequest
+	19, // 36: pgratelimit.v1.RateLimiter.Pause:input_type -> pgratelimit.v1.PauseRequest
+	20, // 37: pgratelimit.v1.RateLimiter.Hold:input_type -> pgratelimit.v1.HoldRequest
+	22, // 38: pgratelimit.v1.RateLimiter.Renew:input_type -> pgratelimit.v1.Holder
+	22, // 39: pgratelimit.v1.RateLimiter.Release:input_type -> pgratelimit.v1.Holder
+	1,  // 40: pgratelimit.v1.RateLimiter.Acquire:output_type -> pgratelimit.v1.Decision
+	5,  // 41: pgratelimit.v1.RateLimiter.AcquireAll:output_type -> pgratelimit.v1.JointDecision
+	12, // 42: pgratelimit.v1.RateLimiter.AcquireMany:output_type -> pgratelimit.v1.Answers
+	10, // 43: pgratelimit.v1.RateLimiter.AcquireStream:output_type -> pgratelimit.v1.AcquireStreamResponse
+	15, // 44: pgratelimit.v1.RateLimiter.AcquireUpTo:output_type -> pgratelimit.v1.PartialDecision
+	17, // 45: pgratelimit.v1.RateLimiter.Reserve:output_type -> pgratelimit.v1.Reservation
+	1,  // 46: pgratelimit.v1.RateLimiter.Charge:output_type -> pgratelimit.v1.Decision
+	1,  // 47: pgratelimit.v1.RateLimiter.Settle:output_type -> pgratelimit.v1.Decision
+	7,  // 48: pgratelimit.v1.RateLimiter.SettleAll:output_type -> pgratelimit.v1.JointSettlement
+	1,  // 49: pgratelimit.v1.RateLimiter.Peek:output_type -> pgratelimit.v1.Decision
+	1,  // 50: pgratelimit.v1.RateLimiter.Refund:output_type -> pgratelimit.v1.Decision
+	1,  // 51: pgratelimit.v1.RateLimiter.Pause:output_type -> pgratelimit.v1.Decision
+	21, // 52: pgratelimit.v1.RateLimiter.Hold:output_type -> pgratelimit.v1.HoldDecision
+	23, // 53: pgratelimit.v1.RateLimiter.Renew:output_type -> pgratelimit.v1.RenewResponse
+	24, // 54: pgratelimit.v1.RateLimiter.Release:output_type -> pgratelimit.v1.ReleaseResponse
+	40, // [40:55] is the sub-list for method output_type
+	25, // [25:40] is the sub-list for method input_type
+	25, // [25:25] is the sub-list for extension type_name
+	25, // [25:25] is the sub-list for extension extendee
+	0,  // [0:25] is the sub-list for field type_name
 }
 
 func init() { file_pgratelimit_v1_ratelimiter_proto_init() }
@@ -1713,17 +1832,18 @@ func file_pgratelimit_v1_ratelimiter_proto_init() {
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[1].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[2].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[3].OneofWrappers = []any{}
-	file_pgratelimit_v1_ratelimiter_proto_msgTypes[11].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[5].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[13].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[15].OneofWrappers = []any{}
 	file_pgratelimit_v1_ratelimiter_proto_msgTypes[17].OneofWrappers = []any{}
+	file_pgratelimit_v1_ratelimiter_proto_msgTypes[19].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_pgratelimit_v1_ratelimiter_proto_rawDesc), len(file_pgratelimit_v1_ratelimiter_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   22,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

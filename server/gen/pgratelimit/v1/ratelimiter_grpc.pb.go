@@ -27,6 +27,7 @@ const (
 	RateLimiter_Reserve_FullMethodName       = "/pgratelimit.v1.RateLimiter/Reserve"
 	RateLimiter_Charge_FullMethodName        = "/pgratelimit.v1.RateLimiter/Charge"
 	RateLimiter_Settle_FullMethodName        = "/pgratelimit.v1.RateLimiter/Settle"
+	RateLimiter_SettleAll_FullMethodName     = "/pgratelimit.v1.RateLimiter/SettleAll"
 	RateLimiter_Peek_FullMethodName          = "/pgratelimit.v1.RateLimiter/Peek"
 	RateLimiter_Refund_FullMethodName        = "/pgratelimit.v1.RateLimiter/Refund"
 	RateLimiter_Pause_FullMethodName         = "/pgratelimit.v1.RateLimiter/Pause"
@@ -47,6 +48,7 @@ type RateLimiterClient interface {
 	Reserve(ctx context.Context, in *ReserveRequest, opts ...grpc.CallOption) (*Reservation, error)
 	Charge(ctx context.Context, in *Request, opts ...grpc.CallOption) (*Decision, error)
 	Settle(ctx context.Context, in *Request, opts ...grpc.CallOption) (*Decision, error)
+	SettleAll(ctx context.Context, in *SettleAllRequest, opts ...grpc.CallOption) (*JointSettlement, error)
 	Peek(ctx context.Context, in *Charge, opts ...grpc.CallOption) (*Decision, error)
 	Refund(ctx context.Context, in *RefundRequest, opts ...grpc.CallOption) (*Decision, error)
 	Pause(ctx context.Context, in *PauseRequest, opts ...grpc.CallOption) (*Decision, error)
@@ -146,6 +148,16 @@ func (c *rateLimiterClient) Settle(ctx context.Context, in *Request, opts ...grp
 	return out, nil
 }
 
+func (c *rateLimiterClient) SettleAll(ctx context.Context, in *SettleAllRequest, opts ...grpc.CallOption) (*JointSettlement, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(JointSettlement)
+	err := c.cc.Invoke(ctx, RateLimiter_SettleAll_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *rateLimiterClient) Peek(ctx context.Context, in *Charge, opts ...grpc.CallOption) (*Decision, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(Decision)
@@ -218,6 +230,7 @@ type RateLimiterServer interface {
 	Reserve(context.Context, *ReserveRequest) (*Reservation, error)
 	Charge(context.Context, *Request) (*Decision, error)
 	Settle(context.Context, *Request) (*Decision, error)
+	SettleAll(context.Context, *SettleAllRequest) (*JointSettlement, error)
 	Peek(context.Context, *Charge) (*Decision, error)
 	Refund(context.Context, *RefundRequest) (*Decision, error)
 	Pause(context.Context, *PauseRequest) (*Decision, error)
@@ -256,6 +269,9 @@ func (UnimplementedRateLimiterServer) Charge(context.Context, *Request) (*Decisi
 }
 func (UnimplementedRateLimiterServer) Settle(context.Context, *Request) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Settle not implemented")
+}
+func (UnimplementedRateLimiterServer) SettleAll(context.Context, *SettleAllRequest) (*JointSettlement, error) {
+	return nil, status.Error(codes.Unimplemented, "method SettleAll not implemented")
 }
 func (UnimplementedRateLimiterServer) Peek(context.Context, *Charge) (*Decision, error) {
 	return nil, status.Error(codes.Unimplemented, "method Peek not implemented")
@@ -428,6 +444,24 @@ func _RateLimiter_Settle_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RateLimiter_SettleAll_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SettleAllRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RateLimiterServer).SettleAll(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RateLimiter_SettleAll_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RateLimiterServer).SettleAll(ctx, req.(*SettleAllRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _RateLimiter_Peek_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(Charge)
 	if err := dec(in); err != nil {
@@ -570,6 +604,10 @@ var RateLimiter_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Settle",
 			Handler:    _RateLimiter_Settle_Handler,
+		},
+		{
+			MethodName: "SettleAll",
+			Handler:    _RateLimiter_SettleAll_Handler,
 		},
 		{
 			MethodName: "Peek",
