@@ -143,7 +143,7 @@ func (p Policy) Statement() string {
 // types are those of the arguments of ratelimit_define_policy and ratelimit_override.
 var types = map[string]string{
 	"capacity": "bigint", "refill": "bigint", "every": "interval", "stepped": "boolean", "durable": "boolean", "remember": "interval",
-	"shadow": "boolean", "period": "interval", "time_zone": "text", "anchor": "timestamp", "lease": "interval", "expires_at": "timestamptz",
+	"shadow": "boolean", "period": "interval", "time_zone": "text", "anchor": "timestamp", "lease": "interval", "history": "interval", "expires_at": "timestamptz",
 }
 
 // sql writes a value for PostgreSQL, a span exactly.

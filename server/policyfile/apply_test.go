@@ -146,6 +146,19 @@ func TestApply_ShowsWhatItChanges(t *testing.T) {
 `,
 			},
 		},
+		"a history": {
+			{file: "policies: {plan: {capacity: 1000, period: 1 day, history: 24 months}}", shows: `+ policy "plan": capacity 1000, period 1 day, time_zone UTC, anchor 2001-01-01, durable true, remember 1d, shadow false, history 2 years
+`},
+			{file: "policies: {plan: {capacity: 1000, period: 1 day, history: 2 years}}"},
+			{file: "policies: {plan: {capacity: 1000, period: 1 day}}"},
+			{file: "policies: {plan: {capacity: 1000, period: 1 day, history: 0 days}}", shows: "~ policy \"plan\": history 2 years -> 0 days\n"},
+			{file: "policies: {plan: {capacity: 1000, period: 1 day, history: 0 days}}"},
+			{
+				sql:  `insert into ratelimit.usage select id, '2024-01-01', '2024-01-02', '2999-01-01', 1, 'k' from ratelimit.policies where name = 'plan'`,
+				file: another, options: prune,
+				shows: newPolicy + "- policy \"plan\": dropped with 0 buckets, 0 overrides, 0 idempotency keys and 1 closed period\n",
+			},
+		},
 		"slots": {
 			{file: slots, shows: `+ policy "jobs": capacity 5, lease 5m, durable true, shadow false
 + override "vip" of "jobs": capacity 50
@@ -326,7 +339,7 @@ func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
 
 	const one = "policies: {api: {capacity: 100, refill: 10, every: 1s}}"
 	_, err := policyfile.Apply(t.Context(), conn, parse(t, one), policyfile.Options{Prune: true})
-	require.ErrorContains(t, err, `- policy "llm": dropped with its buckets, overrides, idempotency keys and holders, which this role may not count: `+
+	require.ErrorContains(t, err, `- policy "llm": dropped with its buckets, overrides, idempotency keys, holders and usage, which this role may not count: `+
 		"the role may not do this, so grant it, or connect as the owner of the functions: ERROR: permission denied for function ratelimit_drop_policy")
 	require.Len(t, policiesIn(t, db), 2)
 
@@ -527,6 +540,9 @@ func someFile(t *rapid.T) string {
 			period := rapid.SampledFrom([]string{"1 day", "2 weeks", "18 months", "1000 years"}).Draw(t, "period")
 			policies += fmt.Sprintf("  %q: {%s, period: %s%s%s}\n", name, capacity, period, durable,
 				maybe("time_zone: Etc/GMT+5", "anchor: 2024-03-31T02:30:00", "shadow: true", "remember: "+span()))
+			if len(name)%2 == 0 { // durable
+				policies = strings.TrimSuffix(policies, "}\n") + maybe("history: 18 months") + "}\n"
+			}
 			capacity += maybe("time_zone: Europe/Berlin", "anchor: 9999-12-31T23:59:59.999999")
 		case 2:
 			policies += fmt.Sprintf("  %q: {%s, lease: 1ms%s%s%s}\n", name, capacity, span(), durable, maybe("shadow: true"))
@@ -553,7 +569,7 @@ func everything(t require.TestingT, text string) string {
 func textOf(rules *policyfile.Rules) string {
 	var all []string
 	for _, p := range rules.Policies {
-		all = append(all, fmt.Sprintf("%s %v %t %t %v %t %s", p.Name, p.Numbers, p.Stepped, p.Durable, p.Remember, p.Shadow, p.Period))
+		all = append(all, fmt.Sprintf("%s %v %t %t %v %t %s", p.Name, p.Numbers, p.Stepped, p.Durable, p.Remember, p.Shadow, p.Period+p.History))
 	}
 	for _, o := range rules.Overrides {
 		all = append(all, o.String())

@@ -1,6 +1,7 @@
 package policyfile
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
@@ -152,6 +153,9 @@ func (d *Difference) policies(s *state, policies []Policy) (problems Problems) {
 			problems.Add(p.At, "policy %s %s in the database, and cannot become one that %s: drop the policy first, with all its buckets",
 				quote(p.Name), old.kind(), p.kind())
 			continue
+		}
+		if old.History = cmp.Or(old.History, noHistory); p.History == "" {
+			old.History = "" // it stays as it is
 		}
 		d.add(Change{Policy: p.Name, at: p.At, node: p.node, sets: p.fields()}, exists, old.fields())
 	}
@@ -332,11 +336,14 @@ func (c *Change) details() string {
 // String describes what is dropped.
 func (l *Lost) String() string {
 	if l == nil {
-		return "dropped with its buckets, overrides, idempotency keys and holders, which this role may not count"
+		return "dropped with its buckets, overrides, idempotency keys, holders and usage, which this role may not count"
 	}
 	counts := []string{count(l.Buckets, "bucket"), count(l.Overrides, "override"), count(l.IdempotencyKeys, "idempotency key")}
 	if l.Holders > 0 {
 		counts = append(counts, count(l.Holders, "holder"))
+	}
+	if l.Periods > 0 {
+		counts = append(counts, count(l.Periods, "closed period"))
 	}
 	return "dropped with " + and(counts)
 }

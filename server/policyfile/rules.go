@@ -46,6 +46,7 @@ type Policy struct {
 	Remember Span
 	Shadow   bool
 	Period   string // as [client.Period] writes it
+	History  string // likewise; "0 days" for none, and empty where a file leaves it as it is
 
 	// At is where its name stands.
 	At Position
@@ -103,7 +104,11 @@ func (p Policy) fields() []fieldValue {
 	default:
 		fields = append(fields, fieldValue{"stepped", p.Stepped})
 	}
-	return append(fields, fieldValue{"durable", p.Durable}, fieldValue{"remember", p.Remember}, fieldValue{"shadow", p.Shadow})
+	fields = append(fields, fieldValue{"durable", p.Durable}, fieldValue{"remember", p.Remember}, fieldValue{"shadow", p.Shadow})
+	if p.History != "" {
+		fields = append(fields, fieldValue{"history", p.History})
+	}
+	return fields
 }
 
 // fields has expires_at of a part that ends, in UTC. If its year then has five digits, the zone is the one furthest behind that PostgreSQL
@@ -162,6 +167,9 @@ func (n *node) rules() (*Rules, Problems) {
 	return rules, r.problems
 }
 
+// noHistory keeps no usage.
+const noHistory = "0 days"
+
 // The calendar of a quota that says nothing else.
 const (
 	defaultTimeZone = "UTC"
@@ -179,6 +187,10 @@ func policy(n *node) Policy {
 	if p.isQuota() {
 		period, _ := client.ParsePeriod(n.find("period").text()) // as its format has
 		p.Period = period.String()
+		if history := n.find("history"); history != nil {
+			period, _ := client.ParsePeriod(history.text())
+			p.History = cmp.Or(period.String(), noHistory)
+		}
 	}
 	return p
 }
@@ -255,6 +267,7 @@ var formats = map[string]func(string) bool{
 	"span":    func(text string) bool { return parseSpan(text) > 0 },
 	"lease":   func(text string) bool { return parseSpan(text) >= Millisecond },
 	"period":  func(text string) bool { _, err := client.ParsePeriod(text); return err == nil },
+	"history": func(text string) bool { _, err := client.ParsePeriod(text); return err == nil || text == noHistory },
 	"anchor":  func(text string) bool { return parseAnchor(text) != "" },
 	"instant": func(text string) bool { _, err := time.Parse(time.RFC3339Nano, text); return err == nil },
 }

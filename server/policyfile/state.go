@@ -60,16 +60,17 @@ func ReadPolicies(ctx context.Context, db inspect.Querier) (policies []Policy, e
 	rows, err := db.Query(ctx, `
 		select policy, coalesce(stepped, false), durable, coalesce((extract(epoch from remember) * 1000000.0)::bigint, 0), shadow,
 		       coalesce((extract(year from period) * 12.0 + extract(month from period))::integer, 0), coalesce(extract(day from period)::integer, 0),
+		       coalesce((extract(year from history) * 12.0 + extract(month from history))::integer, 0), coalesce(extract(day from history)::integer, 0),
 		       `+numberColumns+`
 		  from ratelimit_policies()`)
 	if err != nil {
 		return nil, err
 	}
 	var p Policy
-	var period client.Period
-	columns := []any{&p.Name, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow, &period.Months, &period.Days}
+	var period, history client.Period
+	columns := []any{&p.Name, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow, &period.Months, &period.Days, &history.Months, &history.Days}
 	_, err = pgx.ForEachRow(rows, append(columns, p.columns()...), func() error {
-		p.Period, p.Anchor = period.String(), parseAnchor(p.Anchor)
+		p.Period, p.History, p.Anchor = period.String(), history.String(), parseAnchor(p.Anchor)
 		policies = append(policies, p)
 		return nil
 	})
@@ -130,6 +131,7 @@ type Lost struct {
 	Overrides       int64 `json:"overrides"`
 	IdempotencyKeys int64 `json:"idempotency_keys"`
 	Holders         int64 `json:"holders,omitempty"` // of slots
+	Periods         int64 `json:"periods,omitempty"` // that are closed, of a quota
 }
 
 // readLost counts what is dropped with policies, in the tables: no function counts idempotency keys. It returns nil if the role may not
@@ -145,7 +147,8 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]*Lo
 			       (select count(*) from (select policy_id from ratelimit.idempotency_keys
 			                              union all select policy_id from ratelimit.ephemeral_idempotency_keys) as i where i.policy_id = p.id),
 			       (select count(*) from (table ratelimit.leases union all table ratelimit.ephemeral_leases) as l
-			         where l.policy_id = p.id and l.ends_at > clock_timestamp())
+			         where l.policy_id = p.id and l.ends_at > clock_timestamp()),
+			       (select count(*) from ratelimit.usage as u where u.policy_id = p.id)
 			  from ratelimit.policies as p
 			 where p.name = any($1)`, policies)
 		if err != nil {
@@ -153,7 +156,7 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]*Lo
 		}
 		var name string
 		var lost Lost
-		_, err = pgx.ForEachRow(rows, []any{&name, &lost.Buckets, &lost.Overrides, &lost.IdempotencyKeys, &lost.Holders}, func() error {
+		_, err = pgx.ForEachRow(rows, []any{&name, &lost.Buckets, &lost.Overrides, &lost.IdempotencyKeys, &lost.Holders, &lost.Periods}, func() error {
 			counted := lost
 			counts[name] = &counted
 			return nil

@@ -134,31 +134,72 @@ func tableOf[R interface{ All() []inspect.Column }](rows []R, none string) strin
 	})
 }
 
-func (p *program) holders() *cobra.Command {
+// listing lists the rows of a statement from all shards. Its arguments are the policy and the key, each perhaps null, the flag for the
+// number of rows, and the values of more flags.
+func (p *program) listing(c *cobra.Command, sql, none string, order func(a, b inspect.Row) int, flags ...func() any) *cobra.Command {
 	var maxRows int32
-	c := &cobra.Command{Use: "holders [POLICY] [KEY]", Short: "List who holds slots, and how long each lease lasts"}
 	c.Flags().Int32Var(&maxRows, "max-rows", 1000, "how many to list")
 	c.RunE = func(c *cobra.Command, args []string) error {
 		asked := make([]*string, 2)
 		for i := range args {
 			asked[i] = &args[i]
 		}
-		holders := []inspect.Row{}
+		values := []any{asked[0], asked[1], maxRows}
+		for _, flag := range flags {
+			values = append(values, flag())
+		}
+		all := []inspect.Row{}
 		err := p.onEach(c, p.connect, asked[1], func(db database) error {
-			rows, err := inspect.Rows(c.Context(), db.Conn, "select * from ratelimit_holders(policy => $1::text, key => $2::text, max_rows => $3::integer)",
-				asked[0], asked[1], maxRows)
-			holders = append(holders, rows...)
+			rows, err := inspect.Rows(c.Context(), db.Conn, sql, values...)
+			all = append(all, rows...)
 			return inspect.Described(err)
 		})
 		if err != nil {
 			return err
 		}
-		nameOf := func(r inspect.Row) string { return fmt.Sprintf("%q %q", r[0].Value, r[1].Value) }
-		slices.SortStableFunc(holders, func(a, b inspect.Row) int { return strings.Compare(nameOf(a), nameOf(b)) }) // those of several shards
-		holders = holders[:min(len(holders), int(maxRows))]
-		return p.print(c, holders, tableOf(holders, "Nobody holds slots."))
+		slices.SortStableFunc(all, order) // those of several shards
+		all = all[:min(len(all), int(maxRows))]
+		return p.print(c, all, tableOf(all, none))
 	}
 	return c
+}
+
+// byTexts orders rows by two columns that follow each other.
+func byTexts(first int) func(a, b inspect.Row) int {
+	textOf := func(r inspect.Row) string { return fmt.Sprintf("%q %q", r[first].Value, r[first+1].Value) }
+	return func(a, b inspect.Row) int { return strings.Compare(textOf(a), textOf(b)) }
+}
+
+func (p *program) holders() *cobra.Command {
+	return p.listing(&cobra.Command{Use: "holders [POLICY] [KEY]", Short: "List who holds slots, and how long each lease lasts"},
+		"select * from ratelimit_holders(policy => $1::text, key => $2::text, max_rows => $3::integer)", "Nobody holds slots.", byTexts(0))
+}
+
+func (p *program) grants() *cobra.Command {
+	var settled, unsettled bool
+	c := &cobra.Command{Use: "grants POLICY [KEY]", Short: "List the live grants of idempotency keys, the oldest first"}
+	c.Flags().BoolVar(&settled, "settled", false, "only those that are settled")
+	c.Flags().BoolVar(&unsettled, "unsettled", false, "only those that are not")
+	c.MarkFlagsMutuallyExclusive("settled", "unsettled")
+	expiresIn := func(r inspect.Row) jsonapi.Seconds { return *r[len(r)-1].Value.(*jsonapi.Seconds) }
+	return p.listing(c, "select * from ratelimit_grants(policy => $1::text, key => $2::text, max_rows => $3::integer, settled => $4::boolean)",
+		"No idempotency key is live.", func(a, b inspect.Row) int { return cmp.Compare(expiresIn(a), expiresIn(b)) },
+		func() any {
+			if settled || unsettled {
+				return settled
+			}
+			return nil
+		})
+}
+
+func (p *program) usage() *cobra.Command {
+	var since, until string
+	c := &cobra.Command{Use: "usage POLICY [KEY]", Short: "List what the keys of a quota have used in its periods"}
+	c.Flags().StringVar(&since, "since", "", "list periods that end after this, such as 2026-10-01T00:00:00Z")
+	c.Flags().StringVar(&until, "until", "", "list periods that begin before this")
+	return p.listing(c, "select * from ratelimit_usage(policy => $1::text, key => $2::text, max_rows => $3::integer,"+
+		" since => nullif($4::text, '')::timestamptz, until => nullif($5::text, '')::timestamptz)",
+		"Nothing was used.", byTexts(1), func() any { return since }, func() any { return until })
 }
 
 func (p *program) doctor() *cobra.Command {

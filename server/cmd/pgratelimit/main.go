@@ -71,7 +71,7 @@ Exit codes:
 		p.serve(), p.health(),
 		p.install(), p.uninstall(), p.apply(), p.export(),
 		p.policies(), p.override(), p.reset(),
-		p.status(), p.holders(), p.doctor(),
+		p.status(), p.holders(), p.grants(), p.usage(), p.doctor(),
 		p.acquire(), p.peek(),
 		p.version(),
 	)

@@ -308,6 +308,29 @@ func TestStatusAndDoctor(t *testing.T) {
 	}
 	db.Exec(t, "select ratelimit_drop_policy('jobs'), ratelimit_drop_policy('streams')")
 
+	require.Equal(t, ran{out: "No idempotency key is live.\n"}, on(t, db, "grants", "api"))
+	db.Exec(t, "select ratelimit_define_policy('month', 100, period => '1 month', history => '1 year')")
+	require.Equal(t, ran{out: "[]\n"}, on(t, db, "usage", "month", "--json"))
+	db.Exec(t, "select ratelimit_acquire('month', 'a', 5, 'i'), ratelimit_acquire('month', 'b', 7, 'j'), ratelimit_settle('month', 'b', 'j', 3)")
+	require.Equal(t, ran{out: "" +
+		"POLICY  KEY  IDEMPOTENCY_KEY  COST  SETTLED  GRANTED_FOR  EXPIRES_IN\n" +
+		"month   a    i                5     false    0s           24h0m0s\n" +
+		"month   b    j                3     true     0s           24h0m0s\n"}, on(t, db, "grants", "month"))
+	require.Equal(t, ran{out: `[{"cost":5,"expires_in":86400,"granted_for":0,"idempotency_key":"i","key":"a","policy":"month","settled":false}]` + "\n"},
+		on(t, db, "grants", "month", "--unsettled", "--json"))
+	require.Regexp(t, `^POLICY .*\nmonth   b .*\n$`, on(t, db, "grants", "month", "--settled").out)
+	clocked.SetClock(newYear.AddDate(0, 1, 0))
+	db.Exec(t, "select ratelimit_charge('month', 'a', 200)")
+	require.Equal(t, ran{out: "" +
+		"POLICY  KEY  BEGAN                 ENDED                 USED  CLOSED\n" +
+		"month   a    2030-01-01T00:00:00Z  2030-02-01T00:00:00Z  5     true\n" +
+		"month   a    2030-02-01T00:00:00Z  2030-03-01T00:00:00Z  200   false\n" +
+		"month   b    2030-01-01T00:00:00Z  2030-02-01T00:00:00Z  3     false\n"}, on(t, db, "usage", "month"))
+	require.Equal(t, ran{out: `[{"began":"2030-02-01T00:00:00Z","closed":false,"ended":"2030-03-01T00:00:00Z","key":"a","policy":"month","used":200}]` + "\n"},
+		on(t, db, "usage", "month", "a", "--since", "2030-02-01T00:00:00Z", "--json"))
+	require.Contains(t, on(t, db, "usage", "api").errors, "Policy 'api' is not a durable quota")
+	db.Exec(t, "select ratelimit_drop_policy('month')")
+
 	clocked.SetClock(newYear.AddDate(1, 0, 0))
 	r = on(t, db, "doctor")
 	require.Equal(t, exitNo, r.code)

@@ -85,7 +85,7 @@ type Bucket struct {
 // A Row has the columns that the database returns, which may be newer than this program.
 type Row []Column
 
-// A Column has a time as seconds.
+// A Column has an interval as seconds, and an instant as a text.
 type Column struct {
 	Name  string
 	Value any
@@ -109,8 +109,11 @@ func Rows(ctx context.Context, db Querier, sql string, args ...any) ([]Row, erro
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (r Row, err error) {
 		values, err := row.Values()
 		for i, value := range values {
-			if interval, isTime := value.(pgtype.Interval); isTime {
-				value = secondsOf(interval)
+			switch is := value.(type) {
+			case pgtype.Interval:
+				value = secondsOf(is)
+			case time.Time:
+				value = is.UTC().Format(time.RFC3339Nano)
 			}
 			r = append(r, Column{row.FieldDescriptions()[i].Name, value})
 		}
