@@ -149,3 +149,41 @@ func TestTorture_QuotaGrantsItsCapacityBeforeATurnAndAfterIt(t *testing.T) {
 	}
 	run.Figure("turns around which exactly the capacity was granted", turns, "")
 }
+
+// A day of the billing month of a key, and nothing else, decides when clean-up closes its period: at its turn and the margin, although the
+// policy's turn is later. Until then the doctor has ten minutes of patience.
+func TestUsage_CleanUpClosesAtTheTurnOfTheKey(t *testing.T) {
+	db := kit.ParallelDB(t)
+	turn := time.Date(2024, 4, 15, 0, 0, 0, 0, time.UTC)
+	db.At(kit.T0).Execute("select ratelimit_define_policy('q', 10, period => '1 month', history => '1 year')")
+	db.Execute("select ratelimit_acquire('q', 'early', 1), ratelimit_override('q', 'early', anchor => '2024-01-15')") // whose row is due at the policy's turn
+	db.Execute("select ratelimit_override('q', 'late', anchor => '2024-01-15'), ratelimit_acquire('q', 'late', 2)")
+	closed := func(at time.Time) []string {
+		db.SetClock(at)
+		db.Execute("call ratelimit_cleanup_all()")
+		return kit.Column(t, db.DB, "select key || ' ' || used from ratelimit_usage('q') where closed")
+	}
+	require.Empty(t, closed(kit.T0.Add(model.CleanUpMargin)), "both are looked at, and postponed")
+	require.Empty(t, closed(turn.Add(model.CleanUpMargin-kit.Us)))
+	require.Equal(t, []string{"early 1", "late 2"}, closed(turn.Add(model.CleanUpMargin)))
+
+	db.Execute("select ratelimit_acquire('q', 'late', 3)")
+	db.SetClock(turn.AddDate(0, 1, 0).Add(10*time.Minute + kit.Us))
+	require.Contains(t, fmt.Sprint(db.Findings()), "warning: Policy 'q' has periods that are over and not closed, the oldest since 2024-05-15 00:00:00+00.")
+}
+
+// The sleep of a key of a billing day is one period, and the next begins at the turn before its first write.
+func TestUsage_AKeyThatSleeps(t *testing.T) {
+	db := kit.ParallelDB(t)
+	db.At(kit.T0).Execute("select ratelimit_define_policy('q', 10, period => '1 month', history => '1 year', time_zone => 'Europe/Berlin')")
+	db.Execute("select ratelimit_acquire('q', 'k', 4)")
+	db.SetClock(kit.T0.AddDate(0, 3, 0))
+	conn := db.Connect(t)
+	kit.Execute(t, conn, "begin")
+	kit.Execute(t, conn, "select ratelimit_acquire('q', 'k', 5)")
+	kit.Execute(t, conn, "rollback")
+	usage := "select format('%s to %s: %s %s', began at time zone 'UTC', ended at time zone 'UTC', used, closed) from ratelimit_usage('q') order by 1"
+	require.Equal(t, []string{"2024-02-29 23:00:00 to 2024-03-31 22:00:00: 4 f"}, kit.Column(t, db.DB, usage), "which the rolled back write did not close")
+	db.Execute("select ratelimit_acquire('q', 'k', 1)")
+	require.Equal(t, []string{"2024-02-29 23:00:00 to 2024-03-31 22:00:00: 4 t", "2024-05-31 22:00:00 to 2024-06-30 22:00:00: 1 f"}, kit.Column(t, db.DB, usage))
+}

@@ -55,7 +55,7 @@ func testCitusInstalls(t *testing.T, c *kit.Citus) {
 	require.NotRegexp(t, `[^\x00-\x7f]`, string(files["citus/citus.sql"]), "psql takes the file to be in the encoding of its locale")
 	here := []string{"decide_here"}
 	for name, f := range kit.Functions {
-		if strings.HasPrefix(f.Arguments, "policy key") && f.Writes != "anything" && name != "enforce" {
+		if strings.HasPrefix(f.Arguments+" ", "policy key ") && f.Writes != "anything" && name != "enforce" {
 			here = append(here, name+"_here")
 		}
 	}
@@ -283,6 +283,10 @@ select * from ratelimit_acquire_all(array['day','month'], array['{key}','{key}']
 select * from ratelimit_settle('day', '{key}', 'ck', 2) ;; select * from ratelimit_settle('month', '{key} z', 'none', 2) ;; select * from ratelimit_charge('month', '{key} z', 2)
 select * from ratelimit_refund('day', '{key}', 3) ;; select * from ratelimit_reserve('day', '{key}', '1 day', 9) ;; select * from ratelimit_peek('month', '{key}', 5)
 select * from ratelimit_acquire_all(array['day','month'], array['{key} n','{key} n'], array[6,1], 'k') ;; select * from ratelimit_overrides('month', '{key}')
+select * from ratelimit_settle_all(array['month','day'], array['{key} n','{key} n'], 'k', array[2,9]) ;; select * from ratelimit_settle_all(array['month','day'], array['{key} n','{key} n'], 'k', array[2,9])
+select * from ratelimit_settle_all(array['month','day','p'], array['{key} n','{key} n','{key} n'], 'k', array[2,9,1]) ;; select * from ratelimit_settle_all(array['month'], array['{key} n'], 'k', array[3])
+select key, idempotency_key, cost, settled from ratelimit_grants('month', '{key} n') ;; select ratelimit_define_policy('month', history => '1 year')
+select * from ratelimit_usage('day', '{key} n')
 select * from ratelimit_status('month', 9, '{key}') ;; select * from ratelimit_policies() ;; select * from ratelimit_enforce('month', '{key}', 1)
 select ratelimit_define_policy('jobs', 5, lease => '1 hour') ;; select ratelimit_define_policy('streams', 5, lease => '1 day', durable => false)
 select * from ratelimit_hold('jobs', '{key}', 'a', 2) ;; select * from ratelimit_hold('jobs', '{key}', 'b', 3) ;; select * from ratelimit_hold('jobs', '{key}', 'c')

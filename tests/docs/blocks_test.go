@@ -569,7 +569,9 @@ func TestDocs_Grants(t *testing.T) {
 		"administration": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)
 			return errors.Join(limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second}),
-				limiter.Reset(ctx, "q", "k"), kit.ErrorOf(limiter.Policies(ctx)), kit.ErrorOf(limiter.Holders(ctx)), limiter.DropPolicy(ctx, "q"))
+				limiter.Reset(ctx, "q", "k"), kit.ErrorOf(limiter.Policies(ctx)), kit.ErrorOf(limiter.Holders(ctx)), limiter.DropPolicy(ctx, "q"),
+				limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Period: client.Period{Months: 1}}),
+				sql("select ratelimit_grants('q'), ratelimit_usage('q')")(pool))
 		},
 		"overrides": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)

@@ -61,6 +61,7 @@ var referenceCosts = map[string]string{
 	"renew":         "a renewal {renewed}",
 	"reserve":       "a grant without a wait {reserved}, a grant with a wait {waiting}",
 	"settle":        "a grant with an idempotency key and its settlement {keyed-settled}",
+	"settle_all":    "a grant of three buckets with an idempotency key and its settlement {joint-settled}",
 }
 
 // A referenceField is an argument or a column of a function or a type, by its place; of a function without any it is empty. Type is

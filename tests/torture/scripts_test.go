@@ -135,6 +135,7 @@ var scripts = map[string]string{
 		! usage q - 2024-04-01T00:00:00 2024-04-01T00:00:00 9
 		acquire q x 3 i
 		acquire q y 4
+		acquire q w 2 j
 		acquire z x 5
 		acquire n x 6
 		override z x time_zone=Pacific/Auckland
@@ -148,7 +149,8 @@ var scripts = map[string]string{
 		acquire q x 3 i                                 # nor does a replay
 		usage q - - - 9
 		charge q x 20                                   # more than there is
-		settle q x i 5                                  # what is owed more is charged now
+		settle q w j 5                                  # what is owed more is charged now, and closes, too
+		settle q x i 5
 		refund q x 3
 		usage q - - - 9
 		usage q x 2024-04-01T00:00:00 - 9

@@ -1,0 +1,128 @@
+package torture
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/pgratelimit/pgratelimit/tests/kit"
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/stretchr/testify/require"
+)
+
+// daysOf100ms makes each day of the database's clock last 100 ms.
+const daysOf100ms = `
+	create or replace function ratelimit.clock() returns timestamptz language sql volatile
+	as $$ select timestamptz '2024-01-01 00:00:00+00' + (clock_timestamp() - timestamptz '%s') * 864000 $$`
+
+// ledger writes what a random call has counted, in the transaction of the call.
+const ledger = `
+	create table public.ledger (policy text, key text, counted bigint);
+	create function public.work() returns void language plpgsql as $$
+	declare
+	  k  text    := (array['a', 'b', 'c'])[1 + floor(random() * 3)::integer];
+	  n  bigint  := 1 + floor(random() * 9)::bigint;
+	  id text    := gen_random_uuid()::text;
+	  m  integer := floor(random() * 7)::integer;
+	begin
+	  case m
+	    when 0 then insert into public.ledger select 'q', k, n from ratelimit_acquire('q', k, n) as d where d.allowed;
+	    when 1 then insert into public.ledger select 'q', k, n from ratelimit_charge('q', k, n, id) as d;
+	    when 2 then insert into public.ledger select p, k, n from ratelimit_acquire_all('{r,q}', array[k, k], array[n, n]) as d, unnest('{q,r}'::text[]) as p where d.allowed;
+	    when 3 then insert into public.ledger select 'q', (array['a', 'b', 'c'])[d.request], d.request from ratelimit_acquire_many('{q,q,q}', '{a,b,c}', '{1,2,3}') as d where d.allowed;
+	    when 4 then insert into public.ledger select 'r', k, d.taken from ratelimit_acquire_up_to('r', k, n) as d;
+	    when 5 then
+	      perform ratelimit_reserve('r', k, '1 day', n, id);
+	      insert into public.ledger select 'r', k, n + 3 from ratelimit_settle('r', k, id, n + 3);
+	    else
+	      perform ratelimit_acquire_all('{q,r}', array[k, k], array[n, n], id);
+	      insert into public.ledger select p, k, n + 2 from ratelimit_settle_all('{r,q}', array[k, k], id, array[n + 2, n + 2]), unnest('{q,r}'::text[]) as p;
+	  end case;
+	end $$`
+
+// unaccounted are keys of which the usage of all periods is not what the ledger has.
+const unaccounted = `
+	select format('%s of %s: %s used, %s counted', u.key, u.policy, u.used, l.counted)
+	  from (select policy, key, sum(counted) as counted from public.ledger group by policy, key) as l
+	  full join (select policy, key, sum(used) as used
+	               from (select * from ratelimit_usage('q', max_rows => 1000000) union all select * from ratelimit_usage('r', max_rows => 1000000)) as u
+	              group by policy, key) as u using (policy, key)
+	 where u.used is distinct from l.counted`
+
+// keepLedger has sessions work for so many turns, or until the ledger finds a difference, beside clean-up, while sessions are killed.
+func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64, differences []string) {
+	db.Execute(fmt.Sprintf(daysOf100ms, time.Now().UTC().Format(time.RFC3339Nano)))
+	db.Execute("select ratelimit_define_policy(p, 1000000, period => '1 day', history => '100 years', remember => '1000 days') from unnest('{q,r}'::text[]) as p")
+	db.Execute(ledger)
+	ctx, cancel := context.WithCancel(t.Context())
+	var workers sync.WaitGroup
+	var done, killed atomic.Int64
+	for range sessions {
+		workers.Go(func() {
+			for ctx.Err() == nil {
+				if _, err := db.Pool.Exec(ctx, "select public.work()"); err == nil {
+					done.Add(1)
+				}
+			}
+		})
+	}
+	workers.Go(func() {
+		for ctx.Err() == nil {
+			_, _ = db.Pool.Exec(ctx, "call ratelimit_cleanup_all()")
+		}
+	})
+	conn := db.Connect(t)
+	for turn := 0; turn < turns && len(differences) == 0; turn += 10 {
+		more := time.Now().Add(time.Second)
+		for time.Now().Before(more) {
+			killed.Add(int64(len(kit.ColumnOf(t, conn, `
+				select pid::text from pg_stat_activity
+				 where datname = current_database() and state = 'active' and query = 'select public.work()'
+				 order by random() limit 1`))))
+			kit.Execute(t, conn, "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database() and query = 'select public.work()' order by random() limit 1")
+			kit.Execute(t, conn, "select pg_sleep(0.2)")
+		}
+		kit.Execute(t, conn, "begin isolation level repeatable read")
+		differences = kit.ColumnOf(t, conn, unaccounted)
+		kit.Execute(t, conn, "commit")
+	}
+	cancel()
+	workers.Wait()
+	require.Positive(t, killed.Load())
+	require.NotEmpty(t, kit.Column(t, db.DB, "select 1 from ratelimit_usage('q') where closed"))
+	return done.Load(), differences
+}
+
+// Whatever takes from a quota, and whoever closes its periods: over all of them, what was used is what was counted.
+func TestTorture_UsageIsTheSumOfWhatWasCounted(t *testing.T) {
+	run := kit.Torture(t, 1)
+	turns := 200
+	if run.Budget > 0 {
+		turns = int(run.Budget.Seconds()) * 10
+	}
+	calls, differences := keepLedger(t, kit.NewDB(t), 32, turns)
+	require.Empty(t, differences)
+	require.Greater(t, calls, int64(turns), "most turns have something to close")
+	run.Figures("calls", calls, "turns", int64(turns))
+}
+
+func TestUsage_TheLedgerFindsPlantedBugs(t *testing.T) {
+	pgtest.OncePerServer(t)
+	kit.OnDBs(t, map[string][]plantedBug{
+		"a period is closed by two": {
+			{"ratelimit.close_period", `where b\.policy_id = v_quota\.id and b\.key = v_key and b\.level = v_level and b\.refilled_at = v_refilled_at`,
+				"where b.policy_id = v_quota.id and b.key = v_key"},
+			pauseBefore("ratelimit.close_period", `update buckets as b set level = 0`),
+		},
+		"clean-up removes what it did not keep": {{"ratelimit.cleanup_buckets", `where r\.level < 0 and`, "where false and"}},
+	}, func(t *testing.T, db *kit.TestDB, bugs []plantedBug) {
+		for _, bug := range bugs {
+			bug.plant(db)
+		}
+		_, differences := keepLedger(t, db, 16, 300)
+		require.NotEmpty(t, differences)
+	})
+}
