@@ -53,7 +53,7 @@ begin
       select r.policy_id, r.key, r.began, r.ended, kept_until(r.ended, r.quota), -r.level / 1000000
         from (select r.*, period_began(r.counts_from, r.turns, r.last) as began, greatest((r.turns).turns_at, (r.last).ended) as ended
                 from (select r.*, d.quota, turns_of(d.quota, r.refilled_at) as turns,
-                             (select row(u.*)::usage from %4$s as u where u.policy_id = r.policy_id and u.key = r.key order by u.began desc limit 1) as last
+                             (select row(u.*)::ratelimit.usage from %4$s as u where u.policy_id = r.policy_id and u.key = r.key order by u.began desc limit 1) as last
                         from removed as r
                         join due as d on d.row_id = r.row_id and (d.quota).id is not null
                        where r.level < 0 and (d.quota).history <> interval '0'

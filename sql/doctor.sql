@@ -133,7 +133,7 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
   v_now := clock();
   v_due_before := v_now - interval '10 minutes';
   v_tables := array['buckets'::regclass, 'ephemeral_buckets'::regclass, 'slots'::regclass, 'ephemeral_slots'::regclass,
-                    'leases'::regclass, 'ephemeral_leases'::regclass, 'idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass];
+                    'leases'::regclass, 'ephemeral_leases'::regclass, 'idempotency_keys'::regclass, 'ephemeral_idempotency_keys'::regclass, 'usage'::regclass];
   return query
   select 'warning',
          format('ratelimit.%s has %s overdue for clean-up, the oldest since %s.', o.name,
@@ -149,8 +149,20 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
             from (select t.due_at as due from slots as t where t.due_at < v_due_before order by t.due_at limit 10000) as d
           union all
           select 'overrides' as name, count(*) as overdue, min(d.due) as since
-            from (select t.expires_at as due from overrides as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d) as o
+            from (select t.expires_at as due from overrides as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d
+          union all
+          select 'usage' as name, count(*) as overdue, min(d.due) as since
+            from (select t.expires_at as due from usage as t where t.expires_at < v_due_before order by t.expires_at limit 10000) as d) as o
    where o.overdue > 0;
+  return query
+  select 'warning', format('Policy %L has periods that are over and not closed, the oldest since %s.', o.name, date_trunc('second', min(o.since))),
+         'An invoice would lack them. Run clean-up now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
+    from (select p.name, (turns_of((numbers_of_key(p, b.key, v_now)).policy, b.refilled_at)).turns_at as since
+            from (select t.policy_id, t.key, t.refilled_at from buckets as t where t.due_at < v_due_before and t.level < 0 order by t.due_at limit 10000) as b
+            join policies as p on p.id = b.policy_id and p.history <> interval '0'
+          offset 0) as o
+   where o.since < v_due_before
+   group by o.name;
   if not v_standby then
     return query
     select 'warning',

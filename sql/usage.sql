@@ -133,12 +133,15 @@ begin
              where u.policy_id = $7 and ($2 is null or u.key = $2 collate "C")
             union all
             select b.key, period_began(b.counts_from, b.turns, b.last), greatest((b.turns).turns_at, (b.last).ended), -b.level / 1000000, false
-              from (select b.key, b.level, b.counts_from, turns_of((b.n).policy, b.refilled_at) as turns,
-                           (select u from usage as u where u.policy_id = $7 and u.key = b.key order by u.began desc limit 1) as last
+              from (select b.key, b.level, b.counts_from, turns_of((b.n).policy, b.refilled_at) as turns, l.last
                       from (select b.*, numbers_of_key($8, b.key, $6) as n
                               from buckets as b
                              where b.policy_id = $7 and b.level < 0 and ($2 is null or b.key = $2 collate "C")
                             offset 0) as b
+                      left join (select distinct on (u.key) u.key, row(u.*)::ratelimit.usage as last
+                                   from usage as u
+                                  where u.policy_id = $7 and ($2 is null or u.key = $2 collate "C")
+                                  order by u.key, u.began desc) as l on l.key = b.key
                      where ($8).history <> interval '0' or b.refilled_at >= ((b.n).turns).turned_at
                     offset 0) as b) as p
      where (p.began < $4) is not false and (p.ended > $3) is not false
