@@ -130,11 +130,9 @@ func (l *limiter) askAll(ctx context.Context, r request) (JointDecision, error) 
 		return JointDecision{}, err
 	}
 	decisions, err := decisionsOf(r.verb(), numbers, len(r.charges))
-	if err == nil && (binding < 1 || int(binding) > len(r.charges)) {
-		err = failed(r.verb(), fmt.Errorf("charge %d of %d is the binding one", binding, len(r.charges)))
-	}
-	if err != nil {
-		return JointDecision{}, err
+	if err != nil || binding < 1 || int(binding) > len(r.charges) {
+		return JointDecision{}, failed(r.verb(), fmt.Errorf("%d numbers about %d charges, of which %d is the binding one",
+			len(numbers), len(r.charges), binding))
 	}
 	return JointDecision{Decision: whole, Binding: int(binding) - 1, Decisions: decisions}, nil
 }

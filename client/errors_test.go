@@ -58,7 +58,7 @@ func TestErrors_SayWhichGrantIsMissing(t *testing.T) {
 	require.EqualError(t, err, `pgratelimit: peek: ERROR: permission denied for function ratelimit_peek (SQLSTATE 42501). `+
 		`Its owner can run: grant execute on function "ratelimit_app".ratelimit_peek(text, text, bigint) to <role>;`)
 	err = fail("keine Berechtigung für Funktion ratelimit_define_policy").DefinePolicy(ctx, client.Policy{Name: "p"})
-	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval) to <role>;`)
+	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval, interval) to <role>;`)
 	_, err = fail("permission denied for function ratelimit_acquire_all").AcquireAll(ctx, []client.Charge{{Policy: "p", Key: "k"}})
 	require.ErrorContains(t, err, `"ratelimit_app".ratelimit_acquire_all(text[], text[], bigint[], text) to <role>;`)
 	err = fail("permission denied for function ratelimit_override").Override(ctx, client.Override{})

@@ -135,11 +135,11 @@ $$;
 `
 
 // ofOneBucket lists the functions that a twin decides for on the node that has the shard of the key: the public ones about one bucket, and
-// those that the guards and ratelimit_settle_all call. Overrides are in a table that all nodes have, and ratelimit_enforce calls ratelimit_acquire.
+// those that the guards and ratelimit_settle_all call. Lists of a policy are about many. Overrides are in a table that all nodes have, and ratelimit_enforce calls ratelimit_acquire.
 func ofOneBucket(text string) []string {
 	var names []string
 	for _, function := range aboutOneBucket.FindAllStringSubmatch(text, -1) {
-		if !slices.Contains([]string{"ratelimit_override", "ratelimit_remove_override", "ratelimit_enforce"}, function[1]) {
+		if !slices.Contains([]string{"ratelimit_override", "ratelimit_remove_override", "ratelimit_enforce", "ratelimit_grants", "ratelimit_usage"}, function[1]) {
 			names = append(names, function[1])
 		}
 	}
