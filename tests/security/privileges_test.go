@@ -222,7 +222,7 @@ func TestPrivileges_TheClientNamesTheGrant(t *testing.T) {
 		"ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp, interval)": func() error {
 			return limiter.Override(ctx, client.Override{Policy: "p", Key: "k", Capacity: 1})
 		},
-		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval)": func() error {
+		"ratelimit_define_policy(text, bigint, bigint, interval, boolean, boolean, interval, boolean, interval, text, timestamp, interval, interval)": func() error {
 			return limiter.DefinePolicy(ctx, client.Policy{Name: "q", Capacity: 1, Refill: 1, Every: time.Second})
 		},
 	} {

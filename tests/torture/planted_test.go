@@ -131,6 +131,8 @@ var bugsOfUsage = map[string]plantedBug{
 	"a period is cut where its calendar changed":           {"ratelimit.period_began", `coalesce\(counts_from, turns\.turned_at\)`, "turns.turned_at"},
 	"periods overlap":                                      {"ratelimit.period_began", `greatest\((coalesce\(counts_from, turns\.turned_at\)), last\.ended\)`, "$1"},
 	"another calendar closes nothing":                      {"ratelimit.change_calendar", `perform close_period\([^;]*;`, ""},
+	"a patch of a calendar closes nothing":                 {"ratelimit_override", `perform change_calendar\([^;]*;`, "null;"},
+	"a calendar that is removed closes nothing":            {"ratelimit_remove_override", `perform change_calendar\([^;]*;`, "null;"},
 	"a history that was ended keeps":                       {"ratelimit.close_period", `v_quota\.history = interval '0'`, "false"},
 	"a settlement of several stops at a replay":            {"ratelimit_settle_all", `or v_decision\.replayed;`, "$0 exit when v_decision.replayed;"},
 	"a bucket that is named twice is settled at one cost":  {"ratelimit_settle_all", `sum\(u\.cost\) over same as sum`, "u.cost::numeric as sum"},
