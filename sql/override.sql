@@ -63,6 +63,10 @@ begin
                            coalesce(ratelimit_override.anchor, v_policy.anchor));
   end if;
   update policies as p set overridden = true where p.id = v_policy.id and not p.overridden;
+  if v_policy.history is not null and num_nonnulls(ratelimit_override.time_zone, ratelimit_override.anchor) > 0 then
+    -- A transaction that has taken from the bucket before its own override has the same order of locks.
+    perform from buckets as b where b.policy_id = v_policy.id and b.key = v_key for update;
+  end if;
 
   loop
     select o.* into v_old from overrides as o where o.policy_id = v_policy.id and o.key = v_key for update;
@@ -165,8 +169,9 @@ expires_at: a time in the future, from which on what stays applies again, counte
   last written. retry_after and reset_after of the key allow for it. null or infinity: what is passed stays.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
 Locks: the override, and the row of the policy against changes, until the transaction ends. Acquires do not wait for
-  it.
-Writes: the override, unless it was as it is to be. The first override of a policy also writes the policy.
+  it. Another calendar of a quota with a history locks the bucket row, too.
+Writes: the override, unless it was as it is to be. The first override of a policy also writes the policy. Another calendar of a quota
+  with a history closes the period that is over.
 Role: administrator.';
 
 create or replace function ratelimit_remove_override(policy text, key text)
@@ -201,8 +206,8 @@ comment on function ratelimit_remove_override(text, text) is
 'Removes the override of one key, both parts of it, and returns true if a part of it had not ended.
 The numbers of the policy apply to calls that begin after the transaction commits.
 Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
-Locks: the override until the transaction ends.
-Writes: deletes the override.
+Locks: the override until the transaction ends. Another calendar of a quota with a history locks the bucket row, too.
+Writes: deletes the override. Another calendar of a quota with a history closes the period that is over.
 Role: administrator.';
 
 -- The checks of ratelimit_overrides and ratelimit_status, whose own language has none.

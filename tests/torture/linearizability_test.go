@@ -633,7 +633,7 @@ var plainFunctions = func() map[string][]string {
 	all := map[string][]string{}
 	for _, function := range often {
 		switch f := kit.Functions[function]; {
-		case strings.HasPrefix(f.Arguments, "policy key") && !strings.HasPrefix(f.Writes, "any"):
+		case strings.HasPrefix(f.Arguments+" ", "policy key ") && !strings.HasPrefix(f.Writes, "any"):
 			for _, kind := range strings.Fields(cmp.Or(f.Writes, "tokens slots")) {
 				all[kind] = append(all[kind], function)
 			}
