@@ -85,12 +85,12 @@ func (l *limiter) SettleAll(ctx context.Context, settlements []Charge, idempoten
 	var settled JointSettlement
 	var numbers array[pgtype.Int8]
 	err := l.query(ctx, call{
-		verb:     "settle all",
-		columns:  "replayed, " + numbersOfDecisions,
-		function: "ratelimit_settle_all($1::text[], $2::text[], $3::text, $4::bigint[])",
-		args:     []any{p.policies, p.keys, idempotencyKey, p.costs},
-		tokens:   true,
-		once:     true,
+		verb:       "settle all",
+		columns:    "replayed, " + numbersOfDecisions,
+		function:   "ratelimit_settle_all($1::text[], $2::text[], $3::text, $4::bigint[])",
+		args:       []any{p.policies, p.keys, idempotencyKey, p.costs},
+		tokens:     true,
+		repeatable: true,
 	}, &settled.Replayed, &numbers)
 	if err == nil {
 		settled.Decisions, err = decisionsOf("settle all", numbers, len(settlements))
