@@ -14,7 +14,7 @@ begin
   end if;
   if override.capacity is not null then
     policy.capacity   := override.capacity;
-    policy.full_level := ratelimit.microtokens(override.capacity);
+    policy.full_level := override.capacity * numeric '1000000';
   end if;
   if override.refill is not null then
     policy.refill   := override.refill;

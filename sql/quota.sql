@@ -223,7 +223,7 @@ begin
                when u.is_over then b.level = u.seen_level and b.refilled_at = u.seen_at and microtokens((u.p).capacity) >= u.wanted
                else b.level >= u.wanted - microtokens((u.p).capacity)
              end
-      returning u.key, u.wanted, u.places, u.p, u.ends_at, u.turns, u.seen_level, u.seen_at, u.seen_from, u.is_over, b.level, b.refilled_at
+      returning u.key, u.wanted, u.places, u.p, u.ends_at, u.after, u.turns, u.seen_level, u.seen_at, u.seen_from, u.is_over, b.level, b.refilled_at
     ), closed as (
       insert into usage as c (policy_id, key, began, ended, expires_at, used)
       select v_policy.id, t.key, t.began, t.ended, kept_until(t.ended, t.p), t.used

@@ -541,7 +541,7 @@ func someFile(t *rapid.T) string {
 			policies += fmt.Sprintf("  %q: {%s, period: %s%s%s}\n", name, capacity, period, durable,
 				maybe("time_zone: Etc/GMT+5", "anchor: 2024-03-31T02:30:00", "shadow: true", "remember: "+span()))
 			if len(name)%2 == 0 { // durable
-				policies = strings.TrimSuffix(policies, "}\n") + maybe("history: 18 months") + "}\n"
+				policies = strings.TrimSuffix(policies, "}\n") + ", history: " + rapid.SampledFrom([]string{"90 days", "18 months"}).Draw(t, "history") + "}\n" // without, it stays
 			}
 			capacity += maybe("time_zone: Europe/Berlin", "anchor: 9999-12-31T23:59:59.999999")
 		case 2:

@@ -210,7 +210,7 @@ func TestAcquireMany_ABucketRemovedMeanwhileIsTakenInOrder(t *testing.T) {
 func TestAcquireMany_ABucketCreatedMeanwhileIsTakenInOrder(t *testing.T) {
 	db := kit.ParallelDB(t).Policy("p", 10, 1, kit.ADay).Take("p", "b", 1)
 	both := []kit.NullableRequest{kit.RequestOf("p", "a", 1), kit.RequestOf("p", "b", 1)}
-	g := db.GateBefore(`insert into buckets \(policy_id, key, level, refilled_at, due_at\) values`, "ratelimit.lock_buckets")
+	g := db.GateBefore(`insert into buckets \(policy_id, key, level, refilled_at, due_at, counts_from\) values`, "ratelimit.lock_buckets")
 	batch, _ := kit.StartBatch(g.Session(), kit.AcquireMany, both...)
 	batch.BlockedBy(g.Keeper)
 	db.Acquire("p", "a", 1)

@@ -57,7 +57,7 @@ func TestPolicyChange_ChecksOnlyATimeZoneThatItNames(t *testing.T) {
 	db := kit.ParallelDB(t)
 	db.Execute("select ratelimit_define_policy('p', 10, period => '1 day', time_zone => 'Europe/Berlin')")
 	db.Execute("update ratelimit.policies set time_zone = 'Europe/Atlantis'")
-	db.Execute("select ratelimit_override('p', 'k', capacity => 20), ratelimit_define_policy('p', 15)")
+	db.Execute("select from ratelimit_override('p', 'k', capacity => 20), ratelimit_define_policy('p', 15)")
 	_ = db.Refused("22023", "select ratelimit_override('p', 'k', time_zone => 'Europe/Atlantis')")
 	db.Execute("select ratelimit_override('p', 'k', capacity => 20, time_zone => 'UTC')")
 	require.EqualValues(t, 19, db.Acquire("p", "k", 1).Remaining)

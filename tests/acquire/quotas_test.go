@@ -156,8 +156,8 @@ func TestUsage_CleanUpClosesAtTheTurnOfTheKey(t *testing.T) {
 	db := kit.ParallelDB(t)
 	turn := time.Date(2024, 4, 15, 0, 0, 0, 0, time.UTC)
 	db.At(kit.T0).Execute("select ratelimit_define_policy('q', 10, period => '1 month', history => '1 year')")
-	db.Execute("select ratelimit_acquire('q', 'early', 1), ratelimit_override('q', 'early', anchor => '2024-01-15')") // whose row is due at the policy's turn
-	db.Execute("select ratelimit_override('q', 'late', anchor => '2024-01-15'), ratelimit_acquire('q', 'late', 2)")
+	db.Execute("select from ratelimit_acquire('q', 'early', 1), ratelimit_override('q', 'early', anchor => '2024-01-15')") // whose row is due at the policy's turn
+	db.Execute("select from ratelimit_override('q', 'late', anchor => '2024-01-15'), ratelimit_acquire('q', 'late', 2)")
 	closed := func(at time.Time) []string {
 		db.SetClock(at)
 		db.Execute("call ratelimit_cleanup_all()")

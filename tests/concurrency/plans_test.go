@@ -131,7 +131,7 @@ func TestPlans_LockInOrder(t *testing.T) {
 				locking[plan.statement] = true
 				require.Regexp(t, want, plan.nodes, "%s, %s: %s", rows, setting, plan.statement)
 			}
-			require.Len(t, locking, 18, "take, with and without what was seen, take_any, lock_demanded, lock, drop_policy; durable and ephemeral")
+			require.Len(t, locking, 19, "take, with and without what was seen, take_any, lock_demanded, lock, drop_policy; durable and ephemeral, and of usage")
 		}
 	}
 }
