@@ -74,36 +74,36 @@ begin
     if ratelimit_override.expires_at <= v_now then
       perform refuse('expires_at', ratelimit_override.expires_at::text, 'Pass an instant that lies ahead, or null for numbers that stay until the override is removed.');
     end if;
-    if v_old.expires_at <= v_now then
-      v_old.expires_at      := null;
-      v_old.ending_capacity := null;
-      v_old.ending_refill   := null;
-      v_old.ending_every    := null;
-      v_old.ending_lease    := null;
+    v_new := v_old;
+    if v_new.expires_at <= v_now then
+      v_new.expires_at      := null;
+      v_new.ending_capacity := null;
+      v_new.ending_refill   := null;
+      v_new.ending_every    := null;
+      v_new.ending_lease    := null;
     end if;
-    v_new     := v_old;
-    v_numbers := with_override(v_policy, v_old, case when v_ends then v_now else 'infinity' end);
+    v_numbers := with_override(v_policy, v_new, case when v_ends then v_now else 'infinity' end);
     if num_nonnulls(ratelimit_override.refill, ratelimit_override.every) > 0 then
       v_refill := coalesce(ratelimit_override.refill, v_numbers.refill);
       v_every  := coalesce(ratelimit_override.every, v_numbers.every);
     end if;
     if v_ends then
       v_new.expires_at      := ratelimit_override.expires_at;
-      v_new.ending_capacity := coalesce(ratelimit_override.capacity, v_old.ending_capacity);
-      v_new.ending_refill   := coalesce(v_refill, v_old.ending_refill);
-      v_new.ending_every    := coalesce(v_every, v_old.ending_every);
-      v_new.ending_lease    := coalesce(ratelimit_override.lease, v_old.ending_lease);
+      v_new.ending_capacity := coalesce(ratelimit_override.capacity, v_new.ending_capacity);
+      v_new.ending_refill   := coalesce(v_refill, v_new.ending_refill);
+      v_new.ending_every    := coalesce(v_every, v_new.ending_every);
+      v_new.ending_lease    := coalesce(ratelimit_override.lease, v_new.ending_lease);
     else
-      v_new.capacity        := coalesce(ratelimit_override.capacity, v_old.capacity);
-      v_new.refill          := coalesce(v_refill, v_old.refill);
-      v_new.every           := coalesce(v_every, v_old.every);
-      v_new.time_zone       := coalesce(ratelimit_override.time_zone, v_old.time_zone);
-      v_new.anchor          := coalesce(ratelimit_override.anchor, v_old.anchor);
-      v_new.lease           := coalesce(ratelimit_override.lease, v_old.lease);
-      v_new.ending_capacity := case when ratelimit_override.capacity is null then v_old.ending_capacity end;
-      v_new.ending_refill   := case when v_refill is null then v_old.ending_refill end;
-      v_new.ending_every    := case when v_every is null then v_old.ending_every end;
-      v_new.ending_lease    := case when ratelimit_override.lease is null then v_old.ending_lease end;
+      v_new.capacity        := coalesce(ratelimit_override.capacity, v_new.capacity);
+      v_new.refill          := coalesce(v_refill, v_new.refill);
+      v_new.every           := coalesce(v_every, v_new.every);
+      v_new.time_zone       := coalesce(ratelimit_override.time_zone, v_new.time_zone);
+      v_new.anchor          := coalesce(ratelimit_override.anchor, v_new.anchor);
+      v_new.lease           := coalesce(ratelimit_override.lease, v_new.lease);
+      v_new.ending_capacity := case when ratelimit_override.capacity is null then v_new.ending_capacity end;
+      v_new.ending_refill   := case when v_refill is null then v_new.ending_refill end;
+      v_new.ending_every    := case when v_every is null then v_new.ending_every end;
+      v_new.ending_lease    := case when ratelimit_override.lease is null then v_new.ending_lease end;
     end if;
     if num_nonnulls(v_new.ending_capacity, v_new.ending_refill, v_new.ending_lease) = 0 then
       if v_ends then
