@@ -18,17 +18,20 @@ const daysOf100ms = `
 	create or replace function ratelimit.clock() returns timestamptz language sql volatile
 	as $$ select timestamptz '2024-01-01 00:00:00+00' + (clock_timestamp() - timestamptz '%s') * 864000 $$`
 
-// ledger writes what a random call has counted, in the transaction of the call.
+// ledger writes what a random call has counted, in the transaction of the call. What acquire_all has granted a later call settles.
 const ledger = `
 	create table public.ledger (policy text, key text, counted bigint);
+	create table public.unsettled (id text, key text, cost bigint);
 	create function public.work() returns void language plpgsql as $$
 	declare
-	  k  text    := (array['a', 'b', 'c'])[1 + floor(random() * 3)::integer];
-	  n  bigint  := 1 + floor(random() * 9)::bigint;
-	  id text    := gen_random_uuid()::text;
-	  m  integer := floor(random() * 7)::integer;
+	  k  text   := (array['a', 'b', 'c'])[1 + floor(random() * 3)::integer];
+	  n  bigint := 1 + floor(random() * 9)::bigint;
+	  id text   := gen_random_uuid()::text;
+	  d  ratelimit.decision;
+	  l  bigint;
+	  o  public.unsettled;
 	begin
-	  case m
+	  case floor(random() * 9)::integer
 	    when 0 then insert into public.ledger select 'q', k, n from ratelimit_acquire('q', k, n) as d where d.allowed;
 	    when 1 then insert into public.ledger select 'q', k, n from ratelimit_charge('q', k, n, id) as d;
 	    when 2 then insert into public.ledger select p, k, n from ratelimit_acquire_all('{r,q}', array[k, k], array[n, n]) as d, unnest('{q,r}'::text[]) as p where d.allowed;
@@ -37,9 +40,20 @@ const ledger = `
 	    when 5 then
 	      perform ratelimit_reserve('r', k, '1 day', n, id);
 	      insert into public.ledger select 'r', k, n + 3 from ratelimit_settle('r', k, id, n + 3);
-	    else
+	    when 6 then
+	      l := remaining from ratelimit_charge('q', k, n + 1);
+	      d := ratelimit_refund('q', k, n);
+	      insert into public.ledger values ('q', k, n + 1 - case when d.remaining = l + n then n else 0 end);  -- 0: its day was over
+	    when 7 then
 	      perform ratelimit_acquire_all('{q,r}', array[k, k], array[n, n], id);
-	      insert into public.ledger select p, k, n + 2 from ratelimit_settle_all('{r,q}', array[k, k], id, array[n + 2, n + 2]), unnest('{q,r}'::text[]) as p;
+	      insert into public.ledger values ('q', k, n), ('r', k, n);
+	      insert into public.unsettled values (id, k, n);
+	    else
+	      delete from public.unsettled where ctid = (select ctid from public.unsettled limit 1 for update skip locked) returning * into o;
+	      if found then
+	        perform ratelimit_settle_all('{r,q}', array[o.key, o.key], o.id, array[o.cost + 2, o.cost + 2]);
+	        insert into public.ledger values ('q', o.key, 2), ('r', o.key, 2);
+	      end if;
 	  end case;
 	end $$`
 
@@ -52,19 +66,21 @@ const unaccounted = `
 	              group by policy, key) as u using (policy, key)
 	 where u.used is distinct from l.counted`
 
-// keepLedger has sessions work for so many turns, or until the ledger finds a difference, beside clean-up, while sessions are killed.
+// keepLedger has sessions work for so many turns, or until there is a deadlock or a difference, beside clean-up, while sessions are killed.
 func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64, differences []string) {
 	db.Execute(fmt.Sprintf(daysOf100ms, time.Now().UTC().Format(time.RFC3339Nano)))
 	db.Execute("select ratelimit_define_policy(p, 1000000, period => '1 day', history => '100 years', remember => '1000 days') from unnest('{q,r}'::text[]) as p")
 	db.Execute(ledger)
 	ctx, cancel := context.WithCancel(t.Context())
 	var workers sync.WaitGroup
-	var done, killed atomic.Int64
+	var done, killed, deadlocks atomic.Int64
 	for range sessions {
 		workers.Go(func() {
 			for ctx.Err() == nil {
 				if _, err := db.Pool.Exec(ctx, "select public.work()"); err == nil {
 					done.Add(1)
+				} else if kit.SQLState(err) == "40P01" {
+					deadlocks.Add(1)
 				}
 			}
 		})
@@ -88,6 +104,9 @@ func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64,
 		kit.Execute(t, conn, "begin isolation level repeatable read")
 		differences = kit.ColumnOf(t, conn, unaccounted)
 		kit.Execute(t, conn, "commit")
+		if n := deadlocks.Load(); n > 0 {
+			differences = append(differences, fmt.Sprint(n, " deadlocks"))
+		}
 	}
 	cancel()
 	workers.Wait()
@@ -117,6 +136,7 @@ func TestUsage_TheLedgerFindsPlantedBugs(t *testing.T) {
 				"where b.policy_id = v_quota.id and b.key = v_key"},
 			pauseBefore("ratelimit.close_period", `update buckets as b set level = 0`),
 		},
+		"settle_all locks in another order":     {{"ratelimit_settle_all", `order by \(v_policies\[u\.n\]\)\.durable desc, u\.policy, u\.key`, "order by u.n"}},
 		"clean-up removes what it did not keep": {{"ratelimit.cleanup_buckets", `where r\.level < 0 and`, "where false and"}},
 	}, func(t *testing.T, db *kit.TestDB, bugs []plantedBug) {
 		for _, bug := range bugs {
