@@ -172,8 +172,84 @@ func TestUsage_CleanUpClosesAtTheTurnOfTheKey(t *testing.T) {
 	require.Contains(t, fmt.Sprint(db.Findings()), "warning: Policy 'q' has periods that are over and not closed, the oldest since 2024-05-15 00:00:00+00.")
 }
 
-// The sleep of a key of a billing day is one period, and the next begins at the turn before its first write.
-func TestUsage_AKeyThatSleeps(t *testing.T) {
+// What was used in each period, worked out by hand. T0 is the 30th of March, so a month turns 36 hours later by UTC.
+func TestUsage_Rules(t *testing.T) {
+	const (
+		quota  = "select ratelimit_define_policy('q', 10, period => '1 month', history => '1 year', remember => '90 days')"
+		listed = `select coalesce(string_agg(format('%s %s to %s: %s%s', key, to_char(began at time zone 'UTC', 'MM-DD HH24'), to_char(ended at time zone 'UTC', 'MM-DD HH24'),
+		                                           used, case when closed then ' closed' else '' end), '; '), '') from ratelimit_usage('q')`
+		april, may = 36 * time.Hour, (36 + 30*24) * time.Hour
+		june, july = may + 31*24*time.Hour, may + 61*24*time.Hour
+	)
+	kit.OnDBs(t, map[string][]kit.Step{
+		"three zones": {
+			{0, quota, ""},
+			{0, "select count(*) from (values ('be', 'Europe/Berlin'), ('ny', 'America/New_York'), ('to', 'Asia/Tokyo')) as z (k, zone), ratelimit_override('q', k, time_zone => zone)", "3"},
+			{0, "select string_agg(d.remaining::text, ' ') from unnest('{be,ny,to}'::text[], '{3,1,2}'::bigint[]) as u (k, n), ratelimit_acquire('q', k, n) as d", "7 9 8"},
+			{april, "select string_agg(d.remaining::text, ' ') from unnest('{be,ny,to}'::text[]) as k, ratelimit_acquire('q', k, 4) as d", "6 5 6"},
+			{april, listed, "be 02-29 23 to 03-31 22: 3 closed; be 03-31 22 to 04-30 22: 4; ny 03-01 05 to 04-01 04: 5; to 02-29 15 to 03-31 15: 2 closed; to 03-31 15 to 04-30 15: 4"},
+		},
+		"a settlement and a refund over a turn, and a charge beyond the capacity": {
+			{0, quota, ""},
+			{0, "select a.remaining, b.remaining as b from ratelimit_acquire('q', 'less', 6, 'i') as a, ratelimit_acquire('q', 'more', 6, 'i') as b", "4,4"},
+			{0, "select remaining from ratelimit_charge('q', 'over', 25)", "-15"},
+			{april, "select a.remaining, b.remaining as b from ratelimit_settle('q', 'less', 'i', 2) as a, ratelimit_settle('q', 'more', 'i', 9) as b", "10,7"},
+			{april, "select remaining from ratelimit_refund('q', 'more', 2)", "9"},
+			{april, listed, "less 03-01 00 to 04-01 00: 6 closed; more 03-01 00 to 04-01 00: 6 closed; more 04-01 00 to 05-01 00: 1; over 03-01 00 to 04-01 00: 25"},
+		},
+		"a reset before and after an anchor is moved": {
+			{0, quota, ""},
+			{0, "select a.remaining, b.remaining as b from ratelimit_acquire('q', 'anchor', 7) as a, ratelimit_acquire('q', 'reset', 7) as b", "3,3"},
+			{12 * time.Hour, "select ratelimit_reset('q', 'reset')", ""},
+			{12 * time.Hour, "select count(*) from unnest('{anchor,reset}'::text[]) as k, ratelimit_override('q', k, anchor => '2024-03-31')", "2"},
+			{12 * time.Hour, "select ratelimit_reset('q', 'anchor')", ""},
+			{12 * time.Hour, "select a.remaining, b.remaining as b from ratelimit_acquire('q', 'anchor', 1) as a, ratelimit_acquire('q', 'reset', 2) as b", "9,8"},
+			{12 * time.Hour, listed, "anchor 03-01 00 to 03-31 00: 7 closed; anchor 03-31 00 to 04-30 00: 1; reset 03-31 00 to 04-30 00: 2"},
+		},
+		"a calendar that is changed in mid-period, and changed back": {
+			{0, quota, ""},
+			{0, "select remaining from ratelimit_acquire('q', 'k', 4)", "6"},
+			{time.Hour, "select anchor::date from ratelimit_override('q', 'k', anchor => '2024-01-15')", "2024-01-15"},
+			{time.Hour, "select remaining from ratelimit_acquire('q', 'k', 2)", "4"},
+			{2 * time.Hour, "select anchor::date from ratelimit_override('q', 'k', anchor => '2001-01-01')", "2001-01-01"},
+			{april, "select remaining from ratelimit_acquire('q', 'k', 1)", "9"},
+			{april, listed, "k 03-01 00 to 04-01 00: 6 closed; k 04-01 00 to 05-01 00: 1"},
+		},
+		"a key that sleeps, and clean-up that is first": {
+			{0, quota, ""},
+			{0, "select anchor::date from ratelimit_override('q', 'k', anchor => '2024-01-15')", "2024-01-15"},
+			{0, "select remaining from ratelimit_acquire('q', 'k', 4)", "6"},
+			{july, listed, "k 03-15 00 to 04-15 00: 4"},
+			{july, "select buckets_deleted from ratelimit_cleanup()", "1"},
+			{july, listed, "k 03-15 00 to 04-15 00: 4 closed"},
+			{july, "select remaining from ratelimit_acquire('q', 'k', 1)", "9"},
+			{july, listed, "k 03-15 00 to 04-15 00: 4 closed; k 06-15 00 to 07-15 00: 1"},
+		},
+		"a clock that was ahead": {
+			{0, quota, ""},
+			{june, "select remaining from ratelimit_acquire('q', 'k', 2)", "8"},
+			{may, "select remaining from ratelimit_acquire('q', 'k', 4)", "4"},
+			{july, "select remaining from ratelimit_acquire('q', 'k', 1)", "9"},
+			{july, listed, "k 06-01 00 to 07-01 00: 6 closed; k 07-01 00 to 08-01 00: 1"},
+			{july, "select ratelimit_reset('q', 'k')", ""},
+			{june, "select remaining from ratelimit_acquire('q', 'k', 5)", "5"},
+			{july, "select remaining from ratelimit_acquire('q', 'k', 3)", "7"},
+			{july, listed, "k 06-01 00 to 07-01 00: 11 closed; k 07-01 00 to 08-01 00: 3"},
+		},
+		"a history that is ended, and again": {
+			{0, quota, ""},
+			{0, "select remaining from ratelimit_acquire('q', 'k', 3)", "7"},
+			{0, "select ratelimit_define_policy('q', history => '0')", ""},
+			{april, "select remaining from ratelimit_acquire('q', 'k', 2)", "8"},
+			{april, "select ratelimit_define_policy('q', history => '1 year')", ""},
+			{may, "select remaining from ratelimit_acquire('q', 'k', 1)", "9"},
+			{may, listed, "k 04-01 00 to 05-01 00: 2 closed; k 05-01 00 to 06-01 00: 1"},
+		},
+	}, func(_ *testing.T, db *kit.TestDB, steps []kit.Step) { db.CleanUpAtOnce().RunSteps(steps) })
+}
+
+// A write that is rolled back closes nothing, and the next closes.
+func TestUsage_AClosingWriteIsRolledBack(t *testing.T) {
 	db := kit.ParallelDB(t)
 	db.At(kit.T0).Execute("select ratelimit_define_policy('q', 10, period => '1 month', history => '1 year', time_zone => 'Europe/Berlin')")
 	db.Execute("select ratelimit_acquire('q', 'k', 4)")

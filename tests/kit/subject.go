@@ -257,12 +257,17 @@ func RunSteps(t *testing.T, rules map[string][]Step) {
 		for _, durable := range []string{"true", "false"} {
 			t.Run(rule+"/durable="+durable, func(t *testing.T) {
 				db := ParallelDB(t).CleanUpAtOnce()
-				for i, step := range steps {
-					db.SetClock(T0.Add(step.At))
-					sql := `select trim(both '()"' from r::text) from (` + strings.ReplaceAll(step.SQL, "(durable)", durable) + ") as r"
-					require.Equal(t, []string{step.Want}, Column(t, db.DB, sql), "step %d: %s", i+1, step.SQL)
-				}
+				db.RunSteps(steps, "(durable)", durable)
 			})
 		}
+	}
+}
+
+// RunSteps makes the calls of a rule. What stands for something in a query is replaced by it.
+func (db *TestDB) RunSteps(steps []Step, replaced ...string) {
+	for i, step := range steps {
+		db.SetClock(T0.Add(step.At))
+		sql := `select trim(both '()"' from r::text) from (` + strings.NewReplacer(replaced...).Replace(step.SQL) + ") as r"
+		require.Equal(db.T, []string{step.Want}, Column(db.T, db.DB, sql), "step %d: %s", i+1, step.SQL)
 	}
 }

@@ -337,6 +337,7 @@ func TestPause_HoldsWhateverTheNumbersBecome(t *testing.T) {
 func TestSpend_Rules(t *testing.T) {
 	t.Parallel()
 	const (
+		four   = "decisions[1].remaining, decisions[2].remaining as b, decisions[3].remaining as c, decisions[4].remaining as d"
 		bucket = "select ratelimit_define_policy('p', 10, 1, '1 hour', durable => (durable))"
 		quota  = "select ratelimit_define_policy('p', 10, period => '1 day', anchor => '2024-03-30 12:00', durable => (durable))" // which turns at T0
 	)
@@ -410,6 +411,60 @@ func TestSpend_Rules(t *testing.T) {
 			{0, "select remaining from ratelimit_acquire('p', 'k', 5, 'i')", "5"},
 			{0, "select remaining from ratelimit_charge('p', 'k', 9000000000000)", "-8999999999990"},
 			{0, "select remaining from ratelimit_settle('p', 'k', 'i', 9000000000000)", "-8999999999990"},
+		},
+
+		"of a trial, a plan bought in it, a block and a boost, and another zone, each leaves what it does not name": {
+			{0, quota, ""},
+			{0, "select time_zone, capacity from ratelimit_override('p', 'k', time_zone => 'America/New_York')", "America/New_York,"},
+			{0, "select count(*) from ratelimit_override('p', 'k', 50, expires_at => ratelimit.clock() + '5 hours')", "2"},
+			{0, "select count(*) from ratelimit_override('p', 'k', expires_at => ratelimit.clock() + '6 hours') where capacity = 50", "1"},
+			{0, "select capacity from ratelimit_peek('p', 'k')", "50"},
+			{0, "select string_agg(capacity::text, ' ') from ratelimit_override('p', 'k', 30, expires_at => 'infinity')", "30"},
+			{0, "select capacity from ratelimit_peek('p', 'k')", "30"},
+			{0, "select count(*) from ratelimit_override('p', 'k', 0, expires_at => ratelimit.clock() + '1 hour')", "2"},
+			{0, "select allowed, retry_after from ratelimit_acquire('p', 'k')", "f,01:00:00"},
+			{0, "select count(*) from ratelimit_override('p', 'k', 40, expires_at => ratelimit.clock() + '2 hours')", "2"},
+			{0, "select remaining, capacity, reset_after from ratelimit_acquire('p', 'k', 35)", "5,40,04:00:00"},
+			{0, "select string_agg(coalesce(time_zone, 'ends'), ' ') from ratelimit_override('p', 'k', time_zone => 'Asia/Tokyo')", "Asia/Tokyo ends"},
+			{0, "select remaining, capacity, reset_after from ratelimit_peek('p', 'k')", "5,40,15:00:00"},
+			{2 * time.Hour, "select remaining, capacity from ratelimit_peek('p', 'k')", "-5,30"},
+			{2*time.Hour + kit.Second, "select count(*) from ratelimit_override('p', 'k', 45, expires_at => ratelimit.clock() + '1 hour')", "2"}, // a second after the end
+			{2*time.Hour + kit.Second, "select ratelimit_remove_override('p', 'k')", "t"},
+			{2*time.Hour + kit.Second, "select remaining, capacity from ratelimit_peek('p', 'k')", "-25,10"},
+		},
+		"a policy that is raised and lowered reaches keys of a zone, of a capacity and of a refill in all that they leave out": {
+			{0, "select ratelimit_define_policy('z', 10, period => '1 day', durable => (durable))", ""},
+			{0, bucket, ""},
+			{0, "select time_zone from ratelimit_override('z', 'k', time_zone => 'Asia/Tokyo')", "Asia/Tokyo"},
+			{0, "select capacity, every from ratelimit_override('p', 'c', 20)", "20,"},
+			{0, "select capacity, refill, every from ratelimit_override('p', 'r', refill => 2)", ",2,01:00:00"},
+			{0, "select ratelimit_charge('z', 'k', 4)::text <> '', ratelimit_charge('p', 'c', 20)::text <> '', ratelimit_charge('p', 'r', 10)::text <> ''", "t,t,t"},
+			{0, "select ratelimit_define_policy('z', 100)::text || ratelimit_define_policy('p', 100, 5, '1 minute')::text", ""},
+			{0, "select remaining from ratelimit_peek('z', 'k')", "96"},
+			{0, "select capacity, retry_after from ratelimit_peek('p', 'c', 5)", "20,00:01:00"},
+			{0, "select capacity, retry_after from ratelimit_peek('p', 'r', 4)", "100,02:00:00"},
+			{0, "select ratelimit_define_policy('z', 3)::text || ratelimit_define_policy('p', 3)::text", ""},
+			{0, "select remaining from ratelimit_peek('z', 'k')", "-1"},
+			{time.Hour, "select remaining, capacity from ratelimit_peek('p', 'c')", "20,20"},
+			{time.Hour, "select remaining, capacity from ratelimit_peek('p', 'r')", "2,3"},
+		},
+		"a settlement of several completes one of a part, sums up a bucket that is named twice, and repeats": {
+			{0, bucket, ""},
+			{0, "select ratelimit_define_policy('m', 10, period => '1 day')::text || ratelimit_define_policy('s', 10, 1, '1 hour', shadow => true)::text", ""},
+			{0, "select allowed from ratelimit_acquire_all('{p,m,p,s}', '{k,k,k,k}', '{2,3,1,4}', 'i')", "t"},
+			{0, "select remaining from ratelimit_settle('m', 'k', 'i', 5)", "5"},
+			{0, "select replayed, " + four + " from ratelimit_settle_all('{p,m,p,s}', '{k,k,k,k}', 'i', '{4,5,1,6}')", "f,5,5,5,4"},
+			{0, "select replayed, " + four + " from ratelimit_settle_all('{p,m,p,s}', '{k,k,k,k}', 'i', '{4,5,1,6}')", "t,5,5,5,4"},
+			{0, "select replayed, decisions[1].shadowed, decisions[1].remaining from ratelimit_settle_all('{s}', '{unknown}', 'i', '{1}')", "f,t,10"},
+			{0, "select count(*), sum(cost) from ratelimit_grants('p', settled => true)", "1,5"},
+		},
+		"numbers that are out of bounds together wait 100000 years": {
+			{0, bucket, ""},
+			{0, "select ratelimit_define_policy('p', refill => 9000000000000)", ""},
+			{0, "select capacity from ratelimit_override('p', 'k', 9000000000000)", "9000000000000"},
+			{0, "select ratelimit_define_policy('p', refill => 1, every => '1 day')", ""},
+			{0, "select allowed, extract(epoch from reset_after)::bigint from ratelimit_acquire('p', 'k', 9000000000000)", "t,3155760000000"},
+			{0, "select allowed, extract(epoch from retry_after)::bigint from ratelimit_acquire('p', 'k', 9000000000000)", "f,3155760000000"},
 		},
 	})
 }
