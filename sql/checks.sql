@@ -441,7 +441,7 @@ as $$
 begin
   raise exception 'no live grant under this idempotency key' using
     errcode = 'RL003',
-    detail  = format('%L is not remembered for the bucket of element %s of the request. Nothing was settled.', idempotency_key, array_to_string(elements, ', ')),
+    detail  = format('%L is not remembered for these elements of the request: %s. Nothing was settled.', idempotency_key, array_to_string(elements, ', ')),
     hint    = 'Leave these elements out: what was acquired at cost 0, denied or rolled back has no grant. A job may take longer than the policy remembers: '
               'ratelimit_define_policy(policy, remember => ''7 days'').';
 end;

@@ -154,6 +154,7 @@ An override has two parts. Without expires_at the call sets numbers that stay, a
   With expires_at it sets numbers that end then, on top of those that stay; what ends has one end. expires_at alone moves that end.
 Each number applies as the part that ends has it, else as the part that stays has it, else as the policy has it as of each request.
   Numbers of earlier calls remain. ratelimit_remove_override removes both parts.
+It returns rows: beside it in a select list, another function is called once more than there are rows. Call it in FROM.
 The call applies to calls that begin after the transaction commits. A bucket with a row keeps its level, cut to
   the new capacity. A bucket without a row is full at the new capacity.
 stepped, durable, remember, shadow and period stay the values of the policy.

@@ -259,7 +259,7 @@ func (db *database) settleAll(now time.Time, settlements []model.Charge, idempot
 			}
 		}
 		return nil, failure(err.Error(), "no live grant under this idempotency key",
-			fmt.Sprintf("%s is not remembered for the bucket of element %s of the request. Nothing was settled.", quoted(idempotencyKey), strings.Join(elements, ", ")))
+			fmt.Sprintf("%s is not remembered for these elements of the request: %s. Nothing was settled.", quoted(idempotencyKey), strings.Join(elements, ", ")))
 	}
 	for i, s := range settlements {
 		if slices.Contains(wrong, s.BucketID) {

@@ -29,17 +29,17 @@ var onlyCitus = map[string]struct {
 }{
 	"acquire_all.sql":     {regexp.MustCompile(`(?s)  if current_setting\('transaction_read_only'\) = 'off' then.*?(\n\n  if not v_simple)`), "  -- Citus: acquire_batch decides.$1"},
 	"decide_in_order.sql": {regexp.MustCompile(`lock table policies in access share mode;`), "-- Citus: a reference table is not locked here."},
-	"settle_all.sql":      {regexp.MustCompile(`(?s)  begin\n    for v_i in 1\.\.v_count loop`), severalKeys + "$0"},
+	"settle_all.sql":      {regexp.MustCompile(`(?s)(> 9000000000000;\n    end loop;\n)(    for v_i)`), "$1" + severalKeys + "$2"},
 	"drop_policy.sql":     {regexp.MustCompile(`(?s)  execute format\('delete.*?using policy_id;`), "  null;  -- Citus: the rows are left to clean-up"},
 }
 
 // severalKeys refuses what acquire_all refuses there.
-const severalKeys = `  if keys[1] collate "C" <> any (keys) then
-    raise exception 'the buckets of a request must have one key' using
-      errcode = '0A000',
-      detail  = 'The keys may be on several nodes.',
-      hint    = 'Settle the elements of each key in a call of its own.';
-  end if;
+const severalKeys = `    if keys[1] collate "C" <> any (keys) then
+      raise exception 'the buckets of a request must have one key' using
+        errcode = '0A000',
+        detail  = 'The keys may be on several nodes.',
+        hint    = 'Settle the elements of each key in a call of its own.';
+    end if;
 `
 
 // citus makes files for psql that distribute an installed pgratelimit over the nodes of a Citus cluster, and that remove it.

@@ -763,7 +763,14 @@ func (c *Call) settled() ([]string, error) {
 	if len(charges) < 1 || len(charges) > 1000 {
 		return nil, refusal("")
 	}
-	replayed, decisions, _, err := c.Model.SettleAll(c.Now, settlements, c.text(2))
+	before := c.Model
+	if c.OneKey && slices.ContainsFunc(settlements, func(of model.Charge) bool { return of.Key != settlements[0].Key }) {
+		before = before.Clone()
+	}
+	replayed, decisions, _, err := before.SettleAll(c.Now, settlements, c.text(2))
+	if before != c.Model && !errors.Is(err, model.InvalidArgument) {
+		err = severalKeys
+	}
 	if err != nil {
 		return nil, err
 	}
