@@ -157,7 +157,7 @@ $give_away$;$give$, v_new_owner, v_home, v_extend);
   return query
   select 'warning', format('Policy %L has periods that are over and not closed, the oldest since %s.', o.name, date_trunc('second', min(o.since))),
          'An invoice would lack them. Run clean-up now: call ratelimit_cleanup_all(); and then every minute: docs/operating.md.' || v_where
-    from (select p.name, (turns_of((numbers_of_key(p, b.key, v_now)).policy, b.refilled_at)).turns_at as since
+    from (select p.name, (turns_of((numbers_of_key(row(p.*)::policies, b.key, v_now)).policy, b.refilled_at)).turns_at as since
             from (select t.policy_id, t.key, t.refilled_at from buckets as t where t.due_at < v_due_before and t.level < 0 order by t.due_at limit 10000) as b
             join policies as p on p.id = b.policy_id and p.history <> interval '0'
           offset 0) as o
