@@ -30,8 +30,15 @@ var onlyCitus = map[string]struct {
 	"acquire_all.sql":     {regexp.MustCompile(`(?s)  if current_setting\('transaction_read_only'\) = 'off' then.*?(\n\n  if not v_simple)`), "  -- Citus: acquire_batch decides.$1"},
 	"decide_in_order.sql": {regexp.MustCompile(`lock table policies in access share mode;`), "-- Citus: a reference table is not locked here."},
 	"settle_all.sql":      {regexp.MustCompile(`(?s)(> 9000000000000;\n    end loop;\n)(    for v_i)`), "$1" + severalKeys + "$2"},
+	"usage.sql":           {regexp.MustCompile(`(?s)  return query execute \$sql\$.*?, v_policy;\n`), usageOfNodes},
 	"drop_policy.sql":     {regexp.MustCompile(`(?s)  execute format\('delete.*?using policy_id;`), "  null;  -- Citus: the rows are left to clean-up"},
 }
+
+const usageOfNodes = `  raise exception 'usage is not listed on Citus' using
+    errcode = '0A000',
+    detail  = 'The periods of a policy are on several nodes.',
+    hint    = 'Read the table ratelimit.usage, which has the closed ones.';
+`
 
 // severalKeys refuses what acquire_all refuses there.
 const severalKeys = `    if keys[1] collate "C" <> any (keys) then

@@ -169,6 +169,9 @@ func init() {
 			}},
 		"usage": {2, "policy key? since? until? max_rows", "policy, key, " + us("began") + ", " + us("ended") + ", used, closed", "", true, func(c *Call) (rows []string, err error) {
 			usage, err := c.Model.Usage(c.Now, c.text(0), pointerTo[string](c.Args[1]), c.bound(2), c.bound(3))
+			if err == nil && c.OneKey {
+				return nil, errUsageOfNodes
+			}
 			for _, u := range usage {
 				rows = append(rows, fmt.Sprintf("%s|%s|%d|%d|%d|%s", u.Policy, u.Key, u.Began.UnixMicro(), u.Ended.UnixMicro(), u.Used, letter[u.Closed]))
 			}
@@ -517,8 +520,11 @@ const (
 	severalKeys   model.Error = "0A000" // of buckets that have several keys, on Citus
 )
 
-// errHeldOtherwise has the SQLSTATE of another error.
-var errHeldOtherwise = errors.New("the holder holds with another cost")
+// Both have the SQLSTATE of another error. The second is of Citus.
+var (
+	errHeldOtherwise = errors.New("the holder holds with another cost")
+	errUsageOfNodes  = errors.New("usage is not listed on Citus")
+)
 
 // Refusal returns the SQLSTATE and the message of an error of Answer, where it is foretold.
 func Refusal(err error) (code, message string) {
@@ -527,6 +533,8 @@ func Refusal(err error) (code, message string) {
 	}
 	if errors.Is(err, errHeldOtherwise) {
 		return "RL002", errHeldOtherwise.Error()
+	} else if errors.Is(err, errUsageOfNodes) {
+		return string(severalKeys), errUsageOfNodes.Error()
 	}
 	var other model.Error
 	errors.As(err, &other)
