@@ -43,186 +43,248 @@ as $$
 declare
   v_policy policies;
 begin
-  if not acceptable(key, cost) or idempotency_key is not null then
-    if (acceptable(key, cost) and is_name(idempotency_key)) is not true then
-      perform check_request(policy, key, cost, idempotency_key);  -- raises 22023
-    end if;
-    if cost = 0 then
-      idempotency_key := null;  -- nothing is granted, so nothing is remembered
-    end if;
-  end if;
   v_policy := p from policies as p where p.name = policy collate "C";  -- as one value: the columns of a select into cost 6,000 instructions
   if v_policy.durable is not true then
     if v_policy.id is null or pg_is_in_recovery() then
-      perform refuse_policy(policy, v_policy);  -- raises 22023, RL001 or 0A000
+      perform check_request(policy, key, cost, idempotency_key);  -- raises 22023
+      perform refuse_policy(policy, v_policy);  -- raises RL001 or 0A000
     end if;
     return acquire_ephemeral(v_policy, key, cost, idempotency_key);  -- what follows, on the twin tables
   end if;
 
   declare
-    v_key             text collate "C" := key;
+    v_key             alias for key;
     v_cost            alias for cost;
-    v_idempotency_key text collate "C";  -- null without one
+    v_idempotency_key alias for idempotency_key;
     v_now             timestamptz := clock();
     v_wanted          bigint;       -- cost in microtokens; 0 if nothing can be taken
     v_level           bigint;       -- microtokens in the bucket
+    v_level_now       bigint;       -- likewise, with the refill until now
     v_refilled_at     timestamptz;  -- when the bucket held v_level
+    v_elapsed_us      double precision;  -- microseconds since then
     v_retry_us        bigint;       -- microseconds until the bucket holds cost; null: never
     v_reset_us        bigint;       -- microseconds until the bucket is full; null: never
     v_has_row         boolean;      -- a bucket without a row is full
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_answer          ratelimit.decision;
+    v_quota           ratelimit.partial_decision;
     v_rounds          integer;
     v_override        ratelimit.overrides;
     v_ends_at         timestamptz;  -- when a part of the override ends; null: none does
     v_numbers         ratelimit.numbers;
   begin
-    if v_policy.special then
-      if v_policy.kind = 'slots' then
-        perform refuse_slots(v_policy.name);  -- raises 22023
-      elsif v_policy.kind = 'quota' then
-        return decision_of(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, idempotency_key));
-      end if;
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
-      if found then
-        v_policy  := with_override(v_policy, v_override, v_now);
-        v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
-      end if;
-    end if;
+    <<take>>
+    begin
+      -- What does not end in this block goes on below: policies that are not plain; of the others a new bucket, one in deep debt, and one
+      -- that another session has changed meanwhile.
+      <<plain>>
+      begin
+        if not v_policy.plain or v_idempotency_key is not null then
+          if v_idempotency_key is not null then
+            if (v_cost > 0 and is_name(v_idempotency_key)) is not true then
+              perform check_request(v_policy.name, v_key, v_cost, v_idempotency_key);  -- raises 22023
+              v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+            end if;
+          end if;
+          if v_policy.special then
+            if v_policy.kind <> 'tokens' then
+              if not acceptable(v_key, v_cost) then
+                perform check_request(v_policy.name, v_key, v_cost, v_idempotency_key);  -- raises 22023
+              elsif v_policy.kind = 'slots' then
+                perform refuse_slots(v_policy.name);  -- raises 22023
+              end if;
+              v_quota := take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
+              return (v_quota.allowed, v_quota.remaining, v_quota.retry_after, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
+                      v_quota.shadowed)::ratelimit.decision;
+            end if;
+            v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key collate "C";
+            if v_override.key is not null then
+              v_policy  := with_override(v_policy, v_override, v_now);
+              v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
+            end if;
+          end if;
 
-    -- 1. The idempotency key. Its expiry is compared after the row is found: in WHERE, a planner without statistics might
-    --    choose the index of expires_at.
-    if idempotency_key is not null then
-      v_idempotency_key := idempotency_key;
-      select k.* into v_first
-        from idempotency_keys as k
-       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
-      if v_first.expires_at > v_now then
-        return answer_again(v_first, v_cost, v_now, v_policy.shadow);
-      end if;
-    end if;
-    v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+          -- 1. The idempotency key. Its expiry is compared after the row is found: in WHERE, a planner without statistics might
+          --    choose the index of expires_at.
+          if v_idempotency_key is not null then
+            v_first := k from idempotency_keys as k
+                        where k.policy_id = v_policy.id and k.key = v_key collate "C" and k.idempotency_key = v_idempotency_key collate "C";
+            if v_first.expires_at > v_now then
+              if v_first.cost = v_cost and v_first.settled is null and v_first.ready_at is null then
+                return (true, v_first.remaining, interval '0', v_first.reset_after, v_first.capacity, true, false)::ratelimit.decision;
+              end if;
+              return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+            end if;
+          end if;
+          exit plain when not v_policy.plain;
+        end if;
 
-    loop
-      -- 2. The update.
-      if v_wanted > 0 and current_setting('transaction_read_only') = 'off' then
+        -- 2. The update, and 3a. of a plain policy, in whole numbers. A key that has a row is valid.
+        exit plain when v_cost < 1 or v_cost > v_policy.capacity or current_setting('transaction_read_only') = 'on';
         update buckets as b
-           set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
-               refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+           set level       = level_by_rate(b.level, b.refilled_at, v_now, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks)
+                             - microtokens(v_cost),
+               refilled_at = greatest(b.refilled_at, v_now),
                room        = null  -- what a new row has more, so that its page has room for this version
          where b.policy_id = v_policy.id
-           and b.key       = v_key
-           and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+           and b.key       = v_key collate "C"
+           and b.level     > v_policy.rate_floor
+           and b.refilled_at < timestamptz '2200-01-01'
+           and level_by_rate(b.level, b.refilled_at, v_now, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks)
+               >= microtokens(v_cost)
         returning b.level, b.refilled_at into v_level, v_refilled_at;
-        exit when found;
-      end if;
-
-      -- 3. The bucket, as of now: the update may have waited.
-      v_now := clock();
-      if v_policy.special then
-        v_numbers := numbers_now(v_policy, v_key, v_now);
-        v_policy  := v_numbers.policy;
-        v_ends_at := v_numbers.ends_at;
-        v_wanted  := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-      end if;
-      select refilled(b.level, b.refilled_at, v_now, v_policy),
-             case
-               when v_wanted > 0 then wait_until(v_wanted, b.level, b.refilled_at, v_now, v_policy)
-               when v_cost = 0 then 0
-             end,
-             wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
-        into v_level, v_retry_us, v_reset_us
-        from buckets as b
-       where b.policy_id = v_policy.id
-         and b.key       = v_key;
-      v_has_row := found;
-      if not v_has_row then  -- full, by the newest numbers
-        v_policy := policy_now(v_policy);
-        if v_policy.special then
-          v_numbers := numbers_of_key(v_policy, v_key, v_now);
-          v_policy  := v_numbers.policy;
-          v_ends_at := v_numbers.ends_at;
-        end if;
-        v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
-        v_level    := microtokens(v_policy.capacity);
-        v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-        v_reset_us := 0;
-      end if;
-
-      -- 3a. Too few tokens.
-      if v_wanted = 0 or v_retry_us is distinct from 0 then
-        if v_ends_at is not null then
-          select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_key, v_now, v_cost) as b;
-          continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
-        end if;
-        if v_idempotency_key is not null then
-          select k.* into v_first
-            from idempotency_keys as k
-           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
-          if v_first.expires_at > v_now then
-            return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+        if found then
+          if v_idempotency_key is null then
+            return granted_by_rate(v_level, v_level, date_part('epoch', v_now - v_refilled_at) * 1000000, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
           end if;
+          v_answer := granted_by_rate(v_level, v_level, date_part('epoch', v_now - v_refilled_at) * 1000000, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
+          exit take;
         end if;
-        if v_policy.shadow and v_retry_us is distinct from 0 then
-          return shadow_of(v_level, v_reset_us, v_policy.capacity);
-        end if;
-        return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
-      end if;
-
-      -- 3b. No row. The insert may wait for a session that creates the same one.
-      if not v_has_row and current_setting('transaction_read_only') = 'off' then
-        v_level       := v_level - v_wanted;
-        v_refilled_at := v_now;
-        v_reset_us    := long_wait(v_policy.full_level, v_level, 0, v_policy);
-        insert into buckets (policy_id, key, level, refilled_at, due_at)
-        values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
-        on conflict on constraint buckets_pkey do nothing;
-        exit when found;
-      end if;
-
-      -- 3c. Again. Each repetition but the first is due to another session.
-      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-      v_rounds := coalesce(v_rounds, 0) + 1;
-      if v_rounds = 1000 then
-        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
-      end if;
-    end loop;
-    if not v_policy.special then
-      v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
-    elsif v_ends_at is null then
-      v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
-    else
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
-    end if;
-
-    -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.
-    if v_idempotency_key is not null then
-      insert into idempotency_keys as k
-             (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-      values (v_policy.id, v_key, v_idempotency_key, v_cost,
-              tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us))
-      on conflict on constraint idempotency_keys_pkey do update
-           set cost        = excluded.cost,
-               remaining   = excluded.remaining,
-               reset_after = excluded.reset_after,
-               capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at,
-               ready_at    = excluded.ready_at,
-               settled     = excluded.settled,
-               taken       = excluded.taken,
-               granted_at  = excluded.granted_at
-         where k.expires_at <= v_now;
-      if not found then
-        update buckets as b
-           set level = b.level + v_wanted
+        v_now := clock();
+        select b.level, date_part('epoch', v_now - b.refilled_at) * 1000000 into v_level, v_elapsed_us
+          from buckets as b
          where b.policy_id = v_policy.id
-           and b.key       = v_key;
-        select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+           and b.key       = v_key collate "C"
+           and b.level     > v_policy.rate_floor
+           and b.refilled_at < timestamptz '2200-01-01';
+        v_level_now := level_by_elapsed(v_level, v_elapsed_us, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks);
+        if v_level_now < microtokens(v_cost) then
+          if v_idempotency_key is not null then
+            v_first := k from idempotency_keys as k
+                        where k.policy_id = v_policy.id and k.key = v_key collate "C" and k.idempotency_key = v_idempotency_key collate "C";
+            if v_first.expires_at > v_now then
+              return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+            end if;
+          end if;
+          return denied_by_rate(v_cost, v_level_now, v_level, v_elapsed_us, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
+        end if;
+        v_has_row := v_level is not null;
+      end plain;
+
+      v_wanted := case when v_cost between 1 and v_policy.capacity then microtokens(v_cost) else 0 end;
+
+      loop
+        if v_wanted > 0 and v_has_row is not false and current_setting('transaction_read_only') = 'off' then  -- false: the look above has found none
+          update buckets as b
+             set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+                 room        = null
+           where b.policy_id = v_policy.id
+             and b.key       = v_key collate "C"
+             and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+          returning b.level, b.refilled_at into v_level, v_refilled_at;
+          exit when found;
+        end if;
+        if not acceptable(v_key, v_cost) then
+          perform check_request(v_policy.name, v_key, v_cost, v_idempotency_key);  -- raises 22023
+        end if;
+
+        -- 3. The bucket, as of now: the update may have waited.
+        if v_has_row is not false then
+          v_now := clock();
+          if v_policy.special then
+            v_numbers := numbers_now(v_policy, v_key, v_now);
+            v_policy  := v_numbers.policy;
+            v_ends_at := v_numbers.ends_at;
+            v_wanted  := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+          end if;
+          select refilled(b.level, b.refilled_at, v_now, v_policy),
+                 case
+                   when v_wanted > 0 then wait_until(v_wanted, b.level, b.refilled_at, v_now, v_policy)
+                   when v_cost = 0 then 0
+                 end,
+                 wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
+            into v_level, v_retry_us, v_reset_us
+            from buckets as b
+           where b.policy_id = v_policy.id
+             and b.key       = v_key collate "C";
+          v_has_row := found;
+        end if;
+        if not v_has_row then  -- full, by the newest numbers
+          v_policy := policy_now(v_policy);
+          if v_policy.special then
+            v_numbers := numbers_of_key(v_policy, v_key, v_now);
+            v_policy  := v_numbers.policy;
+            v_ends_at := v_numbers.ends_at;
+          end if;
+          v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+          v_level    := microtokens(v_policy.capacity);
+          v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+          v_reset_us := 0;
+        end if;
+
+        -- 3a. Too few tokens.
+        if v_wanted = 0 or v_retry_us is distinct from 0 then
+          if v_ends_at is not null then
+            select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_key, v_now, v_cost) as b;
+            continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
+          end if;
+          if v_idempotency_key is not null then
+            v_first := k from idempotency_keys as k
+                        where k.policy_id = v_policy.id and k.key = v_key collate "C" and k.idempotency_key = v_idempotency_key collate "C";
+            if v_first.expires_at > v_now then
+              return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+            end if;
+          end if;
+          if v_policy.shadow and v_retry_us is distinct from 0 then
+            return shadow_of(v_level, v_reset_us, v_policy.capacity);
+          end if;
+          return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+        end if;
+
+        -- 3b. No row. The insert may wait for a session that creates the same one.
+        if not v_has_row and current_setting('transaction_read_only') = 'off' then
+          v_level       := v_level - v_wanted;
+          v_refilled_at := v_now;
+          v_reset_us    := long_wait(v_policy.full_level, v_level, 0, v_policy);
+          insert into buckets (policy_id, key, level, refilled_at, due_at)
+          values (v_policy.id, v_key, v_level, v_refilled_at, due_after(v_reset_us, v_now))
+          on conflict on constraint buckets_pkey do nothing;
+          exit when found;
+          v_has_row := null;
+        end if;
+
+        -- 3c. Again. Each repetition but the first is due to another session.
+        if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+        v_rounds := coalesce(v_rounds, 0) + 1;
+        if v_rounds = 1000 then
+          perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
+        end if;
+      end loop;
+      if not v_policy.special then
+        v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+      elsif v_ends_at is null then
+        v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+      else
+        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
+      end if;
+      if v_idempotency_key is null then
+        return grant_of(v_level, v_reset_us, v_policy.capacity);
+      end if;
+      v_answer := grant_of(v_level, v_reset_us, v_policy.capacity);
+    end take;
+
+    -- 4. The idempotency key is remembered.
+    loop
+      insert into idempotency_keys (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
+      values (v_policy.id, v_key, v_idempotency_key, v_cost, v_answer.remaining, v_answer.reset_after, v_answer.capacity,
+              v_now + short_duration(v_policy.remember_us))
+      on conflict on constraint idempotency_keys_pkey do nothing;
+      exit when found;
+      v_first := k from idempotency_keys as k
+                  where k.policy_id = v_policy.id and k.key = v_key collate "C" and k.idempotency_key = v_idempotency_key collate "C";
+      if v_first.expires_at > v_now then
+        update buckets as b
+           set level = b.level + microtokens(v_cost)
+         where b.policy_id = v_policy.id
+           and b.key       = v_key collate "C";
         return answer_again(v_first, v_cost, v_now, v_policy.shadow);
       end if;
-    end if;
-    return grant_of(v_level, v_reset_us, v_policy.capacity);
+      delete from idempotency_keys as k
+       where k.policy_id = v_policy.id and k.key = v_key collate "C" and k.idempotency_key = v_idempotency_key collate "C"
+         and k.expires_at <= v_now;
+    end loop;
+    return v_answer;
   end;
 end;
 $$;

@@ -7,6 +7,31 @@ $$;
 comment on function ratelimit.grant_of(bigint, bigint, bigint) is
   'The decision of a grant, from the level that it left and the microseconds until the bucket is full.';
 
+-- For plain policies.
+create or replace function ratelimit.granted_by_rate(
+    level_now bigint, level bigint, elapsed_us double precision, capacity bigint, full_level bigint, gain bigint, per bigint, up bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (true, ratelimit.tokens_above_debt(level_now), interval '0',
+          ratelimit.short_duration(ratelimit.ticks_below(full_level, level, gain, per, up) - elapsed_us),
+          capacity, false, false)::ratelimit.decision
+$$;
+comment on function ratelimit.granted_by_rate(bigint, bigint, double precision, bigint, bigint, bigint, bigint, bigint) is
+  'The decision of a grant, from the bucket that it left.';
+
+-- The level may be below zero, so it is rounded from below the deepest debt.
+create or replace function ratelimit.denied_by_rate(
+    cost bigint, level_now bigint, level bigint, elapsed_us double precision, capacity bigint, full_level bigint, gain bigint, per bigint, up bigint)
+  returns ratelimit.decision language sql immutable parallel safe
+as $$
+  select (false, (level_now + 9000000000000000000) / 1000000 - 9000000000000,
+          ratelimit.short_duration(ratelimit.ticks_below(ratelimit.microtokens(cost), level, gain, per, up) - elapsed_us),
+          ratelimit.short_duration(ratelimit.ticks_below(full_level, level, gain, per, up) - elapsed_us),
+          capacity, false, false)::ratelimit.decision
+$$;
+comment on function ratelimit.denied_by_rate(bigint, bigint, bigint, double precision, bigint, bigint, bigint, bigint, bigint) is
+  'The decision of a denial, from the level now, and the bucket as it is stored and since when.';
+
 create or replace function ratelimit.answer_of(level bigint, retry_us bigint, reset_us bigint, capacity bigint)
   returns ratelimit.decision language sql immutable parallel safe
 as $$
@@ -116,27 +141,6 @@ as $$
 $$;
 comment on function ratelimit.partial_of(ratelimit.decision, bigint) is
   'A decision about as many tokens as there are, and how many were taken.';
-
--- Not inlined, so that the argument is evaluated once.
-create or replace function ratelimit.decision_of(answer ratelimit.partial_decision)
-  returns ratelimit.decision language plpgsql immutable
-as $$
-begin
-  return (answer.allowed, answer.remaining, answer.retry_after, answer.reset_after, answer.capacity, answer.replayed, answer.shadowed)::ratelimit.decision;
-end;
-$$;
-comment on function ratelimit.decision_of(ratelimit.partial_decision) is
-  'A decision about tokens that are all taken or none.';
-
-create or replace function ratelimit.reservation_by(answer ratelimit.partial_decision)
-  returns ratelimit.reservation language plpgsql immutable
-as $$
-begin
-  return (answer.allowed, answer.retry_after, answer.remaining, answer.reset_after, answer.capacity, answer.replayed, answer.shadowed)::ratelimit.reservation;
-end;
-$$;
-comment on function ratelimit.reservation_by(ratelimit.partial_decision) is
-  'The answer about a reservation that is granted at once or not at all.';
 
 create or replace function ratelimit.replayed_partial(
     granted ratelimit.idempotency_keys, at_least bigint, at_most bigint, now timestamptz, shadow boolean)

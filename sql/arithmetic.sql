@@ -185,29 +185,52 @@ $$;
 comment on function ratelimit.due_after(bigint, timestamptz) is
   'When clean-up looks at a bucket that is full in reset_us microseconds; null is never.';
 
--- refilled and wait_until in bigint, which is cheaper, for statements about many buckets of one policy.
--- A policy's numbers are small if no product overflows, and an empty bucket is full within 15 years. One tick gains
--- gain / per microtokens: tick_gain / every_us in lowest terms. ticks of them fill an empty bucket twice over: a bucket in deeper
--- debt than its capacity is left to refilled, by decide_in_order. date_part rounds to whole microseconds correctly for 35 years; beyond, ticks is less.
--- With refill 0, gain is 0 and ticks is null.
-create or replace function ratelimit.refilled_level_small(
-    level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, ticks bigint, tick_us bigint, tick interval)
+-- refilled and wait_until in bigint, which is cheaper: for policies with fill_ticks, and buckets above rate_floor that were refilled before
+-- the year 2200. In deeper debt the true level is higher. The policy fills an empty bucket within 15 years, date_part has whole microseconds
+-- for 35, and double precision for 285.
+create or replace function ratelimit.level_by_rate(
+    level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, fill_ticks bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select least(full_level, level + least((date_part('epoch', greatest(now, refilled_at) - refilled_at) * 1000000)::bigint, fill_ticks) * gain / per)
+$$;
+comment on function ratelimit.level_by_rate(bigint, timestamptz, timestamptz, bigint, bigint, bigint, bigint) is
+  'The level of a bucket now, if its tick is a microsecond.';
+
+create or replace function ratelimit.level_by_elapsed(level bigint, elapsed_us double precision, full_level bigint, gain bigint, per bigint, fill_ticks bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select least(full_level, level + least(greatest(elapsed_us, 0)::bigint, fill_ticks) * gain / per)
+$$;
+comment on function ratelimit.level_by_elapsed(bigint, double precision, bigint, bigint, bigint, bigint) is
+  'The level of a bucket now, if its tick is a microsecond.';
+
+create or replace function ratelimit.level_by_ticks(
+    level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, fill_ticks bigint, tick_us bigint)
   returns bigint language sql immutable parallel safe
 as $$
   select least(
-    full_level,
-    least(level, full_level) + least((date_part('epoch', ratelimit.refilled_until(refilled_at, now, tick) - refilled_at) * 1000000)::bigint / tick_us, ticks) * gain / per)
+    full_level, level + least((date_part('epoch', greatest(now, refilled_at) - refilled_at) * 1000000)::bigint / tick_us, fill_ticks) * gain / per)
 $$;
-comment on function ratelimit.refilled_level_small(bigint, timestamptz, timestamptz, bigint, bigint, bigint, bigint, bigint, interval) is
-  'The level of a bucket now, for a policy of small numbers.';
+comment on function ratelimit.level_by_ticks(bigint, timestamptz, timestamptz, bigint, bigint, bigint, bigint, bigint) is
+  'The level of a bucket now.';
 
-create or replace function ratelimit.wait_below_small(target bigint, level bigint, elapsed_us bigint, gain bigint, per bigint, tick_us bigint)
+create or replace function ratelimit.ticks_below(target bigint, level bigint, gain bigint, per bigint, up bigint)
   returns bigint language sql immutable parallel safe
 as $$
-  select ((target - level) * per + gain - 1) / nullif(gain, 0) * tick_us - elapsed_us
+  select ((target - level) * per + up) / gain
 $$;
-comment on function ratelimit.wait_below_small(bigint, bigint, bigint, bigint, bigint, bigint) is
-  'Microseconds until a bucket below target holds it, for a policy of small numbers.';
+comment on function ratelimit.ticks_below(bigint, bigint, bigint, bigint, bigint) is
+  'The ticks until a bucket below target holds it; null for never.';
+
+create or replace function ratelimit.wait_by_ticks(
+    target bigint, level bigint, elapsed_us bigint, gain bigint, per bigint, up bigint, tick_us bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select ratelimit.ticks_below(target, level, gain, per, up) * tick_us - elapsed_us
+$$;
+comment on function ratelimit.wait_by_ticks(bigint, bigint, bigint, bigint, bigint, bigint, bigint) is
+  'Microseconds until a bucket below target holds it, if it held level elapsed_us ago; null for never.';
 
 create or replace function ratelimit.deepest_debt()
   returns bigint language sql immutable parallel safe

@@ -12,40 +12,31 @@ as $$
 declare
   v_policy     alias for policy;
   v_now        alias for now;
-  v_tick       interval := policy.tick;  -- these, down to v_ticks, are the small numbers of arithmetic.sql
-  v_tick_us    bigint   := policy.tick_us::bigint;
-  v_full_level bigint   := policy.full_level::bigint;
-  v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
-  v_gain       bigint   := div(policy.tick_gain, v_divisor)::bigint;
-  v_per        bigint   := div(policy.every_us, v_divisor)::bigint;
-  v_fill_ticks double precision := policy.full_level::double precision * v_per / nullif(v_gain, 0);
-  v_ticks      bigint;
+  v_tick_us    bigint := policy.tick_us::bigint;
   v_denied     ratelimit.packed;
 begin
-  if policy.special
-     or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+  if policy.special or policy.fill_ticks is null then
     return denied_in_any_buckets(v_policy, policies, keys, costs, places, v_now);
   end if;
-  v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
 
   select array_agg(e.place), array_agg(e.remaining),
          array_agg(case
                      when e.cost = e.smallest then e.retry_us
-                     when e.cost <= v_policy.capacity then wait_below_small(microtokens(e.cost), e.level, e.elapsed_us, v_gain, v_per, v_tick_us)
+                     when e.cost <= v_policy.capacity then wait_by_ticks(microtokens(e.cost), e.level, e.elapsed_us, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up, v_tick_us)
                    end),
          array_agg(e.reset_us)
     into v_denied.elements, v_denied.remaining, v_denied.retry_after_us, v_denied.reset_after_us
     from (select unnest(d.elements) as place, unnest(d.charges) as cost, d.*
             from (select b.*, whole_tokens(b.level_now) as remaining,
                          case
-                           when b.smallest <= v_policy.capacity then wait_below_small(microtokens(b.smallest), b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
+                           when b.smallest <= v_policy.capacity then wait_by_ticks(microtokens(b.smallest), b.level, b.elapsed_us, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up, v_tick_us)
                          end as retry_us,
                          case
-                           when b.level_now < v_full_level then wait_below_small(v_full_level, b.level, b.elapsed_us, v_gain, v_per, v_tick_us)
+                           when b.level_now < v_policy.rate_full then wait_by_ticks(v_policy.rate_full, b.level, b.elapsed_us, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up, v_tick_us)
                            else 0
                          end as reset_us
                     from (select u.*, b.level, microseconds(v_now - b.refilled_at)::bigint as elapsed_us,
-                                 refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) as level_now
+                                 level_by_ticks(b.level, b.refilled_at, v_now, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks, v_tick_us) as level_now
                             from demands_of_places(v_policy.name, policies, keys, costs, places) as u
                            cross join lateral (select b.level, b.refilled_at
                                                  from buckets as b
@@ -56,7 +47,7 @@ begin
                          limit 1) as b
                           offset 0) as b
                    where b.smallest > 0
-                     and b.level > -v_full_level
+                     and b.level > v_policy.rate_floor
                      and b.level_now < microtokens(b.smallest)
                   offset 0) as d) as e;
   v_denied.capacity := array_fill(v_policy.capacity, array[coalesce(cardinality(v_denied.elements), 0)]);

@@ -134,8 +134,8 @@ as $$
 declare
   v_policy ratelimit.policies;
 begin
-  select p.* into v_policy from ratelimit.policies as p where p.id = policy.id;
-  if not found then
+  v_policy := p from ratelimit.policies as p where p.id = policy.id;
+  if v_policy.id is null then
     return policy;  -- dropped meanwhile
   end if;
   return v_policy;
@@ -155,8 +155,8 @@ declare
 begin
   v_numbers.policy := policy;
   if policy.overridden then
-    select o.* into v_override from ratelimit.overrides as o where o.policy_id = policy.id and o.key = v_key;
-    if found then
+    v_override := o from ratelimit.overrides as o where o.policy_id = policy.id and o.key = v_key;
+    if v_override.key is not null then
       v_numbers := ratelimit.numbers_by(policy, v_override, now);
     end if;
   end if;

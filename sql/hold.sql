@@ -61,7 +61,7 @@ begin
     v_renewed      boolean;
     v_next_changes bigint;
     v_ends_at      timestamptz;
-    v_lease_us     bigint;
+    v_lease        interval;
     v_retry_us     bigint;       -- microseconds until the cost fits; null: never
     v_look         record;
     v_written      boolean;
@@ -80,14 +80,11 @@ begin
 
     loop
       -- 1. The row of the key, and the holder's lease.
-      select s.changes, s.held, s.counted_until
-        into v_changes, v_held, v_until
+      select s.changes, s.held, s.counted_until, l.cost, l.ends_at
+        into v_changes, v_held, v_until, v_own_cost, v_own_end
         from slots as s
+        left join leases as l on l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder
        where s.policy_id = v_policy.id and s.key = v_key;
-      select l.cost, l.ends_at
-        into v_own_cost, v_own_end
-        from leases as l
-       where l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder;
       v_ended := false;
       if v_changes is null then
         v_held := 0;
@@ -100,7 +97,7 @@ begin
          where l.policy_id = v_policy.id and l.key = v_key;
       end if;
       v_renewed  := (v_own_end > v_now) is true;
-      v_lease_us := microseconds(v_policy.lease)::bigint;
+      v_lease    := date_part('epoch', v_policy.lease) * interval '1 second';  -- without days
       if v_renewed and v_own_cost <> v_cost then
         perform held_with_another_cost(v_holder, v_own_cost, v_cost);  -- raises RL002
       end if;
@@ -119,7 +116,7 @@ begin
       -- 3. The row of the key.
       else
         if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-        v_ends_at := v_now + duration(v_lease_us);
+        v_ends_at := v_now + v_lease;
         if not v_renewed then
           v_held := v_held + v_cost;
         end if;
@@ -167,7 +164,7 @@ begin
     end loop;
 
     -- 5. The lease.
-    v_ends_at := v_now + duration(v_lease_us);
+    v_ends_at := v_now + v_lease;
     if v_ended then
       delete from leases as l
        where l.policy_id = v_policy.id
@@ -184,7 +181,7 @@ begin
       insert into leases (policy_id, key, holder, cost, ends_at)
       values (v_policy.id, v_key, v_holder, v_cost, v_ends_at);
     end if;
-    return (true, v_policy.capacity - v_held, interval '0', duration(v_lease_us), v_policy.capacity, v_renewed, false)::ratelimit.hold;
+    return (true, v_policy.capacity - v_held, interval '0', v_lease, v_policy.capacity, v_renewed, false)::ratelimit.hold;
   end;
 end;
 $$;

@@ -11,12 +11,15 @@ declare
   v_policy   ratelimit.policies;
   v_override ratelimit.overrides;
   v_ends_at  timestamptz;  -- when a part of the override ends; null: none does
-  v_key      text collate "C" := key;
+  v_key      alias for key;
   v_cost     alias for cost;
   v_now      timestamptz := clock();
-  v_level    bigint;  -- microtokens in the bucket
-  v_retry_us bigint;  -- microseconds until the bucket holds cost; null: never
-  v_reset_us bigint;  -- microseconds until the bucket is full; null: never
+  v_level       bigint;       -- microtokens in the bucket
+  v_level_now   bigint;       -- likewise, with the refill until now
+  v_refilled_at timestamptz;  -- when it held v_level
+  v_elapsed_us  double precision;  -- microseconds since then
+  v_retry_us    bigint;
+  v_reset_us    bigint;
 begin
   if not acceptable(key, cost) then
     perform check_request(policy, key, cost, null);  -- raises 22023
@@ -29,7 +32,7 @@ begin
     if v_policy.kind = 'slots' then
       return peek_slots(v_policy, v_key, v_cost, v_now);
     end if;
-    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
+    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key collate "C";
     if found then
       v_policy  := with_override(v_policy, v_override, v_now);
       v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
@@ -40,34 +43,29 @@ begin
     end if;
   end if;
   if v_policy.durable then
-    select refilled(b.level, b.refilled_at, v_now, v_policy),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy)
-           end,
-           wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
-      into v_level, v_retry_us, v_reset_us
-      from buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
+    select b.level, b.refilled_at into v_level, v_refilled_at from buckets as b where b.policy_id = v_policy.id and b.key = v_key collate "C";
   else
     if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
-    select refilled(b.level, b.refilled_at, v_now, v_policy),
-           case
-             when v_cost = 0 then 0::bigint
-             when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), b.level, b.refilled_at, v_now, v_policy)
-           end,
-           wait_until(v_policy.full_level, b.level, b.refilled_at, v_now, v_policy)
-      into v_level, v_retry_us, v_reset_us
-      from ephemeral_buckets as b
-     where b.policy_id = v_policy.id
-       and b.key       = v_key;
+    select b.level, b.refilled_at into v_level, v_refilled_at from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key collate "C";
   end if;
-  if not found then  -- full
-    v_level    := microtokens(v_policy.capacity);
+  if v_level is null then  -- full
     v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-    v_reset_us := 0;
+    return answer_of(microtokens(v_policy.capacity), v_retry_us, 0, v_policy.capacity);
+  elsif v_policy.plain and v_cost between 1 and v_policy.capacity and v_level > v_policy.rate_floor and v_refilled_at < timestamptz '2200-01-01' then
+    v_elapsed_us := date_part('epoch', v_now - v_refilled_at) * 1000000;
+    v_level_now  := level_by_elapsed(v_level, v_elapsed_us, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks);
+    if v_level_now < microtokens(v_cost) then
+      return denied_by_rate(v_cost, v_level_now, v_level, v_elapsed_us, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
+    elsif v_level_now < v_policy.rate_full then
+      return granted_by_rate(v_level_now, v_level, v_elapsed_us, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
+    end if;
   end if;
+  v_retry_us := case
+                  when v_cost = 0 then 0::bigint
+                  when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
+                end;
+  v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+  v_level    := refilled(v_level, v_refilled_at, v_now, v_policy);
   return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
 end;
 $$;

@@ -61,6 +61,7 @@ begin
     v_has_row         boolean;      -- a bucket without a row is full
     v_ready_at        timestamptz;  -- when the grant holds; null: at once
     v_first           ratelimit.idempotency_keys;  -- the grant that is remembered under the idempotency key
+    v_quota           ratelimit.partial_decision;
     v_rounds          integer;
     v_override        ratelimit.overrides;
     v_ends_at         timestamptz;  -- when a part of the override ends; null: none does
@@ -71,7 +72,9 @@ begin
       if v_policy.kind = 'slots' then
         perform refuse_slots(v_policy.name);  -- raises 22023
       elsif v_policy.kind = 'quota' then
-        return reservation_by(take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, idempotency_key));
+        v_quota := take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, idempotency_key);
+        return (v_quota.allowed, v_quota.retry_after, v_quota.remaining, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
+                v_quota.shadowed)::ratelimit.reservation;
       end if;
       select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if found then

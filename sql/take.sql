@@ -29,14 +29,7 @@ as $$
 declare
   v_policy     alias for policy;
   v_now        alias for now;
-  v_tick       interval := policy.tick;  -- these, down to v_ticks, are the small numbers of arithmetic.sql
-  v_tick_us    bigint   := policy.tick_us::bigint;
-  v_full_level bigint   := policy.full_level::bigint;
-  v_divisor    numeric  := gcd(policy.tick_gain, policy.every_us);
-  v_gain       bigint   := div(policy.tick_gain, v_divisor)::bigint;
-  v_per        bigint   := div(policy.every_us, v_divisor)::bigint;
-  v_fill_ticks double precision := policy.full_level::double precision * v_per / nullif(v_gain, 0);
-  v_ticks      bigint;
+  v_tick_us    bigint := policy.tick_us::bigint;
   v_shared     ratelimit.charged[];  -- buckets of several elements
   v_bucket     ratelimit.charged;
   v_place      bigint;
@@ -44,8 +37,7 @@ declare
   v_elapsed_us bigint;
 begin
   -- 1. Are the numbers small?
-  if policy.special
-     or (policy.full_level::double precision * (2 * v_per + 1) + v_gain < 9e18 and (v_fill_ticks + 1) * v_tick_us < 4.7e14) is false then
+  if policy.special or policy.fill_ticks is null then
     if demands is null then
       demands := array(select row(a.*)::demand from demands_of_batch(keys, costs) as a);
     end if;
@@ -56,14 +48,13 @@ begin
     end if;
     return;
   end if;
-  v_ticks := floor(2 * v_fill_ticks + 1)::bigint;
 
   -- 2. Charge. Most buckets cover by their stored level, which is cheaper to tell.
   if demands is null then
     with taken as (
       update buckets as b
-         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+         set level       = level_by_ticks(b.level, b.refilled_at, v_now, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks, v_tick_us) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
              room        = null
         from demands_of_batch(keys, costs) as u
        where b.ctid = (select b.ctid
@@ -73,22 +64,22 @@ begin
                            and b.key      <= u.key collate "C"
                          order by b.key desc
                          limit 1)
-         and (least(b.level, v_full_level) >= u.wanted
-           or b.level > -v_full_level
-              and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+         and (least(b.level, v_policy.rate_full) >= u.wanted
+           or b.level > v_policy.rate_floor
+              and level_by_ticks(b.level, b.refilled_at, v_now, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks, v_tick_us) >= u.wanted)
       returning u.places, u.size, u.wanted, b.level, b.refilled_at
     )
     select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
-           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end,
-                                      v_gain, v_per, v_tick_us)) filter (where t.size = 1),
+           array_agg(wait_by_ticks(v_policy.rate_full, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end,
+                                      v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up, v_tick_us)) filter (where t.size = 1),
            array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
       into places, remaining, reset_us, v_shared
       from taken as t;
   else
     with taken as (
       update buckets as b
-         set level       = refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) - u.wanted,
-             refilled_at = refilled_until(b.refilled_at, v_now, v_tick),
+         set level       = level_by_ticks(b.level, b.refilled_at, v_now, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks, v_tick_us) - u.wanted,
+             refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
              room        = null
         from unnest(demands, row_ids) as u (key, wanted, places, size, row_id)
        where b.ctid = coalesce(u.row_id, (select b.ctid
@@ -99,14 +90,14 @@ begin
                          order by b.key desc
                          limit 1))
          and v_policy.id is not distinct from b.policy_id and u.key is not distinct from b.key  -- with =, the planner might use the index
-         and (least(b.level, v_full_level) >= u.wanted
-           or b.level > -v_full_level
-              and refilled_level_small(b.level, b.refilled_at, v_now, v_full_level, v_gain, v_per, v_ticks, v_tick_us, v_tick) >= u.wanted)
+         and (least(b.level, v_policy.rate_full) >= u.wanted
+           or b.level > v_policy.rate_floor
+              and level_by_ticks(b.level, b.refilled_at, v_now, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks, v_tick_us) >= u.wanted)
       returning u.places, u.size, u.wanted, b.level, b.refilled_at
     )
     select array_agg(t.places[1]) filter (where t.size = 1), array_agg(t.level / 1000000) filter (where t.size = 1),
-           array_agg(wait_below_small(v_full_level, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end,
-                                      v_gain, v_per, v_tick_us)) filter (where t.size = 1),
+           array_agg(wait_by_ticks(v_policy.rate_full, t.level, case when t.refilled_at = v_now then 0 else microseconds(v_now - t.refilled_at)::bigint end,
+                                      v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up, v_tick_us)) filter (where t.size = 1),
            array_agg(row(t.places, t.wanted, t.level, t.refilled_at)::charged) filter (where t.size > 1)
       into places, remaining, reset_us, v_shared
       from taken as t;
@@ -121,7 +112,7 @@ begin
         v_level   := v_level - microtokens(costs[v_place]);
         places    := places || v_place;
         remaining := remaining || v_level / 1000000;
-        reset_us  := reset_us || wait_below_small(v_full_level, v_level, v_elapsed_us, v_gain, v_per, v_tick_us);
+        reset_us  := reset_us || wait_by_ticks(v_policy.rate_full, v_level, v_elapsed_us, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up, v_tick_us);
       end loop;
     end loop;
   end if;

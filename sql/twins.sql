@@ -64,7 +64,7 @@ begin
     end if;
 
     if v_twin.name not in ('acquire', 'settle', 'peek') then
-      v_twin.text := regexp_replace(v_twin.text, '\m((from|update|into) (ratelimit\.)?|constraint )(?=' || v_tables || '( as | \(|_pkey ))', '\1ephemeral_', 'g');
+      v_twin.text := regexp_replace(v_twin.text, '\m((from|join|update|into) (ratelimit\.)?|constraint )(?=' || v_tables || '( as | \(|_pkey ))', '\1ephemeral_', 'g');
       foreach v_name in array v_about loop
         v_twin.text    := regexp_replace(v_twin.text, '\m' || v_name || '\M', regexp_replace(v_name, v_tables || '$', 'ephemeral_\1'), 'g');
         v_twin.comment := regexp_replace(v_twin.comment, '\m' || v_name || '\M', regexp_replace(v_name, v_tables || '$', 'ephemeral_\1'), 'g');

@@ -159,10 +159,25 @@ create table ratelimit.policies (
   gain        numeric   not null generated always as (refill::numeric * 1000000000000::numeric) stored,
   tick_gain   numeric   not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end) stored,
   round_up    numeric   not null generated always as ((refill * 1000000)::numeric * case when stepped then extract(epoch from every) * 1000000.0 else 1 end - 1::numeric) stored,
+  rate_full   bigint    not null generated always as (capacity * 1000000) stored,
+  rate_floor  bigint    not null generated always as (capacity * -1000000) stored,
+  rate_gain   bigint    not null generated always as (refill * 1000000 / case when stepped then 1 else gcd(refill * 1000000, (extract(epoch from every) * 1000000.0)::bigint) end) stored,
+  rate_per    bigint    not null generated always as (case when stepped then 1 else (extract(epoch from every) * 1000000.0)::bigint / gcd(refill * 1000000, (extract(epoch from every) * 1000000.0)::bigint) end) stored,
+  rate_up     bigint    generated always as (nullif(refill * 1000000 / case when stepped then 1 else gcd(refill * 1000000, (extract(epoch from every) * 1000000.0)::bigint) end, 0) - 1) stored,
+  fill_ticks  bigint    generated always as (case
+    when greatest(capacity, refill) >= 100000000000 or capacity::numeric * 2000000.0 * case when stepped then 1.0
+           else ((extract(epoch from every) * 1000000.0)::bigint / gcd(refill * 1000000, (extract(epoch from every) * 1000000.0)::bigint))::numeric end >= 9e18 then null
+    when refill = 0 then 0::numeric
+    when capacity::numeric * extract(epoch from every) < refill::numeric * 470000000.0
+      then div(capacity::numeric * 2.0 * case when stepped then 1.0 else extract(epoch from every) * 1000000.0 end, refill::numeric) + 1.0 end::bigint) stored,
   remember_us bigint    not null generated always as ((extract(epoch from remember) * 1000000.0)::bigint) stored,
   months      integer   generated always as ((extract(year from period) * 12.0 + extract(month from period))::integer) stored,
   kind        text      collate "C" not null generated always as (case when lease is not null then 'slots' when period is not null then 'quota' else 'tokens' end) stored,
   special     boolean   not null generated always as (overridden or period is not null or lease is not null) stored,
+  plain       boolean   not null generated always as (not (stepped or shadow or overridden) and period is null and lease is null
+    and greatest(capacity, refill) < 100000000000
+    and capacity::numeric * 2000000.0 * ((extract(epoch from every) * 1000000.0)::bigint / gcd(refill * 1000000, (extract(epoch from every) * 1000000.0)::bigint))::numeric < 9e18
+    and (refill = 0 or capacity::numeric * extract(epoch from every) < refill::numeric * 470000000.0)) stored,
   changed_at  timestamptz not null,
   changed_by  text      collate "C" not null,
   constraint policies_pkey primary key (name),
@@ -184,6 +199,18 @@ comment on column ratelimit.policies.tick_gain is
   'refill * 10^6 * tick_us, in microtokens * microseconds: tick_gain / every_us = microtokens gained in one tick.';
 comment on column ratelimit.policies.round_up is
   'tick_gain - 1, in microtokens * microseconds: added before a division by tick_gain, it rounds the quotient up.';
+comment on column ratelimit.policies.rate_full is
+  'full_level in whole numbers, as those that follow.';
+comment on column ratelimit.policies.rate_floor is
+  'The level above which whole numbers are exact.';
+comment on column ratelimit.policies.rate_gain is
+  'rate_per ticks gain rate_gain microtokens, in lowest terms.';
+comment on column ratelimit.policies.rate_per is
+  'See rate_gain.';
+comment on column ratelimit.policies.rate_up is
+  'rate_gain - 1: added before a division by rate_gain, it rounds the quotient up. null if nothing refills, which gives waits of null.';
+comment on column ratelimit.policies.fill_ticks is
+  'The ticks in which a bucket gains its capacity twice. null where a product of whole numbers could overflow: then numeric counts.';
 comment on column ratelimit.policies.remember_us is
   'remember, in microseconds.';
 comment on column ratelimit.policies.shadow is
@@ -202,6 +229,8 @@ comment on column ratelimit.policies.months is
   'period, in months; 0 for days.';
 comment on column ratelimit.policies.kind is
   'tokens: buckets that refill. quota: buckets that are full at each turn of a calendar. slots: leases.';
+comment on column ratelimit.policies.plain is
+  'A call takes the short way: the bucket refills continuously by numbers for which bigint will do, and nothing else applies to it.';
 comment on column ratelimit.policies.special is
   'Not plain tokens: a call about the policy looks at its kind, and for an override of the key.';
 comment on column ratelimit.policies.changed_at is

@@ -46,15 +46,16 @@ type removal struct {
 }
 
 var (
-	withoutFirstLook    = kit.Mutation{Pattern: kit.FirstLook, Replacement: "end if; v_wanted"}
-	withoutReadAgain    = kit.Mutation{Pattern: kit.ReadAgain, Replacement: "end if; if v_policy.shadow and"}
+	withoutFirstLook    = kit.Mutation{Pattern: kit.FirstLook, Replacement: "end if; exit plain"}
+	withoutReadAgain    = kit.Mutation{Pattern: kit.ReadAgain, Replacement: "end if; return denied_by_rate"}
+	withoutLastRead     = kit.Mutation{Pattern: kit.FindKey + ` end if; if v_policy\.shadow and`, Replacement: "end if; if v_policy.shadow and"}
 	withoutGiveBack     = kit.Mutation{Pattern: kit.GiveBack, Replacement: ""}
 	withoutCondition    = kit.Mutation{Pattern: kit.StillFits, Replacement: "$1 returning"}
 	withoutFirstUse     = kit.Mutation{Pattern: kit.WhenGone, Replacement: "$1"}
-	withoutExpiry       = kit.Mutation{Pattern: `(` + kit.ReadKey + ` if )v_first\.expires_at > v_now(` + kit.Replay + ` end if; v_wanted)`, Replacement: "${1}found$2"}
-	overwritingLiveKeys = kit.Mutation{Pattern: kit.Overwrite, Replacement: "$1"}
-	overwritingNoKeys   = kit.Mutation{Pattern: kit.Overwrite, Replacement: "$1 where false"}
-	keyReadBeforeBucket = kit.Mutation{Pattern: `(` + kit.NotFitted + `(?s:.*?))(` + kit.FindKey + `)( end if; if v_policy\.shadow and)`, Replacement: "if v_idempotency_key is not null then $2 end if; $1$3"}
+	withoutExpiry       = kit.Mutation{Pattern: `(` + kit.ReadKey + ` if )v_first\.expires_at > v_now( then if )`, Replacement: "${1}v_first.cost > 0$2"}
+	overwritingLiveKeys = kit.Mutation{Pattern: kit.Overwrite, Replacement: "if false$1;"}
+	overwritingNoKeys   = kit.Mutation{Pattern: kit.Overwrite, Replacement: "if true$1 and false;"}
+	keyReadBeforeBucket = kit.Mutation{Pattern: `(` + kit.NotFitted + `(?s:.*?))(` + kit.FindKey + `)( end if; return denied_by_rate)`, Replacement: "if v_idempotency_key is not null then $2 end if; $1$3"}
 )
 
 // overtaken runs the events while the caller waits at the gate.
@@ -136,7 +137,7 @@ func TestIdempotency_Races(t *testing.T) {
 		{name: "the same request was the bucket's first use and took all there was", capacity: 2, play: behind("commit", 2, unused),
 			want: outcome{answer: kit.Replayed(kit.Allowed(0, 2*kit.Second, 2)), left: 0},
 			without: []removal{{withoutFirstUse, outcome{state: "23505", left: 0}},
-				{withoutReadAgain, outcome{answer: kit.Denied(0, 2*kit.Second, 2*kit.Second, 2), left: 0}}}},
+				{withoutLastRead, outcome{answer: kit.Denied(0, 2*kit.Second, 2*kit.Second, 2), left: 0}}}},
 		{name: "the same request was the bucket's first use and was rolled back", capacity: 2, play: behind("rollback", 2, unused),
 			want: outcome{answer: kit.Allowed(0, 2*kit.Second, 2), left: 0}},
 		{name: "the same request came after the first look, and nobody waited", capacity: 2, gate: kit.AfterLook,

@@ -504,7 +504,7 @@ func TestGrant_IsAnsweredAsOfOneInstant(t *testing.T) {
 
 // A bucket that fits at every look and at no update, as others' calls could have it in theory, ends in an error and not in a backend that spins.
 func TestGrant_GivesUpAfterManyRounds(t *testing.T) {
-	db := kit.ParallelDB(t).Policy("p", 10, 1, time.Second)
+	db := kit.ParallelDB(t).Policy("p", 10, 1, time.Second, kit.Stepped)
 	db.AcquireAt(kit.T0, "p", "k", 3)
 	db.Mutate(kit.Mutation{Pattern: `greatest\(refilled_at, now\)`, Replacement: "now"}, "ratelimit.refilled_until")
 	db.SetClock(kit.T0.Add(-100 * time.Second)) // update and look disagree

@@ -137,17 +137,17 @@ func Connect(t *testing.T, server *pgtest.Server) *pgx.Conn {
 
 // The places of the durable twin that mutations change.
 const (
-	ReadKey   = `select k\.\* into v_first from idempotency_keys as k [^;]*;`
+	ReadKey   = `v_first := k from idempotency_keys as k [^;]*;`
 	Replay    = ` then return answer_again\(v_first, v_cost, v_now, v_policy\.shadow\); end if;`
 	FindKey   = ReadKey + ` if v_first\.expires_at > v_now` + Replay
-	FirstLook = FindKey + ` end if; v_wanted`
-	AfterLook = `if v_wanted > 0 and [^;]* then update buckets`
-	ReadAgain = FindKey + ` end if; if v_policy\.shadow and`
-	GiveBack  = `update buckets as b set level = b\.level \+ v_wanted [^;]*;`
-	StillFits = `(update buckets as b [^;]* b\.key = v_key) and [^;]* >= v_wanted returning`
+	FirstLook = ReadKey + ` if v_first\.expires_at > v_now then if [^;]*; end if; return answer_again\([^;]*; end if; end if; exit plain`
+	AfterLook = `update buckets as b set level = level_by_rate`
+	ReadAgain = FindKey + ` end if; return denied_by_rate`
+	GiveBack  = `update buckets as b set level = b\.level \+ microtokens\(v_cost\) [^;]*;`
+	StillFits = `(update buckets as b [^;]* b\.key = v_key collate "C") and [^;]* >= microtokens\(v_cost\) returning`
 	WhenGone  = `(insert into buckets [^;]*) on conflict on constraint buckets_pkey do nothing`
-	Overwrite = `(insert into idempotency_keys as k [^;]*) where k\.expires_at <= v_now`
-	NotFitted = `v_now := clock\(\);(?: [^;]*;)*? select [^;]* from buckets as b`
+	Overwrite = `if v_first\.expires_at > v_now( then update buckets as b set level = b\.level \+ [^;]*; return [^;]*; end if; delete [^;]*) and k\.expires_at <= v_now;`
+	NotFitted = `v_now := clock\(\); select [^;]* from buckets as b`
 )
 
 // Deleted counts the rows that a clean-up deleted.

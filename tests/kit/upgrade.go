@@ -100,7 +100,7 @@ type Edit struct{ File, Old, New string }
 
 // Edits change a function that callers are in the middle of, and one that it is yet to call.
 var Edits = []Edit{
-	{"sql/acquire.sql", "b.level + v_wanted", "v_wanted + b.level"},
+	{"sql/acquire.sql", "b.level + microtokens(v_cost)", "microtokens(v_cost) + b.level"},
 	{"sql/answer.sql", "coalesce(retry_us = 0, false)", "coalesce(retry_us = 0, false) is true"},
 }
 

@@ -239,7 +239,7 @@ func TestCatalog_TwinsAreMadeOrRefused(t *testing.T) {
 		"another owner":       {"alter function ratelimit_hold owner to " + planter, "42883", "It is ratelimit_hold."},
 		"no block":            {"create or replace function ratelimit_hold(policy text, key text, holder text, cost bigint default 1) returns ratelimit.hold language plpgsql as 'begin return null; end'", "42883", "It is ratelimit_hold."},
 		"a statement":         {edit("write_buckets", "update buckets as b", "update only buckets as b"), "42P16", "It is write_ephemeral_buckets"},
-		"a join":              {edit("lock_buckets", "begin", "begin perform from policies join buckets as b on true;"), "42P16", "It is lock_ephemeral_buckets"},
+		"a table after using": {edit("lock_buckets", "begin", "begin delete from policies using buckets as b where false;"), "42P16", "It is lock_ephemeral_buckets"},
 		"a helper":            {edit("lock_buckets", "begin", "begin perform gone_through_buckets();"), "42P16", "It is lock_ephemeral_buckets"},
 	} {
 		t.Run(name, func(t *testing.T) {

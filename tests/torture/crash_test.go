@@ -224,7 +224,7 @@ func TestTorture_UpgradeUnderLoadFailsNoCall(t *testing.T) {
 		alter table ratelimit.policies drop column next;
 		alter table ratelimit.buckets drop column next;
 		alter table ratelimit.ephemeral_buckets drop column next;`,
-		kit.Edit{File: "sql/acquire.sql", Old: "if v_wanted > 0 and", New: "if (v_wanted > 0 or v_policy.next) and"})
+		kit.Edit{File: "sql/acquire.sql", Old: "if not v_policy.plain or", New: "if not v_policy.plain or v_policy.next or"})
 	db := kit.InstalledAt(t, functions, newest)
 	data, conn := db.PutData(), db.Connect(t)
 

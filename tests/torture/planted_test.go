@@ -181,19 +181,19 @@ var bugsOfHolders = map[string]plantedBug{
 var bugsOfHistories = map[string][]plantedBug{
 	"a grant by an unlocked read": {
 		{"ratelimit_acquire",
-			`(update buckets as b set level = [^;]*? and )refilled\(b.level, b.refilled_at(, [^)]*\) >= v_wanted)`,
-			`$1 (select refilled(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key)`},
+			`(update buckets as b set level = [^;]*? and )level_by_rate\(b.level, b.refilled_at(, [^)]*\) >= microtokens\(v_cost\))`,
+			`$1 (select level_by_rate(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key collate "C")`},
 	},
 	"a batch that decides by an unlocked read": {
 		{"ratelimit.lock_buckets", `(from buckets as b [^;]* limit 1 )for update`, "$1"},
 		pauseBefore("ratelimit.write_buckets", `update buckets as b set level = u.level`),
 	},
-	"a clock that goes back": {{"ratelimit.refilled_until", `greatest\(refilled_at, now\)`, "now"}},
+	"a clock that goes back": {{"ratelimit_acquire", `refilled_at = greatest\(b\.refilled_at, v_now\)`, "refilled_at = v_now"}},
 	"a concurrent repeat is charged again": {
-		{"ratelimit_acquire", `(update buckets as b set level = b.level) \+ v_wanted`, "$1"},
+		{"ratelimit_acquire", `(update buckets as b set level = b.level) \+ microtokens\(v_cost\)`, "$1"},
 		pauseBefore("ratelimit_acquire", `insert into idempotency_keys as k`),
 	},
-	"a denial by the clock before the wait": {{"ratelimit_acquire", `(?s)v_now := clock\(\);( .*? from buckets as b)`, "$1"}},
+	"a denial by the clock before the wait": {{"ratelimit_acquire", `v_now := clock\(\);( select [^;]* from buckets as b)`, "$1"}},
 	"a denial of a batch by the clock before the wait": {
 		{"ratelimit.decide_left", `costs, places, clock\(\)`, "costs, places, statement_timestamp()"},
 	},
