@@ -144,12 +144,18 @@ func (db *TestDB) PutData() *Data {
 		d.Buckets[name] = db.Bucket(name, "k")
 	}
 	db.PutBucket("kept", "in debt", Bucket{Level: -5_000_000, RefilledAt: time.Now()})
+	db.Execute("select ratelimit_define_policy('kept quota', 10, period => '1 month', history => '9 years')")
+	db.Execute("select from ratelimit_override('kept quota', 'k', 20, time_zone => 'Europe/Berlin') as k, ratelimit_override('kept quota', 'l', 30, expires_at => '2100-01-01Z') as l")
+	db.Execute("insert into ratelimit.usage select id, '2024-01-01Z', '2024-02-01Z', '2100-01-01Z', 7, 'k' from ratelimit.policies where name = 'kept quota'")
 	d.policies = d.definitions()
 	return d
 }
 
 func (d *Data) definitions() []string {
-	return Column(d.Db.T, d.Db.DB, "select to_jsonb(p)::text from ratelimit_policies() as p where p.policy like 'kept%'")
+	return Column(d.Db.T, d.Db.DB, `
+		select to_jsonb(p)::text from ratelimit_policies() as p where p.policy like 'kept%'
+		union all select to_jsonb(o)::text from ratelimit_overrides('kept quota') as o
+		union all select to_jsonb(u)::text from ratelimit_usage('kept quota') as u`)
 }
 
 func (d *Data) Check() {
