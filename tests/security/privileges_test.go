@@ -39,7 +39,7 @@ func newUsedDB(t *testing.T) *kit.TestDB {
 	db := kit.NewDB(t)
 	db.DefinePolicy("p", 20, 1, time.Hour)
 	db.DefinePolicy("q", 10, 1, time.Hour, kit.Ephemeral)
-	db.Execute("select from ratelimit_override('p', 'KEY', 20), ratelimit_acquire('p', 'KEY', 1, 'i1'), ratelimit_acquire('q', 'KEY', 1, 'i1')")
+	db.Execute("select from ratelimit_override('p', 'KEY', 20), ratelimit_acquire('p', 'KEY', 1, 'i1') as p, ratelimit_acquire('q', 'KEY', 1, 'i1') as q")
 	db.Lend("jobs", 5, time.Hour)
 	db.Execute("select ratelimit_hold('jobs', 'KEY', 'h')")
 	return db
