@@ -129,7 +129,7 @@ begin
          where b.policy_id = v_policy.id
            and b.key       = v_key collate "C"
            and b.level     > v_policy.rate_floor
-           and b.refilled_at < timestamptz '2200-01-01'
+           and b.refilled_at - v_now < interval '1 day'
            and level_by_rate(b.level, b.refilled_at, v_now, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks)
                >= microtokens(v_cost)
         returning b.level, b.refilled_at into v_level, v_refilled_at;
@@ -146,7 +146,7 @@ begin
          where b.policy_id = v_policy.id
            and b.key       = v_key collate "C"
            and b.level     > v_policy.rate_floor
-           and b.refilled_at < timestamptz '2200-01-01';
+           and b.refilled_at - v_now < interval '1 day';
         v_level_now := level_by_elapsed(v_level, v_elapsed_us, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks);
         if v_level_now < microtokens(v_cost) then
           if v_idempotency_key is not null then

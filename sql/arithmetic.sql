@@ -185,9 +185,9 @@ $$;
 comment on function ratelimit.due_after(bigint, timestamptz) is
   'When clean-up looks at a bucket that is full in reset_us microseconds; null is never.';
 
--- refilled and wait_until in bigint, which is cheaper: for policies with fill_ticks, and buckets above rate_floor that were refilled before
--- the year 2200. In deeper debt the true level is higher. The policy fills an empty bucket within 15 years, date_part has whole microseconds
--- for 35, and double precision for 285.
+-- refilled and wait_until in bigint, which is cheaper: for policies with fill_ticks, and buckets above rate_floor that were not refilled a
+-- day ahead of the clock. In deeper debt the true level is higher. The policy fills an empty bucket within 15 years, and date_part is exact
+-- for 35.
 create or replace function ratelimit.level_by_rate(
     level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, fill_ticks bigint)
   returns bigint language sql immutable parallel safe
