@@ -34,7 +34,7 @@ func TestTorture_CrashLosesNoGrant(t *testing.T) {
 }
 
 var (
-	tokensAcrossCrashes = []string{"continuous durable", "quota durable", "continuous ephemeral"}
+	tokensAcrossCrashes = []string{"plain durable", "continuous durable", "quota durable", "plain ephemeral"}
 	metAcrossCrashes    = []string{
 		"acquire, replayed", "charge, replayed", "settle, replayed", "settlements without a grant", "reserve", "acquire_up_to, granted",
 		"commits without an answer", "rolled back", "crash",

@@ -191,7 +191,7 @@ var bugsOfHistories = map[string][]plantedBug{
 	"a clock that goes back": {{"ratelimit_acquire", `refilled_at = greatest\(b\.refilled_at, v_now\)`, "refilled_at = v_now"}},
 	"a concurrent repeat is charged again": {
 		{"ratelimit_acquire", `(update buckets as b set level = b.level) \+ microtokens\(v_cost\)`, "$1"},
-		pauseBefore("ratelimit_acquire", `insert into idempotency_keys as k`),
+		pauseBefore("ratelimit_acquire", `insert into idempotency_keys \(`),
 	},
 	"a denial by the clock before the wait": {{"ratelimit_acquire", `v_now := clock\(\);( select [^;]* from buckets as b)`, "$1"}},
 	"a denial of a batch by the clock before the wait": {

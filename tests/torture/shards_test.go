@@ -27,7 +27,7 @@ func TestTorture_ShardsLinearizabilityOfCallsOnBuckets(t *testing.T) {
 	var workloads []*workload
 	pools, counts := map[int]*pgxpool.Pool{}, newTally()
 	for n, db := range s.Dbs {
-		w := newWorkload(db, "continuous durable", "stepped durable", "continuous ephemeral", "stepped ephemeral")
+		w := newWorkload(db, "plain durable", "continuous durable", "stepped durable", "plain ephemeral", "stepped ephemeral")
 		w.tally, w.oneIn, w.seed = counts, 2, w.seed+uint64(n)<<32
 		w.key = func(name string) string { return s.Key(n, name) }
 		workloads, pools[n] = append(workloads, w), w.pool
