@@ -138,7 +138,7 @@ begin
     end if;
   end loop;
   if v_refilled_at = v_now and (v_turns.turns_at < v_ends_at) is not false then
-    v_reset_us := microseconds(v_turns.turns_at - v_now)::bigint;
+    v_reset_us := least(microseconds(v_turns.turns_at - v_now), longest_wait())::bigint;
   else
     if v_has_row is null then
       v_quota := case when v_override.key is null then policy else with_override(policy, v_override, v_now) end;

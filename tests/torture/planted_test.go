@@ -127,7 +127,6 @@ var bugsOfUsage = map[string]plantedBug{
 		`$1 update buckets as b set level = b.level - microtokens(1) where b.policy_id = policy.id and b.key = v_key; $2`},
 	"a settlement closes nothing":                          {"ratelimit_settle", `if v_refilled_at < v_turns\.turned_at then perform close_period`, "if false then perform close_period"},
 	"a reset loses a period that is over":                  {"ratelimit_reset", `if v_history is not null then`, "if false then"},
-	"a period of a key is closed at the policy's turn":     {"ratelimit.cleanup_buckets", `case when p\.history is null then (full_after\([^;]*?\$1\)) end`, "$1"},
 	"a row is removed before it was kept":                  {"ratelimit.cleanup_buckets", `where r\.level < 0 and`, "where false and"},
 	"a period is cut where its calendar changed":           {"ratelimit.period_began", `coalesce\(counts_from, turns\.turned_at\)`, "turns.turned_at"},
 	"periods overlap":                                      {"ratelimit.period_began", `greatest\((coalesce\(counts_from, turns\.turned_at\)), last\.ended\)`, "$1"},

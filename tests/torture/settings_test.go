@@ -94,7 +94,7 @@ func TestSettings_ADependenceOnOneIsFound(t *testing.T) {
 	}{
 		"days that are not 24 hours": {
 			strings.Join([]string{`do $$ begin execute replace(pg_get_functiondef('ratelimit_acquire'::regproc),`,
-				`'duration(v_policy.remember_us)', 'justify_hours(duration(v_policy.remember_us))'); end $$`}, " "),
+				`'short_duration(v_policy.remember_us)', 'justify_hours(short_duration(v_policy.remember_us))'); end $$`}, " "),
 			setting{"TimeZone", "Europe/Berlin"},
 		},
 		"a path that is not pinned": {"alter function ratelimit_peek reset search_path", setting{"search_path", "nowhere"}},
