@@ -175,9 +175,6 @@ begin
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
-        if not acceptable(v_key, v_cost) then
-          perform check_request(v_policy.name, v_key, v_cost, v_idempotency_key);  -- raises 22023
-        end if;
 
         -- 3. The bucket, as of now: the update may have waited.
         if v_has_row is not false then
@@ -199,6 +196,11 @@ begin
            where b.policy_id = v_policy.id
              and b.key       = v_key collate "C";
           v_has_row := found;
+        end if;
+        if v_wanted = 0 or not v_has_row then
+          if not acceptable(v_key, v_cost) then
+            perform check_request(v_policy.name, v_key, v_cost, v_idempotency_key);  -- raises 22023
+          end if;
         end if;
         if not v_has_row then  -- full, by the newest numbers
           v_policy := policy_now(v_policy);

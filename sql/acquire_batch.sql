@@ -78,7 +78,7 @@ begin
       if v_count > 0 and current_setting('transaction_read_only') = 'off' then
         v_now := clock();
         if sizes is null and policies[1] collate "C" = all (policies) then
-          select p.* into v_policy from policies as p where p.name = acquire_batch.policies[1] collate "C";
+          v_policy := p from policies as p where p.name = acquire_batch.policies[1] collate "C";
           if v_policy.durable then
             v_taken := take_from_buckets(v_policy, keys, costs, null, null, v_now);
           else

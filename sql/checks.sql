@@ -527,8 +527,8 @@ declare
   v_name   text collate "C" := policy_named.policy;
   v_policy ratelimit.policies;
 begin
-  select p.* into v_policy from ratelimit.policies as p where p.name = v_name;
-  if not found then
+  v_policy := p from ratelimit.policies as p where p.name = v_name;
+  if v_policy.id is null then
     perform ratelimit.refuse_unknown(v_name);
   end if;
   return v_policy;

@@ -51,8 +51,8 @@ begin
     v_names := array(select distinct denied.policies[u.place] collate "C" from unnest(places) as u (place));
   end if;
   foreach v_name in array v_names loop
-    select p.* into v_policy from policies as p where p.name = v_name collate "C" and not p.shadow and p.kind <> 'quota';
-    continue when not found;
+    v_policy := p from policies as p where p.name = v_name collate "C" and not p.shadow and p.kind <> 'quota';
+    continue when v_policy.id is null;
     if v_policy.durable then
       v_part := denied_in_buckets(v_policy, policies, keys, costs, places, now);
     else

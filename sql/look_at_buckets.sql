@@ -27,7 +27,7 @@ declare
 begin
   known := array_fill(null::ratelimit.idempotency_keys, array[cardinality(buckets)]);
   for v_n in 1..cardinality(names) loop
-    select p.* into v_policy from policies as p where p.name = names[v_n] collate "C";
+    v_policy := p from policies as p where p.name = names[v_n] collate "C";
     policies[v_n] := v_policy;
     v_from        := first[v_n];
     v_to          := first[v_n + 1] - 1;

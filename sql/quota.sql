@@ -23,7 +23,6 @@ declare
   v_reset_us        bigint;
   v_has_row         boolean;      -- a bucket without a row is full
   v_first           ratelimit.idempotency_keys;
-  v_answer          ratelimit.decision;
   v_rounds          integer;
   v_override        ratelimit.overrides;
 begin
@@ -108,11 +107,9 @@ begin
         end if;
       end if;
       if policy.shadow and at_most > 0 then
-        v_answer := shadow_of(v_held, v_reset_us, v_capacity);
-        return partial_of(v_answer, at_most);
+        return (true, whole_tokens(v_held), interval '0', duration(v_reset_us), v_capacity, false, true, at_most)::partial_decision;
       end if;
-      v_answer := answer_of(v_held, v_retry_us, v_reset_us, v_capacity);
-      return partial_of(v_answer, 0);
+      return (coalesce(v_retry_us = 0, false), whole_tokens(v_held), duration(v_retry_us), duration(v_reset_us), v_capacity, false, false, 0)::partial_decision;
     end if;
 
     -- 3b. A period to close, or no row. The insert may wait for a session that creates the same one.
