@@ -186,6 +186,7 @@ test('@nestjs/throttler: a denial has Retry-After, and a block that ends elsewhe
 })
 
 const page = readFileSync(new URL('../../../docs/frameworks.md', import.meta.url), 'utf8')
+const readme = readFileSync(new URL('../../../README.md', import.meta.url), 'utf8')
 
 /** A program of the page without the lines that begin with a sign, and how many have the other sign. */
 function programOf(section, without, other) {
@@ -222,7 +223,7 @@ for (const section of ['Express', 'NestJS']) {
   })
 }
 
-test('each line of the table of docs/frameworks.md for Node.js runs', async () => {
+test('each line of the table of README.md for Node.js runs', async () => {
   const [{ rateLimit }, { rateLimiter }, fastify, { ThrottlerModule }] = await Promise.all(
     ['express-rate-limit', 'hono-rate-limiter', '@fastify/rate-limit', '@nestjs/throttler'].map((name) => import(name)))
   const names = { rateLimit, rateLimiter, ThrottlerModule, PostgresStore, NestStorage, fastifyStore, pool, keyGenerator: () => 'k' }
@@ -230,7 +231,7 @@ test('each line of the table of docs/frameworks.md for Node.js runs', async () =
     'express-rate-limit': {}, 'hono-rate-limiter': {}, '@nestjs/throttler': {},
     '@fastify/rate-limit': { rateLimit: fastify.default, app: (await import('fastify')).default() },
   })) {
-    const [, code] = new RegExp(`^\\| ${library} \\| \`(.*)\` \\|$`, 'm').exec(page), all = { ...names, ...more }
+    const [, code] = new RegExp(`^\\| ${library} \\| \`(.*)\` \\|$`, 'm').exec(readme), all = { ...names, ...more }
     assert.ok(await Function(...Object.keys(all), `return ${code}`)(...Object.values(all)), library)
   }
 })
