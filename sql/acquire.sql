@@ -183,7 +183,7 @@ begin
             v_numbers := numbers_now(v_policy, v_key, v_now);
             v_policy  := v_numbers.policy;
             v_ends_at := v_numbers.ends_at;
-            v_wanted  := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+            v_wanted  := case when v_cost between 1 and v_policy.capacity then microtokens(v_cost) else 0 end;
           end if;
           select refilled(b.level, b.refilled_at, v_now, v_policy),
                  case
@@ -197,7 +197,7 @@ begin
              and b.key       = v_key collate "C";
           v_has_row := found;
         end if;
-        if v_wanted = 0 or not v_has_row then
+        if not v_has_row or v_wanted = 0 then
           if not acceptable(v_key, v_cost) then
             perform check_request(v_policy.name, v_key, v_cost, v_idempotency_key);  -- raises 22023
           end if;
@@ -209,7 +209,7 @@ begin
             v_policy  := v_numbers.policy;
             v_ends_at := v_numbers.ends_at;
           end if;
-          v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
+          v_wanted   := case when v_cost between 1 and v_policy.capacity then microtokens(v_cost) else 0 end;
           v_level    := microtokens(v_policy.capacity);
           v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
           v_reset_us := 0;
