@@ -188,21 +188,21 @@ comment on function ratelimit.due_after(bigint, timestamptz) is
 -- refilled and wait_until in bigint, which is cheaper: for policies with fill_ticks, and buckets above rate_floor that were not refilled a
 -- day ahead of the clock. In deeper debt the true level is higher. The policy fills an empty bucket within 15 years, and date_part is exact
 -- for 35.
-create or replace function ratelimit.level_by_rate(
-    level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, fill_ticks bigint)
-  returns bigint language sql immutable parallel safe
-as $$
-  select least(full_level, level + least((date_part('epoch', greatest(now, refilled_at) - refilled_at) * 1000000)::bigint, fill_ticks) * gain / per)
-$$;
-comment on function ratelimit.level_by_rate(bigint, timestamptz, timestamptz, bigint, bigint, bigint, bigint) is
-  'The level of a bucket now, if its tick is a microsecond.';
-
 create or replace function ratelimit.level_by_elapsed(level bigint, elapsed_us double precision, full_level bigint, gain bigint, per bigint, fill_ticks bigint)
   returns bigint language sql immutable parallel safe
 as $$
   select least(full_level, level + least(greatest(elapsed_us, 0)::bigint, fill_ticks) * gain / per)
 $$;
 comment on function ratelimit.level_by_elapsed(bigint, double precision, bigint, bigint, bigint, bigint) is
+  'The level of a bucket that held level elapsed_us ago, if its tick is a microsecond.';
+
+create or replace function ratelimit.level_by_rate(
+    level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, fill_ticks bigint)
+  returns bigint language sql immutable parallel safe
+as $$
+  select ratelimit.level_by_elapsed(level, date_part('epoch', now - refilled_at) * 1000000, full_level, gain, per, fill_ticks)
+$$;
+comment on function ratelimit.level_by_rate(bigint, timestamptz, timestamptz, bigint, bigint, bigint, bigint) is
   'The level of a bucket now, if its tick is a microsecond.';
 
 create or replace function ratelimit.level_by_ticks(
