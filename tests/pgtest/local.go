@@ -180,8 +180,10 @@ func (c *cluster) Stop(ctx context.Context, immediate bool) error {
 	return c.run(ctx, c.program("pg_ctl"), "stop", "--pgdata", c.data(), "--mode", mode, "--wait", "--silent")
 }
 
+// Kill freezes all processes first. Without the postmaster, a commit that waits for a standby ends at once, and those that are
+// killed later answer by what it wrote.
 func (c *cluster) Kill(ctx context.Context) error {
-	if err := needProcesses(); err != nil {
+	if err := c.Freeze(ctx); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(ctx, patience) // a process stays where its parent does not look after it
