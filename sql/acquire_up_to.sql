@@ -57,8 +57,8 @@ begin
       elsif v_policy.kind = 'quota' then
         return take_quota_of_buckets(v_policy, v_key, at_most, at_least, idempotency_key);
       end if;
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
-      if found then
+      v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
+      if v_override.key is not null then
         v_policy  := with_override(v_policy, v_override, v_now);
         v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
       end if;
@@ -68,9 +68,8 @@ begin
     -- 1. The idempotency key.
     if idempotency_key is not null then
       v_idempotency_key := idempotency_key;
-      select k.* into v_first
-        from idempotency_keys as k
-       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      v_first := k from idempotency_keys as k
+                  where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       if v_first.expires_at > v_now then
         return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
       end if;
@@ -125,9 +124,8 @@ begin
           v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
         end if;
         if v_idempotency_key is not null then
-          select k.* into v_first
-            from idempotency_keys as k
-           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          v_first := k from idempotency_keys as k
+                      where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
           if v_first.expires_at > v_now then
             return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
           end if;
@@ -201,9 +199,8 @@ begin
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
-        select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        v_first := k from idempotency_keys as k
+                    where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         return replayed_partial(v_first, at_least, at_most, v_now, v_policy.shadow);
       end if;
     end if;

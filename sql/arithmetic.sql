@@ -191,19 +191,18 @@ comment on function ratelimit.due_after(bigint, timestamptz) is
 create or replace function ratelimit.level_by_elapsed(level bigint, elapsed_us double precision, full_level bigint, gain bigint, per bigint, fill_ticks bigint)
   returns bigint language sql immutable parallel safe
 as $$
-  select least(full_level, level + least(greatest(elapsed_us, 0)::bigint, fill_ticks) * gain / per)
+  select least(full_level, level + least(elapsed_us::bigint, fill_ticks) * gain / per)
 $$;
 comment on function ratelimit.level_by_elapsed(bigint, double precision, bigint, bigint, bigint, bigint) is
   'The level of a bucket that held level elapsed_us ago, if its tick is a microsecond.';
 
-create or replace function ratelimit.level_by_rate(
-    level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, fill_ticks bigint)
+create or replace function ratelimit.credit_by_rate(elapsed interval, gain bigint, per bigint, fill_ticks bigint)
   returns bigint language sql immutable parallel safe
 as $$
-  select ratelimit.level_by_elapsed(level, date_part('epoch', now - refilled_at) * 1000000, full_level, gain, per, fill_ticks)
+  select least((date_part('epoch', elapsed) * 1000000)::bigint, fill_ticks) * gain / per
 $$;
-comment on function ratelimit.level_by_rate(bigint, timestamptz, timestamptz, bigint, bigint, bigint, bigint) is
-  'The level of a bucket now, if its tick is a microsecond.';
+comment on function ratelimit.credit_by_rate(interval, bigint, bigint, bigint) is
+  'The microtokens that a bucket gained, if its tick is a microsecond.';
 
 create or replace function ratelimit.level_by_ticks(
     level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, fill_ticks bigint, tick_us bigint)

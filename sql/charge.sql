@@ -54,8 +54,8 @@ begin
       if v_policy.kind = 'slots' then
         perform refuse_slots(v_policy.name);  -- raises 22023
       end if;
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
-      if found then
+      v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
+      if v_override.key is not null then
         v_policy  := with_override(v_policy, v_override, v_now);
         v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
       end if;
@@ -69,9 +69,8 @@ begin
       -- 1. The idempotency key.
       if idempotency_key is not null then
         v_idempotency_key := idempotency_key;
-        select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        v_first := k from idempotency_keys as k
+                    where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           if v_first.cost <> v_cost then
             perform refuse_repeat(v_first, v_cost);  -- raises RL002

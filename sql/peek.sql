@@ -32,8 +32,8 @@ begin
     if v_policy.kind = 'slots' then
       return peek_slots(v_policy, v_key, v_cost, v_now);
     end if;
-    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key collate "C";
-    if found then
+    v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key collate "C";
+    if v_override.key is not null then
       v_policy  := with_override(v_policy, v_override, v_now);
       v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
     end if;
@@ -51,7 +51,7 @@ begin
   if v_level is null then  -- full
     v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
     return answer_of(microtokens(v_policy.capacity), v_retry_us, 0, v_policy.capacity);
-  elsif v_policy.plain and v_cost between 1 and v_policy.capacity and v_level > v_policy.rate_floor and v_refilled_at - v_now < interval '1 day' then
+  elsif v_policy.plain and v_cost between 1 and v_policy.capacity and v_level > v_policy.rate_floor and v_refilled_at <= v_now then
     v_elapsed_us := date_part('epoch', v_now - v_refilled_at) * 1000000;
     v_level_now  := level_by_elapsed(v_level, v_elapsed_us, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks);
     if v_level_now < microtokens(v_cost) then

@@ -27,7 +27,7 @@ declare
   v_override        ratelimit.overrides;
 begin
   if policy.overridden then
-    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key;
+    v_override := o from overrides as o where o.policy_id = policy.id and o.key = v_key;
   end if;
   if v_override.key is null then
     v_capacity := policy.capacity;
@@ -40,9 +40,8 @@ begin
 
   -- 1. The idempotency key.
   if v_idempotency_key is not null then
-    select k.* into v_first
-      from idempotency_keys as k
-     where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+    v_first := k from idempotency_keys as k
+                where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
     if v_first.expires_at > v_now then
       return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
     end if;
@@ -99,9 +98,8 @@ begin
                          else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, v_numbers.after) end;
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, v_numbers.after);
       if v_idempotency_key is not null then
-        select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        v_first := k from idempotency_keys as k
+                    where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if v_first.expires_at > v_now then
           return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
         end if;
@@ -166,9 +164,8 @@ begin
          set level = b.level + v_wanted
        where b.policy_id = policy.id
          and b.key       = v_key;
-      select k.* into v_first
-        from idempotency_keys as k
-       where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      v_first := k from idempotency_keys as k
+                  where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       return replayed_partial(v_first, at_least, at_most, v_now, policy.shadow);
     end if;
   end if;

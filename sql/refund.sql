@@ -34,8 +34,8 @@ begin
     elsif v_policy.kind = 'quota' then
       return refund_quota_of_ephemeral_buckets(v_policy, v_key, amount);
     end if;
-    select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
-    if found then
+    v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
+    if v_override.key is not null then
       v_policy  := with_override(v_policy, v_override, v_now);
       v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
     end if;

@@ -76,8 +76,8 @@ begin
         return (v_quota.allowed, v_quota.retry_after, v_quota.remaining, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
                 v_quota.shadowed)::ratelimit.reservation;
       end if;
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
-      if found then
+      v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
+      if v_override.key is not null then
         v_after   := with_override(v_policy, v_override, 'infinity');
         v_policy  := with_override(v_policy, v_override, v_now);
         v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
@@ -88,9 +88,8 @@ begin
     -- 1. The idempotency key.
     if idempotency_key is not null then
       v_idempotency_key := idempotency_key;
-      select k.* into v_first
-        from idempotency_keys as k
-       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      v_first := k from idempotency_keys as k
+                  where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       if v_first.expires_at > v_now then
         return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
       end if;
@@ -162,9 +161,8 @@ begin
          or (v_wait_us <= microseconds(max_wait)
              and (v_wait_us = 0 or v_level::numeric - v_wanted >= floor_level(v_policy.gain, v_policy.every_us))) is not true then
         if v_idempotency_key is not null then
-          select k.* into v_first
-            from idempotency_keys as k
-           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          v_first := k from idempotency_keys as k
+                      where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
           if v_first.expires_at > v_now then
             return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
           end if;
@@ -237,9 +235,8 @@ begin
            set level = b.level + v_wanted
          where b.policy_id = v_policy.id
            and b.key       = v_key;
-        select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        v_first := k from idempotency_keys as k
+                    where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         return replayed_reservation(v_first, v_cost, v_now, v_policy.shadow);
       end if;
     end if;

@@ -56,8 +56,8 @@ begin
       if v_policy.kind = 'slots' then
         perform refuse_slots(v_policy.name);  -- raises 22023
       end if;
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
-      if found then
+      v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
+      if v_override.key is not null then
         v_policy  := with_override(v_policy, v_override, v_now);
         v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
       end if;
@@ -65,17 +65,15 @@ begin
     loop
       -- 1. The grant. A shadow policy looks for it again after the bucket was read: a grant that was committed meanwhile is in the
       --    level that was read, and so must be found.
-      select k.* into v_first
-        from idempotency_keys as k
-       where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+      v_first := k from idempotency_keys as k
+                  where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
       if (v_first.expires_at > v_now) is not true then
         if not v_policy.shadow then
           perform no_grant(v_policy.name, v_idempotency_key);  -- raises RL003
         end if;
         select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_key, v_now) as n;
-        select k.* into v_first
-          from idempotency_keys as k
-         where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+        v_first := k from idempotency_keys as k
+                    where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if (v_first.expires_at > v_now) is not true then
           return shadow_of(v_level, v_reset_us, v_policy.capacity);
         end if;

@@ -80,13 +80,11 @@ begin
         v_policy := v_policies[v_n];
         v_key    := keys[v_n];
         if v_policy.durable then
-          select k.* into v_grant
-            from idempotency_keys as k
-           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          v_grant := k from idempotency_keys as k
+                      where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         else
-          select k.* into v_grant
-            from ephemeral_idempotency_keys as k
-           where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
+          v_grant := k from ephemeral_idempotency_keys as k
+                      where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         end if;
         if (v_grant.expires_at > v_now) is not true then
           v_missing := v_missing || case when not v_policy.shadow then v_n end;

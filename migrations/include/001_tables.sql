@@ -174,7 +174,7 @@ create table ratelimit.policies (
   months      integer   generated always as ((extract(year from period) * 12.0 + extract(month from period))::integer) stored,
   kind        text      collate "C" not null generated always as (case when lease is not null then 'slots' when period is not null then 'quota' else 'tokens' end) stored,
   special     boolean   not null generated always as (overridden or period is not null or lease is not null) stored,
-  plain       boolean   not null generated always as (not (stepped or shadow or overridden) and period is null and lease is null
+  plain       boolean   not null generated always as (not (stepped or overridden) and period is null and lease is null
     and greatest(capacity, refill) < 100000000000
     and capacity::numeric * 2000000.0 * ((extract(epoch from every) * 1000000.0)::bigint / gcd(refill * 1000000, (extract(epoch from every) * 1000000.0)::bigint))::numeric < 9e18
     and (refill = 0 or capacity::numeric * extract(epoch from every) < refill::numeric * 470000000.0)) stored,

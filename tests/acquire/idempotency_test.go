@@ -55,7 +55,9 @@ var (
 	withoutExpiry       = kit.Mutation{Pattern: `(` + kit.ReadKey + ` if )v_first\.expires_at > v_now( then if )`, Replacement: "${1}v_first.cost > 0$2"}
 	overwritingLiveKeys = kit.Mutation{Pattern: kit.Overwrite, Replacement: "if false$1;"}
 	overwritingNoKeys   = kit.Mutation{Pattern: kit.Overwrite, Replacement: "if true$1 and false;"}
-	keyReadBeforeBucket = kit.Mutation{Pattern: `(` + kit.NotFitted + `(?s:.*?))(` + kit.FindKey + `)( end if; return denied_by_rate)`, Replacement: "if v_idempotency_key is not null then $2 end if; $1$3"}
+	keyReadBeforeBucket = kit.Mutation{
+		Pattern:     `(` + kit.NotFitted + `(?s:.*?))(` + kit.ReadKey + ` if v_first\.expires_at > v_now then return answer_again\([^;]*;)( elsif [^;]*;[^;]*; end if; end if; return denied_by_rate)`,
+		Replacement: "if v_idempotency_key is not null then $2 end if; end if; $1 if false then null; $3"}
 )
 
 // overtaken runs the events while the caller waits at the gate.

@@ -141,10 +141,10 @@ const (
 	Replay    = ` then return answer_again\(v_first, v_cost, v_now, v_policy\.shadow\); end if;`
 	FindKey   = ReadKey + ` if v_first\.expires_at > v_now` + Replay
 	FirstLook = ReadKey + ` if v_first\.expires_at > v_now then if [^;]*; end if; return answer_again\([^;]*; end if; end if; exit plain`
-	AfterLook = `update buckets as b set level = level_by_rate`
-	ReadAgain = FindKey + ` end if; return denied_by_rate`
+	AfterLook = `update buckets as b set level = least\(v_policy\.rate_full`
+	ReadAgain = ReadKey + ` if v_first\.expires_at > v_now then return answer_again\([^;]*; elsif [^;]*;[^;]*; end if; end if; return denied_by_rate`
 	GiveBack  = `update buckets as b set level = b\.level \+ microtokens\(v_cost\) [^;]*;`
-	StillFits = `(update buckets as b [^;]* b\.key = v_key collate "C") and [^;]* >= microtokens\(v_cost\) returning`
+	StillFits = `(update buckets as b [^;]* b\.key = v_key collate "C") and [^;]* >= microtokens\(v_cost\) - b\.level returning`
 	WhenGone  = `(insert into buckets [^;]*) on conflict on constraint buckets_pkey do nothing`
 	Overwrite = `if v_first\.expires_at > v_now( then update buckets as b set level = b\.level \+ [^;]*; return [^;]*; end if; delete [^;]*) and k\.expires_at <= v_now;`
 	NotFitted = `v_now := clock\(\); select [^;]* from buckets as b`

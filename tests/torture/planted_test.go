@@ -180,14 +180,14 @@ var bugsOfHolders = map[string]plantedBug{
 var bugsOfHistories = map[string][]plantedBug{
 	"a grant by an unlocked read": {
 		{"ratelimit_acquire",
-			`(update buckets as b set level = [^;]*? and )level_by_rate\(b.level, b.refilled_at(, [^)]*\) >= microtokens\(v_cost\))`,
-			`$1 (select level_by_rate(o.level, o.refilled_at$2 from buckets as o where o.policy_id = v_policy.id and o.key = v_key collate "C")`},
+			`(update buckets as b set level = [^;]*? and )credit_by_rate\(v_now - b\.refilled_at(, [^)]*\) >= microtokens\(v_cost\) -) b\.level`,
+			`$1 (select credit_by_rate(v_now - o.refilled_at$2 o.level from buckets as o where o.policy_id = v_policy.id and o.key = v_key collate "C")`},
 	},
 	"a batch that decides by an unlocked read": {
 		{"ratelimit.lock_buckets", `(from buckets as b [^;]* limit 1 )for update`, "$1"},
 		pauseBefore("ratelimit.write_buckets", `update buckets as b set level = u.level`),
 	},
-	"a clock that goes back": {{"ratelimit_acquire", `refilled_at = greatest\(b\.refilled_at, v_now\)`, "refilled_at = v_now"}},
+	"a clock that goes back": {{"ratelimit_acquire", `and b\.refilled_at <= v_now and credit`, "and credit"}},
 	"a concurrent repeat is charged again": {
 		{"ratelimit_acquire", `(update buckets as b set level = b.level) \+ microtokens\(v_cost\)`, "$1"},
 		pauseBefore("ratelimit_acquire", `insert into idempotency_keys \(`),
