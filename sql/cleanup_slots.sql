@@ -45,7 +45,7 @@ begin
     using v_ids, v_keys;
   get diagnostics deleted = row_count;
   execute format('update %1$s as s'
-                 '   set changes = changes + 1, counted_until = ''-infinity'', due_at = (select min(l.ends_at) from %2$s as l where l.policy_id = s.policy_id and l.key = s.key)'
+                 '   set counted_until = ''-infinity'', due_at = (select min(l.ends_at) from %2$s as l where l.policy_id = s.policy_id and l.key = s.key)'
                  ' where s.ctid = any (array(select e.ctid'
                  '                             from unnest($1, $2) as u (policy_id, key)'
                  '                            cross join lateral (select s.ctid'

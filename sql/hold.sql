@@ -1,21 +1,19 @@
 -- Lends cost slots of a key to a holder until its lease ends, if they are free.
 --
 -- The steps:
---   1. The row of the key is read: how often its leases were changed, and what is held. From counted_until on the leases are added up
---      instead. A key without a row has no leases.
---   2. If the cost does not fit, the leases are looked at. If it does not fit then, the answer is a denial: nothing was locked. If it
---      does, step 1 follows again, and adds them up.
---   3. One conditional update writes the row of the key, if nobody has changed the leases since step 1. It may wait for a session that
---      holds, renews or releases under the same key. A row that is missing is created.
---   4. If another session has changed them, the row is locked, and steps 1 to 3 follow with the leases as they are under the lock.
---   5. The row is this transaction's now, and the lease is written. Leases that have ended are removed.
+--   1. Mostly the holder holds nothing yet, and none of the leases has ended. One conditional update of the key's row takes the slots, and
+--      the lease is written, if the holder has none.
+--   2. Else the leases are looked at. If the cost does not fit then, the answer is a denial: nothing was locked.
+--   3. The row of the key is locked, or created. Another session may have changed the leases: they are added up under the lock. If the
+--      cost does not fit any more, step 2 follows again.
+--   4. The row and the lease are written, and leases that have ended are removed.
 -- A holder that holds is renewed whether or not its cost would fit now.
 --
--- The clock is read before step 1 and again after step 3, which may have waited. If a lease or an override has ended in between, or the
--- clock went back, step 1 follows again.
+-- The clock is read first, before each step 2 and under the lock. If in step 1 a lease or an override has ended while the update waited, or
+-- the clock went back, step 2 follows, and the row says that its sum does not count.
 --
--- Under REPEATABLE READ and SERIALIZABLE, step 3 fails with 40001 if the leases were changed since the snapshot, and a denial is as old as
--- the snapshot.
+-- Under REPEATABLE READ and SERIALIZABLE, steps 1 and 3 fail with 40001 if the leases were changed since the snapshot, and a denial is as
+-- old as the snapshot.
 create or replace function ratelimit_hold(
     policy text,
     key    text,
@@ -31,11 +29,12 @@ as $$
 declare
   v_policy ratelimit.policies;
 begin
-  if (is_name(key) and is_name(holder) and cost >= 1) is not true then
+  if (is_name(holder) and cost >= 1) is not true then
     perform check_hold(policy, key, holder, cost);  -- raises 22023
   end if;
   v_policy := p from policies as p where p.name = policy collate "C";
-  if v_policy.kind is distinct from 'slots' then
+  if v_policy.lease is null then
+    perform check_hold(policy, key, holder, cost);  -- raises 22023
     if v_policy.id is null then
       perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
     end if;
@@ -47,141 +46,122 @@ begin
   end if;
 
   declare
-    v_key          text collate "C" := key;
-    v_holder       text collate "C" := holder;
-    v_cost         alias for cost;
-    v_now          timestamptz := clock();
-    v_seen_at      timestamptz;  -- the clock by which the leases were read
-    v_changes      bigint;       -- of the key; null: it has no row
-    v_held         bigint;       -- by leases that have not ended
-    v_until        timestamptz;  -- no lease ends before
-    v_ended        boolean;      -- some lease has
-    v_own_cost     integer;      -- of the holder's lease
-    v_own_end      timestamptz;  -- likewise
-    v_renewed      boolean;
-    v_next_changes bigint;
-    v_ends_at      timestamptz;
-    v_lease        interval;
-    v_retry_us     bigint;       -- microseconds until the cost fits; null: never
-    v_look         record;
-    v_written      boolean;
-    v_rounds       integer;
-    v_override     ratelimit.overrides;
-    v_numbers      ratelimit.numbers;
-    v_numbers_end  timestamptz;  -- of a part of the override; null: none ends
+    v_key         text collate "C" := key;
+    v_holder      text collate "C" := holder;
+    v_cost        alias for cost;
+    v_now         timestamptz := clock();
+    v_seen_at     timestamptz;  -- the clock by which step 1 took the slots
+    v_held        bigint;       -- by leases that have not ended
+    v_until       timestamptz;  -- no lease ends before
+    v_own_cost    integer;      -- of the holder's lease; null: it holds nothing
+    v_ends_at     timestamptz;
+    v_lease       interval;
+    v_look        record;
+    v_rounds      integer := 0;
+    v_override    ratelimit.overrides;
+    v_numbers     ratelimit.numbers;
+    v_numbers_end timestamptz;  -- of a part of the override; null: none ends
   begin
     if v_policy.overridden then
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
-      if found then
+      v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
+      if v_override.key is not null then
         v_policy      := with_override(v_policy, v_override, v_now);
         v_numbers_end := case when v_override.expires_at > v_now then v_override.expires_at end;
       end if;
     end if;
 
-    loop
-      -- 1. The row of the key, and the holder's lease.
-      select s.changes, s.held, s.counted_until, l.cost, l.ends_at
-        into v_changes, v_held, v_until, v_own_cost, v_own_end
-        from slots as s
-        left join leases as l on l.policy_id = v_policy.id and l.key = v_key and l.holder = v_holder
-       where s.policy_id = v_policy.id and s.key = v_key;
-      v_ended := false;
-      if v_changes is null then
-        v_held := 0;
-      elsif v_until <= v_now or v_retry_us = 0 then
-        select coalesce(sum(l.cost) filter (where l.ends_at > v_now), 0),
-               min(l.ends_at) filter (where l.ends_at > v_now),
-               count(*) filter (where l.ends_at <= v_now) > 0
-          into v_held, v_until, v_ended
-          from leases as l
-         where l.policy_id = v_policy.id and l.key = v_key;
+    -- 1. A new holder, under a key of which the sum counts.
+    v_lease := date_part('epoch', v_policy.lease) * interval '1 second';  -- without days
+    if current_setting('transaction_read_only') = 'off' then
+      v_ends_at := v_now + v_lease;
+      update slots as s
+         set held          = s.held + v_cost,
+             counted_until = least(s.counted_until, v_ends_at),
+             due_at        = least(s.due_at, v_ends_at)
+       where s.policy_id     = v_policy.id
+         and s.key           = v_key
+         and s.counted_until > v_now
+         and s.held         <= v_policy.capacity - v_cost
+      returning s.held, s.counted_until into v_held, v_until;
+      if found then
+        v_seen_at := v_now;
+        v_now     := clock();
+        if v_now >= v_seen_at and v_now < least(v_until, v_numbers_end) then
+          insert into leases (policy_id, key, holder, cost, ends_at)
+          values (v_policy.id, v_key, v_holder, v_cost, v_now + v_lease)
+          on conflict on constraint leases_pkey do nothing;
+          if found then
+            return (true, v_policy.capacity - v_held, interval '0', v_lease, v_policy.capacity, false, false)::ratelimit.hold;
+          end if;
+        end if;
+        update slots as s set counted_until = '-infinity' where s.policy_id = v_policy.id and s.key = v_key;
       end if;
-      v_renewed  := (v_own_end > v_now) is true;
-      v_lease    := date_part('epoch', v_policy.lease) * interval '1 second';  -- without days
-      if v_renewed and v_own_cost <> v_cost then
-        perform held_with_another_cost(v_holder, v_own_cost, v_cost);  -- raises RL002
-      end if;
+    end if;
 
-      -- 2. A denial. By the time of this look there may be more, or the holder may hold.
-      if not v_renewed and v_cost > v_policy.capacity - v_held then
-        select l.* into v_look from look_at_slots(v_policy, v_key, v_now, v_cost, v_holder) as l;
-        v_retry_us := case when v_look.holds then 0 else v_look.retry_us end;
-        if v_retry_us is distinct from 0 and v_look.shadow then
+    if is_name(v_key) is not true then
+      perform check_hold(v_policy.name, v_key, v_holder, v_cost);  -- raises 22023
+    end if;
+    loop
+      -- 2. A denial, unless there are more by the time of this look, or the holder holds.
+      v_now := clock();
+      select l.* into v_look from look_at_slots(v_policy, v_key, v_now, v_cost, v_holder) as l;
+      if not v_look.holds and v_look.retry_us is distinct from 0 then
+        if v_look.shadow then
           return (true, v_look.capacity - v_look.held, interval '0', duration(microseconds(v_look.lease)::bigint), v_look.capacity,
                   false, true)::ratelimit.hold;
-        elsif v_retry_us is distinct from 0 then
-          return (false, v_look.capacity - v_look.held, duration(v_retry_us), interval '0', v_look.capacity, false, false)::ratelimit.hold;
         end if;
-
-      -- 3. The row of the key.
-      else
-        if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-        v_ends_at := v_now + v_lease;
-        if not v_renewed then
-          v_held := v_held + v_cost;
-        end if;
-        if v_changes is null then
-          v_next_changes := microseconds(v_now - timestamptz 'epoch')::bigint;
-          insert into slots (policy_id, key, changes, held, counted_until, due_at)
-          values (v_policy.id, v_key, v_next_changes, v_held, v_ends_at, v_now)  -- due at once: clean-up will postpone it
-          on conflict on constraint slots_pkey do nothing;
-        else
-          update slots as s
-             set changes       = v_changes + 1,
-                 held          = v_held,
-                 counted_until = least(v_until, v_ends_at),
-                 due_at        = least(s.due_at, v_ends_at)
-           where s.policy_id = v_policy.id
-             and s.key       = v_key
-             and s.changes   = v_changes;
-        end if;
-        v_written := found;
-        v_seen_at := v_now;
-        v_now     := clock();  -- it may have waited; if the clock went back, leases may be live that had ended
-        exit when v_written and v_now >= v_seen_at and (v_until > v_now and v_numbers_end > v_now) is not false;
-
-        -- 4. The lock. A row that was written counts a lease that this call may not grant any more.
-        if v_written then
-          update slots as s
-             set counted_until = '-infinity'
-           where s.policy_id = v_policy.id
-             and s.key       = v_key;
-        else
-          perform s.changes from slots as s
-            where s.policy_id = v_policy.id
-              and s.key       = v_key
-              for update;
-        end if;
+        return (false, v_look.capacity - v_look.held, duration(v_look.retry_us), interval '0', v_look.capacity, false, false)::ratelimit.hold;
       end if;
-      v_rounds := coalesce(v_rounds, 0) + 1;
+      if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
+
+      -- 3. The lock, and the leases under it.
+      perform s.held from slots as s where s.policy_id = v_policy.id and s.key = v_key for update;
+      if not found then
+        insert into slots (policy_id, key, held, counted_until, due_at)
+        values (v_policy.id, v_key, 0, '-infinity', v_now)  -- due at once: clean-up will postpone it
+        on conflict on constraint slots_pkey do nothing;
+      end if;
+      if found then
+        v_now     := clock();
+        v_numbers := numbers_now(v_policy, v_key, v_now);
+        v_policy  := v_numbers.policy;
+        select coalesce(sum(l.cost), 0), min(l.ends_at), min(l.cost) filter (where l.holder = v_holder)
+          into v_held, v_until, v_own_cost
+          from leases as l
+         where l.policy_id = v_policy.id
+           and l.key       = v_key
+           and l.ends_at   > v_now;
+        if v_own_cost <> v_cost then
+          perform held_with_another_cost(v_holder, v_own_cost, v_cost);  -- raises RL002
+        end if;
+        exit when v_own_cost = v_cost or v_cost <= v_policy.capacity - v_held;
+      end if;
+      v_rounds := v_rounds + 1;
       if v_rounds = 1000 then
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
       end if;
-      v_now         := clock();
-      v_numbers     := numbers_now(v_policy, v_key, v_now);
-      v_policy      := v_numbers.policy;
-      v_numbers_end := v_numbers.ends_at;
     end loop;
 
-    -- 5. The lease.
+    -- 4. The row of the key, and the leases.
+    if v_own_cost is null then
+      v_held := v_held + v_cost;
+    end if;
+    v_lease   := date_part('epoch', v_policy.lease) * interval '1 second';
     v_ends_at := v_now + v_lease;
-    if v_ended then
-      delete from leases as l
-       where l.policy_id = v_policy.id
-         and l.key       = v_key
-         and l.ends_at  <= v_now;
-    end if;
-    if v_renewed then
-      update leases as l
-         set ends_at = v_ends_at
-       where l.policy_id = v_policy.id
-         and l.key       = v_key
-         and l.holder    = v_holder;
-    else
-      insert into leases (policy_id, key, holder, cost, ends_at)
-      values (v_policy.id, v_key, v_holder, v_cost, v_ends_at);
-    end if;
-    return (true, v_policy.capacity - v_held, interval '0', v_lease, v_policy.capacity, v_renewed, false)::ratelimit.hold;
+    update slots as s
+       set held          = v_held,
+           counted_until = least(v_until, v_ends_at),
+           due_at        = least(s.due_at, v_ends_at)
+     where s.policy_id = v_policy.id
+       and s.key       = v_key;
+    delete from leases as l
+     where l.policy_id = v_policy.id
+       and l.key       = v_key
+       and l.ends_at  <= v_now;
+    insert into leases (policy_id, key, holder, cost, ends_at)
+    values (v_policy.id, v_key, v_holder, v_cost, v_ends_at)
+    on conflict on constraint leases_pkey do update set ends_at = excluded.ends_at;
+    return (true, v_policy.capacity - v_held, interval '0', v_lease, v_policy.capacity, v_own_cost is not null, false)::ratelimit.hold;
   end;
 end;
 $$;

@@ -10,11 +10,9 @@ as $$
 declare
   v_policy ratelimit.policies;
 begin
-  if (is_name(key) and is_name(holder)) is not true then
-    perform check_hold(policy, key, holder, 1);  -- raises 22023
-  end if;
   v_policy := p from policies as p where p.name = policy collate "C";
-  if v_policy.kind is distinct from 'slots' then
+  if v_policy.lease is null then
+    perform check_hold(policy, key, holder, 1);  -- raises 22023
     if v_policy.id is null then
       perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
     end if;
@@ -26,31 +24,26 @@ begin
   end if;
 
   declare
-    v_key      text collate "C" := key;
-    v_holder   text collate "C" := holder;
+    v_key      alias for key;
+    v_holder   alias for holder;
     v_now      timestamptz := clock();
     v_cost     integer;
     v_released integer;  -- the cost of the lease that is deleted; null if none is
   begin
     -- 1. Has it a lease? One that has ended may have been renewed by a session that has not committed yet.
-    select l.cost
-      into v_cost
-      from leases as l
-     where l.policy_id = v_policy.id
-       and l.key       = v_key
-       and l.holder    = v_holder;
-    if not found then
+    v_cost := l.cost from leases as l where l.policy_id = v_policy.id and l.key = v_key collate "C" and l.holder = v_holder collate "C";
+    if v_cost is null then
+      perform check_hold(v_policy.name, v_key, v_holder, 1);  -- raises 22023
       return false;
     end if;
     if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
 
     -- 2. The row of the key.
     update slots as s
-       set changes = s.changes + 1,
-           held    = s.held - v_cost,
-           due_at  = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
+       set held   = s.held - v_cost,
+           due_at = least(s.due_at, v_now)  -- nobody may hold now: clean-up looks at it in five minutes or later
      where s.policy_id = v_policy.id
-       and s.key       = v_key;
+       and s.key       = v_key collate "C";
     if not found then
       return false;  -- clean-up has removed the row, and with it the lease
     end if;
@@ -59,16 +52,17 @@ begin
     v_now := clock();
     delete from leases as l
      where l.policy_id = v_policy.id
-       and l.key       = v_key
-       and l.holder    = v_holder
+       and l.key       = v_key collate "C"
+       and l.holder    = v_holder collate "C"
        and l.ends_at   > v_now
     returning l.cost into v_released;
-    if v_released is distinct from v_cost then  -- the lease has ended, or was another one by then
-      update slots as s
-         set counted_until = '-infinity'
-       where s.policy_id = v_policy.id
-         and s.key       = v_key;
+    if v_released = v_cost then
+      return true;
     end if;
+    update slots as s
+       set counted_until = '-infinity'  -- the lease has ended, or was another one by then
+     where s.policy_id = v_policy.id
+       and s.key       = v_key collate "C";
     return v_released is not null;
   end;
 end;

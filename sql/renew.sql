@@ -17,11 +17,9 @@ as $$
 declare
   v_policy ratelimit.policies;
 begin
-  if (is_name(key) and is_name(holder)) is not true then
-    perform check_hold(policy, key, holder, 1);  -- raises 22023
-  end if;
   v_policy := p from policies as p where p.name = policy collate "C";
-  if v_policy.kind is distinct from 'slots' then
+  if v_policy.lease is null then
+    perform check_hold(policy, key, holder, 1);  -- raises 22023
     if v_policy.id is null then
       perform refuse_unknown(policy, 'capacity => 5, lease => ''5 minutes''');
     end if;
@@ -44,8 +42,8 @@ begin
     v_numbers  ratelimit.numbers;
   begin
     if v_policy.overridden then
-      select o.* into v_override from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
-      if found then
+      v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
+      if v_override.key is not null then
         v_policy := with_override(v_policy, v_override, v_now);
       end if;
     end if;
@@ -62,8 +60,7 @@ begin
       -- 2. The row of the key.
       v_earlier := v_now + duration(v_lease_us);
       update slots as s
-         set changes       = s.changes + 1,
-             counted_until = least(s.counted_until, v_earlier),
+         set counted_until = least(s.counted_until, v_earlier),
              due_at        = least(s.due_at, v_earlier)
        where s.policy_id = v_policy.id
          and s.key       = v_key;
@@ -90,6 +87,8 @@ begin
          and l.key       = v_key
          and l.holder    = v_holder
          and l.ends_at   > v_now;
+    elsif (is_name(v_key) and is_name(v_holder)) is not true then
+      perform check_hold(v_policy.name, v_key, v_holder, 1);  -- raises 22023
     end if;
     return case when found or v_policy.shadow then duration(v_lease_us) end;
   end;

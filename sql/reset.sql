@@ -54,14 +54,14 @@ declare
 begin
   if durable then
     update slots as s
-       set changes = s.changes + 1, counted_until = '-infinity', due_at = least(s.due_at, v_now)
+       set counted_until = '-infinity', due_at = least(s.due_at, v_now)
      where s.policy_id = v_id and s.key = v_key;
     if found then
       delete from leases as l where l.policy_id = v_id and l.key = v_key;
     end if;
   else
     update ephemeral_slots as s
-       set changes = s.changes + 1, counted_until = '-infinity', due_at = least(s.due_at, v_now)
+       set counted_until = '-infinity', due_at = least(s.due_at, v_now)
      where s.policy_id = v_id and s.key = v_key;
     if found then
       delete from ephemeral_leases as l where l.policy_id = v_id and l.key = v_key;

@@ -24,7 +24,8 @@ declare
   v_now          alias for now;
   v_cost         alias for cost;
   v_holder       text collate "C" := holder;  -- null: nobody is asked for
-  v_stays bigint;
+  v_stays        bigint;       -- the capacity from v_ends_at on
+  v_held_then    bigint;
   v_overridden   boolean;
   v_ends_at      timestamptz;  -- of a part of the override; null if none ends
   v_last         timestamptz;
@@ -40,8 +41,8 @@ begin
     lease    := policy.lease;
     shadow   := policy.shadow;
   elsif v_overridden then
-    select o.* into v_override from overrides as o where o.policy_id = policy.id and o.key = v_key;
-    if found then
+    v_override := o from overrides as o where o.policy_id = policy.id and o.key = v_key;
+    if v_override.key is not null then
       v_stays := coalesce(v_override.capacity, capacity);
       capacity       := v_stays;
       lease          := coalesce(v_override.lease, lease);
@@ -52,27 +53,17 @@ begin
       end if;
     end if;
   end if;
-  select coalesce(sum(l.cost), 0), max(l.ends_at), coalesce(bool_or(l.holder = v_holder), false)
-    into held, v_last, holds
-    from leases as l
-   where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now;
+  select coalesce(sum(u.cost), 0), coalesce(sum(u.cost) filter (where u.ends_at > v_ends_at), 0), max(u.ends_at),
+         coalesce(bool_or(u.holder = v_holder), false),
+         min(u.ends_at) filter (where v_cost <= case when u.ends_at >= v_ends_at then v_stays else look_at_slots.capacity end - u.held_then)
+    into held, v_held_then, v_last, holds, v_first
+    from (select l.cost, l.ends_at, l.holder,
+                 coalesce(sum(l.cost) over (order by l.ends_at desc groups between unbounded preceding and 1 preceding), 0) as held_then
+            from leases as l
+           where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now) as u;
+  v_first  := least(v_first, case when v_cost <= v_stays - v_held_then then v_ends_at end);
+  retry_us := case when v_cost = 0 or v_cost <= capacity - held then 0 else time_until(v_first, v_now) end;
   reset_us := coalesce(time_until(v_last, v_now), 0);
-  if v_cost = 0 or v_cost <= capacity - held then
-    retry_us := 0;
-    return;
-  end if;
-  select min(u.at)
-    into v_first
-    from (select e.at, coalesce(sum(e.cost) over (order by e.at desc groups between unbounded preceding and 1 preceding), 0) as held
-            from (select l.ends_at, l.cost
-                    from leases as l
-                   where l.policy_id = policy.id and l.key = v_key and l.ends_at > v_now
-                  union all
-                  select v_ends_at, 0 where v_ends_at is not null) as e (at, cost)) as u
-   where v_cost <= case when u.at >= v_ends_at then v_stays else look_at_slots.capacity end - u.held;
-  if v_first is not null then
-    retry_us := time_until(v_first, v_now);
-  end if;
 end;
 $$;
 comment on function ratelimit.look_at_slots(ratelimit.policies, text, timestamptz, bigint, text) is

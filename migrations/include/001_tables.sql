@@ -398,7 +398,6 @@ comment on column ratelimit.usage.used is
 -- can be HOT, and a key that is in use pays nothing for clean-up.
 create table ratelimit.slots (
   policy_id     bigint      not null,
-  changes       bigint      not null,
   held          bigint      not null,
   counted_until timestamptz not null,
   due_at        timestamptz not null,
@@ -408,8 +407,6 @@ create table ratelimit.slots (
 create index slots_due_at_idx on ratelimit.slots (due_at);
 comment on table ratelimit.slots is
   'Keys of durable slots that somebody has held: the lock of the leases of a key.';
-comment on column ratelimit.slots.changes is
-  'Counts what was changed in the leases of the key, from the microsecond in which the row was created: no two states have one number.';
 comment on column ratelimit.slots.held is
   'The costs of all leases of the key, until counted_until.';
 comment on column ratelimit.slots.counted_until is

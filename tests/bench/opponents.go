@@ -239,8 +239,8 @@ const (
 func defineSlots() []string {
 	return []string{
 		fmt.Sprintf("select ratelimit_define_policy('slots', %d, lease => '%v')", slotCapacity, slotLease),
-		fmt.Sprintf(`insert into ratelimit.slots (policy_id, key, changes, held, counted_until, due_at)
-			select p.id, k.key, 1, 0, ratelimit.clock(), ratelimit.clock()
+		fmt.Sprintf(`insert into ratelimit.slots (policy_id, key, held, counted_until, due_at)
+			select p.id, k.key, 0, ratelimit.clock(), ratelimit.clock()
 			  from ratelimit.policies as p,
 			       (select '%s' || i from generate_series(1, %d) as i union all select '%s') as k (key)
 			 where p.name = 'slots'

@@ -143,35 +143,35 @@ var bugsOfUsage = map[string]plantedBug{
 var bugsOfSlots = map[string]plantedBug{
 	"a microsecond short":                           {"ratelimit.look_at_slots", `time_until\(v_first, v_now\)`, "greatest(time_until(v_first, v_now) - 1, 1)"},
 	"a microsecond long":                            {"ratelimit.look_at_slots", `time_until\(v_first, v_now\)`, "time_until(v_first, v_now) + 1"},
-	"when the last lease ends":                      {"ratelimit.look_at_slots", `select min\(u\.at\)`, "select max(u.at)"},
-	"the capacity of the override only":             {"ratelimit.look_at_slots", `u\.at >= v_ends_at`, "false"},
-	"an end to for ever":                            {"ratelimit.look_at_slots", `if v_first is not null then`, "v_first := coalesce(v_first, v_now + interval '1 day'); if true then"},
+	"when the last lease ends":                      {"ratelimit.look_at_slots", `min\(u\.ends_at\) filter`, "max(u.ends_at) filter"},
+	"the capacity of the override only":             {"ratelimit.look_at_slots", `u\.ends_at >= v_ends_at`, "false"},
+	"an end to for ever":                            {"ratelimit.look_at_slots", `v_first := least\(v_first,`, "v_first := least(coalesce(v_first, v_now + interval '1 day'),"},
 	"a cost of 0 slots":                             {"ratelimit_hold", `cost >= 1`, `cost >= 0`},
-	"a renewal of a lease that has ended":           {"ratelimit_renew", `and l\.ends_at > v_now; end if;`, `; end if;`},
-	"a release of all holders":                      {"ratelimit_release", `and l\.holder = v_holder and l\.ends_at`, `and l.ends_at`},
-	"a lease counts at its end":                     {"ratelimit_hold", `(sum\(l\.cost\) filter \(where l\.ends_at) >`, "$1 >="},
-	"a shorter lease ends behind the sum":           {"ratelimit_hold", `least\(v_until, v_ends_at\)`, "coalesce(v_until, v_ends_at)"},
+	"a renewal of a lease that has ended":           {"ratelimit_renew", `and l\.ends_at > v_now; elsif`, `; elsif`},
+	"a release of all holders":                      {"ratelimit_release", `and l\.holder = v_holder collate "C" and l\.ends_at`, `and l.ends_at`},
+	"a lease counts at its end":                     {"ratelimit_hold", `and l\.ends_at > v_now;`, "and l.ends_at >= v_now;"},
+	"a shorter lease ends behind the sum":           {"ratelimit_hold", `least\(s\.counted_until, v_ends_at\)`, "s.counted_until"},
 	"a renewal that is shorter ends behind the sum": {"ratelimit_renew", `least\(s\.counted_until, v_earlier\)`, "s.counted_until"},
-	"a release of an ended lease lowers the sum":    {"ratelimit_release", `v_released is distinct from v_cost`, "false"},
+	"a release of an ended lease lowers the sum":    {"ratelimit_release", `if v_released = v_cost then return true; end if;`, "return v_released is not null;"},
 	"a release keeps the sum":                       {"ratelimit_release", `held = s\.held - v_cost,`, ""},
 	"a grant keeps the leases that have ended": {"ratelimit_hold",
-		`delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, "$0 l.holder = v_holder and"},
-	"a wait by the override that ends": {"ratelimit.look_at_slots", `u\.at >= v_ends_at`, "u.at > v_ends_at"},
+		`delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, "$0 false and"},
+	"a wait by the override that ends": {"ratelimit.look_at_slots", `u\.ends_at >= v_ends_at`, "u.ends_at > v_ends_at"},
 	"a wait a microsecond short": {"ratelimit.look_at_slots",
 		`time_until\(v_first, v_now\)`, "time_until(v_first, v_now) - 1"},
 	"a renewal is denied when capacity was lowered": {"ratelimit_hold",
-		`if not v_renewed and v_cost > v_policy\.capacity - v_held then`, "if v_cost > v_policy.capacity - v_held + v_renewed::integer * v_cost then"},
+		`exit when v_own_cost = v_cost or`, "exit when"},
 }
 
 // bugsOfHolders are found by the order of calls, too.
 var bugsOfHolders = map[string]plantedBug{
-	"a holder holds at the end of its lease": {"ratelimit_hold", `\(v_own_end > v_now\)`, "(v_own_end >= v_now)"},
-	"a renewal at the end of a lease":        {"ratelimit_renew", `and l\.ends_at > v_now; end if;`, "and l.ends_at >= v_now; end if;"},
+	"a holder holds at the end of its lease": {"ratelimit_hold", `and l\.ends_at > v_now;`, "and l.ends_at >= v_now;"},
+	"a renewal at the end of a lease":        {"ratelimit_renew", `and l\.ends_at > v_now; elsif`, "and l.ends_at >= v_now; elsif"},
 	"a release at the end of a lease":        {"ratelimit_release", `and l\.ends_at > v_now returning`, "and l.ends_at >= v_now returning"},
-	"a release of somebody else's lease":     {"ratelimit_release", `(delete from leases as l where [^;]*?) and l\.holder = v_holder`, "$1"},
+	"a release of somebody else's lease":     {"ratelimit_release", `(delete from leases as l where [^;]*?) and l\.holder = v_holder collate "C"`, "$1"},
 	"a renewal of what is over":              {"ratelimit_renew", `and l\.holder = v_holder and l\.ends_at > v_now`, "and l.holder = v_holder"},
 	"a renewal that acquires": {"ratelimit_renew", `if found then if`, `
-		insert into slots values (v_policy.id, 0, 0, '-infinity', v_now, v_key) on conflict on constraint slots_pkey do nothing;
+		insert into slots values (v_policy.id, 0, '-infinity', v_now, v_key) on conflict on constraint slots_pkey do nothing;
 		insert into leases values (v_policy.id, v_now + interval '1 s', 1, v_key, v_holder) on conflict on constraint leases_pkey do nothing;
 		if true then if`},
 }
@@ -254,12 +254,7 @@ var bugsOfSlotHistories = map[string]plantedBug{
 		`v_now := clock\(\);( if v_override\.expires_at <= v_now)`, "perform clock();$1"},
 	// The sum of a grant is not among them: a lease that has ended at the last reading of the clock has it count again.
 	"a lease counts at its end": {"ratelimit.look_at_slots",
-		`(into held, v_last, holds from leases as l where [^;]*?)l\.ends_at > v_now;`, "${1}l.ends_at >= v_now;"},
-	"a sum from before the lock": {"ratelimit_hold",
-		`(update slots as s set changes = v_changes [^;]*?) and s\.changes = v_changes;`, "$1;"},
-	// Nothing is wrong with it under READ COMMITTED.
-	"a lock that is not written": {"ratelimit_hold", `(?s)( loop)( .*? )update slots as s set changes = v_changes \+ 1, [^;]*? ` +
-		`where (s\.policy_id = v_policy\.id and s\.key = v_key) and s\.changes = v_changes;`,
-		`$1 perform s.changes from slots as s where $3 for update;
-				$2 perform s.changes from slots as s where $3;`},
+		`l\.ends_at > v_now\) as u`, "l.ends_at >= v_now) as u"},
+	"a sum from before the lock": {"ratelimit_hold", `exit when v_own_cost = v_cost`, "v_held := v_look.held; $0"},
+	"a lock that is left out":    {"ratelimit_hold", `(perform s\.held from slots as s [^;]*?) for update;`, "$1;"},
 }

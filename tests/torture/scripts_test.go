@@ -380,6 +380,19 @@ var scripts = map[string]string{
 		wait 1h
 		clean_up`,
 
+	// By the end of the first lease, unless the override has ended then.
+	"waits for slots": `
+		define_policy s 3 lease=60s
+		hold s x a 2
+		override s y 5 expires_at=+60s
+		hold s y a 3
+		wait 30s
+		hold s x b 1
+		hold s x c 1
+		hold s y b 2
+		hold s y c 1
+		hold s y c 2`,
+
 	// What the row of a key counts until the end of a lease that becomes shorter.
 	"sums of slots": `
 		define_policy s 9 lease=60s
