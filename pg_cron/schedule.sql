@@ -43,6 +43,12 @@ begin
     end if;
   end if;
 
+  delete from cron.job_run_details as r
+   using cron.job as j
+   where j.jobid = r.jobid
+     and j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup-history')
+     and j.username <> current_user;
+
   perform cron.unschedule(j.jobid)
      from cron.job as j
     where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup-history')
