@@ -18,6 +18,9 @@ POOL_PATIENCE = 0.05
 PATIENCE = 1.0
 """The same on a connection."""
 
+SHORTEST_LOOK, LONGEST_LOOK = 0.1, 10.0
+"""Seconds until the server is looked at again that goes on with a statement."""
+
 RELEASE_TIMEOUT = 5.0
 """Seconds after which a connection of asyncpg that cannot be reset is closed."""
 
@@ -223,6 +226,17 @@ class _Async(ABC):
     @abstractmethod
     async def _send(self, statement: _Statement, sql: str, args: Sequence[Any]) -> Any: ...
 
+    async def _is_seen_to_end(self, process: int) -> bool:
+        """Whether the server was seen to go on with a statement whose connection was given up, and then not any more. Behind a pooler it
+        is not seen: the number that it gave is not that of a process."""
+        sql = "select 1 from pg_catalog.pg_stat_activity where state = 'active' and pid <> pg_catalog.pg_backend_pid() and pid = "
+        seen, pause = False, SHORTEST_LOOK
+        while not self.is_closed() and await self._send(_Statement(), sql + ("%s" if self.percent else "$1"), [process]):
+            seen = True
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_LOOK)
+        return seen
+
 
 _kept: set[asyncio.Task[Any]] = set()
 
@@ -245,19 +259,25 @@ class AsyncPsycopg(_Psycopg, _Async):
         from psycopg import AsyncCursor, rows
 
         self._warn_of_transaction()
-        async with self._connection() as conn, AsyncCursor(conn, row_factory=rows.tuple_row) as cursor:
-            if statement.is_left:
-                return None
-            try:
-                await statement.run(partial(cursor.execute, prepare=False), sql, args)
-            except asyncio.CancelledError:
-                if not _is_idle(conn):
-                    with suppress(Exception):  # the server may be told to stop
-                        await asyncio.wait_for(asyncio.to_thread(conn.cancel), 1)
-                    if self.is_pool:
-                        await conn.close()
+        process = 0
+        try:
+            async with self._connection() as conn, AsyncCursor(conn, row_factory=rows.tuple_row) as cursor:
+                if statement.is_left:
+                    return None
+                try:
+                    await statement.run(partial(cursor.execute, prepare=False), sql, args)
+                except asyncio.CancelledError:
+                    if not _is_idle(conn):
+                        with suppress(Exception):  # the server may be told to stop
+                            await asyncio.wait_for(asyncio.to_thread(conn.cancel), 1)
+                        if self.is_pool:
+                            process = conn.info.backend_pid
+                            await conn.close()
+                    raise
+                return await cursor.fetchone()
+        except asyncio.CancelledError:
+            if not process or not await self._is_seen_to_end(process):
                 raise
-            return await cursor.fetchone()
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
@@ -291,12 +311,17 @@ class Asyncpg(_Async):
         if not self.is_pool:
             return None if statement.is_left else await statement.run(self._db.fetchrow, sql, *args)
         conn = await self._db.acquire()
+        process = conn.get_server_pid()
         try:
-            return None if statement.is_left else await statement.run(conn.fetchrow, sql, *args)
-        except Exception as error:
-            if getattr(error, "sqlstate", None) is None:  # it is not the server's: the pool might wait forever for a connection that broke
-                conn.terminate()
-            raise
-        finally:
-            with suppress(Exception):  # the answer is there; after a cancelled call asyncpg asks the server to stop, and waits for that
-                await self._db.release(conn, timeout=RELEASE_TIMEOUT)
+            try:
+                return None if statement.is_left else await statement.run(conn.fetchrow, sql, *args)
+            except Exception as error:
+                if getattr(error, "sqlstate", None) is None:  # it is not the server's: the pool might wait forever for a connection that broke
+                    conn.terminate()
+                raise
+            finally:
+                with suppress(Exception):  # the answer is there; after a cancelled call asyncpg asks the server to stop, and waits for that
+                    await self._db.release(conn, timeout=RELEASE_TIMEOUT)
+        except asyncio.CancelledError:
+            if not await self._is_seen_to_end(process):
+                raise

@@ -19,6 +19,7 @@ WITHOUT_LEASE = "select count(*) = 0 from ratelimit_holders(%s::text)"
 RENEWED = "select held_for > interval '45 minutes' from ratelimit_holders(%s::text)"
 FAIL_BLOCKED = """select pg_cancel_backend(pid) from pg_stat_activity
     where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'"""
+LOOKED_AT = "select count(*) > 0 from pg_stat_activity where application_name = 'test' and query like '%%pg_stat_activity where state%%'"
 AN_ERROR = psycopg.OperationalError
 
 
@@ -498,6 +499,32 @@ class AsyncTest(EachTest):
                 await asyncio.wait({using})
                 self.assertTrue(using.cancelled())
                 await until(WITHOUT_LEASE, p)
+
+    async def test_a_hold_that_does_not_stop_when_it_is_cancelled_holds_nothing(self):
+        execute("""
+            alter function ratelimit_hold rename to original_hold;
+            create function ratelimit_hold(policy text, key text, holder text, cost bigint) returns ratelimit.hold language plpgsql as $$
+            begin
+              begin
+                perform pg_advisory_xact_lock(1);
+              exception when query_canceled then
+                perform pg_advisory_xact_lock(1);
+              end;
+              return original_hold(policy, key, holder, cost);
+            end $$""")
+        self.addCleanup(execute, "drop function ratelimit_hold; alter function original_hold rename to ratelimit_hold")
+        async for limiter, p in self.limiters():
+            with psycopg.connect() as conn:
+                conn.execute("select pg_advisory_xact_lock(1)")
+                holding = asyncio.create_task(limiter.hold(p, "k").__aenter__())
+                await until_blocked()
+                holding.cancel()
+                await until(LOOKED_AT)
+            await until_blocked(0)
+            with self.assertRaises(asyncio.CancelledError):
+                await holding
+            await until(WITHOUT_LEASE, p)
+            self.assertEqual([], holders(p))
 
     async def test_holds_that_are_cancelled_on_their_way_hold_nothing(self):
         async for limiter, p in self.limiters():
