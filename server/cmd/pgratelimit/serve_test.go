@@ -326,7 +326,7 @@ func TestServe_AnswersThatNobodyReadsTakeBoundedMemory(t *testing.T) {
 			q.Requests = append(q.Requests, &pb.Request{Policy: strings.Repeat("p", length), LogicalKey: strings.Repeat("k", length)})
 		}
 		message := kit.NoError(proto.Marshal(q))(t)
-		p := serveBy(t, program, "DATABASE_URL="+db.URL, "GRPC_ADDR=127.0.0.1:0")
+		p := serveBy(t, program, "DATABASE_URL="+db.URL, "GRPC_ADDR=127.0.0.1:0", "GOMEMLIMIT=200MiB") // what is garbage does not count
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		var clients sync.WaitGroup
