@@ -161,11 +161,11 @@ func TestUsage_CleanUpClosesAtTheTurnOfTheKey(t *testing.T) {
 	closed := func(at time.Time) []string {
 		db.SetClock(at)
 		db.Execute("call ratelimit_cleanup_all()")
-		return kit.Column(t, db.DB, "select key || ' ' || used from ratelimit_usage('q') where closed")
+		return kit.Column(t, db.DB, "select format('%s %s %s', key, used, began::date) from ratelimit_usage('q') where closed order by 1")
 	}
 	require.Empty(t, closed(begin.Add(model.CleanUpMargin)), "both are looked at, and postponed")
 	require.Empty(t, closed(turn.Add(model.CleanUpMargin-kit.Us)))
-	require.Equal(t, []string{"early 1", "late 2"}, closed(turn.Add(model.CleanUpMargin)))
+	require.Equal(t, []string{"early 1 2024-04-01", "late 2 2024-04-01"}, closed(turn.Add(model.CleanUpMargin)))
 
 	db.Execute("select ratelimit_acquire('q', 'late', 3)")
 	db.SetClock(turn.AddDate(0, 1, 0).Add(10*time.Minute + kit.Us))
@@ -222,6 +222,13 @@ func TestUsage_Rules(t *testing.T) {
 			{july, listed, "k 03-15 00 to 04-15 00: 4"},
 			{july, "select buckets_deleted from ratelimit_cleanup()", "1"},
 			{july, listed, "k 03-15 00 to 04-15 00: 4 closed"},
+			{july, "select remaining from ratelimit_acquire('q', 'k', 1)", "9"},
+			{july, listed, "k 03-15 00 to 04-15 00: 4 closed; k 06-15 00 to 07-15 00: 1"},
+		},
+		"a key that sleeps three periods, and a write that is first": {
+			{0, quota, ""},
+			{0, "select anchor::date from ratelimit_override('q', 'k', anchor => '2024-01-15')", "2024-01-15"},
+			{0, "select remaining from ratelimit_acquire('q', 'k', 4)", "6"},
 			{july, "select remaining from ratelimit_acquire('q', 'k', 1)", "9"},
 			{july, listed, "k 03-15 00 to 04-15 00: 4 closed; k 06-15 00 to 07-15 00: 1"},
 		},

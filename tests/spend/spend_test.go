@@ -145,6 +145,8 @@ func TestSpend_ErrorsHaveFactsAndARemedy(t *testing.T) {
 		"ratelimit_enforce('p', 'k', 2, 'i')":              settled,
 		"ratelimit_reserve('p', 'k', '1 second', 2, 'i')":  settled,
 		"ratelimit_acquire_up_to('p', 'k', 5, 1, 'i')":     settled,
+		"ratelimit_override('p', 'k', expires_at => 'tomorrow')": "22023: invalid expires_at: expires_at is given alone.: " +
+			"It moves the end of what ends, and nothing of the override of the key ends. Pass the numbers that are to end.",
 		"ratelimit_settle_all('{p,p,p}', '{k,new,l}', 'i', '{3,1,1}')": "RL003: no live grant under this idempotency key: " +
 			"'i' is not remembered for these elements of the request: 2, 3. Nothing was settled.: Leave these elements out: what was acquired at cost 0, denied or " +
 			"rolled back has no grant. A job may take longer than the policy remembers: ratelimit_define_policy(policy, remember => '7 days').",
