@@ -226,16 +226,20 @@ class _Async(ABC):
     @abstractmethod
     async def _send(self, statement: _Statement, sql: str, args: Sequence[Any]) -> Any: ...
 
-    async def _is_seen_to_end(self, process: int) -> bool:
-        """Whether the server was seen to go on with a statement whose connection was given up, and then not any more. Behind a pooler it
-        is not seen: the number that it gave is not that of a process."""
-        sql = "select 1 from pg_catalog.pg_stat_activity where state = 'active' and pid <> pg_catalog.pg_backend_pid() and pid = "
+    async def _is_seen_to_end(self, process: int, is_closed: bool = False) -> bool:
+        """Whether the server was seen to go on with a statement whose connection was given up, and then not any more. If the connection is
+        closed, its process ends with the statement. Behind a pooler it is not seen: the number that it gave is not that of a process."""
+        sql = f"select 1 from pg_catalog.pg_stat_activity where pid <> pg_catalog.pg_backend_pid() and pid = {'%s' if self.percent else '$1'}"
+        if not is_closed:
+            sql += " and state = 'active'"
         seen, pause = False, SHORTEST_LOOK
-        while not self.is_closed() and await self._send(_Statement(), sql + ("%s" if self.percent else "$1"), [process]):
-            seen = True
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_LOOK)
-        return seen
+        with suppress(Exception):  # without an answer it is not known
+            while not self.is_closed() and await self._send(_Statement(), sql, [process]):
+                seen = True
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_LOOK)
+            return seen
+        return False
 
 
 _kept: set[asyncio.Task[Any]] = set()
@@ -276,7 +280,7 @@ class AsyncPsycopg(_Psycopg, _Async):
                     raise
                 return await cursor.fetchone()
         except asyncio.CancelledError:
-            if not process or not await self._is_seen_to_end(process):
+            if not process or not await self._is_seen_to_end(process, is_closed=True):
                 raise
 
     @asynccontextmanager

@@ -19,7 +19,7 @@ WITHOUT_LEASE = "select count(*) = 0 from ratelimit_holders(%s::text)"
 RENEWED = "select held_for > interval '45 minutes' from ratelimit_holders(%s::text)"
 FAIL_BLOCKED = """select pg_cancel_backend(pid) from pg_stat_activity
     where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'"""
-LOOKED_AT = "select count(*) > 0 from pg_stat_activity where application_name = 'test' and query like '%%pg_stat_activity where state%%'"
+LOOKED_AT = "select count(*) > 0 from pg_stat_activity where application_name = 'test' and query like '%%pg_stat_activity where pid%%'"
 AN_ERROR = psycopg.OperationalError
 
 
