@@ -122,8 +122,8 @@ begin
         -- 2. The update, and 3a. of a plain policy, in whole numbers. A key that has a row is valid.
         exit plain when v_cost < 1 or v_cost > v_policy.capacity or current_setting('transaction_read_only') = 'on';
         update buckets as b
-           set level       = least(v_policy.rate_full,
-                                   b.level + credit_by_rate(v_now - b.refilled_at, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks))
+           set level       = least(v_policy.rate_full, b.level + credit_by_rate(date_part('epoch', v_now - b.refilled_at) * 1000000,
+                                                                                v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks))
                              - microtokens(v_cost),
                refilled_at = v_now,
                room        = null  -- what a new row has more, so that its page has room for this version
@@ -131,7 +131,8 @@ begin
            and b.key         = v_key collate "C"
            and b.level       > v_policy.rate_floor
            and b.refilled_at <= v_now
-           and credit_by_rate(v_now - b.refilled_at, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks) >= microtokens(v_cost) - b.level
+           and credit_by_rate(date_part('epoch', v_now - b.refilled_at) * 1000000, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks)
+               >= microtokens(v_cost) - b.level
         returning b.level into v_level;
         if found then
           v_answer := granted_by_rate(v_level, v_level, 0, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
@@ -145,11 +146,13 @@ begin
            and b.key         = v_key collate "C"
            and b.level       > v_policy.rate_floor
            and b.refilled_at <= v_now;
-        v_level_now := level_by_elapsed(v_level, v_elapsed_us, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks);
+        v_level_now := least(v_policy.rate_full, v_level + credit_by_rate(v_elapsed_us, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks));
         if v_level_now < microtokens(v_cost) then
           if v_idempotency_key is not null or v_policy.shadow then
-            v_first := k from idempotency_keys as k
-                        where k.policy_id = v_policy.id and k.key = v_key collate "C" and k.idempotency_key = v_idempotency_key collate "C";
+            if v_idempotency_key is not null then
+              v_first := k from idempotency_keys as k
+                          where k.policy_id = v_policy.id and k.key = v_key collate "C" and k.idempotency_key = v_idempotency_key collate "C";
+            end if;
             if v_first.expires_at > v_now then
               return answer_again(v_first, v_cost, v_now, v_policy.shadow);
             elsif v_policy.shadow then

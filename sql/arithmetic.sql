@@ -185,24 +185,15 @@ $$;
 comment on function ratelimit.due_after(bigint, timestamptz) is
   'When clean-up looks at a bucket that is full in reset_us microseconds; null is never.';
 
--- refilled and wait_until in bigint, which is cheaper: for policies with fill_ticks, and buckets above rate_floor that were not refilled a
--- day ahead of the clock. In deeper debt the true level is higher. The policy fills an empty bucket within 15 years, and date_part is exact
--- for 35.
-create or replace function ratelimit.level_by_elapsed(level bigint, elapsed_us double precision, full_level bigint, gain bigint, per bigint, fill_ticks bigint)
+-- refilled and wait_until in bigint, which is cheaper: for policies with fill_ticks, and buckets above rate_floor. In deeper debt the true
+-- level is higher. The policy fills an empty bucket within 15 years, and date_part is exact for 35.
+create or replace function ratelimit.credit_by_rate(elapsed_us double precision, gain bigint, per bigint, fill_ticks bigint)
   returns bigint language sql immutable parallel safe
 as $$
-  select least(full_level, level + least(elapsed_us::bigint, fill_ticks) * gain / per)
+  select least(elapsed_us::bigint, fill_ticks) * gain / per
 $$;
-comment on function ratelimit.level_by_elapsed(bigint, double precision, bigint, bigint, bigint, bigint) is
-  'The level of a bucket that held level elapsed_us ago, if its tick is a microsecond.';
-
-create or replace function ratelimit.credit_by_rate(elapsed interval, gain bigint, per bigint, fill_ticks bigint)
-  returns bigint language sql immutable parallel safe
-as $$
-  select least((date_part('epoch', elapsed) * 1000000)::bigint, fill_ticks) * gain / per
-$$;
-comment on function ratelimit.credit_by_rate(interval, bigint, bigint, bigint) is
-  'The microtokens that a bucket gained, if its tick is a microsecond.';
+comment on function ratelimit.credit_by_rate(double precision, bigint, bigint, bigint) is
+  'The microtokens that a bucket gained since it was written, not later than now, if its tick is a microsecond.';
 
 create or replace function ratelimit.level_by_ticks(
     level bigint, refilled_at timestamptz, now timestamptz, full_level bigint, gain bigint, per bigint, fill_ticks bigint, tick_us bigint)

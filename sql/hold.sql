@@ -57,7 +57,7 @@ begin
     v_ends_at     timestamptz;
     v_lease       interval;
     v_look        record;
-    v_rounds      integer := 0;
+    v_rounds      integer;
     v_override    ratelimit.overrides;
     v_numbers     ratelimit.numbers;
     v_numbers_end timestamptz;  -- of a part of the override; null: none ends
@@ -136,7 +136,7 @@ begin
         end if;
         exit when v_own_cost = v_cost or v_cost <= v_policy.capacity - v_held;
       end if;
-      v_rounds := v_rounds + 1;
+      v_rounds := coalesce(v_rounds, 0) + 1;
       if v_rounds = 1000 then
         perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
       end if;

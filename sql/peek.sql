@@ -53,7 +53,7 @@ begin
     return answer_of(microtokens(v_policy.capacity), v_retry_us, 0, v_policy.capacity);
   elsif v_policy.plain and v_cost between 1 and v_policy.capacity and v_level > v_policy.rate_floor and v_refilled_at <= v_now then
     v_elapsed_us := date_part('epoch', v_now - v_refilled_at) * 1000000;
-    v_level_now  := level_by_elapsed(v_level, v_elapsed_us, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks);
+    v_level_now  := least(v_policy.rate_full, v_level + credit_by_rate(v_elapsed_us, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks));
     if v_level_now < microtokens(v_cost) then
       return denied_by_rate(v_cost, v_level_now, v_level, v_elapsed_us, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
     elsif v_level_now < v_policy.rate_full then

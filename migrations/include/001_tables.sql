@@ -230,7 +230,7 @@ comment on column ratelimit.policies.months is
 comment on column ratelimit.policies.kind is
   'tokens: buckets that refill. quota: buckets that are full at each turn of a calendar. slots: leases.';
 comment on column ratelimit.policies.plain is
-  'A call takes the short way: the bucket refills continuously by numbers for which bigint will do, and nothing else applies to it.';
+  'A call takes the short way: the bucket refills continuously by numbers for which bigint will do, and no key has had an override.';
 comment on column ratelimit.policies.special is
   'Not plain tokens: a call about the policy looks at its kind, and for an override of the key.';
 comment on column ratelimit.policies.changed_at is

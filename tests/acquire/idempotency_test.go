@@ -47,7 +47,7 @@ type removal struct {
 
 var (
 	withoutFirstLook    = kit.Mutation{Pattern: kit.FirstLook, Replacement: "end if; exit plain"}
-	withoutReadAgain    = kit.Mutation{Pattern: kit.ReadAgain, Replacement: "end if; return denied_by_rate"}
+	withoutReadAgain    = kit.Mutation{Pattern: kit.ReadAgain, Replacement: "end if; end if; return denied_by_rate"}
 	withoutLastRead     = kit.Mutation{Pattern: kit.FindKey + ` end if; if v_policy\.shadow and`, Replacement: "end if; if v_policy.shadow and"}
 	withoutGiveBack     = kit.Mutation{Pattern: kit.GiveBack, Replacement: ""}
 	withoutCondition    = kit.Mutation{Pattern: kit.StillFits, Replacement: "$1 returning"}
@@ -56,8 +56,8 @@ var (
 	overwritingLiveKeys = kit.Mutation{Pattern: kit.Overwrite, Replacement: "if false$1;"}
 	overwritingNoKeys   = kit.Mutation{Pattern: kit.Overwrite, Replacement: "if true$1 and false;"}
 	keyReadBeforeBucket = kit.Mutation{
-		Pattern:     `(` + kit.NotFitted + `(?s:.*?))(` + kit.ReadKey + ` if v_first\.expires_at > v_now then return answer_again\([^;]*;)( elsif [^;]*;[^;]*; end if; end if; return denied_by_rate)`,
-		Replacement: "if v_idempotency_key is not null then $2 end if; end if; $1 if false then null; $3"}
+		Pattern:     `(` + kit.NotFitted + `(?s:.*?))(` + kit.FindAgain + `)(` + kit.Denies + `)`,
+		Replacement: "if v_idempotency_key is not null then $2 end if; $1 end if; if false then null; $3"}
 )
 
 // overtaken runs the events while the caller waits at the gate.

@@ -142,7 +142,9 @@ const (
 	FindKey   = ReadKey + ` if v_first\.expires_at > v_now` + Replay
 	FirstLook = ReadKey + ` if v_first\.expires_at > v_now then if [^;]*; end if; return answer_again\([^;]*; end if; end if; exit plain`
 	AfterLook = `update buckets as b set level = least\(v_policy\.rate_full`
-	ReadAgain = ReadKey + ` if v_first\.expires_at > v_now then return answer_again\([^;]*; elsif [^;]*;[^;]*; end if; end if; return denied_by_rate`
+	FindAgain = ReadKey + ` end if; if v_first\.expires_at > v_now then return answer_again\([^;]*;`
+	Denies    = ` elsif [^;]*;[^;]*; end if; end if; return denied_by_rate`
+	ReadAgain = FindAgain + Denies
 	GiveBack  = `update buckets as b set level = b\.level \+ microtokens\(v_cost\) [^;]*;`
 	StillFits = `(update buckets as b [^;]* b\.key = v_key collate "C") and [^;]* >= microtokens\(v_cost\) - b\.level returning`
 	WhenGone  = `(insert into buckets [^;]*) on conflict on constraint buckets_pkey do nothing`

@@ -149,7 +149,6 @@ var bugsOfSlots = map[string]plantedBug{
 	"a cost of 0 slots":                             {"ratelimit_hold", `cost >= 1`, `cost >= 0`},
 	"a renewal of a lease that has ended":           {"ratelimit_renew", `and l\.ends_at > v_now; elsif`, `; elsif`},
 	"a release of all holders":                      {"ratelimit_release", `and l\.holder = v_holder collate "C" and l\.ends_at`, `and l.ends_at`},
-	"a lease counts at its end":                     {"ratelimit_hold", `and l\.ends_at > v_now;`, "and l.ends_at >= v_now;"},
 	"a shorter lease ends behind the sum":           {"ratelimit_hold", `least\(s\.counted_until, v_ends_at\)`, "s.counted_until"},
 	"a renewal that is shorter ends behind the sum": {"ratelimit_renew", `least\(s\.counted_until, v_earlier\)`, "s.counted_until"},
 	"a release of an ended lease lowers the sum":    {"ratelimit_release", `if v_released = v_cost then return true; end if;`, "return v_released is not null;"},
@@ -180,8 +179,8 @@ var bugsOfHolders = map[string]plantedBug{
 var bugsOfHistories = map[string][]plantedBug{
 	"a grant by an unlocked read": {
 		{"ratelimit_acquire",
-			`(update buckets as b set level = [^;]*? and )credit_by_rate\(v_now - b\.refilled_at(, [^)]*\) >= microtokens\(v_cost\) -) b\.level`,
-			`$1 (select credit_by_rate(v_now - o.refilled_at$2 o.level from buckets as o where o.policy_id = v_policy.id and o.key = v_key collate "C")`},
+			`(update buckets as b set level = [^;]*? and )credit_by_rate\(date_part\('epoch', v_now - b\.refilled_at(\) \* 1000000, [^)]*\) >= microtokens\(v_cost\) -) b\.level`,
+			`$1 (select credit_by_rate(date_part('epoch', v_now - o.refilled_at$2 o.level from buckets as o where o.policy_id = v_policy.id and o.key = v_key collate "C")`},
 	},
 	"a batch that decides by an unlocked read": {
 		{"ratelimit.lock_buckets", `(from buckets as b [^;]* limit 1 )for update`, "$1"},
