@@ -90,6 +90,48 @@ var races = map[string]race{
 		outcome:  fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `v_policy := v_numbers\.policy;`, Replacement: ""},
 	},
+	"a hold that waits for the first of a key counts by the capacity of after the wait": {
+		steps: func(db *kit.TestDB) string {
+			db.Execute("select ratelimit_define_policy('p', 2)")
+			first := db.Begin()
+			first.Hold("a", 1)
+			second := db.Session().StartHold("b", 1).BlockedBy(first)
+			db.Execute("select ratelimit_define_policy('p', 1)")
+			first.Execute("commit")
+			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+		},
+		outcome: fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
+	},
+	"a lease that holds again when the clock goes back is in the sum": {
+		steps: func(db *kit.TestDB) string {
+			db.Execute("select ratelimit_define_policy('p', 4)")
+			db.Hold("a", 2)
+			db.SetClock(at(lease))
+			first := db.Begin()
+			first.Hold("b", 1) // a has ended
+			second := db.Session().StartHold("c", 3).BlockedBy(first)
+			db.SetClock(at(lease / 2)) // a holds again
+			first.Execute("rollback")
+			return fmt.Sprint(second.Over().Allowed, db.Hold("d", 1).Remaining)
+		},
+		outcome: "false 1",
+	},
+	"a holder whose lease clean-up has removed holds anew, by a clock that went back": {
+		steps: func(db *kit.TestDB) string {
+			db.Execute("select ratelimit_define_policy('p', 2)")
+			db.Hold("a", 1)
+			db.SetClock(at(lease / 2))
+			db.Hold("b", 1)
+			db.SetClock(at(lease + 5*time.Minute))
+			first := db.Begin()
+			db.Swept(first, 100) // a's lease, and not b's
+			db.SetClock(at(lease / 2))
+			second := db.Session().StartHold("a", 1).BlockedBy(first)
+			first.Execute("commit")
+			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+		},
+		outcome: fmt.Sprint(kit.Held(0, lease, 2)) + " [a:1 b:1]",
+	},
 	"an override that ends while a hold waits does not apply any more": {
 		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_override('p', 'k', 2, expires_at => $1)", at(30*time.Second))
@@ -105,30 +147,12 @@ var races = map[string]race{
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `least\(v_until, v_numbers_end\)`, Replacement: "v_until"},
 	},
 	"a lease that ends while its holder waits to hold again is no renewal": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 2)")
-			db.Hold("a", 1)
-			first := db.Begin()
-			first.Hold("b", 1)
-			second := db.Session().StartHold("a", 1).BlockedBy(first)
-			db.SetClock(at(lease))
-			first.Execute("rollback")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
-		},
+		steps:    holdAcrossTheEnd("a"),
 		outcome:  fmt.Sprint(kit.Held(1, lease, 2)) + " [a:1]",
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `and l\.ends_at > v_now; if`, Replacement: "and l.ends_at >= v_now; if"},
 	},
 	"a lease that ends while another holder waits counts no more": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 2)")
-			db.Hold("a", 1)
-			first := db.Begin()
-			first.Hold("b", 1)
-			second := db.Session().StartHold("c", 1).BlockedBy(first)
-			db.SetClock(at(lease))
-			first.Execute("rollback")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
-		},
+		steps:    holdAcrossTheEnd("c"),
 		outcome:  fmt.Sprint(kit.Held(1, lease, 2)) + " [c:1]",
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `and v_now < least\(v_until, v_numbers_end\)`, Replacement: ""},
 	},
@@ -440,6 +464,20 @@ var races = map[string]race{
 		function: "ratelimit_hold",
 		without:  kit.Mutation{Pattern: `set counted_until = '-infinity'`, Replacement: "set counted_until = s.counted_until"},
 	},
+}
+
+// holdAcrossTheEnd has a holder wait for another session, while the lease of a ends.
+func holdAcrossTheEnd(holder string) func(db *kit.TestDB) string {
+	return func(db *kit.TestDB) string {
+		db.Execute("select ratelimit_define_policy('p', 2)")
+		db.Hold("a", 1)
+		first := db.Begin()
+		first.Hold("b", 1)
+		second := db.Session().StartHold(holder, 1).BlockedBy(first)
+		db.SetClock(at(lease))
+		first.Execute("rollback")
+		return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+	}
 }
 
 func TestHold_Races(t *testing.T) {
