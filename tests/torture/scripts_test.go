@@ -380,6 +380,16 @@ var scripts = map[string]string{
 		wait 1h
 		clean_up`,
 
+	// By the calendar that was, and not by the one that is from then on.
+	"a calendar that is removed": `
+		define_policy q 10 period=1mon history=12mon
+		override q x anchor=2024-01-15T00:00:00
+		acquire q x 4
+		at 2024-04-16T00:00:00
+		remove_override q x
+		acquire q x 1
+		usage q x - - 9`,
+
 	// By the end of the first lease, unless the override has ended then.
 	"waits for slots": `
 		define_policy s 3 lease=60s
