@@ -34,10 +34,8 @@ as $$
 declare
   v_count       integer := cardinality(policies);
   v_simple      boolean := false;  -- the steps above decide the request
-  v_order       integer[];   -- the elements in the order of policy and key, durable policies first
-  v_sorted      policies[];  -- their policies, in this order
-  v_keys        text[];      -- likewise
-  v_costs       bigint[];    -- likewise; 0 for what is not charged
+  v_elements    element[];  -- in the order of policy and key, durable policies first
+  v_element     element;
   v_enough      boolean;     -- the buckets cover by their stored levels
   v_rows        boolean;     -- all buckets have rows
   v_n           integer;
@@ -64,22 +62,23 @@ begin
   end if;
   if current_setting('transaction_read_only') = 'off' then
     v_now := clock();
-    select array_agg(s.n::integer), array_agg(s.policy), array_agg(s.key), array_agg(s.cost), bool_and(s.covers is true)
-      into v_order, v_sorted, v_keys, v_costs, v_enough
-      from (select u.n, p as policy, u.key, u.cost,
-                   case when u.cost between 1 and p.capacity and not p.special then
-                     case
-                       when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
-                       else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
-                     end >= microtokens(u.cost)
-                   end as covers
-              from unnest(policies, keys, coalesce(costs, array_fill(1::bigint, array[v_count]))) with ordinality as u (policy, key, cost, n)
-              left join policies as p on p.name = u.policy collate "C"
-             order by p.durable desc, u.policy collate "C", u.key collate "C"
-            offset 0) as s;
-    v_simple := cardinality(v_order) = v_count and is_name(v_idempotency_key) is not false;
-    for v_i in 2..v_count loop
-      v_simple := v_simple and (v_keys[v_i] = v_keys[v_i - 1] and v_sorted[v_i].id = v_sorted[v_i - 1].id) is not true;
+    v_elements := array(
+      select row(u.n, p, u.key, u.cost,
+                 case
+                   when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
+                   else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
+                 end)::element
+        from unnest(policies, keys, coalesce(costs, array_fill(1::bigint, array[v_count]))) with ordinality as u (policy, key, cost, n)
+        left join policies as p on p.name = u.policy collate "C"
+       order by p.durable desc, u.policy collate "C", u.key collate "C");
+    v_simple := cardinality(v_elements) = v_count and is_name(v_idempotency_key) is not false;
+    v_enough := true;
+    foreach v_element in array v_elements loop
+      v_simple := v_simple and (v_element.key = v_key and (v_element.policy).id = v_policy.id) is not true;
+      v_policy := v_element.policy;
+      v_key    := v_element.key;
+      v_enough := (v_enough and not v_policy.special and v_element.cost between 1 and v_policy.capacity
+                   and v_element.level >= microtokens(v_element.cost)) is true;
     end loop;
   end if;
 
@@ -92,16 +91,17 @@ begin
     if v_try = 2 then
       v_rows := true;
       for v_i in 1..v_count loop
-        v_n      := v_order[v_i];
-        v_policy := v_sorted[v_i];
-        v_key    := v_keys[v_i];
-        v_cost   := v_costs[v_i];
+        v_element := v_elements[v_i];
+        v_n      := v_element.place;
+        v_policy := v_element.policy;
+        v_key    := v_element.key;
+        v_cost   := v_element.cost;
         v_simple := (v_policy.id is not null and acceptable(v_key, v_cost) and v_cost > 0) is true;
         exit when not v_simple;
         if v_policy.special then
           v_numbers     := numbers_of_key(v_policy, v_key, v_now);
           v_policy      := v_numbers.policy;
-          v_sorted[v_i] := v_policy;
+          v_elements[v_i].policy := v_policy;
           v_simple      := v_policy.kind = 'tokens' and v_numbers.ends_at is null;  -- an element may fit now, and not when the others do
           exit when not v_simple;
         end if;
@@ -134,7 +134,7 @@ begin
         elsif v_policy.shadow then
           shadowed       := true;
           decisions[v_n] := shadow_of(v_level, v_reset_us, v_policy.capacity);
-          v_costs[v_i]   := 0;
+          v_elements[v_i].cost := 0;
           v_rank         := 20000000000000 + repeats(decisions[v_n].remaining, v_cost);
         else
           allowed        := false;
@@ -151,12 +151,12 @@ begin
       exit when not v_simple or not allowed;
     end if;
     begin
-      for v_i in 1..v_count loop
-        v_cost := v_costs[v_i];
+      foreach v_element in array v_elements loop
+        v_cost := v_element.cost;
         continue when v_cost = 0;
-        v_n      := v_order[v_i];
-        v_policy := v_sorted[v_i];
-        v_key    := v_keys[v_i];
+        v_n      := v_element.place;
+        v_policy := v_element.policy;
+        v_key    := v_element.key;
         v_wanted := microtokens(v_cost);
         if v_policy.durable then
           update buckets as b

@@ -249,6 +249,15 @@ comment on type ratelimit.numbers is
 'The policy with the numbers of the override of the key, when some of these end (null: none does), the turns of a quota, and the policy
   with the numbers that apply after the end.';
 
+create type ratelimit.element as (
+  place  integer,
+  policy ratelimit.policies,
+  key    text collate "C",
+  cost   bigint,
+  level  bigint
+);
+comment on type ratelimit.element is
+  'One charge of ratelimit_acquire_all: its number, and the level of its bucket as it is stored.';
 create type ratelimit.part as (
   policy  ratelimit.policies,
   demands ratelimit.demand[],
