@@ -34,20 +34,17 @@ as $$
 declare
   v_count       integer := cardinality(policies);
   v_simple      boolean := false;  -- the steps above decide the request
-  v_elements    element[];  -- in the order of policy and key, durable policies first
+  v_elements    element[];   -- in the order of policy and key, durable policies first; the cost is 0 of what is not charged
   v_element     element;
+  v_last        element;     -- the one before
   v_enough      boolean;     -- the buckets cover by their stored levels
   v_rows        boolean;     -- all buckets have rows
-  v_n           integer;
   v_policy      policies;
   v_numbers     numbers;
-  v_key         text collate "C";
-  v_cost        bigint;
   v_now         timestamptz;
   v_wanted      bigint;
   v_level       bigint;
   v_refilled_at timestamptz;
-  v_expires_at  timestamptz;
   v_retry_us    bigint;
   v_reset_us    bigint;
   v_rank        bigint;      -- of an element: the least one binds, as of binding_rank; shadows come after all others
@@ -64,9 +61,11 @@ begin
     v_now := clock();
     v_elements := array(
       select row(u.n, p, u.key, u.cost,
-                 case
-                   when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
-                   else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
+                 case when u.cost between 1 and p.capacity and not p.special then
+                   case
+                     when p.durable then (select b.level from buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
+                     else (select b.level from ephemeral_buckets as b where b.policy_id = p.id and b.key = u.key collate "C")
+                   end >= microtokens(u.cost)
                  end)::element
         from unnest(policies, keys, coalesce(costs, array_fill(1::bigint, array[v_count]))) with ordinality as u (policy, key, cost, n)
         left join policies as p on p.name = u.policy collate "C"
@@ -74,11 +73,9 @@ begin
     v_simple := cardinality(v_elements) = v_count and is_name(v_idempotency_key) is not false;
     v_enough := true;
     foreach v_element in array v_elements loop
-      v_simple := v_simple and (v_element.key = v_key and (v_element.policy).id = v_policy.id) is not true;
-      v_policy := v_element.policy;
-      v_key    := v_element.key;
-      v_enough := (v_enough and not v_policy.special and v_element.cost between 1 and v_policy.capacity
-                   and v_element.level >= microtokens(v_element.cost)) is true;
+      v_simple := v_simple and (v_element.key = v_last.key and (v_element.policy).id = (v_last.policy).id) is not true;
+      v_enough := v_enough and v_element.covers is true;
+      v_last   := v_element;
     end loop;
   end if;
 
@@ -87,64 +84,62 @@ begin
     allowed  := true;
     replayed := false;
     shadowed := false;
-    v_least  := null;
+    v_least  := 9223372036854775807;
+    binding  := 1;
     if v_try = 2 then
       v_rows := true;
       for v_i in 1..v_count loop
         v_element := v_elements[v_i];
-        v_n      := v_element.place;
-        v_policy := v_element.policy;
-        v_key    := v_element.key;
-        v_cost   := v_element.cost;
-        v_simple := (v_policy.id is not null and acceptable(v_key, v_cost) and v_cost > 0) is true;
+        v_policy  := v_element.policy;
+        v_simple  := (v_policy.id is not null and acceptable(v_element.key, v_element.cost) and v_element.cost > 0) is true;
         exit when not v_simple;
         if v_policy.special then
-          v_numbers     := numbers_of_key(v_policy, v_key, v_now);
-          v_policy      := v_numbers.policy;
-          v_elements[v_i].policy := v_policy;
-          v_simple      := v_policy.kind = 'tokens' and v_numbers.ends_at is null;  -- an element may fit now, and not when the others do
+          v_numbers := numbers_of_key(v_policy, v_element.key, v_now);
+          v_policy  := v_numbers.policy;
+          v_simple  := v_policy.kind = 'tokens' and v_numbers.ends_at is null;  -- an element may fit now, and not when the others do
           exit when not v_simple;
+          v_elements[v_i].policy := v_policy;
         end if;
         if v_policy.durable then
-          select b.level, b.refilled_at into v_level, v_refilled_at from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+          select b.level, b.refilled_at into v_level, v_refilled_at from buckets as b where b.policy_id = v_policy.id and b.key = v_element.key;
         else
-          select b.level, b.refilled_at into v_level, v_refilled_at from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
+          select b.level, b.refilled_at into v_level, v_refilled_at from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_element.key;
         end if;
         if not found then  -- full
           v_rows        := false;
           v_level       := microtokens(v_policy.capacity);
           v_refilled_at := v_now;
         end if;
-        v_retry_us := case when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy) end;
+        v_retry_us := case when v_element.cost <= v_policy.capacity then wait_until(microtokens(v_element.cost), v_level, v_refilled_at, v_now, v_policy) end;
         v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
         v_level    := refilled(v_level, v_refilled_at, v_now, v_policy);
         if v_idempotency_key is not null then
           if v_policy.durable then
             v_simple := not exists (select from idempotency_keys as k
-                                     where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key);
+                                     where k.policy_id = v_policy.id and k.key = v_element.key and k.idempotency_key = v_idempotency_key);
           else
             v_simple := not exists (select from ephemeral_idempotency_keys as k
-                                     where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key);
+                                     where k.policy_id = v_policy.id and k.key = v_element.key and k.idempotency_key = v_idempotency_key);
           end if;
           exit when not v_simple;
         end if;
-        if v_retry_us = 0 then
-          decisions[v_n] := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
-          continue;
-        elsif v_policy.shadow then
-          shadowed       := true;
-          decisions[v_n] := shadow_of(v_level, v_reset_us, v_policy.capacity);
-          v_elements[v_i].cost := 0;
-          v_rank         := 20000000000000 + repeats(decisions[v_n].remaining, v_cost);
-        else
-          allowed        := false;
-          decisions[v_n] := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
-          v_rank         := -coalesce(v_retry_us, 9223372036854775807);
+        v_decision := answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+        if v_retry_us is distinct from 0 then
+          if v_policy.shadow then
+            shadowed   := true;
+            v_decision := shadow_of(v_level, v_reset_us, v_policy.capacity);
+            v_rank     := 20000000000000 + repeats(v_decision.remaining, v_element.cost);
+            v_elements[v_i].cost := 0;
+          else
+            allowed := false;
+            v_rank  := -coalesce(v_retry_us, 9223372036854775807);
+          end if;
+          if (v_rank, v_element.place) < (v_least, binding) then
+            v_least := v_rank;
+            binding := v_element.place;
+          end if;
         end if;
-        if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
-          v_least := v_rank;
-          binding := v_n;
-        end if;
+        decisions[v_element.place] := v_decision;
       end loop;
       v_simple := v_simple and (v_rows or not allowed);
       shadowed := shadowed and allowed;
@@ -152,55 +147,65 @@ begin
     end if;
     begin
       foreach v_element in array v_elements loop
-        v_cost := v_element.cost;
-        continue when v_cost = 0;
-        v_n      := v_element.place;
+        continue when v_element.cost = 0;
         v_policy := v_element.policy;
-        v_key    := v_element.key;
-        v_wanted := microtokens(v_cost);
-        if v_policy.durable then
+        if v_try = 1 and v_policy.plain and v_policy.durable then  -- its stored level covers, unless another session has changed it
           update buckets as b
-             set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+             set level       = least(v_policy.rate_full, b.level + credit_by_rate(date_part('epoch', v_now - b.refilled_at) * 1000000,
+                                                                                  v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks))
+                               - microtokens(v_element.cost),
+                 refilled_at = v_now,
                  room        = null
-           where b.policy_id = v_policy.id
-             and b.key       = v_key
-             and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
-          returning b.level, b.refilled_at into v_level, v_refilled_at;
+           where b.policy_id   = v_policy.id
+             and b.key         = v_element.key
+             and b.level      >= microtokens(v_element.cost)
+             and b.refilled_at <= v_now
+          returning b.level into v_level;
+          v_decision := granted_by_rate(v_level, v_level, 0, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
         else
-          update ephemeral_buckets as b
-             set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
-                 refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
-                 room        = null
-           where b.policy_id = v_policy.id
-             and b.key       = v_key
-             and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
-          returning b.level, b.refilled_at into v_level, v_refilled_at;
+          v_wanted := microtokens(v_element.cost);
+          if v_policy.durable then
+            update buckets as b
+               set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+                   refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+                   room        = null
+             where b.policy_id = v_policy.id
+               and b.key       = v_element.key
+               and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+            returning b.level, b.refilled_at into v_level, v_refilled_at;
+          else
+            update ephemeral_buckets as b
+               set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+                   refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
+                   room        = null
+             where b.policy_id = v_policy.id
+               and b.key       = v_element.key
+               and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+            returning b.level, b.refilled_at into v_level, v_refilled_at;
+          end if;
+          v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
+          v_decision := grant_of(v_level, v_reset_us, v_policy.capacity);
         end if;
-        if not found then
+        if v_level is null then
           raise exception sqlstate 'RL00T';  -- rolls back to the begin above; caught below, so no caller sees it
         end if;
-        if v_policy.special then
-          v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
-        else
-          v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
-        end if;
-        decisions[v_n] := grant_of(v_level, v_reset_us, v_policy.capacity);
-        v_rank         := v_policy.shadow::integer * 20000000000000 + v_level / v_wanted;
-        if v_least is null or v_rank < v_least or v_rank = v_least and v_n < binding then
+        decisions[v_element.place] := v_decision;
+        v_rank := v_policy.shadow::integer * 20000000000000 + v_decision.remaining / v_element.cost;
+        if (v_rank, v_element.place) < (v_least, binding) then
           v_least := v_rank;
-          binding := v_n;
+          binding := v_element.place;
         end if;
         if v_idempotency_key is not null then
-          v_expires_at := v_now + duration(v_policy.remember_us);
           if v_policy.durable then
             insert into idempotency_keys
                    (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-            values (v_policy.id, v_key, v_idempotency_key, v_cost, tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at);
+            values (v_policy.id, v_element.key, v_idempotency_key, v_element.cost, v_decision.remaining, v_decision.reset_after, v_policy.capacity,
+                    v_now + duration(v_policy.remember_us));
           else
             insert into ephemeral_idempotency_keys
                    (policy_id, key, idempotency_key, cost, remaining, reset_after, capacity, expires_at)
-            values (v_policy.id, v_key, v_idempotency_key, v_cost, tokens_above_debt(v_level), duration(v_reset_us), v_policy.capacity, v_expires_at);
+            values (v_policy.id, v_element.key, v_idempotency_key, v_element.cost, v_decision.remaining, v_decision.reset_after, v_policy.capacity,
+                    v_now + duration(v_policy.remember_us));
           end if;
         end if;
       end loop;

@@ -254,10 +254,10 @@ create type ratelimit.element as (
   policy ratelimit.policies,
   key    text collate "C",
   cost   bigint,
-  level  bigint
+  covers boolean
 );
 comment on type ratelimit.element is
-  'One charge of ratelimit_acquire_all: its number, and the level of its bucket as it is stored.';
+  'One charge of ratelimit_acquire_all, and whether the level that is stored covers it; place is its number.';
 create type ratelimit.part as (
   policy  ratelimit.policies,
   demands ratelimit.demand[],
