@@ -240,7 +240,8 @@ begin
      or extract(month from value) <> 0
      or ratelimit.microseconds(value) not between 1 and ratelimit.microseconds(interval '365250 days') then
     perform ratelimit.refuse(argument, value::text,
-      'Pass an interval of 1 microsecond to 365250 days (1000 years), in days or smaller units.');
+      'Pass an interval of 1 microsecond to 365250 days (1000 years), in days or smaller units.'
+      || case when argument = 'every' then ' What is full again each calendar month is a quota: period => ''1 month''.' else '' end);
   end if;
 end;
 $$;
@@ -428,8 +429,8 @@ begin
   raise exception 'no live grant under this idempotency key' using
     errcode = 'RL003',
     detail  = format('Policy %L does not remember %L for this bucket. Nothing was charged.', policy, idempotency_key),
-    hint    = 'An acquire that was denied or rolled back leaves nothing to settle. A job may take longer than the policy remembers: '
-              'ratelimit_define_policy(policy, remember => ''7 days'').';
+    hint    = 'Pass the policy, the key and the idempotency key of the acquire. One that was denied or rolled back leaves nothing to settle. '
+              'A job may take longer than the policy remembers: ratelimit_define_policy(policy, remember => ''7 days'').';
 end;
 $$;
 comment on function ratelimit.no_grant(text, text) is
