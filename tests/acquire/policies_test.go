@@ -143,6 +143,32 @@ func TestOverride_OfTwoPatchesBothCount(t *testing.T) {
 	})
 }
 
+// A key gets a zone and a billing day at once. The second of the two waits for the first, and adds to it.
+func TestOverride_OfAZoneAndAnAnchorAtOnceBothCount(t *testing.T) {
+	zone, anchor := "select ratelimit_override('q', 'k', time_zone => 'Asia/Tokyo')", "select ratelimit_override('q', 'k', anchor => '2024-01-15')"
+	kit.OnDBs(t, map[string]string{
+		"of a key that has no override":      "select",
+		"of a key that has other numbers":    "select from ratelimit_override('q', 'k', 20) as a, ratelimit_override('q', 'k', 30, expires_at => '2100-01-01Z') as b",
+		"of a key that has another calendar": "select ratelimit_override('q', 'k', time_zone => 'Europe/Berlin', anchor => '2024-01-20')",
+		"of a key whose periods are kept":    "select from ratelimit_define_policy('q', history => '1 year'), ratelimit_acquire('q', 'k', 1)",
+	}, func(t *testing.T, db *kit.TestDB, before string) {
+		db.SetClock(kit.T0)
+		for _, patches := range [][]string{{zone, anchor}, {anchor, zone}} {
+			db.Execute("select ratelimit_define_policy('q', 10, period => '1 month')")
+			db.Execute("select ratelimit_override('q', 'another', 1)") // the first of a policy locks the policy
+			db.Execute(before)
+			first := db.Begin().Execute(patches[0])
+			call := db.Session().StartExec(patches[1]).BlockedBy(first)
+			first.Execute("commit")
+			_, err := call.Result()
+			require.NoError(t, err)
+			require.Equal(t, []string{"Asia/Tokyo 2024-01-15"}, kit.Column(t, db.DB, "select format('%s %s', time_zone, anchor::date) from ratelimit_overrides('q', 'k') where expires_at is null"), patches)
+			require.Equal(t, kit.Micros(363*time.Hour), db.Acquire("q", "k", 1).ResetAfter, "until the 15th of April in Tokyo")
+			db.DropPolicy("q")
+		}
+	})
+}
+
 // An answer counts hours, not days: added to an instant it is exact in any time zone, here across the night in which summer time begins.
 func TestAnswers_HaveNoDays(t *testing.T) {
 	db := kit.ParallelDB(t)
