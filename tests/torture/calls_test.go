@@ -678,6 +678,9 @@ func (c *caller) play(script string) error {
 			if err := r.cleanUp(); err != nil {
 				return err
 			}
+			if len(words) > 1 && slices.Contains(r.Buckets(), model.BucketID{Policy: words[1], Key: words[2]}) {
+				return fmt.Errorf("%s: the row is left", line)
+			}
 			continue
 		}
 		arguments := kit.Functions[words[0]].List()

@@ -114,6 +114,8 @@ var bugsOfTokens = map[string]plantedBug{
 	"clean-up forgets what stays of an override":             {"ratelimit.cleanup_buckets", `case when o\.stays [^;]*?(case when o\.expires_at)`, "$1"},
 	"a wait by far apart numbers does not saturate":          {"ratelimit.long_wait", `ratelimit\.longest_wait\(\)`, "1e30"},
 	"the wait for a far turn does not saturate":              {"ratelimit.time_until", `least\((.*), ratelimit\.longest_wait\(\)\)`, "$1"},
+	"a bucket with a zone of its own is never removed": {"ratelimit.cleanup_buckets",
+		`case when o\.stays or p`, "case when o.stays and o.capacity is null then 86400000000 when o.stays or p"},
 }
 
 // bugsOfUsage are about closed periods, and settlements of several.

@@ -1,7 +1,8 @@
 package torture
 
 // scripts are calls that meet what no run should leave to its luck. Each is a line: a function of the call table and its arguments in
-// order, by name after those; - is null. A line that begins with ! is 22023, to the model and to SQL.
+// order, by name after those; - is null. A line that begins with ! is 22023, to the model and to SQL. The bucket that clean_up names has
+// no row after it.
 var scripts = map[string]string{
 	// Policies d and g are alike, e is their shadow, and f is unknown.
 	"answers": `
@@ -389,6 +390,21 @@ var scripts = map[string]string{
 		remove_override q x
 		acquire q x 1
 		usage q x - - 9`,
+
+	// What an override of a zone does not set is the policy's. A row with a history is full by the turn of its key alone, and another by
+	// that of the policy, too.
+	"clean-up under a zone": `
+		define_policy q 10 period=1d
+		define_policy h 10 period=1d history=40d
+		override q x time_zone=Asia/Tokyo
+		override h x time_zone=Asia/Tokyo
+		acquire q x 3
+		acquire h x 3
+		at 2024-03-30T15:05:00             # which ends the five minutes of its turn
+		clean_up h x
+		usage h x - - 9
+		at 2024-03-31T00:05:00
+		clean_up q x`,
 
 	// By the end of the first lease, unless the override has ended then.
 	"waits for slots": `
