@@ -139,6 +139,9 @@ var bugsOfUsage = map[string]plantedBug{
 	"a settlement of several stops at a replay":            {"ratelimit_settle_all", `or v_decision\.replayed;`, "$0 exit when v_decision.replayed;"},
 	"a bucket that is named twice is settled at one cost":  {"ratelimit_settle_all", `sum\(u\.cost\) over same as sum`, "u.cost::numeric as sum"},
 	"a settlement of several leaves out what has no grant": {"ratelimit_settle_all", `case when not v_policy\.shadow then v_n end`, "null::integer"},
+	"a settlement of several keeps what it moved before it failed": {"ratelimit_settle_all",
+		`(?s)if v_missing <> '\{\}' then(.*?)(v_decision := settle\([^;]*;)`,
+		"if v_missing = v_order then$1 begin $2 exception when sqlstate 'RL002' or sqlstate 'RL003' then v_decision := null; end;"},
 }
 
 // bugsOfSlots are about the leases of one key.
