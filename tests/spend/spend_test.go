@@ -344,6 +344,33 @@ func TestPause_HoldsWhateverTheNumbersBecome(t *testing.T) {
 	}
 }
 
+// What was acquired at cost 0 has no grant: a settlement of several that names it moves nothing, and one that leaves it out settles the
+// rest. A bucket that is named twice has the grant of its sum. A shadow needs none.
+func TestSettleAll_OfWhatWasAcquiredAtCost0(t *testing.T) {
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
+		db.At(kit.T0).Policy("p", 10, 1, time.Hour, kind).Policy("q", 20, 1, time.Hour)
+		db.Execute("select ratelimit_define_policy('s', 30, 1, '1 hour', shadow => true)")
+		const left = "select a.remaining, b.remaining as b, c.remaining as c from ratelimit_peek('p', 'k') as a, ratelimit_peek('q', 'k') as b, ratelimit_peek('p', 'free') as c"
+		db.RunSteps([]kit.Step{
+			{0, "select allowed, decisions[3].remaining from ratelimit_acquire_all('{p,q,p}', '{k,k,free}', '{2,3,0}', 'i')", "t,10"},
+			{0, left, "8,17,10"},
+		})
+		for _, costs := range []string{"{1,5,0}", "{1,5,6}"} {
+			err := db.Refused("RL003", "select ratelimit_settle_all('{p,q,p}', '{k,k,free}', 'i', $1)", costs)
+			require.Equal(t, "'i' is not remembered for these elements of the request: 3. Nothing was settled.", err.Detail)
+		}
+		db.RunSteps([]kit.Step{
+			{0, left, "8,17,10"},
+			{0, "select replayed, decisions[1].remaining, decisions[2].remaining as b from ratelimit_settle_all('{p,q}', '{k,k}', 'i', '{1,5}')", "f,9,15"},
+			{0, left, "9,15,10"},
+			{0, "select allowed from ratelimit_acquire_all('{p,p}', '{twice,twice}', '{0,4}', 'i')", "t"},
+			{0, "select replayed, decisions[1].remaining, decisions[2].remaining as b from ratelimit_settle_all('{p,p}', '{twice,twice}', 'i', '{1,2}')", "f,7,7"},
+			{0, "select allowed from ratelimit_acquire_all('{p,s}', '{watched,k}', '{4,0}', 'i')", "t"},
+			{0, "select replayed, decisions[1].remaining, decisions[2].remaining as b, decisions[2].shadowed from ratelimit_settle_all('{p,s}', '{watched,k}', 'i', '{1,6}')", "f,9,30,t"},
+		})
+	})
+}
+
 func TestSpend_Rules(t *testing.T) {
 	t.Parallel()
 	const (
