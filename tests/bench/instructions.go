@@ -92,6 +92,7 @@ var countedStatements = slices.Concat([]counted{
 	{"joint-keyed-32", 32, "select from ratelimit_acquire_packed(" + three + ", null, array_fill(3, array[32]), " + newKeys(32) + ")"},
 }, batches("", "ratelimit_acquire_many", "null"), batches("packed-", "ratelimit_acquire_packed", "null, null"), []counted{
 	{"packed-8", 8, "select from ratelimit_acquire_packed(array_fill(text 'full', array[8]), $1)"},
+	{"packed-turn-32", 32, "select from ratelimit_acquire_packed(array_fill(text 'history', array[32]), $1)"}, // see before()
 	// The last ones, since rows that come take the room that others have left on their pages.
 	{"created", 0, "select from ratelimit_acquire('full', $1 || " + newKey + ")"},
 	{"reset", 0, "select ratelimit_reset('full', 'no ' || $1)"}, // the others' rows stay
@@ -279,6 +280,14 @@ func (c counted) calls() int {
 // warmCalls is how often a statement is called before at least: a session plans its first five calls anew, and its sixth for good.
 const warmCalls = 8
 
+// before returns a line before the calls. It has the quota turn, so that each key has a period to close.
+func (c counted) before() string {
+	if c.name != "packed-turn-32" {
+		return ""
+	}
+	return "update ratelimit.policies set anchor = ratelimit.clock() at time zone 'UTC' where name = 'history';\n"
+}
+
 // session returns lines as a server of one process reads them: the statement is prepared and called, and then called with the same
 // keys between two marks.
 func (c counted) session(name string) string {
@@ -300,7 +309,7 @@ func (c counted) session(name string) string {
 		fmt.Fprintf(&calls, "execute %s (%s);\n", name, argument())
 	}
 	warm := (warmCalls + c.calls() - 1) / c.calls()
-	return fmt.Sprintf("prepare %s (%s) as %s;\n", name, kind, c.sql) + strings.Repeat(calls.String(), warm) +
+	return fmt.Sprintf("prepare %s (%s) as %s;\n", name, kind, c.sql) + strings.Repeat(c.before()+calls.String(), warm) + c.before() +
 		markedLine + calls.String() + markedLine
 }
 
