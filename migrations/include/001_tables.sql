@@ -165,7 +165,7 @@ create table ratelimit.policies (
   rate_per    bigint    not null generated always as (case when stepped then 1 else (extract(epoch from every) * 1000000.0)::bigint / gcd(refill * 1000000, (extract(epoch from every) * 1000000.0)::bigint) end) stored,
   rate_up     bigint    generated always as (nullif(refill * 1000000 / case when stepped then 1 else gcd(refill * 1000000, (extract(epoch from every) * 1000000.0)::bigint) end, 0) - 1) stored,
   fill_ticks  bigint    generated always as (case
-    when greatest(capacity, refill) >= 100000000000 or capacity::numeric * 2000000.0 * case when stepped then 1.0
+    when greatest(capacity, refill) >= 70000000000 or capacity::numeric * 2000000.0 * case when stepped then 1.0
            else ((extract(epoch from every) * 1000000.0)::bigint / gcd(refill * 1000000, (extract(epoch from every) * 1000000.0)::bigint))::numeric end >= 9e18 then null
     when refill = 0 then 0::numeric
     when capacity::numeric * extract(epoch from every) < refill::numeric * 470000000.0
@@ -175,7 +175,7 @@ create table ratelimit.policies (
   kind        text      collate "C" not null generated always as (case when lease is not null then 'slots' when period is not null then 'quota' else 'tokens' end) stored,
   special     boolean   not null generated always as (overridden or period is not null or lease is not null) stored,
   plain       boolean   not null generated always as (not (stepped or overridden) and period is null and lease is null
-    and greatest(capacity, refill) < 100000000000
+    and greatest(capacity, refill) < 70000000000
     and capacity::numeric * 2000000.0 * ((extract(epoch from every) * 1000000.0)::bigint / gcd(refill * 1000000, (extract(epoch from every) * 1000000.0)::bigint))::numeric < 9e18
     and (refill = 0 or capacity::numeric * extract(epoch from every) < refill::numeric * 470000000.0)) stored,
   changed_at  timestamptz not null,
@@ -210,7 +210,8 @@ comment on column ratelimit.policies.rate_per is
 comment on column ratelimit.policies.rate_up is
   'rate_gain - 1: added before a division by rate_gain, it rounds the quotient up. null if nothing refills, which gives waits of null.';
 comment on column ratelimit.policies.fill_ticks is
-  'The ticks in which a bucket gains its capacity twice. null where a product of whole numbers could overflow: then numeric counts.';
+  'The ticks in which a bucket gains its capacity twice. null where a product of whole numbers could overflow, or the sum of such a gain
+  and of the level that a larger policy left, 9 * 10^18 at most: then numeric counts.';
 comment on column ratelimit.policies.remember_us is
   'remember, in microseconds.';
 comment on column ratelimit.policies.shadow is

@@ -353,6 +353,26 @@ var scripts = map[string]string{
 		charge floor x 9000000000000 i
 		settle floor x i 100`,
 
+	// A bucket keeps what it held as its policy was larger. With the refill that is added to it, that is more than a bigint holds.
+	"lowered from the most": `
+		define_policy d 9000000000000 9000000000000 1s
+		define_policy e 9000000000000 9000000000000 1s durable=false
+		define_policy t 9000000000000 9000000000000 1s stepped=true
+		acquire_all d,d,d,d,d,d,e,t,t x,y,z,u,v,w,x,x,y
+		define_policy d 99999999999 99999999999 1us
+		define_policy e 99999999999 99999999999 1us
+		define_policy t 99999999999 99999999999 1us
+		wait 1s
+		peek d x 1
+		acquire d x 1
+		acquire_all d y
+		acquire_all d,d y,z 1,99999999999
+		acquire_all e x
+		acquire_up_to d u 2 1
+		acquire_many d,d,d u,v,v
+		acquire_many t,t x,y
+		reserve d w 1s 1`,
+
 	"slots": `
 		define_policy s 3 lease=60s
 		define_policy w 1 shadow=true lease=60s
