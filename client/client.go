@@ -404,16 +404,18 @@ func (l *limiter) query(ctx context.Context, c call, dest ...any) error {
 	if err := l.checkPlace(ctx); err != nil {
 		return err
 	}
-	sql, mayRun := l.statement(c), false
+	sql, lost := l.statement(c), ""
 	err := retry(ctx, l.db, c.repeatable, func() error {
 		err := l.db.QueryRow(ctx, sql, c.args...).Scan(dest...)
-		mayRun = mayRun || err != nil && isUnknown(err) && !isUnsent(err)
+		if err != nil && isUnknown(err) && !isUnsent(err) {
+			lost = sql
+		}
 		return err
 	})
 	if err == nil {
 		return nil
 	}
-	return &callError{c.verb, l.schema + c.function, err, mayRun}
+	return &callError{c.verb, l.schema + c.function, err, lost}
 }
 
 var errZeroByte = fmt.Errorf("%w: a text has a zero byte, which no text in PostgreSQL can hold; pass a hash of it", ErrInvalidArgument)

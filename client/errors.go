@@ -168,7 +168,7 @@ type callError struct {
 	verb     string
 	function string // the function called, with its arguments; empty when no call was made
 	err      error
-	mayRun   bool // a try was lost after it was sent: the server may have carried it out, or may yet
+	lost     string // the statement, if a try was lost after it was sent: the server may have carried it out, or may yet
 }
 
 func failed(verb string, err error) error {
@@ -244,10 +244,12 @@ var (
 	parameter = regexp.MustCompile(`\$\d+::(\S+::)?`) // up to its type, which is the last of the casts
 )
 
-// mayRun reports whether the server may have carried out a call that failed.
-func mayRun(err error) bool {
-	failed, ok := errors.AsType[*callError](err)
-	return ok && failed.mayRun
+// lostStatement returns the statement of a call that failed, if the server may have carried it out.
+func lostStatement(err error) string {
+	if failed, ok := errors.AsType[*callError](err); ok {
+		return failed.lost
+	}
+	return ""
 }
 
 func (e *callError) Unwrap() error { return e.err }

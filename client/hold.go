@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	mathrand "math/rand/v2"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -27,7 +28,8 @@ const (
 	// maxUndoPause is the longest pause between two tries to undo.
 	maxUndoPause = 30 * time.Second
 
-	// maxUndoing bounds the calls of this process that wait to be undone. Each takes a connection for up to 5 seconds after each pause.
+	// maxUndoing bounds the calls of this process that wait to be undone. Each takes a connection twice, for up to 5 seconds, after each
+	// pause.
 	maxUndoing = 1000
 
 	// maxHeldFor keeps sums of times in range.
@@ -107,9 +109,9 @@ type Hold struct {
 // slots are free when the lease ends, or by Release. When ctx ends during the call, the call returns.
 //
 // When the answer is lost, with ctx or with the connection, the server may hold for this call, or may yet. Such slots are released in
-// the background, as soon as the database answers within an hour. The release is made twice, a second apart, if it finds nothing. Behind a
-// row that is locked for longer the server may hold after that, until the lease ends: set a lock_timeout below a second for the sessions
-// of the pool.
+// the background, as soon as the database answers within an hour. A release that finds nothing is made again: a second later, and for an
+// hour while pg_stat_activity shows such a call under way. If this role does not see it there, set a lock_timeout below a second for the
+// sessions of the pool: behind a row that is locked for longer the server may hold after the releases, until the lease ends.
 //
 // Under a policy that only watches, a Hold that is Shadowed holds nothing, and makes no more calls.
 //
@@ -185,9 +187,9 @@ func (l *limiter) hold(ctx context.Context, policy, key, holder string, s settin
 	h := &Hold{limiter: l, policy: policy, key: key, holder: holder, calls: context.WithoutCancel(ctx), began: time.Now()}
 	d, err := l.holdAs(ctx, policy, key, holder, s)
 	switch {
-	case mayRun(err): // it may hold, and only this call knows its holder
+	case lostStatement(err) != "": // it may hold, and only this call knows its holder
 		go func() {
-			_ = undo(func() (bool, error) { // else the lease ends by itself
+			_ = l.undo(err, func() (bool, error) { // else the lease ends by itself
 				ctx, cancel := context.WithTimeout(h.calls, releaseTimeout)
 				defer cancel()
 				return h.send(ctx)
@@ -394,12 +396,12 @@ func (h *Hold) Release(ctx context.Context) error {
 		h.mu.Lock()
 		until := h.began.Add(h.tenure.until)
 		h.mu.Unlock()
-		undoLater(func() (bool, error) {
+		h.limiter.undoLater("", func() (bool, error) {
 			ctx, cancel := context.WithTimeout(h.calls, releaseTimeout)
 			defer cancel()
 			err := h.release(ctx)
 			return err == nil, err
-		}, until, time.Second, false)
+		}, until, false)
 	}
 	return err
 }
@@ -435,28 +437,31 @@ func (h *Hold) send(ctx context.Context) (released bool, err error) {
 	return released, err
 }
 
-// undo makes the call that undoes a call whose answer was lost. If that has no answer either, or nothing to undo yet, because the server
-// may carry out the lost call later, undo makes its call again in the background.
-func undo(call func() (undone bool, err error)) error {
+// undo makes the call that undoes a call which failed with that error. If that has no answer either, or nothing to undo yet, because the
+// server may carry out a lost call later, undo makes its call again in the background.
+func (l *limiter) undo(failure error, call func() (undone bool, err error)) error {
 	undone, err := call()
 	if !undone {
-		undoLater(call, time.Now().Add(undoFor), time.Second, err == nil)
+		l.undoLater(lostStatement(failure), call, time.Now().Add(undoFor), err == nil)
 	}
 	return err
 }
 
-// undoLater makes the call after a pause, and again after longer ones until it has undone something, has twice had nothing to undo,
-// cannot succeed, or the time is over.
-func undoLater(call func() (undone bool, err error), until time.Time, pause time.Duration, answered bool) {
+// undoLater makes the call after a second, and again after pauses, until it has undone something, cannot succeed, or the time is over; or
+// until it has twice had nothing to undo, and the lost statement was not under way before the last time.
+func (l *limiter) undoLater(lost string, call func() (undone bool, err error), until time.Time, answered bool) {
 	if undoing.Add(1) > maxUndoing {
 		undoing.Add(-1)
 		return
 	}
+	pause := time.Second
+	begun := time.Now().Add(pause) // the lost statement, by then
 	var again func()
 	again = func() {
+		goesOn := answered && l.goesOn(lost, time.Since(begun))
 		undone, err := call()
-		ends := undone || err == nil && answered || KindOf(err) == Fault || err != nil && isClosed(err)
-		if pause = min(2*pause, maxUndoPause); err == nil {
+		ends := undone || err == nil && answered && !goesOn || KindOf(err) == Fault || err != nil && isClosed(err)
+		if pause = min(2*pause, maxUndoPause); err == nil && !answered {
 			answered, pause = true, 2*time.Second // the next is a second later, at least
 		}
 		next := pause/2 + mathrand.N(pause/2+1)
@@ -467,6 +472,22 @@ func undoLater(call func() (undone bool, err error), until time.Time, pause time
 		time.AfterFunc(next, again)
 	}
 	time.AfterFunc(pause, again)
+}
+
+// goesOn reports whether the server is seen to go on with this statement, or with another of its text that is as old. The text is compared
+// up to its arguments, which the simple protocol writes into it.
+func (l *limiter) goesOn(statement string, age time.Duration) (goesOn bool) {
+	if statement == "" {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), releaseTimeout)
+	defer cancel()
+	text, _, _ := strings.Cut(statement, "$")
+	c := newCall("look", `pg_catalog.pg_stat_activity where state = 'active' and datname = pg_catalog.current_database()
+		and pg_catalog.starts_with(query, $1::text) and query_start <= pg_catalog.clock_timestamp() - $2::text::interval`, text, interval(age))
+	c.columns, c.isQuery = "pg_catalog.count(*) > 0", true
+	_ = l.query(ctx, c, &goesOn) // without an answer it is not seen
+	return goesOn
 }
 
 // outlive returns a context that ends d after ctx.

@@ -124,7 +124,8 @@ func TestHold_EndsWithWhatHappensToItsSlots(t *testing.T) {
 	}
 }
 
-// replies are the answers to "hold", "renew" and "release". Without one, 1 of 2 slots is held for 10 seconds.
+// replies are the answers to "hold", "renew" and "release", and to "activity", which is true while a hold goes on. Without one, 1 of 2
+// slots is held for 10 seconds.
 type replies map[string][]any
 
 // A slotDB gives them in turn; the last one of a function stays.
@@ -134,14 +135,14 @@ type slotDB struct {
 }
 
 func newSlotDB(r replies) *slotDB {
-	db := &slotDB{by: map[string]*fakeDB{"hold": {answers: []any{heldFor(tenSeconds)}}, "renew": {answers: []any{row{tenSeconds}}}, "release": {answers: []any{row{true}}}}}
+	db := &slotDB{by: map[string]*fakeDB{"hold": {answers: []any{heldFor(tenSeconds)}}, "renew": {answers: []any{row{tenSeconds}}}, "release": {answers: []any{row{true}}}, "activity": {answers: []any{row{false}}}}}
 	for function, answers := range r {
 		db.by[function].answers = answers
 	}
 	return db
 }
 
-var called = regexp.MustCompile(`ratelimit_(\w+)\(`)
+var called = regexp.MustCompile(`(?:ratelimit|pg_stat)_(\w+)[( ]`)
 
 func (db *slotDB) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	db.mu.Lock()
@@ -311,6 +312,9 @@ func TestHold_ReleasesWhatMayBeHeld(t *testing.T) {
 		"an error of the server":            {replies{"hold": {pgError("53300")}}, 0, 0, 0},
 		"a failover of seven minutes":       {replies{"hold": {lost}, "release": times(60, refused, row{true})}, 61, 61, 10 * time.Minute},
 		"not carried out":                   {replies{"hold": {lost}, "release": {row{false}}}, 2, 2, time.Second},
+		"a look that fails":                 {replies{"hold": {lost}, "release": {row{false}}, "activity": {refused}}, 2, 2, 2 * time.Second},
+		"carried out in ten minutes":        {replies{"hold": {lost}, "release": {row{false}}, "activity": times(25, row{true}, row{false})}, 27, 27, 15 * time.Minute},
+		"still not carried out":             {replies{"hold": {lost}, "release": {row{false}}, "activity": {row{true}}}, 120, 300, time.Hour},
 		"carried out late":                  {replies{"hold": {lost}, "release": times(3, refused, row{false}, row{true})}, 5, 5, 10 * time.Second},
 		"a policy without slots":            {replies{"hold": {lost}, "release": times(3, refused, pgError("22023"))}, 4, 4, 10 * time.Second},
 		"a closed pool":                     {replies{"hold": {lost}, "release": {errors.New("closed pool")}}, 3, 6, 10 * time.Second},
@@ -342,8 +346,10 @@ func TestHold_ReleasesWhatMayBeHeld(t *testing.T) {
 				require.GreaterOrEqual(t, n, test.least)
 				require.LessOrEqual(t, n, test.most)
 				require.LessOrEqual(t, last.Sub(begin), test.longest)
-				for _, q := range db.sent() {
-					require.Equal(t, db.sent()[0].args[:3], q.args[:3], "by the same holder")
+				for _, function := range []string{"hold", "release"} {
+					for _, q := range db.by[function].sent() {
+						require.Equal(t, db.sent()[0].args[:3], q.args[:3], "by the same holder")
+					}
 				}
 			})
 		})

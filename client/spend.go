@@ -223,8 +223,9 @@ const (
 // its own, and returns the error of ctx. Callers already in line keep their time. The idempotency key for
 // this is drawn at random, so each Wait leaves one behind for as long as the policy remembers. So it does in the background when the
 // connection breaks while the server reserves. The server may carry out a lost call later: if there was nothing to give back, or no
-// answer, it is tried again in the background, a second later, and without an answer for an hour. If the bucket is locked for longer than
-// that second, the tokens may stay charged: set a lock_timeout below a second for the sessions of the pool.
+// answer, it is tried again in the background, a second later, and for an hour without an answer, or while pg_stat_activity shows such a
+// call under way. If this role does not see it there, and the bucket is locked for longer than that second, the tokens may stay charged:
+// set a lock_timeout below a second for the sessions of the pool.
 //
 // It is for calls outside of a transaction, which would keep the bucket locked meanwhile.
 //
@@ -253,10 +254,10 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 		r, err := l.Reserve(ctx, policy, key, longest, s.cost, IdempotencyKey(idempotencyKey))
 		pause := r.Wait
 		switch {
-		case mayRun(err) && ctx.Err() != nil: // it may have taken the tokens
-			return Reservation{}, errors.Join(err, undo(giveBack))
-		case mayRun(err):
-			go func() { _ = undo(giveBack) }()
+		case lostStatement(err) != "" && ctx.Err() != nil: // it may have taken the tokens
+			return Reservation{}, errors.Join(err, l.undo(err, giveBack))
+		case lostStatement(err) != "":
+			go func() { _ = l.undo(err, giveBack) }()
 			return Reservation{}, err
 		case err != nil:
 			return Reservation{}, err
@@ -280,7 +281,7 @@ func (l *limiter) Wait(ctx context.Context, policy, key string, opts ...CallOpti
 		}
 		err = failed(verb, err)
 		if r.Allowed {
-			err = errors.Join(err, undo(giveBack))
+			err = errors.Join(err, l.undo(err, giveBack))
 		}
 		return r, err
 	}

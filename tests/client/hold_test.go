@@ -1,8 +1,11 @@
 package client_test
 
 import (
+	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"net"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -110,6 +113,81 @@ func TestHold_AndWaitUndoWhatWasCommittedAndNotAnswered(t *testing.T) {
 		require.Eventually(t, test.free, heldLease/2, 10*time.Millisecond, name)
 		pool.Close()
 	}
+}
+
+// A server that is not told to stop in time may carry out a call when the slots or tokens were found free twice.
+func TestHold_AndWaitUndoWhatTheServerDidNotStop(t *testing.T) {
+	t.Parallel()
+	hold := func(ctx context.Context, l *client.Limiter) error { return third(l.Hold(ctx, "jobs", "k")) }
+	wait := func(ctx context.Context, l *client.Limiter) error { return kit.ErrorOf(l.Wait(ctx, "budget", "k")) }
+	for name, test := range map[string]struct {
+		call   func(context.Context, *client.Limiter) error
+		block  string
+		undo   string
+		simple bool
+	}{
+		"Hold":                     {call: hold, block: "ratelimit_hold('jobs', 'k', 'other')", undo: "release"},
+		"Hold, by simple protocol": {call: hold, block: "ratelimit_hold('jobs', 'k', 'other')", undo: "release", simple: true},
+		"Wait":                     {call: wait, block: "ratelimit_acquire('budget', 'k')", undo: "settle"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := newJobs(t, 1, time.Hour)
+			direct := client.New(db.Pool)
+			require.NoError(t, direct.DefinePolicy(t.Context(), client.Policy{Name: "budget", Capacity: 1, Refill: client.Zero, Every: time.Second}))
+			sessions := func(n int, are string) func() bool {
+				return func() bool {
+					return n == kit.One[int](t, db.Pool, "select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid() and "+are)
+				}
+			}
+			undone, failed := make(chan struct{}, 100), make(chan error, 1)
+			limiter := client.New(connect(t, db, nil, func(c *pgx.ConnConfig) {
+				dial := c.DialFunc
+				c.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+					conn, err := dial(ctx, network, address)
+					return cancelLoser{conn}, err
+				}
+				if test.simple {
+					c.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol
+				}
+			}), client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
+				if a.Operation == test.undo {
+					undone <- struct{}{}
+				}
+			}}))
+
+			blocker := kit.NoError(db.Pool.Begin(t.Context()))(t)
+			defer func() { _ = blocker.Rollback(context.Background()) }()
+			kit.NoError(blocker.Exec(t.Context(), "select "+test.block))(t)
+			ctx, cancel := context.WithCancel(t.Context())
+			go func() { failed <- test.call(ctx, limiter) }()
+			require.Eventually(t, sessions(1, "wait_event_type = 'Lock'"), time.Minute, time.Millisecond)
+			cancel()
+			require.ErrorIs(t, <-failed, context.Canceled)
+			for range 3 {
+				select {
+				case <-undone:
+				case <-time.After(time.Minute):
+					require.Fail(t, "it is not undone any more")
+				}
+			}
+			require.NoError(t, blocker.Rollback(t.Context()))
+			require.Eventually(t, sessions(0, "state = 'active'"), time.Minute, time.Millisecond)
+			require.Eventually(t, func() bool {
+				return len(holders(t, db)) == 0 && kit.NoError(direct.Peek(t.Context(), "budget", "k"))(t).Remaining == 1
+			}, time.Minute, time.Millisecond)
+		})
+	}
+}
+
+// A cancelLoser loses requests to cancel on their way.
+type cancelLoser struct{ net.Conn }
+
+func (c cancelLoser) Write(b []byte) (int, error) {
+	if len(b) > 8 && binary.BigEndian.Uint32(b[4:]) == 80877102 {
+		return len(b), c.Close()
+	}
+	return c.Conn.Write(b)
 }
 
 func third[A, B any](_ A, _ B, err error) error { return err }
