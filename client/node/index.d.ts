@@ -211,8 +211,8 @@ export class Limiter {
    * Takes slots of a policy with a lease, 1 or more, if enough are free, under a new uuid. A denial is an answer, too. The lease is
    * renewed when a third of it is over, and if that fails again and again until it ends; this keeps no process alive. When the signal
    * is aborted, nothing is renewed any more. When that is during the call, and when the call fails without an answer, what may have been
-   * granted is released in the background: again and again for a day, if the database is away. It needs a pool: in a transaction call
-   * the SQL function ratelimit_hold with a holder of your own.
+   * granted is released in the background: again and again for a day, if the database is away, or while pg_stat_activity shows such a
+   * call under way. It needs a pool: in a transaction call the SQL function ratelimit_hold with a holder of your own.
    */
   hold(policy: string, key: string, options?: HoldOptions): Promise<Hold>
 

@@ -1,4 +1,5 @@
 import { setTimeout as sleep } from 'node:timers/promises'
+import { flag } from './decision.js'
 import { TimedOut, isTransient, isUnknown, translate } from './errors.js'
 import { duration, onAbort, timer } from './waiting.js'
 
@@ -37,7 +38,7 @@ export class Database {
    */
   async row({ columns, statement, decode = (row) => row, call, values, once = false }, { unended = [], patience = Infinity } = {}) {
     const timeout = Math.min(this.#timeout, patience)
-    const text = statement ?? `select ${columns} from ${this.#schema}${call}`
+    const text = statement ?? this.#text(columns, call)
     for (let tries = 1; ; tries++) {
       let result
       try {
@@ -49,6 +50,26 @@ export class Database {
         continue
       }
       return decode(only(result))
+    }
+  }
+
+  #text(columns, call) { return `select ${columns} from ${this.#schema}${call}` }
+
+  /**
+   * Whether the server is seen to go on with a call that is as old, in ms, or with another of the same text. The text is looked for up to
+   * its arguments, which some drivers write into it.
+   */
+  async goesOn({ columns, call }, age) {
+    try {
+      return await this.row({
+        statement: `select pg_catalog.count(*) > 0 as found from pg_catalog.pg_stat_activity
+          where state = 'active' and datname = pg_catalog.current_database() and pg_catalog.starts_with(query, $1::text)
+            and query_start <= pg_catalog.clock_timestamp() - $2::text::interval`,
+        values: [this.#text(columns, call).split('$')[0], `${Math.round(age)} ms`],
+        decode: (row) => flag(row, 'found'),
+      })
+    } catch {
+      return false
     }
   }
 

@@ -190,7 +190,7 @@ export class Strays {
   add(policy, key, holder) {
     if (this.#waiting.size >= MAX_STRAYS) return // its lease ends by itself
     const now = performance.now()
-    this.#waiting.set(holder, { bucket: [policy, key], due: now, until: now + LONGEST_STRAY, answers: 0 })
+    this.#waiting.set(holder, { bucket: [policy, key], due: now, begun: now + STRAY_PAUSE, until: now + LONGEST_STRAY, isAnswered: false })
     if (!this.#isBusy) this.#work()
   }
 
@@ -206,25 +206,32 @@ export class Strays {
     this.#isBusy = false
   }
 
-  /** Returns whether nothing more is to be done. The server may carry out a lost call late, so it is asked twice. */
+  /**
+   * Returns whether nothing more is to be done. The server may carry out a lost call late, so it is asked twice, and as long as it goes on
+   * with a call that began before the second time.
+   */
   async #release(stray, holder) {
     try {
-      return await release(this.#database, ...stray.bucket, holder) || ++stray.answers === 2
+      const mayEnd = stray.isAnswered && !await this.#database.goesOn(CALL, performance.now() - stray.begun)
+      const isReleased = await release(this.#database, ...stray.bucket, holder)
+      stray.isAnswered = true
+      return isReleased || mayEnd
     } catch (error) {
       return isGone(error) || error instanceof TypeError || /^(42|3F)/.test(error.code) // no grant, or no function
     }
   }
 }
 
-/** Makes one call. The server takes a call by the same holder for the same, so it can be sent again. */
+const CALL = {
+  columns: HOLD.columns,
+  call: 'ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)',
+  once: true, // the server takes a call by the same holder for the same
+}
+
+/** Makes one call. */
 export async function hold(database, strays, policy, key, cost, own, signal) {
   const holder = own ?? randomUUID(), sent = performance.now(), unended = []
-  const holding = database.row({
-    columns: HOLD.columns,
-    call: 'ratelimit_hold($1::text, $2::text, $3::text, $4::bigint)',
-    values: [policy, key, holder, cost],
-    once: true,
-  }, { unended })
+  const holding = database.row({ ...CALL, values: [policy, key, holder, cost] }, { unended })
   try {
     const row = await unless(signal, holding)
     signal?.throwIfAborted()

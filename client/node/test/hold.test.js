@@ -246,6 +246,25 @@ test('what may have been granted by a call that was given up is released', async
   await eventually(async () => (await holders(policy)).length === 0)
 })
 
+test('what the server grants long after the call was given up is released', async (t) => {
+  const time = fakeTime(t), policy = await defineSlots(), own = connect()
+  const query = t.mock.method(own.Client.prototype, 'query'), cancel = t.mock.method(own.Client.prototype, 'cancel', () => {}) // on its way it is lost
+  const releases = () => query.mock.calls.filter(({ arguments: [text] }) => text.includes?.('ratelimit_release(')).length
+  await whileOpen("select ratelimit_hold($1, 'k', 'other')", [policy], async (unlock) => {
+    const holding = new Limiter(own, { callTimeoutMs: 3_600_000 }).hold(policy, 'k')
+    holding.catch(() => {})
+    await eventually(async () => (await stuck('ratelimit_hold'))[0])
+    time.pass(3600)
+    await assert.rejects(holding, TimedOut)
+    await eventually(() => releases() > 2) // twice nothing to release would not tell
+    await unlock()
+  })
+  assert.equal(cancel.mock.callCount(), 1)
+  const goesOn = "select from pg_stat_activity where state = 'active' and pid <> pg_backend_pid() and query like '%from ratelimit_hold(%'"
+  await eventually(async () => (await pool.query(goesOn)).rowCount === 0)
+  await eventually(async () => (await holders(policy)).length === 0)
+})
+
 /** A pool that loses the answers of hold, and is away from then on, until it is back. */
 function losing() {
   const db = {
