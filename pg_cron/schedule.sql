@@ -2,7 +2,8 @@
 -- The file can be run again at any time.
 --
 -- The jobs run as the role that runs this file. The file finds existing jobs by name and replaces them: a
--- superuser replaces the jobs of all roles, another role sees and replaces its own jobs only.
+-- superuser replaces the jobs of all roles, another role sees and replaces its own jobs only. pg_cron keeps the
+-- port and the database of a job that is scheduled again: jobs of a dump would run on the server it was made of.
 --
 -- The next line makes psql end with status 3 on an error. Leave it out with any other client.
 \set ON_ERROR_STOP on
@@ -39,20 +40,27 @@ begin
       raise exception 'pg_cron is not in this database'
         using errcode = 'object_not_in_prerequisite_state',
               detail  = 'The server has not loaded it, or this role may not see where it is.',
-              hint    = 'pg_cron/README.md tells how to install it, and how to clean up without it.';
+              hint    = pg_catalog.format('A superuser runs, once the server has loaded it: create extension pg_cron; grant usage on schema cron to %I; '
+                                          'pg_cron/README.md tells how to install it, and how to clean up without it.', current_user);
     end if;
+  end if;
+  if not pg_catalog.has_schema_privilege('cron', 'usage') then
+    raise exception 'the role may not use pg_cron'
+      using errcode = 'insufficient_privilege',
+            detail  = pg_catalog.format('Role %I has no USAGE on schema cron.', current_user),
+            hint    = pg_catalog.format('As a superuser: grant usage on schema cron to %I;', current_user);
   end if;
 
   delete from cron.job_run_details as r
    using cron.job as j
    where j.jobid = r.jobid
      and j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup-history')
-     and j.username <> current_user;
+     and (j.username <> current_user or j.nodeport <> pg_catalog.current_setting('port')::int4 or j.database <> current_database());
 
   perform cron.unschedule(j.jobid)
      from cron.job as j
     where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup-history')
-      and j.username <> current_user;
+      and (j.username <> current_user or j.nodeport <> pg_catalog.current_setting('port')::int4 or j.database <> current_database());
 
   perform cron.schedule('ratelimit-cleanup', '* * * * *', v_call);
 

@@ -146,6 +146,36 @@ func TestPgCron_SaysWhatIsMissing(t *testing.T) {
 		db := kit.CreateDB(t, server, "app")
 		requireMissing(t, kit.RunScript(db, "schedule.sql"), "pg_cron is not in this database", "has not loaded it", "pg_cron/README.md")
 	})
+	t.Run("a right, which a superuser gives", func(t *testing.T) {
+		server := pgtest.Private(t)
+		if !server.HasCron {
+			t.Skip("pg_cron is not installed for this PostgreSQL")
+		}
+		db := kit.InstalledDB(t, server, "postgres")
+		db.Execute(`drop extension if exists pg_cron; create role "the owner" login`)
+		asOwner := db.Connect(t)
+		require.NoError(t, kit.ErrorOf(asOwner.Exec(t.Context(), `set role "the owner"`)))
+		schedule := func() error { return kit.ErrorOf(asOwner.Exec(t.Context(), kit.Script(t, "schedule.sql"))) }
+		requireMissing(t, schedule(), "pg_cron is not in this database", "this role may not see where it is",
+			`create extension pg_cron; grant usage on schema cron to "the owner";`)
+		db.Execute("create extension pg_cron")
+		var pgErr *pgconn.PgError
+		require.ErrorAs(t, schedule(), &pgErr)
+		require.Equal(t, []string{"42501", "the role may not use pg_cron", `Role "the owner" has no USAGE on schema cron.`},
+			[]string{pgErr.Code, pgErr.Message, pgErr.Detail})
+		const remedy = `grant usage on schema cron to "the owner";`
+		require.Equal(t, "As a superuser: "+remedy, pgErr.Hint)
+		db.Execute(remedy)
+		require.NoError(t, schedule())
+		// The jobs that a dump brings name the port and the database of the server that it was made of.
+		for _, of := range []string{"nodeport = nodeport + 1", "database = 'template1'"} {
+			db.Execute("update cron.job set " + of)
+			require.NoError(t, schedule())
+			require.Equal(t, []string{"ratelimit-cleanup", "ratelimit-cleanup-history"}, kit.Column(t, db.DB, `
+				select jobname from cron.job where nodeport = current_setting('port')::int4 and database = current_database() order by 1`), of)
+			require.Len(t, kit.Jobs(db), 2)
+		}
+	})
 }
 
 // Uninstalling removes the package's jobs, or says why it may not. Every way to uninstall runs the same migration.
