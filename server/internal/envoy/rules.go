@@ -228,8 +228,11 @@ func Read(path string) (*Rules, error) {
 		}
 		domains = append(domains, some...)
 	}
-	if errs != nil {
+	switch {
+	case errs != nil:
 		return nil, errors.Join(errs...)
+	case len(domains) == 0: // policy files for pgratelimit apply
+		return nil, fmt.Errorf("%s has no rule: write domain and descriptors, or in a policy file the section envoy", path)
 	}
 	return newRules(domains)
 }

@@ -301,6 +301,9 @@ func TestRead_Mistakes(t *testing.T) {
 	empty := t.TempDir()
 	_, err := envoy.Read(empty)
 	require.EqualError(t, err, empty+" has no file whose name ends in .yaml or .yml")
+	policies := folder(t, map[string]string{"limits.yaml": "policies: {p: {capacity: 1, refill: 1, every: 1s}}"})
+	_, err = envoy.Read(policies)
+	require.EqualError(t, err, policies+" has no rule: write domain and descriptors, or in a policy file the section envoy")
 	_, err = envoy.Read(filepath.Join(empty, "none"))
 	require.ErrorContains(t, err, "no such file")
 }
