@@ -208,11 +208,11 @@ func NewDatabases(databaseURL, shardURLs string) (Databases, error) {
 
 const otherScheme = "a URL of a database begins with postgres:// or postgresql://"
 
-// isOfAnother reports whether text is a URL of another scheme. The driver would read it as settings, connect to this machine, and
-// send the password there.
+// isOfAnother reports whether text is a URL of another scheme, or of none. The driver would read one of another as settings, connect
+// to this machine, and send the password there.
 func isOfAnother(text string) bool {
 	scheme, _, isURL := strings.Cut(text, "://")
-	return isURL && scheme != "postgres" && scheme != "postgresql" && !strings.ContainsAny(scheme, " =")
+	return text != "" && !strings.ContainsAny(scheme, " =") && (!isURL || scheme != "postgres" && scheme != "postgresql")
 }
 
 // maxRateDigits is the number of decimals: enough for a token a fortnight.
@@ -257,7 +257,7 @@ func readFile(path string) (map[string]string, error) {
 		case !isPair:
 			err = errors.New("this is not NAME=value")
 		case !slices.ContainsFunc(known, func(s Setting) bool { return s.Name == name }):
-			err = fmt.Errorf("no setting is called %q", name)
+			err = fmt.Errorf("no setting is called %q: pgratelimit serve --help lists them", name)
 		case isAgain:
 			err = fmt.Errorf("%s is set twice", name)
 		default:

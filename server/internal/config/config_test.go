@@ -70,8 +70,10 @@ func TestLoad_Mistakes(t *testing.T) {
 		"TOKENS=secret,,other": "TOKENS: a token is empty", "TOKENS=": "TOKENS: it is empty, which would let everybody in", "MONITORING_TOKENS=": "MONITORING_TOKENS: it is empty",
 		"DATABASE_URL=postgress://app:secret@db/app?sslmode=require": "DATABASE_URL: a URL of a database begins with postgres://",
 		"DATABASE_URL=host=db application_name=a://b":                "",
+		"DATABASE_URL=secret@db:5432/app":                            "DATABASE_URL: a URL of a database begins with postgres://",
+		"DATABASE_URL=|SHARD_URLS=postgres://a secret@b/app":         "SHARD_URLS: a URL of a database begins with postgres://",
 		"DATABASE_URL=|SHARD_URLS=postgres://a mysql://app:secret@b": "SHARD_URLS: a URL of a database begins with postgres://",
-		"DATABASE_URL=|SHARD_URLS=postgres://a b c":                  "SHARD_URLS: it lists 3 databases, and the number of shards is a power of two",
+		"DATABASE_URL=|SHARD_URLS=postgres://a host=b host=c":        "SHARD_URLS: it lists 3 databases, and the number of shards is a power of two",
 		"SHARD_URLS=postgres://a/0 postgres://a/1":                   "DATABASE_URL, SHARD_URLS: set one of them",
 		"CALL_TIMEOUT=0s": "CALL_TIMEOUT: ", "CALL_TIMEOUT=1ms": "", "STOP_TIMEOUT=0s": "STOP_TIMEOUT: ", "STOP_TIMEOUT=1ms": "", "LOCK_TIMEOUT=0": "",
 		"CALL_TIMEOUT=576h": "", "CALL_TIMEOUT=577h": "is longer than", "LOCK_TIMEOUT=577h": "is longer than", "STOP_TIMEOUT=9999999h": "STOP_TIMEOUT: ",
@@ -96,7 +98,7 @@ func TestLoad_Mistakes(t *testing.T) {
 		require.NotContains(t, err.Error(), "secret")
 	}
 	_, err := load(t, []string{"MAX_CALLS", "", "MAX_CALL=5", "MAX_CALLS=5", "MAX_CALLS=6", "TOKENS="}, db)
-	for _, want := range []string{"/settings:1: this is not NAME=value", `/settings:3: no setting is called "MAX_CALL"`, "/settings:5: MAX_CALLS is set twice"} {
+	for _, want := range []string{"/settings:1: this is not NAME=value", `/settings:3: no setting is called "MAX_CALL": pgratelimit serve --help lists them`, "/settings:5: MAX_CALLS is set twice"} {
 		require.ErrorContains(t, err, want)
 	}
 	_, err = config.Load("elsewhere", os.LookupEnv)
