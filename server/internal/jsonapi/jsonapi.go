@@ -56,7 +56,7 @@ func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 	handle(a, service.Renew, "policy key holder", s.Renew, newRenewal)
 	handle(a, service.Release, "policy key holder", s.Release, newRelease)
 	mux.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
-		Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/" + strings.Join(a.names, ", ") + "."}.Write(w)
+		Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/" + strings.Join(a.names, ", ") + ". GET has /livez, /healthz and /metrics."}.Write(w)
 	})
 }
 
@@ -298,7 +298,7 @@ func UnderNoName(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Host != "" && !auth.IsAddress(r.Host) { // a browser's has one
 			Problem{Title: "the server is asked under a name", Status: http.StatusForbidden,
-				Detail: "Without TOKENS a server of this machine answers at localhost or at an address only."}.Write(w)
+				Detail: fmt.Sprintf("Host is %q. Without TOKENS a server of this machine answers at localhost or at an address only: use one, or set TOKENS.", r.Host)}.Write(w)
 			return
 		}
 		next.ServeHTTP(w, r)

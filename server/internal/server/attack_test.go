@@ -82,6 +82,9 @@ func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
 		for path, method := range map[string]string{"/v1/acquire": "POST", "/v1/charge": "POST", "/json": "POST", "/metrics": "GET", "/": "GET", "/v1/nothing": "POST"} {
 			require.Equal(t, http.StatusForbidden, status(s, method, path, host), "%s at %s", path, host)
 		}
+		a := s.mustDo("POST", "/v1/acquire", call, "Host: "+host)
+		require.Contains(t, a.body["detail"], fmt.Sprintf("Host is %q.", host))
+		require.Contains(t, a.body["detail"], "set TOKENS")
 	}
 	for _, path := range []string{"/livez", "/healthz"} {
 		isWell := func() bool { return status(s, "GET", path, "evil.example") == http.StatusOK }
@@ -154,7 +157,19 @@ func TestHTTP_OtherPathsAndMethods(t *testing.T) {
 		for call := range everyCall {
 			require.Regexp(t, "(/v1/|, )"+call+`[,.]`, a.body["detail"], "the answer lists all calls")
 		}
+		for _, page := range []string{"/livez", "/healthz", "/metrics"} {
+			require.Contains(t, a.body["detail"], page)
+			require.Equal(t, http.StatusOK, s.get(page).status)
+		}
 	}
+}
+
+// Envoy's call is there with rules only.
+func TestHTTP_WithoutRulesForEnvoy(t *testing.T) {
+	_, s := parallel(t)
+	a := s.mustPost("/json", `{"domain":"edge"}`)
+	requireProblem(t, a, http.StatusNotFound, "")
+	require.Contains(t, a.body["detail"], "set ENVOY_RULES")
 }
 
 // A page of another site can reach the server through a browser, and must not spend tokens.

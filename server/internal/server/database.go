@@ -231,7 +231,7 @@ func check(ctx context.Context, db *pgxpool.Pool) error {
 			inspect.Grant(inspect.SomeRole, "ratelimit_acquire", "ratelimit_acquire_all", "ratelimit_acquire_packed") +
 			" docs/server.md has the grants for other calls")
 	case s.isReadOnly:
-		return errors.New("the database is read-only")
+		return errors.New("the database is read-only, so connect to the primary")
 	}
 	return nil
 }

@@ -238,6 +238,10 @@ func (s *Server) newHTTP() *http.Server {
 	jsonapi.Register(calls, s.service, int64(c.MaxMessageBytes))
 	if s.envoy != nil {
 		calls.Handle("/json", envoy.Handler(s.envoy, int64(c.MaxMessageBytes)))
+	} else {
+		calls.HandleFunc("/json", func(w http.ResponseWriter, _ *http.Request) {
+			jsonapi.Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The server has no rules for Envoy: set ENVOY_RULES."}.Write(w)
+		})
 	}
 	local := func(next http.Handler) http.Handler { return next } // health tells strangers nothing, and the page sees to itself
 	if len(c.Tokens) == 0 && s.httpListener.Addr().(*net.TCPAddr).IP.IsLoopback() {

@@ -37,6 +37,7 @@ func TestStart_SaysWhatIsMissing(t *testing.T) {
 		"pgratelimit is not installed": {pgtest.Empty(t).URL},
 		"the role may not acquire: its owner can run: grant execute on function ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed to <role>;": {url},
 		"the database does not answer":          {"postgres://127.0.0.1:1/none?sslmode=disable"},
+		"read-only, so connect to the primary":  {kit.WithSettings(db.URL, "default_transaction_read_only", "on")},
 		"DATABASE_URL: ":                        {"postgres://127.0.0.1:port/none"},
 		"GRPC_ADDR: ":                           {db.URL, "GRPC_ADDR=" + taken.Addr().String()},
 		"HTTP_ADDR: ":                           {db.URL, "HTTP_ADDR=" + taken.Addr().String()},
