@@ -340,7 +340,8 @@ func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
 	const one = "policies: {api: {capacity: 100, refill: 10, every: 1s}}"
 	_, err := policyfile.Apply(t.Context(), conn, parse(t, one), policyfile.Options{Prune: true})
 	require.ErrorContains(t, err, `- policy "llm": dropped with its buckets, overrides, idempotency keys, holders and usage, which this role may not count: `+
-		"the role may not do this, so grant it, or connect as the owner of the functions: ERROR: permission denied for function ratelimit_drop_policy")
+		"the role may not do this, so connect as the owner of the functions, or run as the owner grant execute on function ratelimit_drop_policy to <role>; the error is: "+
+		"ERROR: permission denied for function ratelimit_drop_policy")
 	require.Len(t, policiesIn(t, db), 2)
 
 	db.Exec(t, "grant execute on function ratelimit_drop_policy to "+role)

@@ -181,6 +181,9 @@ func remedy(err error) string {
 	case "42883", "3F000", "42P01":
 		return "the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "
 	case "42501":
+		if function, ok := strings.CutPrefix(refusal.Message, "permission denied for function "); ok {
+			return "the role may not do this, so connect as the owner of the functions, or run as the owner " + inspect.Grant(inspect.SomeRole, function) + " the error is: "
+		}
 		return "the role may not do this, so grant it, or connect as the owner of the functions: "
 	case "55P03":
 		return "another session holds this, so try again when it has ended: "

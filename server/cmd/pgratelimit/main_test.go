@@ -457,7 +457,7 @@ func TestApply_Errors(t *testing.T) {
 		file, args, says string
 	}{
 		{"policies:\n  api: {capacity: -1}\nlimits: {}\n", "", `limits.yaml:2:3: api has no refill and no every: write refill: 10 and every: 1s
-limits.yaml:2:19: capacity is -1: write a whole number from 0 to 9000000000000, in digits
+limits.yaml:2:19: capacity is -1: write a whole number from 0 to 9000000000000, in digits without quotes
 limits.yaml:3:1: ` + limits},
 		{"5", "-", "standard input:1:1: the file is 5: write policies, and below it the name of one"},
 		{"environments: {staging: {}, production: {}}", "--env=prod", `limits.yaml has no environment "prod": it has staging and production`},
