@@ -8,6 +8,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net/http"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -613,4 +614,12 @@ func TestAcquireMany_OfShardsFailsWithTheShardOfTheKeyOnly(t *testing.T) {
 	require.EqualValues(t, 9, out.GetAnswers()[0].GetDecision().GetRemaining())
 	require.EqualValues(t, codes.Aborted, out.GetAnswers()[1].GetError().GetCode())
 	require.EqualValues(t, 8, out.GetAnswers()[2].GetDecision().GetRemaining())
+}
+
+func TestDocs_NameEveryCall(t *testing.T) {
+	t.Parallel()
+	page := string(kit.NoError(os.ReadFile("../../../docs/server.md"))(t))
+	for call := range everyCall {
+		require.Contains(t, page, "`/v1/"+call+"`")
+	}
 }
