@@ -34,7 +34,10 @@ begin
       raise exception 'the role may not create schema ratelimit'
         using errcode = '42501',
               detail  = format('Role %I has no CREATE on database %I.', current_user, current_database()),
-              hint    = format('Run as its owner: grant create on database %I to %I;', current_database(), current_user);
+              hint    = format('Run as its owner: grant create on database %I to %I;', current_database(), current_user)
+                        || case when not has_schema_privilege(quote_ident(v_home)::regnamespace, 'create')
+                                then format(' And as the owner of the schema: grant create on schema %I to %I;', v_home, current_user)
+                                else '' end;
     elsif v_installs and not has_schema_privilege(quote_ident(v_home)::regnamespace, 'create') then
       raise exception 'the role may not create functions in their schema'
         using errcode = '42501',

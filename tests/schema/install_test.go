@@ -356,7 +356,7 @@ func TestInstall_WithoutASchema(t *testing.T) {
 	}
 }
 
-// A role that may not create the schema, or the functions, is told the grants that it needs, one after the other.
+// A role that may not create the schema, or the functions, is told all grants that it lacks, and no other.
 func TestInstall_WithoutCreateNamesTheGrant(t *testing.T) {
 	t.Parallel()
 	for way, install := range map[string]func(url string) string{
@@ -373,11 +373,18 @@ func TestInstall_WithoutCreateNamesTheGrant(t *testing.T) {
 		role, db := kit.NewRole(t), pgtest.Empty(t)
 		db.Exec(t, "create schema app; grant usage on schema app to "+role)
 		url := kit.WithSettings(db.URL, "role", role, "search_path", "app")
-		for _, lacks := range []string{"database " + db.Name, "schema app"} {
-			grant := fmt.Sprintf("grant create on %s to %s", lacks, role)
-			require.Contains(t, install(url), grant, way)
-			db.Exec(t, grant)
+		onDatabase, onSchema := fmt.Sprintf("grant create on database %s to %s", db.Name, role), "grant create on schema app to "+role
+		told := func(database, schema bool) {
+			t.Helper()
+			out := install(url)
+			require.Equal(t, []bool{database, schema}, []bool{strings.Contains(out, onDatabase), strings.Contains(out, onSchema)}, "%s: %s", way, out)
 		}
+		told(true, true)
+		db.Exec(t, onSchema)
+		told(true, false)
+		db.Exec(t, "revoke create on schema app from "+role+"; "+onDatabase)
+		told(false, true)
+		db.Exec(t, onSchema)
 		require.NotContains(t, install(url), "may not", way)
 		require.Equal(t, []string{"app"}, kit.Column(t, db, "select p.pronamespace::regnamespace::text from pg_proc as p where p.proname = 'ratelimit_version'"))
 	}
