@@ -54,6 +54,8 @@ var bugsOfInput = map[string]plantedBug{
 var bugsOfTokens = map[string]plantedBug{
 	"the first longest wait":                        {"ratelimit.waits_of_all", "exit when not v_over", "exit"},
 	"a refill that goes back with the clock":        {"ratelimit.refilled_until", `greatest\(refilled_at, now\)`, "now"},
+	"a clock that goes back takes of several":       {"ratelimit_acquire_all", `(and b\.level >= microtokens\(v_element\.cost\)) and b\.refilled_at <= v_now`, "$1"},
+	"the first of equals by the order of locks":     {"ratelimit_acquire_all", `(v_decision\.remaining / v_element\.cost; if )\(v_rank, v_element\.place\) < \(v_least, binding\)`, "${1}v_rank < v_least"},
 	"a retry_after a microsecond short":             {"ratelimit.time_below", ` \+ round_up`, ""},
 	"a bucket that is named twice is charged twice": {"ratelimit.decide", `if same\[v_i\] = v_i then`, "if true then"},
 	"a denial keeps what fits":                      {"ratelimit.decide", `if v_granted and fits\[v_i\]`, "if fits[v_i]"},

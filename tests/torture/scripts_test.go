@@ -373,6 +373,37 @@ var scripts = map[string]string{
 		acquire_many t,t x,y
 		reserve d w 1s 1`,
 
+	// What refilled until then stays, and what a bucket had at the later instant it does not lose.
+	"several, and a clock that goes back": `
+		define_policy d 10 1 1s
+		define_policy e 10 1 1s durable=false
+		define_policy s 10 1 1s shadow=true
+		acquire_all d,d,e,s x,y,x,x 4,5,6,7
+		wait 2s
+		acquire_all d,d,e,s x,y,x,x
+		at 2024-03-30T12:00:00
+		acquire_all d,d,e,s x,y,x,x
+		acquire_all d,d x,y 2,1 i
+		acquire_all d,d x,y 2,1 i          # replayed
+		acquire_all d,d x,y 9,1            # denied
+		wait 3s
+		acquire_all d,d,e,s x,y,x,x`,
+
+	// Buckets are locked in another order than the request names them.
+	"the first of equals": `
+		define_policy d 10 1 1s
+		define_policy e 10 1 1s shadow=true
+		acquire_all d,d y,x
+		acquire_all d,d y,x                # granted by what is stored
+		acquire_all d,d y,x 9,9            # denied
+		acquire_all d,d y,x 8,8
+		wait 5s
+		acquire_all d,d y,x                # granted by what has refilled
+		acquire_all e,e y,x 8,8
+		acquire_all e,e y,x 2,2
+		acquire_all e,e y,x 9,9            # shadowed
+		acquire_all d,e,e x,y,x 1,9,9`,
+
 	"slots": `
 		define_policy s 3 lease=60s
 		define_policy w 1 shadow=true lease=60s
