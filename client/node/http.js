@@ -4,8 +4,8 @@
 import { createHash } from 'node:crypto'
 import { isIP } from 'node:net'
 import { setTimeout as sleep } from 'node:timers/promises'
-import { InvalidArgument, NotReady, TimedOut, failureOf } from './lib/errors.js'
-import { areCharges, fits, known } from './lib/limiter.js'
+import { InvalidArgument, NotReady, TimedOut, failureOf, kindOf } from './lib/errors.js'
+import { checkCharges, fits, known } from './lib/limiter.js'
 import { duration, timer } from './lib/waiting.js'
 
 const AGAIN_AFTER = 100 // ms, after an error of the set-up: an upgrade may be under way
@@ -20,8 +20,9 @@ export function per(policy, key, cost) {
 }
 
 export function decide(limiter, options) {
+  const { decide } = createDecision(limiter, options)
   known(options, ...DECIDE_OPTIONS)
-  return createDecision(limiter, options).decide
+  return decide
 }
 
 export function limit(limiter, { refuseWith = refuse, ...options } = {}) {
@@ -87,7 +88,10 @@ function withFields(response, headers) {
 export function byIP(trusted, options) {
   const trustedProxies = trusted === undefined ? 0 : trusted
   let isTold = trusted !== undefined
-  if (!Number.isSafeInteger(trustedProxies) || trustedProxies < 0) throw new RangeError('byIP: a number of proxies')
+  if (!Number.isSafeInteger(trustedProxies) || trustedProxies < 0) {
+    const found = typeof trusted === 'number' ? trusted : kindOf(trusted)
+    throw new RangeError(`byIP: trustedProxies is ${found}: pass a whole number of proxies, 0 or more`)
+  }
   const prefix = prefixOf(options)
   return (request) => {
     const { headers, socket } = request
@@ -148,12 +152,12 @@ const DECIDE_OPTIONS = ['charges', 'failure', 'quotas', 'timeoutMs', 'idempotenc
 
 /** decide, which never rejects, and report, which tells the program of an event with an error. isOver is a function of the request. */
 function createDecision(limiter, options, isRequestOver = isOver) {
-  const {
-    charges: chargesOf, failure, quotas = [], timeoutMs = 1000, idempotencyKey: idempotencyKeyOf, observe, onError, refuseWith,
-  } = known(options, ...DECIDE_OPTIONS, 'refuseWith')
   if (typeof limiter?.acquire !== 'function' || typeof limiter.acquireAll !== 'function') {
     throw new TypeError('pgratelimit/http: the first argument must be a Limiter or a Combiner')
   }
+  const {
+    charges: chargesOf, failure, quotas = [], timeoutMs = 1000, idempotencyKey: idempotencyKeyOf, observe, onError, refuseWith,
+  } = known(options, ...DECIDE_OPTIONS, 'refuseWith')
   if (typeof chargesOf !== 'function') throw new TypeError('pgratelimit/http: charges must be a function of the request')
   if (failure !== 'open' && failure !== 'closed') throw new TypeError("pgratelimit/http: choose failure: 'open' or 'closed', for when there is no database")
   for (const [name, hook] of Object.entries({ idempotencyKey: idempotencyKeyOf, observe, onError, refuseWith })) {
@@ -257,7 +261,8 @@ async function askInTime(limiter, charges, idempotencyKey, timeoutMs) {
   let stop, ofSetup
   const late = new Promise((_, reject) => {
     stop = timer(timeoutMs, () => {
-      const error = new TimedOut('no decision in time', { detail: `The limiter took longer than ${timeoutMs} ms.` })
+      const hint = 'Raise timeoutMs, or find what it waits for: a lock, a free connection of the pool, or connect() of a Client.'
+      const error = new TimedOut('no decision in time', { detail: `The limiter took longer than ${timeoutMs} ms.`, hint })
       leaving.abort(error)
       reject(ofSetup ?? error)
     })
@@ -277,7 +282,8 @@ async function askInTime(limiter, charges, idempotencyKey, timeoutMs) {
 
 /** One call for all charges. Its answer has decisions, also about a single charge. */
 async function ask(limiter, charges, options) {
-  if (charges.length !== 1 || !areCharges(charges)) return limiter.acquireAll(charges, options) // which refuses others
+  checkCharges(charges)
+  if (charges.length !== 1) return limiter.acquireAll(charges, options)
   const [{ policy, key, cost }] = charges
   const decision = await limiter.acquire(policy, key, { cost, ...options })
   return { ...decision, binding: 0, decisions: [decision] }
@@ -327,11 +333,11 @@ function problemOf(status, { charges, decision } = {}) {
 const policiesOf = ({ charges }) => new Set(Array.isArray(charges) ? charges.map((charge) => charge?.policy) : [])
 
 function logEvent(log, { error, charges, status, outcome }) {
-  if (!charges?.length) return log('program', OWN_FAILED, error)
+  if (charges == null || charges.length === 0) return log('program', OWN_FAILED, error)
   const { kind, code, hint } = failureOf(error), policies = [...policiesOf({ charges })].join(', ')
   const fate = status === 0 ? "passes without a decision (failure: 'open')" : outcome === 'abandoned' ? 'is abandoned' : `is refused with ${status}`
   const message = error?.message || error?.errors?.[0]?.message || String(error) // of several addresses, each has its own
-  const line = `pgratelimit: a request of ${policies} ${fate}: ${message}${code ? ` (${code})` : ''}${hint && !message.includes(hint) ? `. ${hint}` : ''}`
+  const line = `pgratelimit: a request ${policies && `of ${policies} `}${fate}: ${message}${code ? ` (${code})` : ''}${hint && !message.includes(hint) ? `. ${hint}` : ''}`
   log(`${code ?? error?.code ?? error?.name} ${policies}`, line, ...(kind === 'fault' && !code ? [error] : [])) // with its stack
 }
 

@@ -2,7 +2,7 @@
 
 import { createHash } from 'node:crypto'
 import { Combiner } from './lib/combiner.js'
-import { InvalidArgument, UnknownPolicy } from './lib/errors.js'
+import { InvalidArgument, UnknownPolicy, invalid } from './lib/errors.js'
 import { fits, known } from './lib/limiter.js'
 
 const LEAST_SWEEP = 1000 // keys
@@ -64,6 +64,7 @@ class Hits {
       const hint = 'Pass a number, or to the store the name of a policy that you define.'
       throw new InvalidArgument('invalid limit', { detail: 'limit is no number.', hint })
     }
+    if (!this.#policy && !(windowMs > 0 && Number.isFinite(windowMs))) throw invalid('windowMs', `is ${windowMs}.`, 'Pass a number of milliseconds, above 0.')
     const name = `${this.#prefix}${key}`
     return [
       this.#policy ?? `${Math.floor(limit)} per ${windowMs} ms`,

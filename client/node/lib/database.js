@@ -1,6 +1,6 @@
 import { setTimeout as sleep } from 'node:timers/promises'
 import { flag } from './decision.js'
-import { TimedOut, isTransient, isUnknown, translate } from './errors.js'
+import { TimedOut, isTransient, isUnknown, kindOf, translate } from './errors.js'
 import { duration, onAbort, timer } from './waiting.js'
 
 const MAX_TRIES = 3
@@ -15,7 +15,10 @@ export class Database {
   #timeout
 
   constructor(db, { schema, retry, callTimeoutMs = Infinity } = {}) {
-    if (typeof db?.query !== 'function') throw new TypeError('pgratelimit: the handle has no query(text, values): README.md has adapters')
+    if (typeof db?.query !== 'function') {
+      const found = `the first argument is ${kindOf(db)}, and has no query(text, values)`
+      throw new TypeError(`pgratelimit: ${found}: pass a Pool of pg; for other drivers README.md has adapters`)
+    }
     this.#db = db
     this.#isPool = typeof db.connect === 'function' && typeof db.totalCount === 'number' // a Pool of pg
     this.schema = schema

@@ -77,6 +77,9 @@ export function translate(error) {
 /** The error of an argument or option, with its name. */
 export const invalid = (name, detail, hint) => new InvalidArgument(`invalid ${name}`, { detail: `${name} ${detail}`, hint })
 
+/** What a value is that an argument cannot be. It may be a secret, and is not shown. */
+export const kindOf = (value) => value == null ? String(value) : `of type ${typeof value}`
+
 /** The error of one of many requests, which the server tells beside the answers to the others. */
 export const refusal = (code, message, detail, hint) =>
   translate(Object.assign(new Error(message), { code, detail, hint, severity: 'ERROR' }))

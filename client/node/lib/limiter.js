@@ -2,7 +2,7 @@ import { randomUUID } from 'node:crypto'
 import { check } from './check.js'
 import { Database, unless } from './database.js'
 import { DECISION, JOINT, PARTIAL, RESERVATION, SETTLEMENT, seconds } from './decision.js'
-import { InvalidArgument, TooLate, invalid } from './errors.js'
+import { InvalidArgument, TooLate, invalid, kindOf } from './errors.js'
 import { Strays, hold, release, renew } from './hold.js'
 import { duration, timer } from './waiting.js'
 
@@ -34,7 +34,7 @@ export class Limiter {
   async acquireAll(charges, options) {
     const { idempotencyKey, signal } = known(options, 'idempotencyKey', 'signal')
     signal?.throwIfAborted()
-    if (!areCharges(charges)) throw invalid('charges', 'is no array of charges.', 'Pass such as [{ policy, key, cost: 1 }].')
+    checkCharges(charges)
     return this._ask(newRequest(charges, idempotencyKey, true), signal)
   }
 
@@ -168,7 +168,7 @@ export class Limiter {
   async check(options) {
     const { policies = [], calls = ['acquire', 'acquireAll'], signal } = known(options, 'policies', 'calls', 'signal')
     for (const [name, list] of Object.entries({ policies, calls })) {
-      if (!Array.isArray(list)) throw invalid(name, `is of type ${typeof list}.`, 'Pass an array of names.')
+      if (!Array.isArray(list)) throw invalid(name, `is ${kindOf(list)}.`, 'Pass an array of names.')
     }
     return unless(signal, check(this, this._database, policies, calls, this._packs))
   }
@@ -214,7 +214,15 @@ function newRequest(charges, idempotencyKey, isJoint) {
   return request
 }
 
-export const areCharges = (charges) => Array.isArray(charges) && charges.every((charge) => charge !== null && typeof charge === 'object')
+/** Throws for what is no array of charges, and for a name that no charge has: a misspelt cost would be 1. */
+export function checkCharges(charges) {
+  if (!areCharges(charges)) throw invalid('charges', 'is no array of charges.', 'Pass such as [{ policy, key, cost: 1 }].')
+  for (const charge of charges) checkNames('charge', charge, CHARGE)
+}
+
+const CHARGE = ['policy', 'key', 'cost']
+
+const areCharges = (charges) => Array.isArray(charges) && charges.every((charge) => charge !== null && typeof charge === 'object')
 
 /** Whether a text can be a key. */
 export const fits = (key) =>
@@ -225,14 +233,22 @@ const isShort = (t) => t.length * 3 <= MAX_LENGTH || Buffer.byteLength(t) <= MAX
 /** Returns the options. Throws for a name that the method does not know, because a misspelt option would change nothing. */
 export function known(options = {}, ...names) {
   if (options === null || typeof options !== 'object') throw invalid('options', `is ${String(options)}.`, `Pass an object that may have ${names.join(', ')}.`)
-  for (const name in options) {
-    if (!names.includes(name)) throw invalid('options', `has ${name}.`, `Known names are ${names.join(', ')}.`)
+  checkNames('options', options, names)
+  const { signal } = options
+  if (signal != null && typeof signal.throwIfAborted !== 'function') {
+    throw invalid('signal', `is ${kindOf(signal)}.`, 'Pass an AbortSignal, such as AbortSignal.timeout(500), or the signal of an AbortController.')
   }
   return options
 }
 
+function checkNames(what, object, names) {
+  for (const name in object) {
+    if (!names.includes(name)) throw invalid(what, `has ${name}.`, `Known names are ${names.join(', ')}.`)
+  }
+}
+
 function text(name, value) {
-  if (typeof value !== 'string') throw invalid(name, `is of type ${typeof value}.`, 'Pass a string.')
+  if (typeof value !== 'string') throw invalid(name, `is ${kindOf(value)}.`, 'Pass a string.')
   if (value.includes('\0')) throw invalid(name, 'has a zero byte, which no text in PostgreSQL can hold.', 'Pass a hash of it.')
   if (!value.isWellFormed()) throw invalid(name, 'has half of a surrogate pair, which UTF-8 cannot hold.', 'Pass a hash of it.')
   return value
@@ -244,7 +260,7 @@ const optional = (name, value) => value == null ? null : text(name, value)
 
 function tokens(name, value) {
   const hint = 'Pass a whole number of tokens.'
-  if (typeof value !== 'number' && typeof value !== 'bigint') throw invalid(name, `is of type ${typeof value}.`, hint)
+  if (typeof value !== 'number' && typeof value !== 'bigint') throw invalid(name, `is ${kindOf(value)}.`, hint)
   if (!Number.isSafeInteger(Number(value))) throw invalid(name, `is ${value}.`, hint)
   return String(value) // as all drivers send a bigint
 }

@@ -1,4 +1,4 @@
-import { invalid } from './errors.js'
+import { invalid, kindOf } from './errors.js'
 
 const A_DAY = 86_400_000 // ms
 
@@ -17,7 +17,7 @@ export function timer(ms, fire, { keepsAlive = true } = {}) {
 /** A duration that the program passes in ms, if it is one. */
 export function duration(name, ms, { least = Number.MIN_VALUE, most = Infinity, remedy = 'above 0; Infinity is no bound' } = {}) {
   if (typeof ms === 'number' && ms >= least && ms <= most) return ms
-  throw invalid(name, `is ${typeof ms === 'number' ? ms : `of type ${typeof ms}`}.`, `Pass a number of milliseconds, ${remedy}.`)
+  throw invalid(name, `is ${typeof ms === 'number' ? ms : kindOf(ms)}.`, `Pass a number of milliseconds, ${remedy}.`)
 }
 
 const shared = new WeakMap() // by signal: the calls of its listener

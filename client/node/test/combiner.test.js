@@ -314,6 +314,27 @@ test('an option that is unknown is refused with those that are known', async () 
   await assert.rejects(limiter.wait('api', 'k', { timeout: 500 }), /Known names are cost, timeoutMs, signal\./)
 })
 
+test('an argument that is wrong is named, with what it is and the remedy, and nothing is sent', async () => {
+  const wrong = [
+    [(limiter) => limiter.acquire('api', null), 'invalid key. key is null. Pass a string.'],
+    [(limiter) => limiter.acquire('api', undefined), 'invalid key. key is undefined. Pass a string.'],
+    [(limiter) => limiter.acquire('api', 42), 'invalid key. key is of type number. Pass a string.'],
+    [(limiter) => limiter.acquire(null, 'k'), 'invalid policy. policy is null. Pass a string.'],
+    [(limiter) => limiter.acquire('api', 'k', { cost: '5' }), 'invalid cost. cost is of type string. Pass a whole number of tokens.'],
+    [(limiter) => limiter.charge('api', 'k', null), 'invalid cost. cost is null. Pass a whole number of tokens.'],
+    [(limiter) => limiter.acquireAll([{ policy: 'api', key: 'k', costs: 5 }]), 'invalid charge. charge has costs. Known names are policy, key, cost.'],
+    ...[5, new AbortController(), {}].flatMap((signal) => ['acquire', 'peek', 'hold'].map((method) => [
+      (limiter) => limiter[method]('api', 'k', { signal }),
+      `invalid signal. signal is of type ${typeof signal}. Pass an AbortSignal, such as AbortSignal.timeout(500), or the signal of an AbortController.`,
+    ])),
+  ]
+  for (const Kind of [Limiter, Combiner]) {
+    const gate = new Gate(), limiter = new Kind(gate)
+    for (const [use, message] of wrong) await assert.rejects(use(limiter), { name: 'InvalidArgument', message }, String(use))
+    assert.equal(gate.calls.length, 0)
+  }
+})
+
 test('a call may take 30 days, or for ever', async (t) => {
   t.mock.timers.enable({ apis: ['setTimeout'] })
   const timers = t.mock.method(globalThis, 'setTimeout')
@@ -335,6 +356,10 @@ test('a call may take 30 days, or for ever', async (t) => {
 test('a handle without query(), and numbers that cannot be, are refused at once', () => {
   assert.throws(() => new Combiner({}), /README/)
   assert.throws(() => new Limiter(), /README/)
+  for (const [handle, found] of [['postgres://localhost/app', 'of type string'], [undefined, 'undefined'], [null, 'null'], [{}, 'of type object']]) {
+    const message = `pgratelimit: the first argument is ${found}, and has no query(text, values): pass a Pool of pg; for other drivers README.md has adapters`
+    assert.throws(() => new Limiter(handle), { name: 'TypeError', message })
+  }
   for (const options of [{ callsInFlight: 0 }, { callsInFlight: 1.5 }, { maxWaiting: 0 }, { maxWaiting: '9' }]) {
     assert.throws(() => new Combiner(new Gate(), options), InvalidArgument)
   }

@@ -212,6 +212,20 @@ test('each kind of error is logged once a minute, for each policy', async (t) =>
   assert.deepEqual([...limited.passed], [['a', 2], ['b', 4]])
 })
 
+test('the log names the argument and the remedy, also of a request without a policy or an answer', async (t) => {
+  const { mock } = t.mock.method(console, 'warn', () => {}), hangs = fakeLimiter(() => new Promise(() => {}))
+  for (const [limiter, options, line] of [
+    [new Limiter(pool), { charges: () => [{ key: 'k' }] }, 'is refused with 500: invalid policy. policy is undefined. Pass a string. (22023)'],
+    [new Limiter(pool), { charges: () => ({ policy: 'p', key: 'k' }) },
+      'is refused with 500: invalid charges. charges is no array of charges. Pass such as [{ policy, key, cost: 1 }]. (22023)'],
+    [hangs, { charges, timeoutMs: 1 }, "of p passes without a decision (failure: 'open'): no decision in time. The limiter took longer than 1 ms. " +
+      'Raise timeoutMs, or find what it waits for: a lock, a free connection of the pool, or connect() of a Client.'],
+  ]) {
+    await decide(limiter, { failure: 'open', ...options })({})
+    assert.equal(mock.calls.at(-1).arguments[0], `pgratelimit: a request ${line}`)
+  }
+})
+
 test('a function of the program that throws, or rejects, is 500 or changes nothing, and rejects nothing', async (t) => {
   const { mock } = t.mock.method(console, 'warn', () => {})
   const denial = { ...GRANT, allowed: false, retryAfter: 1 }, away = () => { throw raised('53300') }
@@ -423,7 +437,7 @@ test('a user is a key, hashed if it does not fit, and otherwise another key is',
 
 test('an error that a client could provoke, and charges of a wrong shape, are 500, also if the choice is open', async () => {
   const policy = await definePolicy(2, 1, '1 hour')
-  const wrong = [{ policy, key: 'k' }, 'text', [null], ['text'], [{ policy }], [{ policy, key: 'k', cost: '5' }], [{ policy, key: '\0' }]]
+  const wrong = [{ policy, key: 'k' }, 'text', [null], ['text'], [{ policy }], [{ policy, key: 'k', cost: '5' }], [{ policy, key: 'k', costs: 2 }], [{ policy, key: '\0' }]]
   for (const charges of [[{ policy: 'none', key: 'k' }], ...wrong]) {
     const errors = []
     await serving(limit(new Combiner(pool), { charges: () => charges, failure: 'open', onError: (error) => errors.push(error.name) }), async (get) => {
@@ -440,6 +454,8 @@ test('middleware is refused what it cannot work with, when it is set up', () => 
   const limiter = new Limiter(pool), handler = () => {}, good = { charges, failure: 'open' }
   for (const [made, error] of [
     [() => limit(pool, good), /first argument/], [() => limit(undefined, good), /first argument/], [() => limit({ acquireAll() {} }, good), /first argument/],
+    ...[limit, decide].map((made) => [() => made({ method: 'GET' }, { _events: {} }), /first argument must be a Limiter or a Combiner/]), // app.use(limit)
+    ...['1', true, -1, 1.5, NaN, null].map((n) => [() => byIP(n), /^RangeError: byIP: trustedProxies is .+: pass a whole number of proxies, 0 or more$/]),
     [() => per('api'), /key must be/], [() => per('api', byIP), /key must be/], [() => per(undefined, byIP()), /policy must be/],
     ...[-1, 1.5, NaN, '1', null].map((cost) => [() => per('api', byIP(), cost), /cost must be/]),
     [() => byUser(handler), /two functions/], [() => byUser(undefined, handler), /two functions/], [() => byUser(handler, byIP), /two functions/],

@@ -106,6 +106,11 @@ test('a policy of your own has its own limit, also for keys, and for a limit tha
   for (const _ of Array(4)) hits.push((await more.increment('paying')).totalHits)
   assert.deepEqual(hits, [1, 1, 1, 2], 'above the limit of 1 when its three tokens are taken')
   await assert.rejects(started(() => 5).increment('k'), /invalid limit\. limit is no number/)
+  for (const windowMs of ['1 minute', NaN, undefined, 0]) {
+    const unlimited = new PostgresStore(pool)
+    unlimited.init({ limit: 5, windowMs })
+    await assert.rejects(unlimited.increment('k'), /invalid windowMs\. windowMs is .+\. Pass a number of milliseconds, above 0\./)
+  }
   await assert.rejects(started(5, { policy: 'none' }).increment('k'), { code: 'RL001' })
   assert.throws(() => new PostgresStore(pool, { windowMs: 5 }), /has windowMs/)
 })
