@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"reflect"
 	"slices"
 	"strings"
 	"time"
@@ -59,12 +60,15 @@ func (l *limiter) withoutStocks(ctx context.Context, policy, key string) (done f
 
 // New returns a Limiter that calls the functions installed in db. Whether db is a transaction is guessed
 // from its type; [Limiter.WithTx] knows.
-// Panics at [CallsInFlight], [MaxWaiting] and a [Prefetch].
+// Panics at a db that is nil, and at [CallsInFlight], [MaxWaiting] and a [Prefetch].
 func New(db Querier, opts ...Option) *Limiter {
 	return &Limiter{newLimiter(db, newConfig("New", aLimiter, opts))}
 }
 
 func newLimiter(db Querier, c config) limiter {
+	if v := reflect.ValueOf(db); !v.IsValid() || v.Kind() == reflect.Pointer && v.IsNil() { // such as a variable that := has hidden
+		panic(fmt.Sprintf("client: the database is a nil %T: pass the pool that pgxpool.New has returned", db))
+	}
 	l := limiter{db: db, noFlush: c.noFlush, place: c.place, hooks: c.hooks}
 	if c.schema != "" {
 		l.schema = pgx.Identifier{c.schema}.Sanitize() + "."

@@ -17,6 +17,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -74,9 +75,21 @@ func TestCallOptions_AreForTheirMethods(t *testing.T) {
 			}
 		}
 	}
-	_, err := client.New(nil).Peek(ctx, "p", "k", nil)
+	_, err := client.New(&fakePool{}).Peek(ctx, "p", "k", nil)
 	require.ErrorContains(t, err, "a CallOption that is nil")
-	require.Panics(t, func() { client.New(nil).RunCleanup(ctx, time.Second, client.MaxRows(1)) }, "it returns nothing")
+	require.Panics(t, func() { client.New(&fakePool{}).RunCleanup(ctx, time.Second, client.MaxRows(1)) }, "it returns nothing")
+}
+
+// The pool of a program whose := has hidden the variable is nil: that is told where the limiter is made, and not by the first request.
+func TestNew_ANilDatabaseIsTold(t *testing.T) {
+	t.Parallel()
+	var pool *pgxpool.Pool
+	for name, call := range map[string]func(){
+		"New": func() { client.New(pool) }, "NewCombiner": func() { client.NewCombiner(pool) }, "NewPrefetcher": func() { client.NewPrefetcher(pool) },
+	} {
+		require.PanicsWithValue(t, "client: the database is a nil *pgxpool.Pool: pass the pool that pgxpool.New has returned", call, name)
+	}
+	require.PanicsWithValue(t, "client: the database is a nil <nil>: pass the pool that pgxpool.New has returned", func() { client.New(nil) })
 }
 
 // A constructor panics at an option that it has no use for.
@@ -92,7 +105,7 @@ func TestOptions_AreForTheirConstructors(t *testing.T) {
 		takes []string
 		make  func(client.Option)
 	}{
-		"New":           {ofLimiter, func(o client.Option) { client.New(nil, o) }},
+		"New":           {ofLimiter, func(o client.Option) { client.New(&fakePool{}, o) }},
 		"CheckShard":    {ofLimiter, func(o client.Option) { client.CheckShard(0, 1, o) }},
 		"CheckAlone":    {ofLimiter, func(o client.Option) { client.CheckAlone(o) }},
 		"NewCombiner":   {ofCombiner, func(o client.Option) { client.NewCombiner(&fakePool{}, o).Close() }},

@@ -360,6 +360,16 @@ func (silent) Acquire(ctx context.Context, _, _ string, _ ...client.CallOption) 
 	return client.Decision{}, ctx.Err()
 }
 
+// A number without a unit is a timeout in nanoseconds: the line tells the timeout, and what to do.
+func TestFailure_ATimeoutIsLoggedWithTheRemedy(t *testing.T) {
+	log := failuretest.Log(t)
+	synctest.Test(t, func(t *testing.T) {
+		limit := httplimit.New(silent{}, charge(reports), httplimit.Open(100))
+		limit(http.NotFoundHandler()).ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodGet, "/", nil))
+	})
+	require.Contains(t, log.String(), "context deadline exceeded: no decision within the timeout of 100ns: raise it, or find what the call waits for")
+}
+
 // Who asks and leaves before there is an answer does not get past the limit, also when it fails open, and is waited for no longer. It is
 // no news.
 func TestFailure_WhoLeavesDoesNotPass(t *testing.T) {

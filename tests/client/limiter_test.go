@@ -60,7 +60,7 @@ func TestWait_IsNotForTransactions(t *testing.T) {
 
 func TestRunCleanup_WantsAnInterval(t *testing.T) {
 	t.Parallel()
-	require.PanicsWithValue(t, "client: RunCleanup: every must be positive", func() { client.New(nil).RunCleanup(t.Context(), 0) })
+	require.PanicsWithValue(t, "client: RunCleanup: every must be positive", func() { client.New(&pgx.Conn{}).RunCleanup(t.Context(), 0) })
 }
 
 func TestPolicies_LongIntervalsAreCut(t *testing.T) {

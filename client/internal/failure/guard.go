@@ -48,9 +48,12 @@ func (g *Guard) Ask(
 	ctx context.Context, timeout time.Duration, limiter client.Acquirer, charges []client.Charge, opts ...client.CallOption,
 ) (d client.JointDecision, err error) {
 	err = g.Try(ctx, func() error {
-		ctx, cancel := context.WithTimeout(ctx, timeout)
+		inTime, cancel := context.WithTimeout(ctx, timeout)
 		defer cancel()
-		d, err = Ask(ctx, limiter, charges, opts...)
+		d, err = Ask(inTime, limiter, charges, opts...)
+		if err != nil && inTime.Err() != nil && ctx.Err() == nil {
+			err = fmt.Errorf("%w: no decision within the timeout of %v: raise it, or find what the call waits for: a lock, or a free connection", err, timeout)
+		}
 		return err
 	})
 	if err == nil {
