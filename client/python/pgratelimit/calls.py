@@ -240,7 +240,7 @@ def invalid(reason: str) -> InvalidArgument:
 
 def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise invalid(f"{name} is not a str")
+        raise invalid(f"{name} is of type {type(value).__name__}, not a str; pass a text of 1 to 512 bytes")
     if "\0" in value:
         raise invalid(f"{name} has a zero byte, which no text in PostgreSQL can hold; pass a hash of it")
     if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
@@ -261,7 +261,7 @@ def whole(name: str, value: Any) -> int:
     try:
         n = operator.index(None if isinstance(value, bool) else value)
     except TypeError:
-        raise invalid(f"{name} is not an int") from None
+        raise invalid(f"{name} is of type {type(value).__name__}, not an int; pass a whole number of tokens") from None
     if not -(1 << 63) <= n < 1 << 63:
         raise invalid(f"{name} is more than a bigint holds")
     return n

@@ -63,6 +63,8 @@ def sync_driver(db: Any) -> SyncDriver:
         return Psycopg2(db)
     if "django.db" in sys.modules and getattr(db, "vendor", None) == "postgresql":
         return Django(db)
+    if is_async(db) or _is(db, "psycopg", "AsyncConnection") or _is(db, "asyncpg", "Connection"):
+        raise TypeError(f"pgratelimit: use an AsyncLimiter or a Combiner for {type(db)}")
     raise TypeError(f"pgratelimit: not a psycopg.Connection, psycopg_pool.ConnectionPool, connection of psycopg2 or of Django, or URL: {type(db)}")
 
 
@@ -75,6 +77,8 @@ def async_driver(db: Any) -> AsyncDriver:
         return AsyncPsycopg(db)
     if _is(db, "asyncpg", "Connection") or _is(db, "asyncpg.pool", "Pool", "PoolConnectionProxy"):
         return Asyncpg(db)
+    if isinstance(db, str) or _is(db, "psycopg", "Connection") or _is(db, "psycopg_pool", "ConnectionPool"):
+        raise TypeError(f"pgratelimit: use a Limiter for {type(db)}, or pass a pool of psycopg's async classes or of asyncpg")
     raise TypeError(f"pgratelimit: not a connection or pool of psycopg's async classes or of asyncpg: {type(db)}")
 
 

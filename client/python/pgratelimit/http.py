@@ -213,13 +213,20 @@ class Rules:
         except Exception:  # a database that is away is told of elsewhere
             log.debug("pgratelimit: not checked", exc_info=True)
 
-    def log(self, error: Exception, whose: str, sqlstate: str | None) -> None:
+    def log(self, error: Exception, whose: str, sqlstate: str | None, event: Event) -> None:
         """What has a remedy at most once a minute, of each SQLSTATE, and the rest at most once a second."""
-        helps = getattr(error, "__notes__", None) or [remedy(sqlstate) or ""]
         about, pause = (sqlstate or "", 60) if whose == "setup" or remedy(sqlstate) else ("", 1)
-        if self._is_due(about, pause):
-            text = " ".join(filter(None, (str(error) or type(error).__name__, *helps)))
-            log.warning("rate limit not checked: %s", text, exc_info=error if whose == "fault" and sqlstate is None else None)
+        if not self._is_due(about, pause):
+            return
+        what = str(error).removeprefix("pgratelimit: ") or type(error).__name__
+        if whose == "setup":
+            what = what.partition("\n")[0]  # a hint of the server's, about casts, would mislead
+        for help in getattr(error, "__notes__", None) or filter(None, [remedy(sqlstate)]):
+            what = f"{what.removesuffix('.')}. {help}"
+        policies = ", ".join(dict.fromkeys(c.policy for c in event.charges))
+        fate = f"is refused with {event.status}" if event.status else 'passes without a decision (failure="open")'
+        text = f"pgratelimit: a request{policies and ' of '}{policies} {fate}: {what}"
+        log.warning("%s", text, exc_info=error if whose == "fault" and sqlstate is None else None)
 
     def _is_due(self, about: str, pause: float) -> bool:
         """Whether nothing was logged about it for so many seconds, which begin anew now."""
@@ -259,7 +266,11 @@ class Request:
         whose, sqlstate = kind(error), state(error)
         if whose == "setup" and self._tries == 1:
             return None
-        self._rules.log(error, whose, sqlstate)
+        event = self._without_decision(error, whose, sqlstate)
+        self._rules.log(error, whose, sqlstate, event)
+        return event
+
+    def _without_decision(self, error: Exception, whose: str, sqlstate: str | None) -> Event:
         if whose == "fault" or whose == "setup" and not self._rules.has_decided:
             return Event("invalid", 409 if self.key and sqlstate in ("RL002", "RL004") else 500, self.charges, error=error)
         if self._rules.failure == "closed":

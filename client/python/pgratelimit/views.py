@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 from . import asgi, drivers, http, wsgi
-from .calls import Duration
+from .calls import Duration, length, text, whole
 from .combiner import Combiner
 from .http import Event, Failure, named
 from .limiter import AsyncLimiter, Limiter
@@ -43,7 +43,17 @@ def _limiter_of(db: Any) -> Any:
 class _Decider:
     """Decides about requests, without and with asyncio."""
 
-    def __init__(self, limiter: Any, policy: str, key: Callable[[Any], str], cost: Cost, failure: Failure, timeout: Duration) -> None:
+    def __init__(
+        self, limiter: Any, policy: str, key: Callable[[Any], str], cost: Cost, failure: Failure, timeout: Duration, trusted_proxies: int | None
+    ) -> None:
+        text("policy", policy)  # what is wrong is told where the view is written, and not by each request
+        if not callable(key):
+            raise TypeError(f"pgratelimit: key must be a function of the request, and is of type {type(key).__name__}")
+        if not callable(cost):
+            whole("cost", cost)
+        length("timeout", timeout)
+        http.key_of_address(None, (), trusted_proxies)
+
         def charges(request: Any) -> list[tuple[str, str, int]]:
             return [(policy, key(request), cost(request) if callable(cost) else cost)]
 
@@ -69,7 +79,7 @@ def fastapi_limit(
     their own way."""
     from fastapi import Depends, HTTPException, Request, Response
 
-    decider = _Decider(limiter, policy, key or (lambda request: asgi.by_ip(request.scope, trusted_proxies)), cost, failure, timeout)
+    decider = _Decider(limiter, policy, key or (lambda request: asgi.by_ip(request.scope, trusted_proxies)), cost, failure, timeout, trusted_proxies)
 
     async def limited(request: Request, response: Response) -> None:
         event = await decider.soon(request)
@@ -88,7 +98,7 @@ def starlette_limit(
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import Response
 
-    decider = _Decider(limiter, policy, key or (lambda request: asgi.by_ip(request.scope, trusted_proxies)), cost, failure, timeout)
+    decider = _Decider(limiter, policy, key or (lambda request: asgi.by_ip(request.scope, trusted_proxies)), cost, failure, timeout, trusted_proxies)
 
     def decorate(view: Any) -> Any:
         @functools.wraps(view)
@@ -114,7 +124,7 @@ def flask_limit(
     """A decorator below @app.route, or in the decorators of a MethodView."""
     from flask import current_app, request
 
-    decider = _Decider(limiter, policy, key or (lambda r: wsgi.by_ip(r.environ, trusted_proxies)), cost, failure, 1)
+    decider = _Decider(limiter, policy, key or (lambda r: wsgi.by_ip(r.environ, trusted_proxies)), cost, failure, 1, trusted_proxies)
     if decider.is_async:
         raise TypeError("pgratelimit: limiter must be a Limiter: Flask runs each async view in a loop of its own")
 
@@ -147,7 +157,7 @@ def django_limit(
         user = getattr(request, "user", None)
         return named("user", str(user.pk)) if user is not None and user.is_authenticated else wsgi.by_ip(request.META, trusted_proxies)
 
-    decider = _Decider(limiter, policy, key or user_or_ip, cost, failure, timeout)
+    decider = _Decider(limiter, policy, key or user_or_ip, cost, failure, timeout, trusted_proxies)
     warned = False
 
     def decide(request: Any) -> Event:

@@ -232,6 +232,16 @@ class ViewsTest(unittest.TestCase):
             self.assertEqual([503, 200], [app.test_client().get(f"/{failure}").status_code for failure in ("closed", "open")])
 
 
+    def test_an_argument_that_cannot_be_is_refused_where_the_view_is_written(self):
+        for limited in (fastapi_limit, starlette_limit, flask_limit, django_limit):
+            for name, wrong in (
+                ("policy", None), ("policy", 5), ("key", "user:42"), ("cost", 1.5), ("cost", "5"), ("cost", None), ("cost", True),
+                ("trusted_proxies", "1"), ("trusted_proxies", -1), *([] if limited is flask_limit else [("timeout", "1s"), ("timeout", 0)]),
+            ):
+                with self.subTest(limited.__name__, name=name, wrong=wrong), self.assertRaisesRegex((InvalidArgument, TypeError), f"{name} (is|must be) .*[a-z]"):
+                    limited("postgresql://", **{"policy": "api", "failure": "open", name: wrong})
+
+
 class DjangoAsyncTest(AsyncCase):
     async def test_an_async_view_has_an_async_limiter(self):
         define(self.id(), 1)

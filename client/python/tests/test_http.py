@@ -136,6 +136,21 @@ class AsgiTest(AsyncCase):
 
 
 class WsgiTest(unittest.TestCase):
+    def test_the_log_names_the_request_its_fate_and_the_remedy(self):
+        self.enterContext(mock.patch.object(http, "time", mock.Mock(monotonic=iter(range(0, 10_000, 100)).__next__)))
+        missing = psycopg.errors.UndefinedFunction("function ratelimit_acquire(text) does not exist\nLINE 1: select\nHINT:  You might need casts.")
+        for failure, charge, error, line in (
+            ("open", ("api", "k"), OSError("refused"), 'a request of api passes without a decision (failure="open"): refused'),
+            ("closed", ("api", "k"), OSError("refused"), "a request of api is refused with 503: refused"),
+            ("open", ("api", "k"), missing, "a request of api is refused with 500: function ratelimit_acquire(text) does not exist. Install pgratelimit in this "
+             "database, put its schema on search_path, or name it with schema=."),
+            ("open", ("api", None), None, "a request is refused with 500: invalid argument: key is of type NoneType, not a str; pass a text of 1 to 512 bytes"),
+        ):
+            limiter = mock.Mock(spec=Limiter, acquire=mock.Mock(side_effect=error))
+            with self.assertLogs("pgratelimit", logging.WARNING) as logged:
+                wsgi_get(Wsgi(wsgi_app, limiter, lambda e: [charge], failure=failure))
+            self.assertEqual([f"pgratelimit: {line}"], [record.getMessage() for record in logged.records])
+
     def test_an_answer_has_the_fields_and_a_denial_a_problem(self):
         define(self.id(), 2)
         with psycopg_pool.ConnectionPool(min_size=1, max_size=1) as pool:

@@ -273,6 +273,31 @@ class EachTest(AsyncCase):
                 with self.assertRaisesRegex(InvalidArgument, f"a {type(wrong).__name__}"):
                     await limiter.acquire_all([wrong])
 
+    async def test_an_argument_that_is_wrong_is_named_with_what_it_is_and_the_remedy(self):
+        define(self.policy, 5)
+        async for limiter in self.limiters():
+            for said, policy, key, cost in (
+                ("policy is of type NoneType, not a str; pass a text of 1 to 512 bytes", None, "k", 1),
+                ("key is of type NoneType, not a str; pass a text of 1 to 512 bytes", self.policy, None, 1),
+                ("key is of type int, not a str; pass a text of 1 to 512 bytes", self.policy, 42, 1),
+                ("cost is of type float, not an int; pass a whole number of tokens", self.policy, "k", 1.5),
+                ("cost is of type str, not an int; pass a whole number of tokens", self.policy, "k", "5"),
+                ("cost is of type bool, not an int; pass a whole number of tokens", self.policy, "k", True),
+            ):
+                for call in (limiter.acquire(policy, key, cost), limiter.acquire_all([(policy, key, cost)])):
+                    with self.assertRaises(InvalidArgument) as raised:
+                        await call
+                    self.assertEqual(f"pgratelimit: invalid argument: {said}", str(raised.exception))
+            self.assertEqual(5, (await limiter.peek(self.policy, "k")).remaining)
+
+    async def test_a_pool_of_the_other_kind_is_told_its_limiter(self):
+        async with psycopg_pool_of(1) as pool:
+            with self.assertRaisesRegex(TypeError, "use an AsyncLimiter or a Combiner for .*AsyncConnectionPool"):
+                Limiter(pool)
+        for handle in (psycopg_pool.ConnectionPool(open=False), "postgresql://"):
+            with self.assertRaisesRegex(TypeError, f"use a Limiter for .*{type(handle).__name__}"):
+                AsyncLimiter(handle)
+
     async def test_a_third_of_all_calls_cancelled_leaves_the_pool_its_connections(self):
         slots = self.policy + " slots"
         define_slots(slots, 1000)
