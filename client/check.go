@@ -124,7 +124,11 @@ func (l *limiter) check(ctx context.Context, needs Needs, acquiring ...string) e
 		return failed("check", err)
 	}
 	lacks := lacksOf(role, schema, found)
-	if len(lacks) == 0 {
+	asking := "ratelimit_" + map[bool]string{true: "renew", false: "acquire"}[lends]
+	keepsFromAsking := func(f foundFunction) bool {
+		return (f.Name == asking || f.Name == "ratelimit_shard") && (f.Schema == "" || !f.Usage || !f.Visible || !f.Execute)
+	}
+	if !slices.ContainsFunc(found, keepsFromAsking) {
 		for _, policy := range needs.Policies {
 			lack, err := l.lackOf(ctx, policy, lends, lendsNot)
 			if err != nil {

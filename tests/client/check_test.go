@@ -56,6 +56,10 @@ func TestCheck_ListsWhatCallsLack(t *testing.T) {
 		db.Exec(t, statement)
 	}
 	require.NoError(t, combiner.Check(ctx, client.Needs{}))
+	both := lacks(t, combiner.Check(ctx, client.Needs{Calls: []string{"Acquire", "Refund"}, Policies: []string{"misspelt"}}))
+	require.Len(t, both, 2)
+	require.Contains(t, both[0], "ratelimit_refund")
+	require.Contains(t, both[1], `no policy is named "misspelt"`)
 	require.Equal(t, []string{`pgratelimit is not installed in schema "none" of this database: run migrations/psql/install.sql`},
 		lacks(t, client.New(pool, client.Schema("none")).Check(ctx, client.Needs{})))
 	elsewhere := connect(t, db, map[string]string{"search_path": "ratelimit"})

@@ -43,7 +43,9 @@ export async function check(limiter, database, policies, calls, packs) {
     else if (usage && !visible) lacks.push(`${name} is in schema ${schema}, which is not on search_path: name it with the option schema`)
     if (schema !== null && !execute) lacks.push(`grant execute on function ${schema}.${signature} to "${role}";`)
   }
-  if (lacks.length === 0) for (const policy of policies) lacks.push(...await lacksOf(limiter, policy, lends, lendsNot))
+  const used = [`ratelimit_${asking}`, ...(packs ? ['ratelimit_acquire_packed'] : [])] // by the calls that ask policies
+  const canAsk = found.every(([name, schema, , visible, usage, execute]) => !used.includes(name) || (schema !== null && visible && usage && execute))
+  if (canAsk) for (const policy of policies) lacks.push(...await lacksOf(limiter, policy, lends, lendsNot))
   if (lacks.length > 0) throw new NotReady(lacks)
 }
 

@@ -31,7 +31,7 @@ async function heard(t, decided, ...requests) {
 }
 
 test('a check lists the grants that the calls of a limiter lack, and its statements help', () => asNobody(async (own, name) => {
-  const needs = (limiter, calls) => lacks(limiter.check({ calls }))
+  const needs = (limiter, calls, policies) => lacks(limiter.check({ calls, policies }))
   const grants = await needs(new Combiner(own))
   assert.deepEqual(grants.map((line) => /^grant execute on function public\.(\w+)\(.*\) to/.exec(line)[1]),
     ['ratelimit_acquire', 'ratelimit_acquire_all', 'ratelimit_acquire_packed'])
@@ -46,6 +46,8 @@ test('a check lists the grants that the calls of a limiter lack, and its stateme
     await pool.query(`grant usage on schema public to public`)
   }
   await assert.rejects(new Limiter(own).check({ calls: ['Acquire'] }), /has Acquire/)
+  const both = await needs(new Limiter(own), ['acquire', 'refund'], ['misspelt'])
+  assert.deepEqual(both.map((line) => line.split(/[:(]/)[0]), ['grant execute on function public.ratelimit_refund', 'no policy is named "misspelt"'])
 }))
 
 test('a check finds a missing package, and one that search_path does not lead to', async () => {

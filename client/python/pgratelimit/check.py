@@ -1,6 +1,7 @@
 """What the calls of a limiter lack in its database."""
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -35,7 +36,7 @@ def functions(limiter: object, schema: str | None, policies: Collection[str], me
     if isinstance(policies, str) or isinstance(methods, str):
         raise invalid("policies and calls are collections of names")
     wanted: dict[str, None] = {}
-    asking = "renew" if _SLOTS & set(methods) else "acquire"
+    asking = _asking(methods)
     for method in [*methods, *([asking] if policies else [])]:
         if method.startswith("_") or not callable(getattr(limiter, method, None)):
             raise invalid(f"calls has {method!r}, which is no method of a limiter")
@@ -62,6 +63,16 @@ def _lacks(role: str, found: Iterable[list[Any]], schema: str | None) -> list[st
         if not execute:
             lacks.append(f'grant execute on function {own}.{signature} to "{role}";')
     return lacks
+
+
+def _asking(methods: Collection[str]) -> str:
+    """The call by which policies are asked."""
+    return "renew" if _SLOTS & set(methods) else "acquire"
+
+
+def can_ask(lacks: list[str], methods: Collection[str]) -> bool:
+    """Whether nothing is lacking for the call that asks policies."""
+    return not any(re.search(rf"^pgratelimit is not|^grant usage|\bratelimit_{_asking(methods)}\b", lack) for lack in lacks)
 
 
 def of_policy(policy: str, methods: Collection[str]) -> Call[Any]:

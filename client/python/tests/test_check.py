@@ -41,10 +41,15 @@ class CheckTest(AsyncCase):
         for statement in grants:
             execute(statement)
         self.assertEqual([], self.lacks(limiter, [self.id()]))
+        grant, policy = self.lacks(limiter, ["misspelt"], ["acquire", "refund"])
+        self.assertIn("ratelimit_refund", grant)
+        self.assertIn('no policy is named "misspelt"', policy)
         self.assertIn("not installed in schema", self.lacks(Limiter(self.as_nobody(), schema="none"))[0])
         for pool_of in (psycopg_pool_of, asyncpg_pool_of):
             async with pool_of(2, f"-c role={self.role}") as pool:
                 await AsyncLimiter(pool).check([self.id()])
+                with self.assertRaisesRegex(NotReady, '(?s)ratelimit_refund.*no policy is named "misspelt"'):
+                    await AsyncLimiter(pool).check(["misspelt"], ["acquire", "refund"])
                 with self.assertRaisesRegex(NotReady, "grant execute on function public.ratelimit_acquire_packed"):
                     await Combiner(pool).check()
         self.assertRaises(InvalidArgument, limiter.check, calls=["Acquire"])
