@@ -150,8 +150,7 @@ func newRedis(t *testing.T) *redisServer {
 	if _, err := pgtest.Program(t.Context(), "redis-server"); err != nil {
 		t.Skip(err)
 	}
-	server, err := startRedis(t.Context(), false)
-	require.NoError(t, err)
+	server := startRedis(t.Context(), false)
 	t.Cleanup(func() { require.NoError(t, server.close()) })
 	return server
 }

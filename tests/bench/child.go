@@ -67,15 +67,9 @@ type redisServer struct {
 
 // startRedis starts a server that keeps nothing on disk, or flushes every command there before it
 // answers.
-func startRedis(ctx context.Context, flushed bool) (*redisServer, error) {
-	program, err := pgtest.Program(ctx, "redis-server")
-	if err != nil {
-		return nil, err
-	}
-	dir, err := os.MkdirTemp("/tmp", "ratelimit-redis-")
-	if err != nil {
-		return nil, err
-	}
+func startRedis(ctx context.Context, flushed bool) *redisServer {
+	program := must(pgtest.Program(ctx, "redis-server"))
+	dir := must(os.MkdirTemp("/tmp", "ratelimit-redis-"))
 	socket := filepath.Join(dir, "socket")
 	command := []string{program, "--port", "0", "--unixsocket", socket, "--dir", dir, "--save", "", "--daemonize", "no", "--appendonly", "no"}
 	if flushed {
@@ -88,8 +82,8 @@ func startRedis(ctx context.Context, flushed bool) (*redisServer, error) {
 		r.version = info["Server"]["redis_version"]
 		return err
 	}
-	r.child, err = startChild(ctx, dir, ready, nil, command...)
-	return r, err
+	r.child = must(startChild(ctx, dir, ready, nil, command...))
+	return r
 }
 
 func (r *redisServer) close() error { return errors.Join(r.Client.Close(), r.child.close()) }
@@ -101,23 +95,13 @@ type program struct {
 }
 
 // startProgram takes settings as NAME=value.
-func startProgram(ctx context.Context, settings ...string) (*program, error) {
-	root, err := repository(ctx)
-	if err != nil {
-		return nil, err
-	}
-	if text, err := exec.CommandContext(ctx, "make", "-C", root, "build").CombinedOutput(); err != nil {
-		return nil, fmt.Errorf("make build: %w\n%s", err, text)
-	}
-	dir, err := os.MkdirTemp("", "ratelimit-serve-")
-	if err != nil {
-		return nil, err
-	}
+func startProgram(ctx context.Context, settings ...string) *program {
+	root := repository(ctx)
+	output(exec.CommandContext(ctx, "make", "-C", root, "build"))
+	dir := must(os.MkdirTemp("", "ratelimit-serve-"))
 	p := &program{}
 	for _, address := range []*string{&p.grpc, &p.http} {
-		if *address, err = freeAddress(ctx); err != nil {
-			return nil, err
-		}
+		*address = freeAddress(ctx)
 	}
 	ready := func(ctx context.Context) error {
 		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+p.http+"/livez", nil)
@@ -130,14 +114,12 @@ func startProgram(ctx context.Context, settings ...string) (*program, error) {
 		}
 		return response.Body.Close()
 	}
-	p.child, err = startChild(ctx, dir, ready, append(settings, "GRPC_ADDR="+p.grpc, "HTTP_ADDR="+p.http), filepath.Join(root, "build/pgratelimit"), "serve")
-	return p, err
+	p.child = must(startChild(ctx, dir, ready, append(settings, "GRPC_ADDR="+p.grpc, "HTTP_ADDR="+p.http), filepath.Join(root, "build/pgratelimit"), "serve"))
+	return p
 }
 
-func freeAddress(ctx context.Context) (string, error) {
-	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", err
-	}
-	return listener.Addr().String(), listener.Close()
+func freeAddress(ctx context.Context) string {
+	listener := must(new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0"))
+	check(listener.Close())
+	return listener.Addr().String()
 }

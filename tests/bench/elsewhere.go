@@ -47,20 +47,14 @@ type tale struct {
 
 // openElsewhere measures cells place/limiter/keys/callers. The limiters of npm and of Python each run in one process, those of place
 // processes in four, as programs behind a load balancer do.
-func openElsewhere(ctx context.Context, s *stage, cells []string) (measure, error) {
+func openElsewhere(ctx context.Context, s *stage, cells []string) measure {
 	place, _, _ := strings.Cut(cells[0], "/")
 	setUp := definePolicies()
 	if place == "processes" {
 		setUp = definePrefetchedPolicies()
 	}
-	pg, err := s.database(ctx, place, setUp...)
-	if err != nil {
-		return nil, err
-	}
-	socket, err := pg.socket(place)
-	if err != nil {
-		return nil, err
-	}
+	pg := s.database(ctx, place, setUp...)
+	socket := pg.socket(place)
 	ways := map[string]elsewhere{}
 	for _, cell := range cells {
 		part := loadCell.FindStringSubmatch(cell)
@@ -68,76 +62,49 @@ func openElsewhere(ctx context.Context, s *stage, cells []string) (measure, erro
 			continue
 		}
 		limiter := filepath.Base(part[1])
-		processes, command, err := s.command(ctx, place, limiter)
-		if err != nil {
-			return nil, err
-		}
-		way, err := start(ctx, processes, append(command, limiter, socket, place, strconv.Itoa(connections/processes))...)
-		if err != nil {
-			return nil, err
-		}
+		processes, command := s.command(ctx, place, limiter)
+		way := must(start(ctx, processes, append(command, limiter, socket, place, strconv.Itoa(connections/processes))...))
 		s.atEnd(way.close)
 		if limiter == "rate-limiter-flexible" { // every key has a row, as the buckets have
-			err := pg.exec(ctx, place, fmt.Sprintf("insert into flexible select 'flexible:%s' || i, 1, (extract(epoch from now()) + 86400) * 1000"+
-				" from generate_series(1, %d) as i", userPrefix, manyKeys), "vacuum analyze")
-			if err != nil {
-				return nil, err
-			}
+			check(pg.exec(ctx, place, fmt.Sprintf("insert into flexible select 'flexible:%s' || i, 1, (extract(epoch from now()) + 86400) * 1000"+
+				" from generate_series(1, %d) as i", userPrefix, manyKeys), "vacuum analyze"))
 		}
 		ways[part[1]] = way
-		if _, err := way.run(ctx, 64, part[2], s.window); err != nil { // a moment that does not count
-			return nil, err
-		}
+		must(way.run(ctx, 64, part[2], s.window)) // a moment that does not count
 	}
 	return func(ctx context.Context, cell string) (sample, error) {
 		part := loadCell.FindStringSubmatch(cell)
 		callers, _ := strconv.Atoi(part[3])
 		return ways[part[1]].run(ctx, callers, part[2], s.window)
-	}, nil
+	}
 }
 
 // command returns how many processes a limiter has, and what is before its arguments: its name, the folder of the socket, the
 // database and how many connections.
-func (s *stage) command(ctx context.Context, place, limiter string) (processes int, command []string, err error) {
+func (s *stage) command(ctx context.Context, place, limiter string) (processes int, command []string) {
 	switch place {
 	case "processes":
-		executable, err := os.Executable()
-		if err != nil {
-			return 0, nil, err
-		}
+		executable := must(os.Executable())
 		address := "-"
 		if limiter == "redis" {
-			server, err := s.redisServer(ctx, false)
-			if err != nil {
-				return 0, nil, err
-			}
-			address = server.Options().Addr
+			address = s.redisServer(ctx, false).Options().Addr
 		}
-		return 4, []string{executable, "-helper", address}, nil
+		return 4, []string{executable, "-helper", address}
 	case "npm":
-		root, err := repository(ctx)
-		if err != nil {
-			return 0, nil, err
-		}
-		if text, err := exec.CommandContext(ctx, "make", "-C", root, "tests/bench/node/node_modules").CombinedOutput(); err != nil {
-			return 0, nil, fmt.Errorf("npm install: %w\n%s", err, text)
-		}
-		return 1, []string{"node", filepath.Join(root, "tests/bench/node/opponents.mjs")}, nil
+		root := repository(ctx)
+		output(exec.CommandContext(ctx, "make", "-C", root, "tests/bench/node/node_modules"))
+		return 1, []string{"node", filepath.Join(root, "tests/bench/node/opponents.mjs")}
 	default:
-		root, err := repository(ctx)
 		const run = `export PYTHONPATH=client/python; cd "$0"
 			for python in python3 /usr/bin/python3; do $python -c 'import asyncpg' && exec $python tests/bench/python/limiters.py "$@"; done; exit 1`
-		return 1, []string{"sh", "-c", run, root}, err
+		return 1, []string{"sh", "-c", run, repository(ctx)}
 	}
 }
 
 // repository returns the folder of the repository.
-func repository(ctx context.Context) (string, error) {
-	list, err := exec.CommandContext(ctx, "go", "list", "-f", "{{.Dir}}", "github.com/pgratelimit/pgratelimit/tests/bench").Output()
-	if err != nil {
-		return "", fmt.Errorf("go list: %w", err)
-	}
-	return filepath.Join(strings.TrimSpace(string(list)), "../.."), nil
+func repository(ctx context.Context) string {
+	list := must(exec.CommandContext(ctx, "go", "list", "-f", "{{.Dir}}", "github.com/pgratelimit/pgratelimit/tests/bench").Output())
+	return filepath.Join(strings.TrimSpace(string(list)), "../..")
 }
 
 // help is what a process of place processes does.
@@ -148,14 +115,8 @@ func help(ctx context.Context, redisAddress string, arguments []string) error {
 		defer rdb.Close()
 		return obey(ctx, redisRate(rdb))
 	}
-	count, err := strconv.Atoi(arguments[3])
-	if err != nil {
-		return err
-	}
-	pool, err := openPool(ctx, "host="+socket+" user=postgres dbname="+database, false, int32(count))
-	if err != nil {
-		return err
-	}
+	count := must(strconv.Atoi(arguments[3]))
+	pool := openPool(ctx, "host="+socket+" user=postgres dbname="+database, false, int32(count))
 	defer pool.Close()
 	switch limiter {
 	case "plain":

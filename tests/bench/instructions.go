@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -165,21 +164,13 @@ func countedPolicies() (sql []string) {
 }
 
 // prepare fills a database, and leaves its server stopped.
-func (i *instructions) prepare(ctx context.Context) (err error) {
-	if i.valgrind, err = pgtest.Program(ctx, "valgrind"); err != nil {
-		return err
-	}
+func (i *instructions) prepare(ctx context.Context) {
+	i.valgrind = must(pgtest.Program(ctx, "valgrind"))
 	// Neither the machine's memory nor what goes on beside decides what the rows are like.
-	if i.pg, err = startPostgres(ctx, "shared_buffers=256MB", "autovacuum=off"); err != nil {
-		return err
-	}
-	if err := i.pg.database(ctx, instructionsDatabase, slices.Concat([]string{tickingClock}, bareTables(countedKeys), countedPolicies())...); err != nil {
-		return err
-	}
-	if i.version, err = queryRow[string](ctx, i.pg, "", "select version()"); err != nil {
-		return err
-	}
-	return i.pg.Stop(ctx, false)
+	i.pg = startPostgres(ctx, "shared_buffers=256MB", "autovacuum=off")
+	i.pg.database(ctx, instructionsDatabase, slices.Concat([]string{tickingClock}, bareTables(countedKeys), countedPolicies())...)
+	i.version = queryRow[string](ctx, i.pg, "", "select version()")
+	check(i.pg.Stop(ctx, false))
 }
 
 // tickingClock makes each transaction that writes a millisecond, for 1 % of a decision: how long ago a bucket was asked for is in some of the arithmetic.
@@ -210,20 +201,11 @@ func (i *instructions) count(ctx context.Context) (map[string]writing, error) {
 		session += cleaned + c.session(fmt.Sprint("call", n))
 	}
 	// What is new to the database, such as the keys that are replayed, is known from here on.
-	printed, err := i.session(ctx, writtenMark+session)
-	if err != nil {
-		return nil, err
-	}
+	printed := i.session(ctx, writtenMark+session)
 	out := filepath.Join(i.pg.data, "callgrind.out")
-	_, err = i.session(ctx, countedMark+session, i.valgrind, "--tool=callgrind", "--callgrind-out-file="+out, "--combine-dumps=yes", "--dump-before="+marker,
+	i.session(ctx, countedMark+session, i.valgrind, "--tool=callgrind", "--callgrind-out-file="+out, "--combine-dumps=yes", "--dump-before="+marker,
 		"--toggle-collect=pgstat_report_stat", "--collect-atstart=yes") // but for the statistics that it sends once a second of real time
-	if err != nil {
-		return nil, err
-	}
-	text, err := os.ReadFile(out)
-	if err != nil {
-		return nil, err
-	}
+	text := must(os.ReadFile(out))
 	var counts []float64
 	for _, match := range since.FindAllSubmatch(text, -1) {
 		counts = append(counts, number(string(match[1])))
@@ -247,11 +229,8 @@ func (i *instructions) count(ctx context.Context) (map[string]writing, error) {
 
 // session runs statements in a server of one process, perhaps by way of another program, as the owner of
 // its data, and returns what it prints.
-func (i *instructions) session(ctx context.Context, statements string, by ...string) (string, error) {
-	info, err := os.Stat(i.pg.data)
-	if err != nil {
-		return "", err
-	}
+func (i *instructions) session(ctx context.Context, statements string, by ...string) string {
+	info := must(os.Stat(i.pg.data))
 	command := slices.Concat(by, []string{filepath.Join(i.pg.bin, "postgres"), "--single", "-D", i.pg.data, "-c", "synchronous_commit=off", "-c", "full_page_writes=off", instructionsDatabase})
 	cmd := exec.CommandContext(ctx, command[0], command[1:]...)
 	cmd.Dir = i.pg.data
@@ -259,14 +238,11 @@ func (i *instructions) session(ctx context.Context, statements string, by ...str
 	if owner := info.Sys().(*syscall.Stat_t); os.Geteuid() == 0 {
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: owner.Uid, Gid: owner.Gid}}
 	}
-	out, err := cmd.CombinedOutput()
-	if err == nil && strings.Contains(string(out), "ERROR:") {
-		err = errors.New("a statement failed")
+	out := output(cmd)
+	if strings.Contains(out, "ERROR:") {
+		panic(failure{fmt.Errorf("%s: a statement failed\n%s", command[0], out)})
 	}
-	if err != nil {
-		return "", fmt.Errorf("%s: %w\n%s", command[0], err, out)
-	}
-	return string(out), nil
+	return out
 }
 
 // calls is how many of them are counted.

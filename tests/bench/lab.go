@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"os/exec"
 	"runtime"
 	"slices"
 	"strings"
@@ -26,25 +27,21 @@ type lab struct {
 	redis        map[bool]*redisServer // by whether each command is flushed
 }
 
-func (l *lab) postgres(ctx context.Context) (_ *postgres, err error) {
+func (l *lab) postgres(ctx context.Context) *postgres {
 	if l.pg == nil {
-		l.pg, err = startPostgres(ctx)
+		l.pg = startPostgres(ctx)
 	}
-	return l.pg, err
+	return l.pg
 }
 
-func (l *lab) redisServer(ctx context.Context, flushed bool) (*redisServer, error) {
+func (l *lab) redisServer(ctx context.Context, flushed bool) *redisServer {
 	if l.redis == nil {
 		l.redis = map[bool]*redisServer{}
 	}
 	if l.redis[flushed] == nil {
-		server, err := startRedis(ctx, flushed)
-		if err != nil {
-			return nil, err
-		}
-		l.redis[flushed] = server
+		l.redis[flushed] = startRedis(ctx, flushed)
 	}
-	return l.redis[flushed], nil
+	return l.redis[flushed]
 }
 
 func (l *lab) close() (err error) {
@@ -74,24 +71,20 @@ func (s *stage) close() (err error) {
 }
 
 // database makes one with the package installed, and runs statements in it.
-func (s *stage) database(ctx context.Context, name string, statements ...string) (*postgres, error) {
-	pg, err := s.postgres(ctx)
-	if err != nil {
-		return nil, err
-	}
+func (s *stage) database(ctx context.Context, name string, statements ...string) *postgres {
+	pg := s.postgres(ctx)
 	s.atEnd(func() error {
 		return pg.exec(context.WithoutCancel(ctx), "", "drop database if exists "+name+" with (force)")
 	})
-	return pg, pg.database(ctx, name, statements...)
+	pg.database(ctx, name, statements...)
+	return pg
 }
 
 // pool opens connections whose commits wait for the flush, or do not.
-func (s *stage) pool(ctx context.Context, url string, flush bool, connections int32, change ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
-	pool, err := openPool(ctx, url, flush, connections, change...)
-	if err == nil {
-		s.atEnd(func() error { pool.Close(); return nil })
-	}
-	return pool, err
+func (s *stage) pool(ctx context.Context, url string, flush bool, connections int32, change ...func(*pgxpool.Config)) *pgxpool.Pool {
+	pool := openPool(ctx, url, flush, connections, change...)
+	s.atEnd(func() error { pool.Close(); return nil })
+	return pool
 }
 
 func (s *stage) combiner(pool *pgxpool.Pool, opts ...client.Option) *client.Combiner {
@@ -104,10 +97,49 @@ func (s *stage) combiner(pool *pgxpool.Pool, opts ...client.Option) *client.Comb
 // that whatever else the machine does happens to all of them.
 type experiment struct {
 	cells []string
-	open  func(ctx context.Context, s *stage, cells []string) (measure, error) // prepares for some of its cells
+	open  func(ctx context.Context, s *stage, cells []string) measure // prepares for some of its cells
 }
 
 type measure func(ctx context.Context, cell string) (sample, error)
+
+// of measures a cell.
+func (m measure) of(ctx context.Context, cell string) (s sample, err error) {
+	defer caught(&err)
+	return m(ctx, cell)
+}
+
+// must and check end what the benchmark does with the error that keeps it from going on, up to the function that has deferred caught.
+func must[T any](value T, err error) T {
+	check(err)
+	return value
+}
+
+func check(err error) {
+	if err != nil {
+		panic(failure{err})
+	}
+}
+
+// output is what a command prints.
+func output(cmd *exec.Cmd) string {
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		panic(failure{fmt.Errorf("%s: %w\n%s", strings.Join(cmd.Args, " "), err, out)})
+	}
+	return string(out)
+}
+
+type failure struct{ error }
+
+func caught(err *error) {
+	switch f := recover().(type) {
+	case nil:
+	case failure:
+		*err = f.error
+	default:
+		panic(f)
+	}
+}
 
 // A sample is what one run of a cell gave, by metric.
 type sample map[string]float64
@@ -152,14 +184,12 @@ func measureAll(ctx context.Context, l *lab, count int, chosen []string) ([]roun
 func (e experiment) measure(ctx context.Context, l *lab, rounds []round, note func(string, ...any)) (err error) {
 	s := &stage{lab: l}
 	defer func() { err = errors.Join(err, s.close()) }()
+	defer caught(&err)
 	note("preparing %s and so on", e.cells[0])
-	measure, err := e.open(ctx, s, e.cells)
-	if err != nil {
-		return err
-	}
+	measure := e.open(ctx, s, e.cells)
 	for i, round := range rounds {
 		for _, cell := range e.cells {
-			if round[cell], err = measure(ctx, cell); err != nil {
+			if round[cell], err = measure.of(ctx, cell); err != nil {
 				return fmt.Errorf("%s: %w", cell, err)
 			}
 			note("round %d of %d  %-34s %s", i+1, len(rounds), cell, round[cell])

@@ -50,28 +50,26 @@ func cellsOf(opponents, keys []string, callers ...int) (cells []string) {
 
 // loads measures cells named opponent/keys/callers. Each opponent first runs for a moment that does not count, so that the first is
 // not the only one to find everything cold.
-func loads(ctx context.Context, window time.Duration, cells []string, opponents map[string]opponent) (measure, error) {
+func loads(ctx context.Context, window time.Duration, cells []string, opponents map[string]opponent) measure {
 	keyspaces, warm := keyspaces(), map[string]bool{}
-	measure := func(ctx context.Context, cell string) (sample, error) {
+	measure := measure(func(ctx context.Context, cell string) (sample, error) {
 		part := loadCell.FindStringSubmatch(cell)
 		callers, _ := strconv.Atoi(part[3])
 		l := load{callers: callers, keys: keyspaces[part[2]], opponent: opponents[part[1]]}
 		if l.before != nil {
-			if err := l.keys.askForAll(ctx, l.before); err != nil {
-				return nil, err
-			}
+			check(l.keys.askForAll(ctx, l.before))
 		}
 		return l.run(ctx, window)
-	}
+	})
 	for _, cell := range cells {
 		if opponent := loadCell.FindStringSubmatch(cell)[1]; !warm[opponent] {
 			warm[opponent] = true
-			if _, err := measure(ctx, cell); err != nil {
-				return nil, fmt.Errorf("%s: %w", cell, err)
+			if _, err := measure.of(ctx, cell); err != nil {
+				panic(failure{fmt.Errorf("%s: %w", cell, err)})
 			}
 		}
 	}
-	return measure, nil
+	return measure
 }
 
 // A load is callers that each ask again as soon as they are answered.

@@ -63,6 +63,7 @@ func run(o options) (err error) {
 	defer stop()
 	ctx, cancel := context.WithTimeoutCause(ctx, limitOfRun, fmt.Errorf("not done within %v", limitOfRun))
 	defer cancel()
+	defer caught(&err)
 
 	if o.helper != "" {
 		return help(ctx, o.helper, flag.Args())

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"net"
@@ -138,24 +137,18 @@ func wants(cells []string, opponent string) bool {
 }
 
 // openGrid has every opponent with every keyspace and number of callers, and those for joint requests with many users.
-func openGrid(ctx context.Context, s *stage, cells []string) (measure, error) {
+func openGrid(ctx context.Context, s *stage, cells []string) measure {
 	all, members, keys := map[string]opponent{}, newMembership(), keyspaces()
 	setUp := slices.Concat(definePolicies(), defineJointPolicies(), defineSlots(), defineDry(manyKeys),
 		[]string{fmt.Sprintf("select ratelimit_acquire('dry', '%s')", hotKey), limiterTable, fillLimiter(), "vacuum analyze"})
-	pg, err := s.database(ctx, "grid", setUp...)
-	if err != nil {
-		return nil, err
-	}
+	pg := s.database(ctx, "grid", setUp...)
 	add := func(name string, acquire acquirer) { all[name] = opponent{acquire: acquire, server: []int{pg.pid}} }
 	for _, mode := range []struct {
 		name        string
 		flush       bool
 		connections int32
 	}{{"noflush", false, connections}, {"flush", true, connectionsFlushed}} {
-		pool, err := s.pool(ctx, pg.URL("grid"), mode.flush, mode.connections)
-		if err != nil {
-			return nil, err
-		}
+		pool := s.pool(ctx, pg.URL("grid"), mode.flush, mode.connections)
 		combiner := s.combiner(pool)
 		add("plain-"+mode.name, pgratelimit(client.New(pool)))
 		add("combined-"+mode.name, pgratelimit(combiner))
@@ -179,36 +172,24 @@ func openGrid(ctx context.Context, s *stage, cells []string) (measure, error) {
 		if !slices.ContainsFunc(cells, func(cell string) bool { return strings.Contains(cell, "redis-aof") == flushed }) {
 			continue
 		}
-		server, err := s.redisServer(ctx, flushed)
-		if err != nil {
-			return nil, err
-		}
-		pipelined, err := server.AutoPipeline()
-		if err != nil {
-			return nil, err
-		}
-		add := func(name string, acquire acquirer, fill ...*keyspace) error {
+		server := s.redisServer(ctx, flushed)
+		pipelined := must(server.AutoPipeline())
+		add := func(name string, acquire acquirer, fill ...*keyspace) {
 			all[name] = opponent{acquire: acquire, server: []int{server.pid}}
 			for _, keys := range fill {
-				if err := keys.askForAll(ctx, acquire); err != nil {
-					return err
-				}
+				check(keys.askForAll(ctx, acquire))
 			}
-			return nil
 		}
-		err = add(name, redisRate(server))
-		err = cmp.Or(err, add(name+"-pipelined", redisRate(pipelined), keys["hot"], keys["uniform"]))
+		add(name, redisRate(server))
+		add(name+"-pipelined", redisRate(pipelined), keys["hot"], keys["uniform"])
 		if !flushed {
-			err = cmp.Or(err,
-				add("joint-script", members.script(server)),
-				add("joint-script-pipelined", members.script(pipelined), keys["uniform"]),
-				add("held-redis", heldRedis(server)),
-				keys["uniform"].askForAll(ctx, emptyRedis(server)), keys["hot"].askForAll(ctx, emptyRedis(server)),
-				add("half-redis", mixed(50, dryRedis(server), redisRate(server))),
-				add("flood-redis", mixed(99, dryRedis(server), redisRate(server))))
-		}
-		if err != nil {
-			return nil, err
+			add("joint-script", members.script(server))
+			add("joint-script-pipelined", members.script(pipelined), keys["uniform"])
+			add("held-redis", heldRedis(server))
+			check(keys["uniform"].askForAll(ctx, emptyRedis(server)))
+			check(keys["hot"].askForAll(ctx, emptyRedis(server)))
+			add("half-redis", mixed(50, dryRedis(server), redisRate(server)))
+			add("flood-redis", mixed(99, dryRedis(server), redisRate(server)))
 		}
 	}
 	return loads(ctx, s.window, cells, all)
@@ -216,16 +197,10 @@ func openGrid(ctx context.Context, s *stage, cells []string) (measure, error) {
 
 // openPrefetch compares a prefetching client with redis_rate on keys that are asked for often, near its server and a millisecond away, and with
 // a combining client on keys that are not.
-func openPrefetch(ctx context.Context, s *stage, cells []string) (measure, error) {
+func openPrefetch(ctx context.Context, s *stage, cells []string) measure {
 	const database = "prefetch"
-	server, err := s.redisServer(ctx, false)
-	if err != nil {
-		return nil, err
-	}
-	pg, err := s.database(ctx, database, definePrefetchedPolicies()...)
-	if err != nil {
-		return nil, err
-	}
+	server := s.redisServer(ctx, false)
+	pg := s.database(ctx, database, definePrefetchedPolicies()...)
 	all := map[string]opponent{}
 	for name, dial := range map[string]func(context.Context, string, string) (net.Conn, error){"": nil, "-1ms": latency(time.Millisecond).dial} {
 		options := *server.Options()
@@ -234,18 +209,12 @@ func openPrefetch(ctx context.Context, s *stage, cells []string) (measure, error
 		}
 		rdb := redis.NewClient(&options)
 		s.atEnd(rdb.Close)
-		pipelined, err := rdb.AutoPipeline()
-		if err != nil {
-			return nil, err
-		}
-		pool, err := s.pool(ctx, pg.URL(database), false, connections, func(config *pgxpool.Config) {
+		pipelined := must(rdb.AutoPipeline())
+		pool := s.pool(ctx, pg.URL(database), false, connections, func(config *pgxpool.Config) {
 			if dial != nil {
 				config.ConnConfig.DialFunc = dial
 			}
 		})
-		if err != nil {
-			return nil, err
-		}
 		prefetcher := client.NewPrefetcher(pool, client.Prefetch{Policy: "durable"})
 		s.atEnd(func() error { prefetcher.Close(); return nil })
 		all["prefetch/redis"+name] = opponent{acquire: redisRate(rdb), server: []int{server.pid}}
@@ -264,56 +233,33 @@ func definePrefetchedPolicies() []string {
 }
 
 // openCleanup measures plain acquires of 64 callers without and with a clean-up beside them that has a million rows to remove.
-func openCleanup(ctx context.Context, s *stage, _ []string) (measure, error) {
+func openCleanup(ctx context.Context, s *stage, _ []string) measure {
 	const database, rows = "cleanup", 1_000_000
-	pg, err := s.database(ctx, database, append(definePolicies(), "select ratelimit_define_policy('idle', 10, 10, '1 second')", "vacuum analyze")...)
-	if err != nil {
-		return nil, err
-	}
-	pool, err := s.pool(ctx, pg.URL(database), false, connections)
-	if err != nil {
-		return nil, err
-	}
+	pg := s.database(ctx, database, append(definePolicies(), "select ratelimit_define_policy('idle', 10, 10, '1 second')", "vacuum analyze")...)
+	pool := s.pool(ctx, pg.URL(database), false, connections)
 	l := load{64, keyspaces()["uniform"], opponent{acquire: pgratelimit(client.New(pool)), server: []int{pg.pid}}}
 	return func(ctx context.Context, _ string) (sample, error) {
-		if err := pg.exec(ctx, database, fill{policy: "idle", count: rows, ago: "2 hours"}.sql()); err != nil {
-			return nil, err
-		}
-		without, err := l.run(ctx, 2*s.window)
-		if err != nil {
-			return nil, err
-		}
-		with, err := l.during(ctx, 0, func(ctx context.Context) error {
+		check(pg.exec(ctx, database, fill{policy: "idle", count: rows, ago: "2 hours"}.sql()))
+		without := must(l.run(ctx, 2*s.window))
+		with := must(l.during(ctx, 0, func(ctx context.Context) error {
 			return pg.exec(ctx, database, "call ratelimit_cleanup_all('2 minutes')")
-		})
-		if err != nil {
-			return nil, err
-		}
-		left, err := queryRow[int](ctx, pg, database, "select count(*) from ratelimit.buckets where due_at < now()")
-		if err != nil {
-			return nil, err
-		}
+		}))
+		left := queryRow[int](ctx, pg, database, "select count(*) from ratelimit.buckets where due_at < now()")
 		if left == rows {
 			return nil, fmt.Errorf("clean-up removed nothing")
 		}
 		return sample{"without": without[rate], "with": with[rate]},
 			pg.exec(ctx, database, "delete from ratelimit.buckets where due_at < now()", "vacuum ratelimit.buckets")
-	}, nil
+	}
 }
 
 // openSnapshot measures what a session that holds a snapshot costs: no dead version of a row can be removed meanwhile. Cell snapshot is
 // combined acquires of 64 callers on one key, before, and after it was held for a while. The others are cycles of slots, for as long
 // without it and beside it: by 64 callers in Go, or by pgbench.
-func openSnapshot(ctx context.Context, s *stage, _ []string) (measure, error) {
+func openSnapshot(ctx context.Context, s *stage, _ []string) measure {
 	const database = "snapshot"
-	pg, err := s.database(ctx, database, slices.Concat(definePolicies(), defineSlots(), []string{"vacuum analyze"})...)
-	if err != nil {
-		return nil, err
-	}
-	pool, err := s.pool(ctx, pg.URL(database), false, connections)
-	if err != nil {
-		return nil, err
-	}
+	pg := s.database(ctx, database, slices.Concat(definePolicies(), defineSlots(), []string{"vacuum analyze"})...)
+	pool := s.pool(ctx, pg.URL(database), false, connections)
 	combined, cycle := opponent{acquire: pgratelimit(s.combiner(pool))}, opponent{acquire: held(client.New(pool))}
 	wait := func(d time.Duration) func(context.Context) error {
 		return func(ctx context.Context) error { return pause(ctx, d) }
@@ -323,39 +269,26 @@ func openSnapshot(ctx context.Context, s *stage, _ []string) (measure, error) {
 		if cell == "snapshot" || strings.HasSuffix(cell, "-hot") {
 			keys = keyspaces()["hot"]
 		}
-		without := func() (sample, error) { return load{64, keys, cycle}.during(ctx, s.window, wait(s.snapshotHeld)) }
+		without := func() sample { return must(load{64, keys, cycle}.during(ctx, s.window, wait(s.snapshotHeld))) }
 		beside := without
 		if script, ok := strings.CutPrefix(cell, "snapshot/pgbench"); ok {
-			without = func() (sample, error) {
+			without = func() sample {
 				return pg.pgbench(ctx, database, bareScripts["bare/held"+script], s.snapshotHeld/2)
 			}
 			beside = without
 		}
 		if cell == "snapshot" {
-			without = func() (sample, error) { return load{64, keys, combined}.run(ctx, 2*s.window) }
-			beside = func() (sample, error) { return load{64, keys, combined}.during(ctx, s.snapshotHeld, wait(2*s.window)) }
+			without = func() sample { return must(load{64, keys, combined}.run(ctx, 2*s.window)) }
+			beside = func() sample { return must(load{64, keys, combined}.during(ctx, s.snapshotHeld, wait(2*s.window))) }
 		}
 
 		vacuum := "vacuum ratelimit.buckets, ratelimit.slots, ratelimit.leases"
-		if err := pg.exec(ctx, database, vacuum); err != nil {
-			return nil, err
-		}
-		before, err := without()
-		if err != nil {
-			return nil, err
-		}
-		if err := pg.exec(ctx, database, vacuum); err != nil {
-			return nil, err
-		}
-		holder, err := pgx.Connect(ctx, pg.URL(database))
-		if err != nil {
-			return nil, err
-		}
+		check(pg.exec(ctx, database, vacuum))
+		before := without()
+		check(pg.exec(ctx, database, vacuum))
+		holder := must(pgx.Connect(ctx, pg.URL(database)))
 		defer holder.Close(ctx)
-		if _, err := holder.Exec(ctx, "begin isolation level repeatable read; select 1 from ratelimit.policies"); err != nil {
-			return nil, err
-		}
-		after, err := beside()
-		return sample{"before": before[rate], "after": after[rate]}, err
-	}, nil
+		must(holder.Exec(ctx, "begin isolation level repeatable read; select 1 from ratelimit.policies"))
+		return sample{"before": before[rate], "after": beside()[rate]}, nil
+	}
 }

@@ -30,18 +30,12 @@ func (p processor) title() string {
 
 // readResults returns those of a directory: bench.json first.
 func readResults(dir string) (all []processor, err error) {
-	files, err := filepath.Glob(filepath.Join(dir, "bench*.json"))
-	if err != nil {
-		return nil, err
-	}
+	files := must(filepath.Glob(filepath.Join(dir, "bench*.json")))
 	slices.SortFunc(files, func(a, b string) int {
 		return strings.Compare(strings.TrimSuffix(a, ".json"), strings.TrimSuffix(b, ".json"))
 	})
 	for _, file := range files {
-		text, err := os.ReadFile(file)
-		if err != nil {
-			return nil, err
-		}
+		text := must(os.ReadFile(file))
 		p := processor{new(report), strings.TrimSuffix(filepath.Base(file), ".json")}
 		if err := json.Unmarshal(text, p.report); err != nil {
 			return nil, fmt.Errorf("%s: %w", file, err)
@@ -88,18 +82,9 @@ func renewPage(page string, all []processor) (_ string, err error) {
 
 // rewritePage writes the page anew.
 func rewritePage(file, results string) error {
-	all, err := readResults(results)
-	if err != nil {
-		return err
-	}
-	page, err := os.ReadFile(file)
-	if err != nil {
-		return err
-	}
-	next, err := renewPage(string(page), all)
-	if err != nil {
-		return err
-	}
+	all := must(readResults(results))
+	page := must(os.ReadFile(file))
+	next := must(renewPage(string(page), all))
 	return os.WriteFile(file, []byte(next), 0o644)
 }
 

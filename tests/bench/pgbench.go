@@ -49,17 +49,17 @@ var bareCells = []string{
 	"bare/select", "bare/denied",
 }
 
-func openBare(ctx context.Context, s *stage, _ []string) (measure, error) {
+func openBare(ctx context.Context, s *stage, _ []string) measure {
 	const database = "bare"
 	setUp := slices.Concat(bareTables(manyKeys), defineSlots(), guardedTable(), []string{fill{policy: "full", count: manyKeys}.inUse(), "create table free (like guarded)"})
-	pg, err := s.database(ctx, database, setUp...)
+	pg := s.database(ctx, database, setUp...)
 	return func(ctx context.Context, cell string) (sample, error) {
-		figures, err := pg.pgbench(ctx, database, bareScripts[cell], s.window)
-		if err != nil || cell != "bare/keyed" {
-			return figures, err
+		figures := pg.pgbench(ctx, database, bareScripts[cell], s.window)
+		if cell == "bare/keyed" {
+			pg.space(ctx, database, "ratelimit.idempotency_keys", "150 + 2.5 * octet_length(k.key || k.idempotency_key)", figures)
 		}
-		return figures, pg.space(ctx, database, "ratelimit.idempotency_keys", "150 + 2.5 * octet_length(k.key || k.idempotency_key)", figures)
-	}, err
+		return figures, nil
+	}
 }
 
 // bareTables fills the buckets of a policy that never runs dry and of one that has, and a table to compare with.
@@ -90,24 +90,21 @@ func guardedTable() []string {
 var ratePrinted = regexp.MustCompile(`(?m)^tps = ([0-9.]+)`)
 
 // pgbench runs a script by 16 clients for a second that does not count, and then for two windows.
-func (pg *postgres) pgbench(ctx context.Context, database, script string, window time.Duration) (figures sample, err error) {
-	program, err := pg.program(ctx, "pgbench")
-	if err != nil {
-		return nil, err
-	}
+func (pg *postgres) pgbench(ctx context.Context, database, script string, window time.Duration) (figures sample) {
+	program := must(pg.program(ctx, "pgbench"))
 	for _, seconds := range []float64{1, max(1, (2 * window).Round(time.Second).Seconds())} {
 		cmd := exec.CommandContext(ctx, program, "--no-vacuum", "--protocol=prepared", "--client", "16", "--jobs", "2",
 			"--file", "-", "--time", fmt.Sprint(seconds), pg.URL(database))
 		cmd.Env = append(os.Environ(), "PGOPTIONS=-c synchronous_commit=off")
 		cmd.Stdin = strings.NewReader(script)
-		out, err := cmd.CombinedOutput()
-		match := ratePrinted.FindSubmatch(out)
-		if err != nil || match == nil || strings.Contains(string(out), "ERROR") {
-			return nil, fmt.Errorf("pgbench: %w\n%s", err, out)
+		out := output(cmd)
+		match := ratePrinted.FindStringSubmatch(out)
+		if match == nil || strings.Contains(out, "ERROR") {
+			panic(failure{fmt.Errorf("pgbench:\n%s", out)})
 		}
-		figures = sample{rate: number(string(match[1]))}
+		figures = sample{rate: number(match[1])}
 	}
-	return figures, nil
+	return figures
 }
 
 func number(text string) float64 {
@@ -116,40 +113,29 @@ func number(text string) float64 {
 }
 
 // space notes what a row of a table takes with its indexes, and that to the formula of docs/performance.md.
-func (pg *postgres) space(ctx context.Context, database, table, formula string, s sample) error {
-	bytes, err := queryRow[float64](ctx, pg, database, fmt.Sprintf(
-		"select pg_total_relation_size('%s')::float8 / nullif(count(*), 0) from %[1]s", table))
-	if err != nil {
-		return err
-	}
-	foretold, err := queryRow[float64](ctx, pg, database, fmt.Sprintf(
-		"select avg(%s)::float8 from (select * from %s limit 10000) as k", formula, table))
+func (pg *postgres) space(ctx context.Context, database, table, formula string, s sample) {
+	bytes := queryRow[float64](ctx, pg, database, fmt.Sprintf("select pg_total_relation_size('%s')::float8 / nullif(count(*), 0) from %[1]s", table))
+	foretold := queryRow[float64](ctx, pg, database, fmt.Sprintf("select avg(%s)::float8 from (select * from %s limit 10000) as k", formula, table))
 	s["bytes"], s["to_formula"] = bytes, bytes/foretold
-	return err
 }
 
 // bucketCells compare few buckets with many, each number in a database of its own.
 var bucketCells = []string{"buckets/10k", "buckets/1m", "buckets/10m"}
 
-func openBuckets(ctx context.Context, s *stage, cells []string) (measure, error) {
+func openBuckets(ctx context.Context, s *stage, cells []string) measure {
 	counts := map[string]int{"buckets/10k": 10_000, "buckets/1m": 1_000_000, "buckets/10m": 10_000_000}
 	database := func(cell string) string { return fmt.Sprintf("buckets_%d", counts[cell]) }
 	for _, cell := range cells {
-		_, err := s.database(ctx, database(cell),
+		s.database(ctx, database(cell),
 			definePolicy("full", true),
 			"set work_mem = '256MB'",
 			fill{policy: "full", count: counts[cell], tokens: capacity / 2}.sql(),
 			"vacuum analyze ratelimit.buckets")
-		if err != nil {
-			return nil, err
-		}
 	}
 	return func(ctx context.Context, cell string) (sample, error) {
 		script := fmt.Sprintf(`\set k random(1, %d)`, counts[cell]) + "\n" + acquireSQL("full", manyKeysSQL)
-		figures, err := s.pg.pgbench(ctx, database(cell), script, s.window)
-		if err != nil {
-			return nil, err
-		}
-		return figures, s.pg.space(ctx, database(cell), "ratelimit.buckets", "183 + 3 * octet_length(k.key)", figures)
-	}, nil
+		figures := s.pg.pgbench(ctx, database(cell), script, s.window)
+		s.pg.space(ctx, database(cell), "ratelimit.buckets", "183 + 3 * octet_length(k.key)", figures)
+		return figures, nil
+	}
 }

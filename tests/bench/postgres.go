@@ -42,41 +42,29 @@ func settings() []string {
 
 // startPostgres takes the machine's own PostgreSQL unless RATELIMIT_TEST_REQUIRE says otherwise: both
 // opponents are to be reached the same way, and a container has a proxy in between.
-func startPostgres(ctx context.Context, more ...string) (*postgres, error) {
+func startPostgres(ctx context.Context, more ...string) *postgres {
 	if os.Getenv("RATELIMIT_TEST_REQUIRE") == "" {
 		os.Setenv("RATELIMIT_TEST_REQUIRE", "local")
 	}
-	server, err := pgtest.Start(ctx, append(settings(), more...)...)
-	if err != nil {
-		return nil, err
-	}
-	pg := &postgres{Server: server}
+	pg := &postgres{Server: must(pgtest.Start(ctx, append(settings(), more...)...))}
 	if err := pg.locate(ctx); err != nil {
-		return nil, errors.Join(fmt.Errorf("the server is not a process of this machine: %w", err), server.Close())
+		panic(failure{errors.Join(fmt.Errorf("the server is not a process of this machine: %w", err), pg.Close())})
 	}
-	return pg, nil
+	return pg
 }
 
 // locate finds the server's process, and from it the programs of its version.
 func (pg *postgres) locate(ctx context.Context) (err error) {
-	if pg.data, err = queryRow[string](ctx, pg, "", "show data_directory"); err != nil {
-		return err
-	}
-	if pg.pid, err = queryRow[int](ctx, pg, "", "select split_part(pg_read_file('postmaster.pid'), e'\\n', 1)::integer"); err != nil {
-		return err
-	}
-	program, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pg.pid))
-	pg.bin = filepath.Dir(program)
-	return err
+	defer caught(&err)
+	pg.data = queryRow[string](ctx, pg, "", "show data_directory")
+	pg.pid = queryRow[int](ctx, pg, "", "select split_part(pg_read_file('postmaster.pid'), e'\\n', 1)::integer")
+	pg.bin = filepath.Dir(must(os.Readlink(fmt.Sprintf("/proc/%d/exe", pg.pid))))
+	return nil
 }
 
 // socket returns the folder of the server's socket.
-func (pg *postgres) socket(database string) (string, error) {
-	address, err := url.Parse(pg.URL(database))
-	if err != nil {
-		return "", err
-	}
-	return address.Query().Get("host"), nil
+func (pg *postgres) socket(database string) string {
+	return must(url.Parse(pg.URL(database))).Query().Get("host")
 }
 
 // program returns the path of a program of PostgreSQL: that of the server's version, or another, where a package has few of them.
@@ -93,19 +81,12 @@ func (pg *postgres) program(ctx context.Context, name string) (string, error) {
 }
 
 // database creates a database with the package installed and runs statements in it.
-func (pg *postgres) database(ctx context.Context, name string, statements ...string) error {
-	if err := pg.exec(ctx, "", "create database "+name+" template template0"); err != nil {
-		return err
-	}
-	conn, err := pgx.Connect(ctx, pg.URL(name))
-	if err != nil {
-		return err
-	}
+func (pg *postgres) database(ctx context.Context, name string, statements ...string) {
+	check(pg.exec(ctx, "", "create database "+name+" template template0"))
+	conn := must(pgx.Connect(ctx, pg.URL(name)))
 	defer conn.Close(ctx)
-	if err := migrations.Up(ctx, conn); err != nil {
-		return err
-	}
-	return pg.exec(ctx, name, statements...)
+	check(migrations.Up(ctx, conn))
+	check(pg.exec(ctx, name, statements...))
 }
 
 // exec runs statements one by one, each a transaction of its own.
@@ -123,16 +104,13 @@ func (pg *postgres) exec(ctx context.Context, database string, statements ...str
 	return nil
 }
 
-func queryRow[T any](ctx context.Context, pg *postgres, database, sql string, args ...any) (value T, err error) {
-	conn, err := pgx.Connect(ctx, pg.URL(database))
-	if err != nil {
-		return value, err
-	}
+func queryRow[T any](ctx context.Context, pg *postgres, database, sql string, args ...any) (value T) {
+	conn := must(pgx.Connect(ctx, pg.URL(database)))
 	defer conn.Close(ctx)
 	if err := conn.QueryRow(ctx, sql, args...).Scan(&value); err != nil {
-		return value, fmt.Errorf("%w\n%s", err, sql)
+		panic(failure{fmt.Errorf("%w\n%s", err, sql)})
 	}
-	return value, nil
+	return value
 }
 
 // How many connections a pool of SQL callers has. Of 8 to 128 these did best on two cores: more only
@@ -142,17 +120,14 @@ const (
 	connectionsFlushed = 32
 )
 
-func openPool(ctx context.Context, url string, flush bool, connections int32, change ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
-	config, err := pgxpool.ParseConfig(url)
-	if err != nil {
-		return nil, err
-	}
+func openPool(ctx context.Context, url string, flush bool, connections int32, change ...func(*pgxpool.Config)) *pgxpool.Pool {
+	config := must(pgxpool.ParseConfig(url))
 	config.MaxConns = connections
 	config.ConnConfig.RuntimeParams["synchronous_commit"] = map[bool]string{false: "off", true: "on"}[flush]
 	for _, change := range change {
 		change(config)
 	}
-	return pgxpool.NewWithConfig(ctx, config)
+	return must(pgxpool.NewWithConfig(ctx, config))
 }
 
 // fill writes rows as acquires would, in a fraction of their time. Up to a million come in a random

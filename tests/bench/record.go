@@ -121,22 +121,12 @@ func (r record) renewed(server string, counts map[string]writing, reason string)
 func renewRecord(ctx context.Context, file, reason string) (err error) {
 	var r record
 	if text, err := os.ReadFile(file); err == nil {
-		if r, err = parseRecord(string(text)); err != nil {
-			return err
-		}
+		r = must(parseRecord(string(text)))
 	}
 	var i instructions
 	defer func() { err = errors.Join(err, i.close(ctx)) }()
-	if err := i.prepare(ctx); err != nil {
-		return err
-	}
-	counts, err := i.count(ctx)
-	if err != nil {
-		return err
-	}
-	next, err := r.renewed(i.version, counts, reason)
-	if err != nil {
-		return err
-	}
+	i.prepare(ctx)
+	counts := must(i.count(ctx))
+	next := must(r.renewed(i.version, counts, reason))
 	return os.WriteFile(file, []byte(next.String()), 0o644)
 }

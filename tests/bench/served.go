@@ -25,36 +25,19 @@ const servedConnections = 2
 
 // openServed compares pgratelimit serve, by each way to ask it, with Envoy's reference service on Redis. Callers, program and database
 // share the cores of this machine.
-func openServed(ctx context.Context, s *stage, cells []string) (measure, error) {
+func openServed(ctx context.Context, s *stage, cells []string) measure {
 	const database = "served"
-	pg, err := s.database(ctx, database, append(definePolicies(), "vacuum analyze")...)
-	if err != nil {
-		return nil, err
-	}
+	pg := s.database(ctx, database, append(definePolicies(), "vacuum analyze")...)
 	all := map[string]opponent{}
 	if wants(cells, "served/envoy/") {
-		redis, err := s.redisServer(ctx, false)
-		if err != nil {
-			return nil, err
-		}
-		envoy, err := startEnvoy(ctx, s, redis)
-		if err != nil {
-			return nil, err
-		}
+		redis := s.redisServer(ctx, false)
+		envoy := startEnvoy(ctx, s, redis)
 		all["served/envoy"] = opponent{acquire: envoy, server: []int{redis.pid}}
-		if err := keyspaces()["uniform"].askForAll(ctx, envoy); err != nil {
-			return nil, err
-		}
+		check(keyspaces()["uniform"].askForAll(ctx, envoy))
 	}
-	program, err := startProgram(ctx, "DATABASE_URL="+pg.URL(database), "NO_FLUSH=true")
-	if err != nil {
-		return nil, err
-	}
+	program := startProgram(ctx, "DATABASE_URL="+pg.URL(database), "NO_FLUSH=true")
 	s.atEnd(program.close)
-	conns, err := s.dial(program.grpc)
-	if err != nil {
-		return nil, err
-	}
+	conns := s.dial(program.grpc)
 	for name, o := range map[string]opponent{
 		"grpc": {acquire: overGRPC(conns)}, "many": {many: manyOverGRPC(conns)}, "stream": {many: streamed(ctx, conns)}, "json": {acquire: s.overJSON(program)},
 	} {
@@ -66,14 +49,12 @@ func openServed(ctx context.Context, s *stage, cells []string) (measure, error) 
 
 type connectionsOf [servedConnections]*grpc.ClientConn
 
-func (s *stage) dial(address string) (conns connectionsOf, err error) {
+func (s *stage) dial(address string) (conns connectionsOf) {
 	for i := range conns {
-		if conns[i], err = grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials())); err != nil {
-			return conns, err
-		}
+		conns[i] = must(grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials())))
 		s.atEnd(conns[i].Close)
 	}
-	return conns, nil
+	return conns
 }
 
 // of has the callers share connections, as those of a process do.
@@ -166,53 +147,30 @@ descriptors:
 `
 
 // envoyProgram is built if it is not there.
-func envoyProgram(ctx context.Context) (string, error) {
-	dir, err := filepath.Abs(filepath.Join("build", "envoy"))
-	if err != nil {
-		return "", err
-	}
+func envoyProgram(ctx context.Context) string {
+	dir := must(filepath.Abs(filepath.Join("build", "envoy")))
 	program := filepath.Join(dir, "service_cmd")
-	if _, err := os.Stat(program); err == nil {
-		return program, nil
+	if _, err := os.Stat(program); err != nil {
+		install := exec.CommandContext(ctx, "go", "install", envoyModule)
+		install.Env = append(os.Environ(), "GOBIN="+dir)
+		output(install)
 	}
-	install := exec.CommandContext(ctx, "go", "install", envoyModule)
-	install.Env = append(os.Environ(), "GOBIN="+dir)
-	if text, err := install.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("go install %s: %w\n%s", envoyModule, err, text)
-	}
-	return program, nil
+	return program
 }
 
 // startEnvoy starts Envoy's reference service of rate limits, on a Redis, with its own defaults. Its windows are fixed: a counter for each
 // day, which a request increases before it is compared, so that denials count, too.
-func startEnvoy(ctx context.Context, s *stage, redis *redisServer) (acquirer, error) {
-	program, err := envoyProgram(ctx)
-	if err != nil {
-		return nil, err
-	}
-	dir, err := os.MkdirTemp("/tmp", "ratelimit-envoy-")
-	if err != nil {
-		return nil, err
-	}
+func startEnvoy(ctx context.Context, s *stage, redis *redisServer) acquirer {
+	program := envoyProgram(ctx)
+	dir := must(os.MkdirTemp("/tmp", "ratelimit-envoy-"))
 	config, socket := filepath.Join(dir, "runtime", "config"), filepath.Join(dir, "grpc")
-	if err := os.MkdirAll(config, 0o700); err != nil {
-		return nil, err
-	}
-	if err := os.WriteFile(filepath.Join(config, "bench.yaml"), []byte(envoyRules), 0o600); err != nil {
-		return nil, err
-	}
+	check(os.MkdirAll(config, 0o700))
+	check(os.WriteFile(filepath.Join(config, "bench.yaml"), []byte(envoyRules), 0o600))
 	var ports [2]string
 	for i := range ports {
-		address, err := freeAddress(ctx)
-		if err != nil {
-			return nil, err
-		}
-		_, ports[i], _ = strings.Cut(address, ":")
+		_, ports[i], _ = strings.Cut(freeAddress(ctx), ":")
 	}
-	conns, err := s.dial("unix:" + socket)
-	if err != nil {
-		return nil, err
-	}
+	conns := s.dial("unix:" + socket)
 	ask := func(ctx context.Context, key string) error {
 		answer, err := envoypb.NewRateLimitServiceClient(conns.of(key)).ShouldRateLimit(ctx, &envoypb.RateLimitRequest{
 			Domain:      "bench",
@@ -225,11 +183,9 @@ func startEnvoy(ctx context.Context, s *stage, redis *redisServer) (acquirer, er
 		return wanted(answer.OverallCode == envoypb.RateLimitResponse_OK && answer.Statuses[0].CurrentLimit != nil, nil)
 	}
 	ready := func(ctx context.Context) error { return ask(ctx, "awaited") }
-	service, err := startChild(ctx, dir, ready, []string{"HOST=127.0.0.1", "PORT=" + ports[0], "DEBUG_HOST=127.0.0.1", "DEBUG_PORT=" + ports[1], "GRPC_UDS=" + socket,
+	service := must(startChild(ctx, dir, ready, []string{"HOST=127.0.0.1", "PORT=" + ports[0], "DEBUG_HOST=127.0.0.1", "DEBUG_PORT=" + ports[1], "GRPC_UDS=" + socket,
 		"RUNTIME_ROOT=" + dir, "RUNTIME_SUBDIRECTORY=runtime", "RUNTIME_WATCH_ROOT=false",
-		"REDIS_SOCKET_TYPE=unix", "REDIS_URL=" + redis.Options().Addr, "USE_STATSD=false", "DISABLE_STATS=true", "LOG_LEVEL=ERROR"}, program)
-	if err == nil {
-		s.atEnd(service.close)
-	}
-	return ask, err
+		"REDIS_SOCKET_TYPE=unix", "REDIS_URL=" + redis.Options().Addr, "USE_STATSD=false", "DISABLE_STATS=true", "LOG_LEVEL=ERROR"}, program))
+	s.atEnd(service.close)
+	return ask
 }
