@@ -320,21 +320,6 @@ func (q InMode) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	return q.Conn.QueryRow(ctx, sql, append([]any{q.Mode}, args...)...)
 }
 
-// RawDecision makes a call without any function or operator of the session's own.
-func RawDecision(conn *pgx.Conn, call string, args ...any) string {
-	var d struct {
-		allowed, Replayed      bool
-		remaining, Capacity    int64
-		retryAfter, resetAfter pgtype.Interval
-	}
-	err := conn.QueryRow(context.Background(), "select allowed, remaining, retry_after, reset_after, capacity, replayed from public."+call, args...).
-		Scan(&d.allowed, &d.remaining, &d.retryAfter, &d.resetAfter, &d.Capacity, &d.Replayed)
-	if err != nil {
-		return err.Error()
-	}
-	return fmt.Sprintf("%+v", d)
-}
-
 // StartBatch sends requests in one call that may wait for other sessions. The answers are there when the call is over.
 func StartBatch[R, A any](s *Session, send func(Querier, []R) ([]A, error), requests ...R) (call *Pending, answers *[]A) {
 	answers = new([]A)

@@ -48,13 +48,6 @@ func (s *Shards) ServerOf(n int) *pgtest.Server { return s.Servers[n/DatabasesOf
 
 func (s *Shards) Of() int { return len(s.Dbs) }
 
-// Each does something to all databases.
-func (s *Shards) Each(do func(db *TestDB)) {
-	for _, db := range s.Dbs {
-		do(db)
-	}
-}
-
 // Key is a name with something after it, so that it belongs to a shard.
 func (s *Shards) Key(n int, name string) string { return KeyOf(n, s.Of(), name+" ") }
 
