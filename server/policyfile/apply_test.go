@@ -364,8 +364,7 @@ func TestApply_InEveryExecMode(t *testing.T) {
 	t.Parallel()
 	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
 		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.New(t)
+			db := pgtest.Parallel(t)
 			conn := db.Connect(t, func(config *pgx.ConnConfig) { config.DefaultQueryExecMode = mode })
 
 			require.Len(t, apply(t, conn, twoPolicies).Changes, 3)

@@ -61,8 +61,7 @@ func TestCombiner_GrantsExactlyWhatIsThere(t *testing.T) {
 
 // Rows come before the transaction commits.
 func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	db.Exec(t, "select ratelimit_define_policy('gate', 10, 1, '1 day'), ratelimit_define_policy('api', 10, 1, '1 day')")
 	limiter := newCombiner(t, db.Pool, client.CallsInFlight(1))
 	db.Exec(t, `

@@ -28,8 +28,7 @@ import (
 
 // A rollback to a savepoint would give back tokens unseen.
 func TestDenialCache_IsNotForTransactions(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	ctx := t.Context()
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
 	for name, handle := range handles {
@@ -47,8 +46,7 @@ func TestDenialCache_IsNotForTransactions(t *testing.T) {
 const longest = math.MaxInt64 / 1000 * time.Microsecond
 
 func TestWait_IsNotForTransactions(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	tx := begin(t, db.Pool)
 	limiter := client.New(db.Pool)
 	for name, in := range map[string]*client.Limiter{"Tx": client.New(tx), "WithTx": limiter.WithTx(tx), "Conn": client.New(tx.Conn())} {
@@ -64,8 +62,7 @@ func TestRunCleanup_WantsAnInterval(t *testing.T) {
 }
 
 func TestPolicies_LongIntervalsAreCut(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	db.Exec(t, "select ratelimit_define_policy('slow', 1, 1, '365250 days', remember => '365250 days')")
 	policies := kit.NoError(client.New(db.Pool).Policies(t.Context()))(t)
 	require.Equal(t, longest, policies[0].Every)
@@ -130,8 +127,7 @@ var kinds = map[string]error{
 
 // Each client runs this table.
 func TestErrors_AsInEveryLanguage(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
 	limiter := client.New(db.Pool)
 	ctx := t.Context()
@@ -167,8 +163,7 @@ func TestErrors_AsInEveryLanguage(t *testing.T) {
 }
 
 func TestErrors_ALockTimeoutIsErrLocked(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
 	ctx := t.Context()
 

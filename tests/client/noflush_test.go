@@ -85,8 +85,7 @@ func TestNoFlush_IsForItsCallsAlone(t *testing.T) {
 
 // The caller's commit is the caller's.
 func TestNoFlush_IsRefusedInATransaction(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
 	ctx := t.Context()
 	for name, handle := range handles {
@@ -115,8 +114,7 @@ func TestNoFlush_IsRefusedInATransaction(t *testing.T) {
 
 // The commit decides, and nothing has to be known about the type of a transaction. Hooks are those of the pool.
 func TestWithTx_LeavesTheFlushToTheCommit(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
 	ctx := t.Context()
 	tx := begin(t, db.Pool)

@@ -94,8 +94,7 @@ func TestRetry_ASerializationFailureOutsideATransaction(t *testing.T) {
 	t.Parallel()
 	for name, handle := range handles {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.New(t)
+			db := pgtest.Parallel(t)
 			db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour'), ratelimit_acquire('api', 'k')")
 			holder := begin(t, db.Pool)
 			kit.NoError(client.New(holder).Acquire(t.Context(), "api", "k"))(t)

@@ -65,6 +65,12 @@ func Main(m interface{ Run() int }) {
 // New returns a database of its own with the package installed. It is dropped when the test ends.
 func New(t testing.TB) *DB { return create(t, true) }
 
+// Parallel is New for a test that runs beside others.
+func Parallel(t *testing.T) *DB {
+	t.Parallel()
+	return New(t)
+}
+
 // Empty returns a database of its own without the package. It is dropped when the test ends. Options
 // are those of CREATE DATABASE, such as "encoding 'LATIN1'".
 func Empty(t testing.TB, options ...string) *DB { return create(t, false, options...) }

@@ -46,8 +46,7 @@ func TestCatalog_FunctionsThatOnlyReadAreStable(t *testing.T) {
 }
 
 func TestCatalog_SecurityDefinerWithPinnedPath(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	// They commit, which SECURITY DEFINER and SET forbid.
 	require.Equal(t, []string{"ratelimit_cleanup_all", "ratelimit_reset_all"}, kit.Column(t, db, "select proname::text from "+kit.PackageFunctions+` as p
 		 where not private
@@ -84,8 +83,7 @@ func TestCatalog_NoOverloads(t *testing.T) {
 
 // docs/reference.md is made of the comments of the public functions.
 func TestCatalog_CommentsAreOneSentenceAndThePublicOnesSayErrorsLocksAndWrites(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	comments := func(form, query string) {
 		rows := kit.NoError(db.Pool.Query(context.Background(), query))(t)
 		var object string
@@ -126,8 +124,7 @@ func TestCatalog_NobodyButTheOwnerHasRights(t *testing.T) {
 
 // Anything here would be a cost on each call, or would not work when tables are spread over nodes.
 func TestCatalog_HasNothingThatDistributionForbids(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	require.Empty(t, kit.Column(t, db, `
 		select tgname::text from pg_trigger where tgrelid in (select oid from pg_class where relnamespace = 'ratelimit'::regnamespace)
 		union all
@@ -151,8 +148,7 @@ func TestCatalog_HasNothingThatDistributionForbids(t *testing.T) {
 }
 
 func TestCatalog_TablesAreMadeForHotUpdates(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	require.Equal(t, []string{"due_at", "policy_id, key", "due_at", "policy_id, key"}, kit.Column(t, db, `
 		select string_agg(a.attname, ', ' order by a.attnum)
 		  from pg_index as i
@@ -175,8 +171,7 @@ func TestCatalog_TablesAreMadeForHotUpdates(t *testing.T) {
 }
 
 func TestCatalog_TextIsComparedByByte(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	const text = `
 		select attrelid::regclass || '.' || attname
 		  from pg_attribute join pg_class as c on c.oid = attrelid
@@ -186,8 +181,7 @@ func TestCatalog_TextIsComparedByByte(t *testing.T) {
 }
 
 func TestCatalog_TwinsDifferInPersistenceOnly(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	describe := func(table string) []string {
 		lines := kit.Column(t, db, `
 			select format('%s %s', relkind, relpersistence) from pg_class where oid = $1::regclass
@@ -243,8 +237,7 @@ func TestCatalog_TwinsAreMadeOrRefused(t *testing.T) {
 		"a helper":            {edit("lock_buckets", "begin", "begin perform gone_through_buckets();"), "42P16", "It is lock_ephemeral_buckets"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.New(t)
+			db := pgtest.Parallel(t)
 			want := kit.FingerprintOf(t, db)
 			conn := db.Connect(t)
 			kit.Execute(t, conn, test.change, pgx.QueryExecModeSimpleProtocol)
@@ -271,8 +264,7 @@ func TestCatalog_TwinsAreMadeOrRefused(t *testing.T) {
 }
 
 func TestCatalog_ConflictsNameTheConstraint(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	conflicts := func(kind string) []string {
 		return kit.Column(t, db, "select proname::text from "+kit.PackageFunctions+` as p
 			 where regexp_replace(prosrc, '--[^\n]*', '', 'g') ~ $1`, `\mon\s+conflict\M`+kind)
@@ -283,8 +275,7 @@ func TestCatalog_ConflictsNameTheConstraint(t *testing.T) {
 
 // An EXCEPTION block is a subtransaction, and a transaction id, on each call.
 func TestCatalog_NoExceptionBlocks(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	for _, function := range kit.HotFunctions {
 		require.Empty(t, kit.Column(t, db, `select proname::text from pg_proc where oid = $1::regproc and prosrc ~* '\mexception\s+when\M'`, function))
 	}
@@ -355,8 +346,7 @@ func calledHelpers(t *testing.T, db *pgtest.DB) (helpers []string) {
 }
 
 func TestCatalog_PlpgsqlCheckHasNothingToSay(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	if len(kit.Column(t, db, "select name::text from pg_available_extensions where name = 'plpgsql_check'")) == 0 {
 		t.Skip("the server has no extension plpgsql_check")
 	}

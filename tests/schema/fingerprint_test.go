@@ -100,8 +100,7 @@ var differences = []string{
 
 func TestSameSchema_SeesEveryDifference(t *testing.T) {
 	pgtest.OncePerServer(t)
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	want := kit.FingerprintOf(t, db)
 	for _, difference := range differences {
 		t.Run(difference, func(t *testing.T) {
@@ -117,8 +116,7 @@ func TestSameSchema_SeesEveryDifference(t *testing.T) {
 // A column without options has null, an empty array, or what the server keeps there for itself: PostgreSQL 17.12 keeps a pg_attver
 // of its own in each column.
 func TestSameSchema_DoesNotSeeHowNoOptionsAreStored(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	want := kit.FingerprintOf(t, db)
 	for _, options := range []string{"{}", "{pg_attver=1}"} {
 		db.Exec(t, "update pg_attribute set attoptions = $1::text::text[] where attrelid = 'ratelimit.buckets'::regclass and attname = 'level'", options)

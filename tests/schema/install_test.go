@@ -101,8 +101,7 @@ func TestInstall_AsEveryKindOfRole(t *testing.T) {
 
 // A second installation changes nothing, also when the schema of the functions has another name by then.
 func TestInstall_TwiceChangesNothing(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	db.Exec(t, "select ratelimit_define_policy('p', 10, 1, '1 hour')")
 	db.Exec(t, "alter schema public rename to elsewhere")
 	before := kit.SchemaAndRows(t, db)
@@ -228,8 +227,7 @@ func TestInstall_OverADevelopmentVersion(t *testing.T) {
 }
 
 func TestUninstall_StopsAtObjectsThatDependOnIt(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	db.Exec(t, "create view mine as select * from ratelimit_policies()")
 	before := kit.SchemaAndRows(t, db)
 	for name, uninstall := range uninstallers {
@@ -240,8 +238,7 @@ func TestUninstall_StopsAtObjectsThatDependOnIt(t *testing.T) {
 }
 
 func TestUp_NewerSchemaIsLeftAlone(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	known := kit.NewestMigration(t)
 	db.Exec(t, "update ratelimit.version set version = $1", known+1)
 	before := kit.SchemaAndRows(t, db)

@@ -338,8 +338,7 @@ func TestPage_FindsOneKey(t *testing.T) {
 }
 
 func TestPage_OfAnEmptyDatabaseAndOfManyPolicies(t *testing.T) {
-	t.Parallel()
-	db := pgtest.New(t)
+	db := pgtest.Parallel(t)
 	_, page := get(shown(db.Pool, time.Now), "/")
 	require.Subset(t, text(t, page, "fine"), []string{"Every bucket is full.", "There is no policy yet."})
 	require.Empty(t, text(t, page, "notice"))

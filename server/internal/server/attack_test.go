@@ -27,8 +27,7 @@ import (
 
 // Calls and reflection need one of TOKENS, health and metrics one of MONITORING_TOKENS if there are any. Package auth has the forms of a wrong token.
 func TestTokens_WhichWayNeedsWhich(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	for _, monitoring := range []string{"", "\nMONITORING_TOKENS=watch"} {
 		s := start(t, db.URL, strings.Split("TOKENS=first,second\nENVOY_RULES="+rulesFile(t, edgeRules)+monitoring, "\n")...)
 		with := func(token string) context.Context {
@@ -69,8 +68,7 @@ func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 // Another site can point its name to this machine: a browser then treats the calls of its pages as same-origin. Callers with a
 // token, and of other addresses, may use any name.
 func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	const call = `{"policy":"budget","key":"k"}`
 	s := start(t, db.URL, "STATUS_PAGE=true", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
 	status := func(s *testServer, method, path, host string) int {
@@ -200,8 +198,7 @@ func TestMessages_TooLarge(t *testing.T) {
 
 // Connections without a complete request delay no caller, and are closed.
 func TestListeners_SlowConnections(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	s, brief := start(t, db.URL), start(t, db.URL, "CALL_TIMEOUT=1s") // which ends a call whose body does not come
 	var slow []net.Conn
 	open := func(address net.Addr, begin string) {

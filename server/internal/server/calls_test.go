@@ -466,8 +466,7 @@ func (s stream) granted() uint64 {
 }
 
 func TestStream_ALockedBucketHoldsUpItsOwnMessageOnly(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	unlock := hold(t, db, "select ratelimit_acquire('budget', 'locked')")
 	s := start(t, db.URL)
 	stream := s.stream(t.Context())
@@ -561,8 +560,7 @@ func TestStream_IsReadNoFurtherWhileAHundredMessagesAreUnderWay(t *testing.T) {
 
 // A message is a call: MAX_CALLS and CALL_TIMEOUT hold for it. The stream goes on.
 func TestStream_LimitsHoldForEachMessage(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	unlock := lock(t, db)
 	stream := start(t, db.URL, "MAX_CALLS=1", "CALL_TIMEOUT=1m", "LOCK_TIMEOUT=1m", "MAX_MESSAGE_BYTES=100000").stream(t.Context())
 	stream.send(1, "k")

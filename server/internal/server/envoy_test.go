@@ -62,8 +62,7 @@ type edge struct {
 
 // startEdge is for a test that runs beside others.
 func startEdge(t *testing.T, rules string) edge {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.Exec(t, freeze)
 	return newEdge(t, db, "ENVOY_RULES="+rulesFile(t, rules))
 }
@@ -368,8 +367,7 @@ func versions(t testing.TB, db *pgtest.DB) []string {
 
 // A policy refills requests_per_unit in each unit. Its name is the rule's, or the domain and path.
 func TestEnvoyRules_DefinePolicies(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.Exec(t, `select ratelimit_define_policy('edge.kept', 1, 1, '1 hour', durable => false, remember => '7 days', stepped => true)`)
 	path := rulesFile(t, `
 domain: edge
@@ -492,8 +490,7 @@ descriptors:
 }
 
 func TestEnvoyRules_Reload(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.Exec(t, freeze)
 	dir := t.TempDir()
 	write := func(name, text string) {

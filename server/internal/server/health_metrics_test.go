@@ -338,8 +338,7 @@ func (s *testServer) page(password string) answer {
 }
 
 func TestPage_IsOffUnlessAskedFor(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	requireProblem(t, start(t, db.URL).get("/"), http.StatusNotFound, "")
 	s := start(t, db.URL, "TOKENS=secret")
 	requireProblem(t, s.get("/"), http.StatusUnauthorized, "")

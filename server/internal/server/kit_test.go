@@ -76,6 +76,12 @@ func newDB(t testing.TB) *pgtest.DB {
 	return db
 }
 
+// parallelDB is newDB for a test that runs beside others.
+func parallelDB(t *testing.T) *pgtest.DB {
+	t.Parallel()
+	return newDB(t)
+}
+
 func definePolicies(t testing.TB, db *pgtest.DB) {
 	db.Exec(t, `select ratelimit_define_policy('api', 10, 1, '1 day'); select ratelimit_define_policy('budget', 1000000, 0, '1 day');
 		select ratelimit_define_policy('jobs', 10, lease => '1 minute')`)
@@ -103,8 +109,7 @@ func start(t testing.TB, url string, settings ...string) *testServer {
 
 // parallel starts a server with a database of its own, for a test that runs beside others.
 func parallel(t *testing.T, settings ...string) (*pgtest.DB, *testServer) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	return db, start(t, db.URL, settings...)
 }
 

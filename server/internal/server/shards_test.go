@@ -136,8 +136,7 @@ func spent(t *testing.T, db *pgtest.DB, key string) int64 {
 // The answer, the metrics and the page show grants in advance. Other calls go to the database. When the server stops, it refunds
 // its stocks.
 func TestPrefetch_AnswersForBusyBuckets(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.Exec(t, busy)
 	s := start(t, db.URL, "PREFETCH=api, busy=0.01, later", "STATUS_PAGE=true")
 	require.Contains(t, s.log.String(), "PREFETCH names a policy that is not there yet\" policy=later")
@@ -185,8 +184,7 @@ func TestPrefetch_NeedsGrants(t *testing.T) {
 }
 
 func TestPrefetch_IsOffUnlessAskedFor(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	db.Exec(t, busy)
 	s := start(t, db.URL, "STATUS_PAGE=true")
 	for range 100 {

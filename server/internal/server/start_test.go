@@ -48,8 +48,7 @@ func TestStart_SaysWhatIsMissing(t *testing.T) {
 }
 
 func TestStart_DefinesTheDefaultPolicyOnce(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	start(t, db.URL, "DEFAULT_CAPACITY=20", "DEFAULT_REFILL_RATE=0.5")
 	s := start(t, db.URL, "DEFAULT_CAPACITY=30", "DEFAULT_REFILL_RATE=1")
 	require.EqualValues(t, 20, s.acquire("", "k").GetCapacity())
@@ -72,8 +71,7 @@ func TestStart_AsARoleThatMayOnlyAskForTokens(t *testing.T) {
 }
 
 func TestStart_OneListenerAlone(t *testing.T) {
-	t.Parallel()
-	db := newDB(t)
+	db := parallelDB(t)
 	for _, off := range []string{"GRPC_ADDR=off", "HTTP_ADDR=off"} {
 		s := kit.NoError(server.Start(t.Context(), load(t, db.URL, off), slog.New(slog.DiscardHandler)))(t)
 		require.Equal(t, off == "GRPC_ADDR=off", s.GRPCAddr() == nil)
