@@ -27,7 +27,7 @@ function serve(policy) {
   })
 
   const server = http.createServer(async (request, response) => {
-    const late = setTimeout(() => { response.writeHead(503); response.end() }, 30)
+    const late = request.url === '/' && setTimeout(() => { response.writeHead(503); response.end() }, 30)
     response.on('close', () => clearTimeout(late))
     underWay++
     await limited(request, response, () => { clearTimeout(late); response.end('hello') })
@@ -53,6 +53,7 @@ else test('200 requests a second, whose clients hang up or are answered by a tim
 
   let hangUps = 0, isOver = false
   const statuses = {}
+  await (await fetch(`http://127.0.0.1:${port}/patient`)).text() // one that is allowed, however slow the machine is
   const ask = () => new Promise((resolve) => {
     const request = http.get({ port, host: '127.0.0.1', agent: false }, (response) => {
       statuses[response.statusCode] = (statuses[response.statusCode] ?? 0) + 1
