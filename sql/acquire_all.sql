@@ -149,6 +149,7 @@ begin
       foreach v_element in array v_elements loop
         continue when v_element.cost = 0;
         v_policy := v_element.policy;
+        v_level  := null;
         if v_try = 1 and v_policy.plain and v_policy.durable then  -- its stored level covers, unless another session has changed it
           update buckets as b
              set level       = least(v_policy.rate_full, b.level + credit_by_rate(date_part('epoch', v_now - b.refilled_at) * 1000000,
@@ -162,7 +163,8 @@ begin
              and b.refilled_at <= v_now
           returning b.level into v_level;
           v_decision := granted_by_rate(v_level, v_level, 0, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
-        else
+        end if;
+        if v_level is null then
           v_wanted := microtokens(v_element.cost);
           if v_policy.durable then
             update buckets as b
