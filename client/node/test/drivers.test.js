@@ -96,7 +96,7 @@ test('any number of calls may share a signal: it gets one listener, which goes w
   const listeners = () => getEventListeners(stop.signal, 'abort').length
   const buckets = { policy: await definePolicy(1_000_000, 1, '1 day'), slots: await defineSlots(1000) }
   const asked = kinds.flatMap((limiter) => Object.values(calls).flatMap((call) => Array.from({ length: 40 }, () => call(limiter, buckets, options))))
-  assert.deepEqual([asked.length, listeners()], [1280, 1])
+  assert.equal(listeners(), 1)
   const holds = (await Promise.allSettled(asked)).map(({ value }) => value).filter((value) => value?.holder)
   assert.deepEqual([holds.length, listeners()], [160, 1])
   await Promise.all(holds.slice(1).map((held) => held.release()))
