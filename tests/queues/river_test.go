@@ -115,7 +115,6 @@ const (
 // A job starts when its token is there, or later. So at no instant have more jobs started than the bucket has had tokens. A window
 // that begins later may have more starts, because River starts together the jobs that were due since its last look.
 func TestRiver_AReservedJobIsNotEarly(t *testing.T) {
-	t.Parallel()
 	const jobs, enqueuers = 1_000, 4
 	q := newQueue(t)
 	q.Policy("partner", capacity, refill, kit.Second, kit.Remember(time.Hour))
@@ -167,7 +166,6 @@ func TestRiver_AReservedJobIsNotEarly(t *testing.T) {
 }
 
 func TestRiver_ARepeatedEnqueueInsertsOneJob(t *testing.T) {
-	t.Parallel()
 	q := newQueue(t)
 	q.Policy("partner", 5, 1, kit.ADay)
 	queue := q.client(nil)
@@ -180,7 +178,6 @@ func TestRiver_ARepeatedEnqueueInsertsOneJob(t *testing.T) {
 }
 
 func TestRiver_AnEnqueueThatIsRolledBackGivesTheTokensBack(t *testing.T) {
-	t.Parallel()
 	q := newQueue(t)
 	q.Policy("partner", 5, 1, kit.ADay)
 	queue, limiter := q.client(nil), client.New(q.Pool)
@@ -198,7 +195,6 @@ func TestRiver_AnEnqueueThatIsRolledBackGivesTheTokensBack(t *testing.T) {
 }
 
 func TestRiver_ADeniedEnqueueInsertsNothing(t *testing.T) {
-	t.Parallel()
 	q := newQueue(t)
 	q.Policy("partner", 1, 1, kit.ADay)
 	queue := q.client(nil)
@@ -212,7 +208,6 @@ func TestRiver_ADeniedEnqueueInsertsNothing(t *testing.T) {
 
 // The jobs of three customers are in one queue. Those of the limited customer are before the others, and are too many for its bucket.
 func TestRiver_TheMiddlewareHoldsUpOneKey(t *testing.T) {
-	t.Parallel()
 	const jobs, burst, perSecond = 40, 5, 5 // seven seconds
 	q := newQueue(t)
 	q.Policy("partner", 1_000, 1_000, kit.Second, kit.Remember(time.Hour))
@@ -246,7 +241,6 @@ func TestRiver_TheMiddlewareHoldsUpOneKey(t *testing.T) {
 
 // A snooze takes a worker for a moment, and comes back soon: so a job waits behind the snoozing jobs that are due before it.
 func TestRiver_ABacklogThatSnoozesDelaysOthers(t *testing.T) {
-	t.Parallel()
 	const jobs = 500
 	q := newQueue(t)
 	q.Policy("partner", 5, 5, kit.Second, kit.Remember(time.Hour))
@@ -268,7 +262,6 @@ func TestRiver_ABacklogThatSnoozesDelaysOthers(t *testing.T) {
 // What River passes to a middleware, without waiting for River: a run that asks again, a retry after a crash, and a job that never has
 // a token.
 func TestRiver_TheMiddlewareChargesEachRunOnce(t *testing.T) {
-	t.Parallel()
 	q := newQueue(t)
 	q.Policy("partner", 2, 1, kit.ADay)
 	q.Execute("select ratelimit_override('partner', 'blocked', 0, 0)")
@@ -298,8 +291,9 @@ type riverQueue struct {
 	snoozesItself string // the order whose job snoozes in its first run
 }
 
+// newQueue is for a test that runs beside others.
 func newQueue(t *testing.T) *riverQueue {
-	db := kit.NewDB(t)
+	db := kit.ParallelDB(t)
 	migrator := kit.NoError(rivermigrate.New(riverpgxv5.New(db.Pool), nil))(t)
 	kit.NoError(migrator.Migrate(t.Context(), rivermigrate.DirectionUp, nil))(t)
 	db.Execute("create table starts (kind text, call jsonb, at timestamptz default clock_timestamp())")

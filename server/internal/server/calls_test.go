@@ -323,7 +323,6 @@ func TestErrors_NoPrivilege(t *testing.T) {
 }
 
 func TestErrors_NoDatabase(t *testing.T) {
-	t.Parallel()
 	db, postgres := newPrivateDB(t)
 	s := start(t, db.URL)
 	s.acquire("api", "k")

@@ -30,7 +30,6 @@ import (
 )
 
 func TestHealth_FollowsTheDatabase(t *testing.T) {
-	t.Parallel()
 	db, postgres := newPrivateDB(t)
 	s := start(t, db.URL)
 	await := s.watchHealth("pgratelimit.v1.RateLimiter")
@@ -371,7 +370,6 @@ func TestPage_NeedsTheToken(t *testing.T) {
 
 // The page shows requests, and works without the database.
 func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
-	t.Parallel()
 	db, postgres := newPrivateDB(t)
 	s := start(t, db.URL, "STATUS_PAGE=true")
 	for range 12 {

@@ -327,8 +327,9 @@ func newRole(t testing.TB, functions string) (db *pgtest.DB, role, roleURL strin
 	return db, role, u.String()
 }
 
-// newPrivateDB is newDB on a server of its own.
-func newPrivateDB(t testing.TB) (*pgtest.DB, *pgtest.Server) {
+// newPrivateDB is parallelDB on a server of its own.
+func newPrivateDB(t *testing.T) (*pgtest.DB, *pgtest.Server) {
+	t.Parallel()
 	db, postgres := kit.NewPrivateDB(t)
 	definePolicies(t, db.DB)
 	return db.DB, postgres
