@@ -21,16 +21,26 @@ type race struct {
 	without  kit.Mutation
 }
 
+// holding is a transaction in which a holder holds one slot.
+func holding(db *kit.TestDB, holder string) *kit.Session {
+	first := db.Begin()
+	first.Hold(holder, 1)
+	return first
+}
+
+// decided is the decision about a hold after the end of the transaction that it waited for, and who holds then.
+func decided(ended *kit.Session, second *kit.Lent) string {
+	return fmt.Sprint(second.Over().HoldDecision, ended.Db.Holders("p"))
+}
+
 var races = map[string]race{
 	"a hold that waits for another is denied": {
 		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			require.True(db.T, db.Release("a")) // the key has a row
-			first := db.Begin()
-			first.Hold("a", 1)
+			first := holding(db, "a")
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
-			first.Execute("commit")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+			return decided(first.Execute("commit"), second)
 		},
 		outcome:  fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
 		function: "ratelimit_hold",
@@ -38,11 +48,9 @@ var races = map[string]race{
 	},
 	"a hold that waits for the first of a key is denied": {
 		steps: func(db *kit.TestDB) string {
-			first := db.Begin()
-			first.Hold("a", 1)
+			first := holding(db, "a")
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
-			first.Execute("commit")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+			return decided(first.Execute("commit"), second)
 		},
 		outcome: fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
 	},
@@ -50,8 +58,7 @@ var races = map[string]race{
 		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			require.True(db.T, db.Release("a"))
-			first := db.Begin()
-			first.Hold("a", 1)
+			first := holding(db, "a")
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
 			db.SetClock(at(30 * time.Second))
 			first.Execute("rollback")
@@ -66,12 +73,10 @@ var races = map[string]race{
 		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
-			first := db.Begin()
-			first.Hold("b", 1)
+			first := holding(db, "b")
 			require.True(db.T, kit.NoError(kit.Release(first, "p", "k", "a"))(db.T))
 			second := db.Session().StartHold("c", 1).BlockedBy(first)
-			first.Execute("commit")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+			return decided(first.Execute("commit"), second)
 		},
 		outcome: fmt.Sprint(kit.Held(0, lease, 2)) + " [b:1 c:1]", // after the wait, and not denied by the leases seen before
 	},
@@ -80,12 +85,10 @@ var races = map[string]race{
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
 			db.SetClock(at(lease))
-			first := db.Begin()
-			first.Hold("a", 1)
+			first := holding(db, "a")
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
 			db.Execute("select ratelimit_define_policy('p', 1)")
-			first.Execute("commit")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+			return decided(first.Execute("commit"), second)
 		},
 		outcome:  fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `v_policy := v_numbers\.policy;`, Replacement: ""},
@@ -93,12 +96,10 @@ var races = map[string]race{
 	"a hold that waits for the first of a key counts by the capacity of after the wait": {
 		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
-			first := db.Begin()
-			first.Hold("a", 1)
+			first := holding(db, "a")
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
 			db.Execute("select ratelimit_define_policy('p', 1)")
-			first.Execute("commit")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+			return decided(first.Execute("commit"), second)
 		},
 		outcome: fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
 	},
@@ -107,8 +108,7 @@ var races = map[string]race{
 			db.Execute("select ratelimit_define_policy('p', 4)")
 			db.Hold("a", 2)
 			db.SetClock(at(lease))
-			first := db.Begin()
-			first.Hold("b", 1) // a has ended
+			first := holding(db, "b") // a has ended
 			second := db.Session().StartHold("c", 3).BlockedBy(first)
 			db.SetClock(at(lease / 2)) // a holds again
 			first.Execute("rollback")
@@ -127,8 +127,7 @@ var races = map[string]race{
 			db.Swept(first, 100) // a's lease, and not b's
 			db.SetClock(at(lease / 2))
 			second := db.Session().StartHold("a", 1).BlockedBy(first)
-			first.Execute("commit")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+			return decided(first.Execute("commit"), second)
 		},
 		outcome: fmt.Sprint(kit.Held(0, lease, 2)) + " [a:1 b:1]",
 	},
@@ -136,12 +135,10 @@ var races = map[string]race{
 		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_override('p', 'k', 2, expires_at => $1)", at(30*time.Second))
 			db.Hold("a", 1)
-			first := db.Begin()
-			first.Hold("b", 1)
+			first := holding(db, "b")
 			second := db.Session().StartHold("c", 1).BlockedBy(first)
 			db.SetClock(at(30 * time.Second))
-			first.Execute("rollback")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+			return decided(first.Execute("rollback"), second)
 		},
 		outcome:  fmt.Sprint(kit.NotHeld(0, lease-30*time.Second, 1)) + " [a:1]",
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `least\(v_until, v_numbers_end\)`, Replacement: "v_until"},
@@ -161,8 +158,7 @@ var races = map[string]race{
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			gate := db.GateBefore(`update slots as s set held = v_held,`, "ratelimit_hold")
 			defer gate.Remove()
-			first := db.Begin()
-			first.Hold("a", 1)
+			first := holding(db, "a")
 			second := gate.Session().StartHold("b", 1).BlockedBy(first)
 			first.Execute("commit")
 			second.AwaitLockOrEnd()
@@ -235,12 +231,10 @@ var races = map[string]race{
 		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			db.SetClock(at(lease))
-			first := db.Begin()
-			first.Hold("b", 1)
+			first := holding(db, "b")
 			second := db.Session().StartHold("c", 1).BlockedBy(first)
 			db.SetClock(at(lease / 2))
-			first.Execute("rollback")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+			return decided(first.Execute("rollback"), second)
 		},
 		outcome:  fmt.Sprint(kit.NotHeld(0, lease/2, 1)) + " [a:1]",
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `if found then v_now := clock\(\);`, Replacement: "if found then"},
@@ -250,8 +244,7 @@ var races = map[string]race{
 			db.Execute("select ratelimit_define_policy('p', 3)")
 			db.SetClock(at(lease / 2))
 			db.Hold("a", 1)
-			first := db.Begin()
-			first.Hold("b", 1)
+			first := holding(db, "b")
 			second := db.Session().StartHold("c", 1).BlockedBy(first)
 			db.SetClock(at(0))
 			first.Execute("rollback")
@@ -266,8 +259,7 @@ var races = map[string]race{
 		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
-			first := db.Begin()
-			first.Hold("b", 1)
+			first := holding(db, "b")
 			second := db.Session().StartRenew("a").BlockedBy(first)
 			db.SetClock(at(lease))
 			first.Execute("rollback")
@@ -281,8 +273,7 @@ var races = map[string]race{
 		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_define_policy('p', 2)")
 			db.Hold("a", 1)
-			first := db.Begin()
-			first.Hold("b", 1)
+			first := holding(db, "b")
 			second := db.Session().StartRelease("a").BlockedBy(first)
 			db.SetClock(at(lease))
 			first.Execute("rollback")
@@ -370,8 +361,7 @@ var races = map[string]race{
 	},
 	"a reset of a key without a row deletes no lease of later": {
 		steps: func(db *kit.TestDB) string {
-			first := db.Begin()
-			first.Hold("a", 1)
+			first := holding(db, "a")
 			gate := db.GateBefore(`delete from leases as l`, "ratelimit.reset_slots")
 			defer gate.Remove()
 			reset := gate.Session().StartExec("select ratelimit_reset('p', 'k')")
@@ -396,8 +386,7 @@ var races = map[string]race{
 			db.Swept(first, 100) // a's lease, and not b's
 			db.SetClock(at(lease / 2))
 			second := db.Session().StartHold("c", 1).BlockedBy(first)
-			first.Execute("commit")
-			return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+			return decided(first.Execute("commit"), second)
 		},
 		outcome:  fmt.Sprint(kit.Held(1, lease, 3)) + " [b:1 c:1]",
 		function: "ratelimit.cleanup_slots", without: kit.Mutation{Pattern: `counted_until = ''-infinity'',`, Replacement: ""},
@@ -451,8 +440,7 @@ var races = map[string]race{
 		steps: func(db *kit.TestDB) string {
 			db.Execute("select ratelimit_override('p', 'k', 4, expires_at => $1)", at(lease/2))
 			db.Hold("a", 1)
-			first := db.Begin()
-			first.Hold("b", 1)
+			first := holding(db, "b")
 			second := db.Session().StartHold("c", 3).BlockedBy(first)
 			db.SetClock(at(lease / 2)) // the override has ended
 			first.Execute("rollback")
@@ -471,12 +459,10 @@ func holdAcrossTheEnd(holder string) func(db *kit.TestDB) string {
 	return func(db *kit.TestDB) string {
 		db.Execute("select ratelimit_define_policy('p', 2)")
 		db.Hold("a", 1)
-		first := db.Begin()
-		first.Hold("b", 1)
+		first := holding(db, "b")
 		second := db.Session().StartHold(holder, 1).BlockedBy(first)
 		db.SetClock(at(lease))
-		first.Execute("rollback")
-		return fmt.Sprint(second.Over().HoldDecision, db.Holders("p"))
+		return decided(first.Execute("rollback"), second)
 	}
 }
 
