@@ -30,7 +30,7 @@ const (
 
 	// maxUndoing bounds the calls of this process that wait to be undone. Each takes a connection twice, for up to 5 seconds, after each
 	// pause.
-	maxUndoing = 1000
+	maxUndoing = 10_000
 
 	// maxHeldFor keeps sums of times in range.
 	maxHeldFor = 100 * 365 * 24 * time.Hour
@@ -455,7 +455,7 @@ func (l *limiter) undoLater(lost string, call func() (undone bool, err error), u
 		return
 	}
 	pause := time.Second
-	begun := time.Now().Add(pause) // the lost statement, by then
+	begun := time.Now().Add(pause / 2) // the lost statement, by then; calls of a busy program do not last until the first look
 	var again func()
 	again = func() {
 		goesOn := answered && l.goesOn(lost, time.Since(begun))

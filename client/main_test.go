@@ -26,6 +26,13 @@ type fakeDB struct {
 	before, after func() // around each call, unless they are nil
 }
 
+// set changes the answer to all further calls.
+func (db *fakeDB) set(answer any) {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	db.answers = []any{answer}
+}
+
 type query struct {
 	sql  string
 	args []any
