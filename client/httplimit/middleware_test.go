@@ -363,7 +363,7 @@ func (silent) Acquire(ctx context.Context, _, _ string, _ ...client.CallOption) 
 // A number without a unit is a timeout in nanoseconds: the line tells the timeout, and what to do.
 func TestFailure_ATimeoutIsLoggedWithTheRemedy(t *testing.T) {
 	log := failuretest.Log(t)
-	synctest.Test(t, func(t *testing.T) {
+	synctest.Test(t, func(*testing.T) {
 		limit := httplimit.New(silent{}, charge(reports), httplimit.Open(100))
 		limit(http.NotFoundHandler()).ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodGet, "/", nil))
 	})
