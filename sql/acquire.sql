@@ -257,7 +257,7 @@ begin
           perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
         end if;
       end loop;
-      if not v_policy.special then
+      if not v_policy.special and v_refilled_at <= v_now then
         v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
       elsif v_ends_at is null then
         v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);

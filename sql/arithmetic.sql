@@ -115,9 +115,9 @@ $$;
 comment on function ratelimit.time_below(numeric, bigint, numeric, numeric, numeric, numeric, numeric) is
   'Microseconds until a bucket holds target microtokens, if it held level elapsed_us ago and is below target now.';
 
--- For a bucket whose debt is no deeper than the floor of its policy: it is full within 21,000 years, so nothing saturates.
--- Callers that know this, and that the bucket is below target, skip the checks of wait_until. Null means never: with refill 0,
--- tick_gain is 0.
+-- For a bucket whose debt is no deeper than the floor of its policy, and whose row is not of a later clock: it is full within 21,000 years,
+-- so nothing saturates. Callers that know this, and that the bucket is below target, skip the checks of wait_until. Null means never: with
+-- refill 0, tick_gain is 0.
 create or replace function ratelimit.short_wait(target numeric, level bigint, elapsed_us numeric, policy ratelimit.policies)
   returns bigint language sql immutable parallel safe
 as $$
@@ -135,7 +135,7 @@ $$;
 comment on function ratelimit.longest_wait() is
   'Microseconds, where waits saturate.';
 
--- The numbers of an override and those of its policy may be far apart.
+-- The numbers of an override and those of its policy may be far apart, and so may the clocks of two calls.
 create or replace function ratelimit.long_wait(target numeric, level bigint, elapsed_us numeric, policy ratelimit.policies)
   returns bigint language sql immutable parallel safe
 as $$
