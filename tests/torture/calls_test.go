@@ -288,7 +288,8 @@ func (r *round) finish() error {
 	count := countQuery
 	if r.citus {
 		count = strings.NewReplacer("buckets)", "buckets where policy_id in (select id from ratelimit.policies))",
-			"_keys)", "_keys where policy_id in (select id from ratelimit.policies))").Replace(count)
+			"_keys)", "_keys where policy_id in (select id from ratelimit.policies))",
+			"usage)", "usage where policy_id in (select id from ratelimit.policies))").Replace(count)
 	}
 	r.look(count, fmt.Sprintf("%d|%d|%d|%d|%d|%d", len(r.Policies()), len(r.Buckets()), r.Grants(), len(r.Overrides()), len(r.Holders(r.now, nil, nil)), r.Kept()))
 	before := r.read(stateQuery)
