@@ -1,8 +1,7 @@
 """What the calls of a limiter lack in its database."""
 
 import json
-import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from . import calls
@@ -31,12 +30,12 @@ _FOUND = """(
        limit 1) as found on true) as answer"""
 
 
-def functions(limiter: object, schema: str | None, policies: Collection[str], methods: Collection[str], packs: bool) -> Call[list[str]]:
-    """A call that lists the functions and grants that are lacking, with the statements that help."""
+def functions(limiter: object, schema: str | None, policies: Collection[str], methods: Collection[str], packs: bool) -> Call[tuple[list[str], bool]]:
+    """A call that lists the functions and grants that are lacking, with the statements that help, and tells whether policies can be asked."""
     if isinstance(policies, str) or isinstance(methods, str):
         raise invalid("policies and calls are collections of names")
     wanted: dict[str, None] = {}
-    asking = _asking(methods)
+    asking = "renew" if _SLOTS & set(methods) else "acquire"  # the call by which policies are asked
     for method in [*methods, *([asking] if policies else [])]:
         if method.startswith("_") or not callable(getattr(limiter, method, None)):
             raise invalid(f"calls has {method!r}, which is no method of a limiter")
@@ -44,11 +43,16 @@ def functions(limiter: object, schema: str | None, policies: Collection[str], me
     if packs and ("acquire" in wanted or "acquire_all" in wanted):
         wanted["acquire_packed"] = None
     names = texts([f"ratelimit_{name}" for name in wanted])
-    return Call("check", "role, functions", _FOUND, (names, schema), lambda row: _lacks(row[0], json.loads(row[1]), schema), True, True)
+
+    def decode(row: Any) -> tuple[list[str], bool]:
+        found = json.loads(row[1])
+        can_ask = all(own and visible and usage and execute for name, own, _, visible, usage, execute in found if name == f"ratelimit_{asking}")
+        return _lacks(row[0], found, schema), can_ask
+
+    return Call("check", "role, functions", _FOUND, (names, schema), decode, True, True)
 
 
-def _lacks(role: str, found: Iterable[list[Any]], schema: str | None) -> list[str]:
-    found = list(found)
+def _lacks(role: str, found: list[list[Any]], schema: str | None) -> list[str]:
     if all(own is None for _, own, *_ in found):
         place = "this database" if schema is None else f'schema "{schema}" of this database'
         return [f"pgratelimit is not installed in {place}: run migrations/psql/install.sql"]
@@ -63,16 +67,6 @@ def _lacks(role: str, found: Iterable[list[Any]], schema: str | None) -> list[st
         if not execute:
             lacks.append(f'grant execute on function {own}.{signature} to "{role}";')
     return lacks
-
-
-def _asking(methods: Collection[str]) -> str:
-    """The call by which policies are asked."""
-    return "renew" if _SLOTS & set(methods) else "acquire"
-
-
-def can_ask(lacks: list[str], methods: Collection[str]) -> bool:
-    """Whether nothing is lacking for the call that asks policies."""
-    return not any(re.search(rf"^pgratelimit is not|^grant usage|\bratelimit_{_asking(methods)}\b", lack) for lack in lacks)
 
 
 def of_policy(policy: str, methods: Collection[str]) -> Call[Any]:

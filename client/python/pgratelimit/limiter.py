@@ -258,8 +258,8 @@ class Limiter:
     def check(self, policies: Collection[str] = (), calls: Collection[str] = ("acquire", "acquire_all")) -> None:
         """Raise NotReady if the database lacks what calls need: the package, a grant, a policy. It is for the start of a program. calls
         are names of methods. If all are about slots, the policies must lend slots; if none is, they must not. It takes nothing."""
-        lacks = self._run(check.functions(self, self._schema, policies, calls, False))
-        for policy in policies if check.can_ask(lacks, calls) else ():
+        lacks, can_ask = self._run(check.functions(self, self._schema, policies, calls, False))
+        for policy in policies if can_ask else ():
             try:
                 self._run(check.of_policy(policy, calls))
             except Error as error:
@@ -414,8 +414,8 @@ class AsyncLimiter:
 
     async def check(self, policies: Collection[str] = (), calls: Collection[str] = ("acquire", "acquire_all")) -> None:
         """As Limiter.check."""
-        lacks = await self._run(check.functions(self, self._schema, policies, calls, self._packs))
-        for policy in policies if check.can_ask(lacks, calls) else ():
+        lacks, can_ask = await self._run(check.functions(self, self._schema, policies, calls, self._packs))
+        for policy in policies if can_ask else ():
             try:
                 await self._run(check.of_policy(policy, calls))
             except Error as error:
