@@ -150,7 +150,7 @@ begin
         continue when v_element.cost = 0;
         v_policy := v_element.policy;
         v_level  := null;
-        if v_try = 1 and v_policy.plain and v_policy.durable then  -- its stored level covers, unless another session has changed it
+        if v_try = 1 and v_policy.plain and v_policy.durable then  -- its stored level covers, unless another session, or a later clock, has changed it
           update buckets as b
              set level       = least(v_policy.rate_full, b.level + credit_by_rate(date_part('epoch', v_now - b.refilled_at) * 1000000,
                                                                                   v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks))
