@@ -217,10 +217,10 @@ create or replace function ratelimit.wait_by_ticks(
     target bigint, level bigint, elapsed_us bigint, gain bigint, per bigint, up bigint, tick_us bigint)
   returns bigint language sql immutable parallel safe
 as $$
-  select ratelimit.ticks_below(target, level, gain, per, up) * tick_us - elapsed_us
+  select least(ratelimit.ticks_below(target, level, gain, per, up) * tick_us - elapsed_us, case when gain > 0 then ratelimit.longest_wait() end)
 $$;
 comment on function ratelimit.wait_by_ticks(bigint, bigint, bigint, bigint, bigint, bigint, bigint) is
-  'Microseconds until a bucket below target holds it, if it held level elapsed_us ago; null for never.';
+  'Microseconds until a bucket below target holds it, if it held level elapsed_us ago, saturated; null for never.';
 
 create or replace function ratelimit.deepest_debt()
   returns bigint language sql immutable parallel safe

@@ -337,10 +337,39 @@ var scripts = map[string]string{
 	"a clock that was far ahead": `
 		define_policy q 10 period=1d time_zone=UTC
 		define_policy s 3 lease=60s
+		define_policy d 100 1 1s
+		define_policy e 100 1 1s durable=false
+		define_policy m 100 1 1s shadow=true
+		define_policy t 100 1 1s stepped=true
 		wait 36600000d
 		acquire q x 8
 		hold s x a 2
+		acquire_many d,d,d,e,m,t x,y,z,x,x,x 50,50,50,50,50,50
 		at 2024-03-30T12:00:00
+		acquire d x 1
+		acquire d x 1 i
+		acquire d x 90
+		acquire e x 1
+		acquire m x 90
+		acquire t x 1
+		peek d x 1
+		peek d x 90
+		enforce d x 1
+		acquire_up_to d x 2 1
+		acquire_up_to d x 90 80
+		reserve d x 60s 1
+		reserve d x 60s 90
+		charge d x 1 j
+		settle d x j 2
+		refund d x 1
+		acquire_all d,d x,y 1,2
+		acquire_all d,d x,y 1,90
+		acquire_many d,d,d,d x,y,y,z 1,2,90,3
+		acquire_many e,m,t x,x,x 90,90,90
+		acquire_packed d x 1
+		acquire_packed d z 90
+		acquire_packed d,d,d x,y,y 1,1,90
+		pause d x 60s
 		acquire q x 3
 		acquire_all q x 3
 		acquire_all q,q x,y 3,1
