@@ -99,8 +99,11 @@ begin
             end if;
             v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key collate "C";
             if v_override.key is not null then
-              v_policy  := with_override(v_policy, v_override, v_now);
-              v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
+              if v_override.expires_at > v_now then
+                v_ends_at := v_override.expires_at;
+                v_numbers.after := with_override(v_policy, v_override, 'infinity');
+              end if;
+              v_policy := with_override(v_policy, v_override, v_now);
             end if;
           end if;
 
@@ -222,7 +225,7 @@ begin
         -- 3a. Too few tokens.
         if v_wanted = 0 or v_retry_us is distinct from 0 then
           if v_ends_at is not null then
-            select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_key, v_now, v_cost) as b;
+            select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_numbers.after, v_key, v_now, v_cost) as b;
             continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
           end if;
           if v_idempotency_key is not null then
@@ -262,7 +265,7 @@ begin
       elsif v_ends_at is null then
         v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
       else
-        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
+        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
       end if;
       if v_idempotency_key is null then
         return grant_of(v_level, v_reset_us, v_policy.capacity);

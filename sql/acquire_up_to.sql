@@ -59,8 +59,11 @@ begin
       end if;
       v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if v_override.key is not null then
-        v_policy  := with_override(v_policy, v_override, v_now);
-        v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
+        if v_override.expires_at > v_now then
+          v_ends_at := v_override.expires_at;
+          v_numbers.after := with_override(v_policy, v_override, 'infinity');
+        end if;
+        v_policy := with_override(v_policy, v_override, v_now);
       end if;
     end if;
     v_wanted := case when at_most <= v_policy.capacity then microtokens(at_most) else 0 end;
@@ -120,8 +123,8 @@ begin
       -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
         if v_ends_at is not null then
-          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
-          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
+          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
+          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
         end if;
         if v_idempotency_key is not null then
           v_first := k from idempotency_keys as k
@@ -174,7 +177,7 @@ begin
     elsif v_ends_at is null then
       v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
     else
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
     end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.

@@ -56,12 +56,15 @@ begin
       end if;
       v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if v_override.key is not null then
-        v_policy  := with_override(v_policy, v_override, v_now);
-        v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
+        if v_override.expires_at > v_now then
+          v_ends_at := v_override.expires_at;
+          v_numbers.after := with_override(v_policy, v_override, 'infinity');
+        end if;
+        v_policy := with_override(v_policy, v_override, v_now);
       end if;
     end if;
     if v_cost = 0 then
-      select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_key, v_now) as n;
+      select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_numbers.after, v_key, v_now) as n;
       return spent_of(v_level, v_reset_us, v_policy.capacity, false);
     end if;
 
@@ -125,7 +128,7 @@ begin
           v_stored := v_level - microtokens(v_policy.capacity);
         end if;
         if v_policy.kind = 'quota' or v_ends_at is not null then
-          v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, numbers_after(v_policy, v_key, v_ends_at));
+          v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, v_numbers.after);
         end if;
       end if;
       exit when v_idempotency_key is null;

@@ -103,15 +103,14 @@ comment on function ratelimit.own_wait(bigint, bigint, timestamptz, timestamptz,
 
 -- The bucket of a key of a quota, or of one of whose override a part ends, as of one snapshot.
 create or replace function ratelimit.look_past_end(
-    in policy ratelimit.policies, in ends_at timestamptz, in key text, in now timestamptz, in tokens bigint,
+    in policy ratelimit.policies, in ends_at timestamptz, in after ratelimit.policies, in key text, in now timestamptz, in tokens bigint,
     out level bigint, out retry_us bigint, out reset_us bigint)
   language plpgsql stable
 as $$
 declare
   v_policy alias for policy;
   v_key    text collate "C" := key;
-  v_turns  ratelimit.turns    := turns_of(policy, now);
-  v_after  ratelimit.policies := numbers_after(policy, key, ends_at);
+  v_turns  ratelimit.turns := turns_of(policy, now);
   v_bucket ratelimit.buckets;
 begin
   if v_policy.durable then
@@ -121,11 +120,11 @@ begin
     select b.* into v_bucket from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   end if;
   level    := case when v_bucket.level is null then microtokens(v_policy.capacity) else level_now(v_bucket.level, v_bucket.refilled_at, now, v_policy, v_turns) end;
-  retry_us := case when tokens = 0 then 0 else wait_past_end(tokens, v_bucket.level, v_bucket.refilled_at, now, v_policy, ends_at, v_turns, v_after) end;
-  reset_us := wait_past_end(null, v_bucket.level, v_bucket.refilled_at, now, v_policy, ends_at, v_turns, v_after);
+  retry_us := case when tokens = 0 then 0 else wait_past_end(tokens, v_bucket.level, v_bucket.refilled_at, now, v_policy, ends_at, v_turns, after) end;
+  reset_us := wait_past_end(null, v_bucket.level, v_bucket.refilled_at, now, v_policy, ends_at, v_turns, after);
 end;
 $$;
-comment on function ratelimit.look_past_end(ratelimit.policies, timestamptz, text, timestamptz, bigint) is
+comment on function ratelimit.look_past_end(ratelimit.policies, timestamptz, ratelimit.policies, text, timestamptz, bigint) is
   'The level of a bucket now, and the waits for tokens and until it is full, where an override may end first.';
 
 create or replace function ratelimit.policy_now(policy ratelimit.policies)
@@ -176,11 +175,3 @@ as $$
 $$;
 comment on function ratelimit.numbers_now(ratelimit.policies, text, timestamptz) is
   'The numbers that apply to a key, by the policy as it is now; a policy that was dropped stays as it was.';
-
-create or replace function ratelimit.numbers_after(policy ratelimit.policies, key text, ends_at timestamptz)
-  returns ratelimit.policies language sql stable
-as $$
-  select case when ends_at is not null then (ratelimit.numbers_now(policy, key, ends_at)).policy end
-$$;
-comment on function ratelimit.numbers_after(ratelimit.policies, text, timestamptz) is
-  'The policy with the numbers that apply to a key once a part of its override has ended; null if none does.';

@@ -11,6 +11,7 @@ declare
   v_policy   ratelimit.policies;
   v_override ratelimit.overrides;
   v_ends_at  timestamptz;  -- when a part of the override ends; null: none does
+  v_after    ratelimit.policies;  -- with the numbers that apply then
   v_key      alias for key;
   v_cost     alias for cost;
   v_now      timestamptz := clock();
@@ -34,11 +35,14 @@ begin
     end if;
     v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key collate "C";
     if v_override.key is not null then
-      v_policy  := with_override(v_policy, v_override, v_now);
-      v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
+      if v_override.expires_at > v_now then
+        v_ends_at := v_override.expires_at;
+        v_after   := with_override(v_policy, v_override, 'infinity');
+      end if;
+      v_policy := with_override(v_policy, v_override, v_now);
     end if;
     if v_policy.kind = 'quota' or v_ends_at is not null then
-      select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_key, v_now, v_cost) as b;
+      select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_after, v_key, v_now, v_cost) as b;
       return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
     end if;
   end if;
@@ -80,17 +84,18 @@ Locks: nothing.
 Writes: nothing.
 Role: application.';
 
--- The level of a bucket, in microtokens, and the microseconds until it is full; null is never. The policy has the numbers that
--- apply to the key until ends_at.
+-- The level of a bucket, in microtokens, and the microseconds until it is full; null is never. policy has the numbers that
+-- apply to the key until ends_at, and after those that apply then.
 create or replace function ratelimit.bucket_now(
-    in policy ratelimit.policies, in ends_at timestamptz, in key text, in now timestamptz, out level bigint, out reset_us bigint)
+    in policy ratelimit.policies, in ends_at timestamptz, in after ratelimit.policies, in key text, in now timestamptz,
+    out level bigint, out reset_us bigint)
   language plpgsql stable
 as $$
 declare
   v_key text collate "C" := key;
 begin
   if policy.kind = 'quota' or ends_at is not null then
-    select b.level, b.reset_us into level, reset_us from look_past_end(policy, ends_at, v_key, now, 0) as b;
+    select b.level, b.reset_us into level, reset_us from look_past_end(policy, ends_at, after, v_key, now, 0) as b;
   elsif policy.durable then
     select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
       into level, reset_us
@@ -110,5 +115,5 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.bucket_now(ratelimit.policies, timestamptz, text, timestamptz) is
+comment on function ratelimit.bucket_now(ratelimit.policies, timestamptz, ratelimit.policies, text, timestamptz) is
   'What a bucket holds, and how long until it is full.';

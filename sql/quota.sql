@@ -137,8 +137,9 @@ begin
   else
     if v_has_row is null then
       v_quota := case when v_override.key is null then policy else with_override(policy, v_override, v_now) end;
+      v_numbers.after := with_override(policy, v_override, 'infinity');
     end if;
-    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, numbers_after(policy, v_key, v_ends_at));
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, v_numbers.after);
   end if;
   v_held := microtokens(v_capacity) + v_level;
 

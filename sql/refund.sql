@@ -11,6 +11,7 @@ declare
   v_policy      policies;
   v_override    overrides;
   v_ends_at     timestamptz;  -- when a part of the override ends; null: none does
+  v_after       policies;     -- with the numbers that apply then
   v_amount      bigint;
   v_now         timestamptz := clock();
   v_level       bigint;       -- microtokens in the bucket
@@ -36,8 +37,11 @@ begin
     end if;
     v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
     if v_override.key is not null then
-      v_policy  := with_override(v_policy, v_override, v_now);
-      v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
+      if v_override.expires_at > v_now then
+        v_ends_at := v_override.expires_at;
+        v_after   := with_override(v_policy, v_override, 'infinity');
+      end if;
+      v_policy := with_override(v_policy, v_override, v_now);
     end if;
   end if;
   v_amount := least(amount, v_policy.capacity);
@@ -68,7 +72,7 @@ begin
   end if;
   v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
   if v_ends_at is not null then
-    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, numbers_after(v_policy, v_key, v_ends_at));
+    v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_after);
   end if;
   return answer_of(v_level, 0, v_reset_us, v_policy.capacity);
 end;

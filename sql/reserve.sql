@@ -65,7 +65,6 @@ begin
     v_rounds          integer;
     v_override        ratelimit.overrides;
     v_ends_at         timestamptz;  -- when a part of the override ends; null: none does
-    v_after           ratelimit.policies;  -- with the numbers that apply then
     v_numbers         ratelimit.numbers;
   begin
     if v_policy.special then
@@ -78,9 +77,11 @@ begin
       end if;
       v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if v_override.key is not null then
-        v_after   := with_override(v_policy, v_override, 'infinity');
-        v_policy  := with_override(v_policy, v_override, v_now);
-        v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
+        if v_override.expires_at > v_now then
+          v_ends_at := v_override.expires_at;
+          v_numbers.after := with_override(v_policy, v_override, 'infinity');
+        end if;
+        v_policy := with_override(v_policy, v_override, v_now);
       end if;
     end if;
     v_wanted := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
@@ -147,12 +148,11 @@ begin
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
       if v_ends_at is not null then
-        v_after    := numbers_after(v_policy, v_key, v_ends_at);
-        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_after);
+        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
         if v_wanted = 0 or not v_has_row then
-          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_after) end;
+          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_numbers.after) end;
         else  -- as the row will be stored
-          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_after);
+          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
         end if;
       end if;
 
@@ -203,9 +203,9 @@ begin
     elsif v_ends_at is null then
       v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
     else
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_after);
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
       if v_level < 0 then
-        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_after));
+        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_numbers.after));
       end if;
     end if;
 

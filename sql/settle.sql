@@ -58,8 +58,11 @@ begin
       end if;
       v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if v_override.key is not null then
-        v_policy  := with_override(v_policy, v_override, v_now);
-        v_ends_at := case when v_override.expires_at > v_now then v_override.expires_at end;
+        if v_override.expires_at > v_now then
+          v_ends_at := v_override.expires_at;
+          v_numbers.after := with_override(v_policy, v_override, 'infinity');
+        end if;
+        v_policy := with_override(v_policy, v_override, v_now);
       end if;
     end if;
     loop
@@ -71,7 +74,7 @@ begin
         if not v_policy.shadow then
           perform no_grant(v_policy.name, v_idempotency_key);  -- raises RL003
         end if;
-        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_key, v_now) as n;
+        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_numbers.after, v_key, v_now) as n;
         v_first := k from idempotency_keys as k
                     where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if (v_first.expires_at > v_now) is not true then
@@ -83,7 +86,7 @@ begin
           perform another_cost(format('%L was settled with cost %s and is settled again with cost %s.', v_idempotency_key, v_first.settled, v_cost),
                                'The first settlement stands: charge or refund the difference.');
         end if;
-        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_key, v_now) as n;
+        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_numbers.after, v_key, v_now) as n;
         return spent_of(v_level, v_reset_us, v_policy.capacity, true);
       end if;
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
@@ -150,7 +153,7 @@ begin
         v_stored := v_level - microtokens(v_policy.capacity);
       end if;
       if v_policy.kind = 'quota' or v_ends_at is not null then
-        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, numbers_after(v_policy, v_key, v_ends_at));
+        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, v_numbers.after);
       end if;
     end if;
     update buckets as b

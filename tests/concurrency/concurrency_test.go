@@ -356,6 +356,45 @@ func TestConcurrency_AnOverrideIsReadAgainAfterAWait(t *testing.T) {
 	})
 }
 
+// While a call waits for a bucket, the numbers change that apply once a part of its override has ended. Its answer is by one override:
+// what applies now and what applies then were read together.
+func TestConcurrency_AnAnswerIsByOneOverride(t *testing.T) {
+	tokens, quota := "select ratelimit_define_policy('p', 10, 1, '1 day'", "select ratelimit_define_policy('p', 10, period => '1 day'"
+	for name, call := range map[string][]string{
+		"acquire":         {tokens, "ratelimit_acquire('p', 'k', 1)"},
+		"acquire, keyed":  {tokens, "ratelimit_acquire('p', 'k', 1, 'first')"},
+		"up to":           {tokens, "(select allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed from ratelimit_acquire_up_to('p', 'k', 1))"},
+		"refund":          {tokens, "ratelimit_refund('p', 'k', 1)"},
+		"reserve":         {tokens, "(select allowed, remaining, wait as retry_after, reset_after, capacity, replayed, shadowed from ratelimit_reserve('p', 'k', '1 s'))"},
+		"acquire a quota": {quota, "ratelimit_acquire('p', 'k', 1)"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
+				var p kit.PolicyOptions
+				kind(&p)
+				db.SetClock(kit.T0)
+				db.Execute(call[0]+", durable => $1::boolean)", p.Durable)
+				db.Acquire("p", "k", 8)
+				db.Execute("select ratelimit_override('p', 'k', capacity => 20, expires_at => $1)", kit.T0.Add(time.Hour))
+				of := func(q kit.Querier) (kit.Decision, error) { return kit.Decide(q, call[1]) }
+				before := db.Begin()
+				want := before.Start(of).Answer()
+				before.Execute("rollback")
+
+				holder := db.Begin().Take("p", "k", 1)
+				pending := db.Session().Start(of).BlockedBy(holder)
+				if call[0] == quota {
+					db.Execute("select ratelimit_override('p', 'k', time_zone => 'Asia/Tokyo')")
+				} else {
+					db.Execute("select ratelimit_override('p', 'k', refill => 2)")
+				}
+				holder.Execute("rollback")
+				require.Equal(t, want, pending.Answer())
+			})
+		})
+	}
+}
+
 // Rows of a policy that is gone would stay for ever: clean-up looks for such buckets and idempotency keys only.
 func TestConcurrency_AnOverrideAndADropOfItsPolicyTakeTurns(t *testing.T) {
 	db := kit.ParallelDB(t)

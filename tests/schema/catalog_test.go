@@ -293,7 +293,7 @@ func TestCatalog_HelpersAreInlined(t *testing.T) {
 	} {
 		require.Contains(t, helpers, name)
 	}
-	require.ElementsMatch(t, []string{"changed_by", "clock", "due_after", "numbers_after", "numbers_now"}, kit.Column(t, db, `
+	require.ElementsMatch(t, []string{"changed_by", "clock", "due_after", "numbers_now"}, kit.Column(t, db, `
 		select proname::text from `+kit.PackageFunctions+` as p join pg_language as l on l.oid = prolang
 		 where private and lanname = 'sql' and provolatile <> 'i' and not proretset`))
 
