@@ -526,6 +526,29 @@ class AsyncTest(EachTest):
             await until(WITHOUT_LEASE, p)
             self.assertEqual([], holders(p))
 
+    async def test_a_look_at_a_statement_ends_with_it_though_a_process_of_its_number_goes_on(self):
+        async for limiter, _ in self.limiters():
+            for is_closed in (False, True):
+                looked, driver = asyncio.Event(), limiter._driver
+                send = driver._send
+
+                async def noted(*args: Any) -> Any:
+                    row = await send(*args)
+                    looked.set()
+                    return row
+
+                with psycopg.connect(autocommit=True) as gate, psycopg.connect("application_name=test", autocommit=True) as conn:
+                    gate.execute("select pg_advisory_lock(1), pg_advisory_lock(2)")
+                    going_on = asyncio.create_task(asyncio.to_thread(lambda: [conn.execute("select pg_advisory_lock(%s)", [n]) for n in (1, 2)]))
+                    await until_blocked()
+                    with mock.patch.object(driver, "_send", noted):
+                        looking = asyncio.create_task(driver._is_seen_to_end(conn.info.backend_pid, is_closed))
+                        await looked.wait()
+                        gate.execute("select pg_advisory_unlock(1)")
+                        self.assertTrue(await asyncio.wait_for(looking, 60))
+                    gate.execute("select pg_advisory_unlock(2)")
+                    await going_on
+
     async def test_holds_that_are_cancelled_on_their_way_hold_nothing(self):
         async for limiter, p in self.limiters():
             define_slots(p, 1000)
