@@ -128,7 +128,7 @@ func (h *draft) happen(f *faults) {
 			}
 		}
 		if n < 2 {
-			f.db.Execute(`select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'history' order by random() limit 1`)
+			f.db.Execute(`select pg_terminate_backend(pid) from pg_stat_activity where application_name like 'history %' order by random() limit 1`)
 			continue
 		}
 		crashed := h.now()
@@ -186,14 +186,14 @@ func kill(t *testing.T, server *pgtest.Server) {
 
 // reconnect returns when the server has ended the session that is lost, and there is another.
 func (w *workload) reconnect(c *clockedConn) error {
-	ended := c.PgConn().PID()
+	ended := c.Config().RuntimeParams["application_name"]
 	_ = c.PgConn().Conn().Close()
 	for begin := time.Now(); ; time.Sleep(5 * kit.Ms) {
 		config := w.faults.at.Config(w.db.T).ConnConfig
 		c.noteReadings(config)
 		conn, err := pgx.ConnectConfig(context.Background(), config)
 		for isThere := true; err == nil && isThere; {
-			err = conn.QueryRow(context.Background(), "select exists (select from pg_stat_activity where pid = $1)", ended).Scan(&isThere)
+			err = conn.QueryRow(context.Background(), "select exists (select from pg_stat_activity where application_name = $1)", ended).Scan(&isThere)
 		}
 		if err == nil {
 			c.Conn = conn

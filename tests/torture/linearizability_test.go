@@ -295,7 +295,8 @@ func (r *readings) forget() {
 	r.all, r.when = r.all[:0], r.when[:0]
 }
 
-// A clockedConn is a session that keeps the readings of its clock.
+// A clockedConn is a session that keeps the readings of its clock. No other has its application_name, nor one before it that has ended: a
+// server that starts again in a container gives out the same process ids.
 type clockedConn struct {
 	*pgx.Conn
 	readings readings
@@ -303,7 +304,7 @@ type clockedConn struct {
 
 func (c *clockedConn) noteReadings(config *pgx.ConnConfig) {
 	config.OnNotice = c.readings.note
-	config.RuntimeParams["application_name"] = "history"
+	config.RuntimeParams["application_name"] = fmt.Sprint("history ", rand.Uint64())
 }
 
 // call makes a call that has no answer, with arguments by their names; those without a value are null.
