@@ -46,12 +46,12 @@ declare
   v_requests bigint[];  -- for each element, the number of its request; null without sizes: its own number
   v_misfits  bigint[];  -- requests of a size that is refused
   v_policy   policies;  -- that of all elements, or of a part
-  v_demands    record;
-  v_parts    part[];    -- the batch by policy; null if all elements have one
+  v_demands  record;    -- the answer of parts_of
+  v_parts    part[];    -- the batch by policy; null without sizes if all elements have one policy
   v_seen     record;
   v_row_ids  tid[];
   v_now      timestamptz;
-  v_covered  boolean;   -- every bucket covers all that is asked of it; true without sizes; null: all elements have one policy
+  v_covered  boolean;   -- every bucket covers all that is asked of it; true without sizes; null where v_parts is
   v_lock     boolean;   -- lock the buckets before take
   v_taken    record;
   v_kept     boolean := true;  -- the idempotency keys of what was taken are stored

@@ -2,9 +2,8 @@
 -- that it needs, and its answer has the buckets and idempotency keys as they are to be stored.
 --
 -- Parallel to the elements: requests, the number of its request; idempotency_keys, null for none; charges, buckets, same, twins and
--- bad, as of number_buckets; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, the policy with
--- the numbers that apply; ends_at, when a part of these ends, null: none does; turns, of a quota; after, what applies then, null where all policies are plain; levels and refilled_at,
--- as stored, and after it as they are to be stored; levels_now, the level now.
+-- bad, as of number_buckets; known, the grant that a live idempotency key remembers. Parallel to the buckets: numbers, ends_at, turns,
+-- after, levels, refilled_at and levels_now, as of look_at_buckets. levels and refilled_at are answered as they are to be stored.
 --
 -- wanted tells the buckets that are charged. The answers are parallel to the elements: remaining, retry_us, reset_us, capacities,
 -- replayed and shadowed; granted tells of its request whether it is granted, null: refused; charged, whether a bucket is charged for
@@ -12,8 +11,8 @@
 -- one for each request; known has the grant that a repeat differs from.
 --
 -- The steps for each request:
---   1. Each element is refused, replayed, or it fits or not. Of several errors the first counts, in this order: an argument out of range or slots,
---      an unknown policy, another cost under the idempotency key, a grant that was settled.
+--   1. Each element is refused, replayed, or it fits or not. Of several errors the first counts, in this order: an argument out of
+--      range or a policy of slots, an unknown policy, another cost under the idempotency key, a grant that was settled.
 --   2. If all but those of shadow policies fit, the buckets are charged. The next request sees them so.
 -- Then the answers are worked out, from the buckets as they were after each request.
 create or replace function ratelimit.decide(

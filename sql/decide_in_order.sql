@@ -1,4 +1,4 @@
--- Decides requests one after another at one instant, whatever they ask for. The fast path is take; this is the rest.
+-- Decides requests one after another at one instant, whatever they ask for. take.sql has the fast path; this is the rest.
 --
 -- The arguments are parallel arrays of elements. The elements of a request follow each other and have its number in
 -- requests. idempotency_keys is null, or has the key of the request in each element. elements has their numbers in the
@@ -19,12 +19,12 @@
 --
 -- taken: the caller has charged buckets for other requests of the batch.
 --
--- The private errors, none of which leaves the package:
+-- The private errors, none of which reaches a caller of the package:
 --   RL00A  here: rolls back a round, for the next one or for the end.
 --   RL00T  here if taken, and in acquire_batch, which catches it: the fast path is rolled back, and the whole batch is decided here.
 --          ratelimit_acquire_all raises and catches its own: it reads and charges the buckets once more, and then asks acquire_batch.
---   RL00L  acquire_batch raises and catches it: the fast path is rolled back, and begins again with the buckets locked; if they were, the whole
---          batch is decided here.
+--   RL00L  acquire_batch raises and catches it: the fast path is rolled back, and begins again with the buckets locked; if they
+--          were, the whole batch is decided here.
 --
 -- All that take from more than one bucket lock them in one order: durable policies first, then by policy and key. To
 -- create a row is part of the order, because an INSERT waits for the session that has created the row. So calls that are
@@ -205,7 +205,7 @@ begin
       into v_packed.requests, v_packed.requests_allowed, v_packed.requests_replayed, v_packed.requests_shadowed, v_packed.bindings
       from (select a.request, bool_and(a.granted) as granted, bool_or(a.charged) as charged, bool_or(a.replayed) as replayed,
                    bool_or(a.shadowed) as shadowed,
-                   bool_and((a.replayed or a.retry_us = 0) is true) as waits,
+                   bool_and((a.replayed or a.retry_us = 0) is true) as waits,  -- for nothing but reservations
                    (min(binding_rank(v_numbers[a.bucket].shadow, a.cost = 0, a.granted, a.remaining, a.charge, a.retry_us, a.place)))[4]
                      - min(a.place) + 1 as binding
               from unnest(requests, costs, v_batch.charges, v_batch.bucket_numbers, v_verdict.remaining, v_verdict.retry_us, v_verdict.replayed,

@@ -71,7 +71,7 @@ $$;
 comment on function ratelimit.denied(text[], text[], bigint[], bigint[], timestamptz) is
   'The single requests of a batch that are plainly denied.';
 
--- Two parts of an answer as one. If neither has requests of several elements, the columns about them are null.
+-- Two parts of an answer as one. Only b may have requests of several elements, or errors: those columns of a are not read.
 create or replace function ratelimit.concatenated(a ratelimit.packed, b ratelimit.packed)
   returns ratelimit.packed language plpgsql immutable
 as $$

@@ -1,4 +1,4 @@
--- The denials of a batch that take nothing to tell: of single requests without an idempotency key, about the buckets of one policy.
+-- The denials of a batch that one read shows: of single requests without an idempotency key, about the buckets of one policy.
 -- A bucket that does not cover the least of what is asked of it denies all of it, and is read once for that. A bucket that covers
 -- something is left to decide_in_order, and so is one without a row, and one with an element that is not about 1 to 2147483647 tokens.
 --

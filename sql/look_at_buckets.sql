@@ -3,12 +3,11 @@
 -- The function is STABLE, so all of it is as of one snapshot. If a second statement read the idempotency keys, it could find
 -- one whose tokens the bucket had not lost yet. (ratelimit_acquire may read twice: it asks about one bucket, and denies.)
 --
--- names, first, keys (bucket_keys), buckets (bucket_numbers) and charges are those of number_buckets, and idempotency_keys those of the elements; null for none.
--- created are the buckets whose rows the caller has just created, which stand for none.
+-- names, first, keys (bucket_keys), buckets (bucket_numbers) and charges are those of number_buckets. idempotency_keys are those of
+-- the elements; null for none. created are the buckets whose rows the caller has just created, which stand for none.
 --
 -- policies is parallel to names, and known to the elements: the grant that a live idempotency key remembers. The others are
--- parallel to the buckets: the policy with the numbers that apply to the key, when a part of these ends, the turns of a quota, and what applies after that end; the level as
--- stored, and when; the level now; whether there is a row. after is null if all policies are plain.
+-- parallel to the buckets, as of rows_of_buckets. after is null if no policy is special.
 --
 -- Locks and writes nothing.
 create or replace function ratelimit.look_at_buckets(

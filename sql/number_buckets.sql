@@ -42,8 +42,8 @@ $$;
 comment on function ratelimit.number_buckets(text[], text[], bigint[], text[], bigint[]) is
   'The policies and buckets of a batch, numbered in order, and how its elements are related.';
 
--- The order in which the buckets of policies are locked: durable policies first, then by name, as number_buckets has them. Policies that are
--- not known have no place in it.
+-- The order in which the buckets of policies are locked: durable policies first, then by name, as number_buckets has them. Policies
+-- that are not known have no place in it.
 create or replace function ratelimit.in_locking_order(policies ratelimit.policies[])
   returns integer[] language plpgsql immutable
 as $$

@@ -36,7 +36,7 @@ declare
   v_level      bigint;    -- the bucket after the element
   v_elapsed_us bigint;
 begin
-  -- 1. Are the numbers small?
+  -- 1. Quotas, overrides and large numbers go another way.
   if policy.special or policy.fill_ticks is null then
     if demands is null then
       demands := array(select row(a.*)::demand from demands_of_batch(keys, costs) as a);
@@ -170,9 +170,9 @@ $$;
 comment on function ratelimit.take_any_from_buckets(ratelimit.policies, bigint[], ratelimit.demand[], tid[], timestamptz) is
   'Does what take_from_buckets does, for a policy with overrides or large numbers.';
 
--- For requests of several elements, which are granted only if every bucket covers what is charged to it. row_ids is null if a
--- bucket does not cover what is asked of it. contended is a guess that another session changes or locks a bucket: xmax is
--- set, and is not the lock of the transaction that wrote this row. A lock that was rolled back leaves it set, too.
+-- For requests of several elements. row_ids is null if a bucket does not cover what is asked of it. That of a quota never does: its
+-- stored level is minus the tokens used. contended is a guess that another session changes or locks a bucket: xmax is set, and is
+-- not the lock of the transaction that wrote this row. A lock that was rolled back leaves it set, too.
 create or replace function ratelimit.covered_in_buckets(
     in  policy ratelimit.policies, in demands ratelimit.demand[], in now timestamptz,
     out row_ids tid[], out contended boolean)
