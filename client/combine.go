@@ -342,7 +342,7 @@ func (c *Combiner) send(ctx context.Context, b *batch) {
 	}
 	for _, w := range b.waiters {
 		switch {
-		case isShared && isUnfitText(err) && c.hasLeft(w): // and nothing was taken for it
+		case isShared && isUnfitText(err) && c.hasLeft(w): // the call took nothing, and nobody waits for the answer
 		case !isShared, isUnfitText(err): // text of one request fails the call, and not the other requests
 			w.answer, w.err = c.askAlone(ctx, w.request)
 		case err != nil:

@@ -169,9 +169,9 @@ func (o option) option() option { return o }
 // lead there. It is quoted as one identifier. Defaults to the functions that search_path finds.
 func Schema(name string) Option { return option{set: func(c *config) { c.schema = name }} }
 
-// NoFlush makes the calls that take tokens or give them back return before their writes are flushed to disk, as synchronous_commit = off does, for these calls alone. A crash of the server may then undo
-// the writes of its last moments, up to three times wal_writer_delay (0.6 seconds unless set): their
-// grants and idempotency keys are forgotten as if they had rolled back. Nothing else is at risk.
+// NoFlush makes the calls that take tokens or give them back return before their writes are flushed to disk, as synchronous_commit = off
+// does, for these calls alone. A crash of the server may then undo the writes of its last moments, up to three times wal_writer_delay
+// (0.6 seconds unless set): their grants and idempotency keys are forgotten as if they had rolled back. Nothing else is at risk.
 //
 // It is for calls that are a transaction of their own: the caller chooses how its own transaction commits.
 // So [Limiter.WithTx] leaves it out, and with [New] these calls fail with
@@ -188,8 +188,9 @@ func NoFlush() Option { return option{set: func(c *config) { c.noFlush = true }}
 // cost than was denied, for longer than RetryAfter, or for a cost that no wait helps. Requests with an
 // idempotency key are always sent, and so are AcquireAll, AcquireUpTo and Reserve. In a transaction the cache is not used.
 //
-// The cache sees at once what calls through this Limiter do that change a bucket or a policy. It sees such calls of other programs, and the end of an override, when RetryAfter or a minute has passed. Leave the cache out where
-// tokens are given back by other programs, in transactions, or with SQL, and callers must not wait for them.
+// The cache sees at once what calls through this Limiter do that change a bucket or a policy. It sees such calls of other programs, and
+// the end of an override, when RetryAfter or a minute has passed. Leave the cache out where tokens are given back by other programs, in
+// transactions, or with SQL, and callers must not wait for them.
 func DenialCache() Option { return option{set: func(c *config) { c.cachesDenials = true }} }
 
 // Observe makes the limiter call functions of the program, for metrics and logs. Limiters that WithTx makes of it call them, too.

@@ -416,8 +416,8 @@ func listKeyed[Row any](ctx context.Context, l *limiter, verb, columns, function
 	return list[Row](ctx, l, c)
 }
 
-// Overrides lists what has not ended of overrides, ordered by policy and key, as it can be passed to
-// Override: first the part that stays, then the part that ends. Options are [OfPolicy], [OfKey] and [MaxRows], which defaults to 1,000. It writes and locks nothing.
+// Overrides lists what has not ended of overrides, ordered by policy and key, as it can be passed to Override: first the part that stays,
+// then the part that ends. Options are [OfPolicy], [OfKey] and [MaxRows], which defaults to 1,000. It writes and locks nothing.
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override, error) {

@@ -87,9 +87,9 @@ type combiner = Combiner // so that only this package names the field of a Prefe
 //     hot bucket. Each refill or refund without an answer may lose as many again.
 //   - A stock is used for at most a second after the last call that brought tokens was sent. So a policy that is changed or dropped,
 //     an override and a block take effect for it within a second, and when the database is away, grants go on for so long.
-//     Reset, ResetAll, Pause, Override, RemoveOverride, DefinePolicy and DropPolicy through this Prefetcher refund stocks first, for up to 5
-//     seconds. It takes no tokens for the policy until they are done. After a reset by another program, prefetched tokens can be spent, or refunded,
-//     besides the full bucket.
+//     Reset, ResetAll, Pause, Override, RemoveOverride, DefinePolicy and DropPolicy through this Prefetcher refund stocks first, for
+//     up to 5 seconds. It takes no tokens for the policy until they are done. After a reset by another program, prefetched tokens can
+//     be spent, or refunded, besides the full bucket.
 //
 // In a [Decision] from a stock, Remaining and ResetAfter are estimates, and it is marked [Decision.Estimated]. A bucket is not
 // prefetched if it refills nothing, or if a shadow policy would have denied.
@@ -97,7 +97,7 @@ type combiner = Combiner // so that only this package names the field of a Prefe
 // Close it when it is no longer used: else its stocks are lost.
 type Prefetcher struct {
 	*combiner
-	unseen   limiter // for refills and refunds: no caller made them, so hooks are not called
+	quiet    limiter // for refills and refunds: no caller made them, so Hooks.Answered is not called
 	policies map[string]*prefetchedPolicy
 	start    time.Time       // of the Prefetcher's clock
 	calls    chan struct{}   // has an element for each refill or refund under way
@@ -123,8 +123,8 @@ func NewPrefetcher(pool Pool, opts ...Option) *Prefetcher {
 	}
 	l.closed, l.close = context.WithCancel(context.Background())
 	l.working, l.stop = context.WithCancel(context.Background())
-	l.unseen = l.combiner.limiter
-	l.unseen.hooks.Answered = nil
+	l.quiet = l.combiner.limiter
+	l.quiet.hooks.Answered = nil
 	l.combiner.endStocksOf = l.endStocksOf
 	for _, prefetch := range config.prefetches {
 		if l.policies[prefetch.Policy] != nil {
@@ -335,15 +335,15 @@ func (l *Prefetcher) refill(b *hotBucket) {
 	}
 	ctx, cancel := context.WithTimeout(l.working, stockLife) // a later reply would bring tokens that are too old to grant
 	defer cancel()
-	d, err := l.unseen.AcquireUpTo(ctx, b.policy.Policy, b.key, n)
+	d, err := l.quiet.AcquireUpTo(ctx, b.policy.Policy, b.key, n)
 	doubt := err == nil && d.Taken == n && d.Remaining <= 0 && l.mayBeShadow(ctx, b)
 	b.do(func(s *stock) { s.took(d, err, doubt, sent, l.now()) })
 }
 
-// mayBeShadow reports whether the policy grants more than any bucket has. Only a shadow policy does: it says that it took n also when it
-// emptied a bucket that had fewer. After an error it may be one.
+// mayBeShadow reports whether the policy grants more than any bucket has. Only a shadow policy does. Its Taken is what was asked for,
+// also when the bucket had less. After an error it may be one.
 func (l *Prefetcher) mayBeShadow(ctx context.Context, b *hotBucket) bool {
-	d, err := l.unseen.AcquireUpTo(ctx, b.policy.Policy, b.key, math.MaxInt64, AtLeast(math.MaxInt64))
+	d, err := l.quiet.AcquireUpTo(ctx, b.policy.Policy, b.key, math.MaxInt64, AtLeast(math.MaxInt64))
 	return err != nil || d.Allowed
 }
 
@@ -373,7 +373,6 @@ func (l *Prefetcher) watch(ctx context.Context) {
 	}
 }
 
-// each visits the hot buckets of the policy.
 func (p *prefetchedPolicy) each(visit func(*hotBucket)) {
 	if p.size.Load() == 0 {
 		return
@@ -406,7 +405,7 @@ func (l *Prefetcher) refundRest(ctx context.Context, b *hotBucket) {
 	defer cancel()
 	var n int64
 	if b.do(func(s *stock) { n = s.refund(l.now()) }); n > 0 {
-		_, _ = l.unseen.Refund(ctx, b.policy.Policy, b.key, n)
+		_, _ = l.quiet.Refund(ctx, b.policy.Policy, b.key, n)
 	}
 }
 

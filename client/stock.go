@@ -228,8 +228,8 @@ func (s sight) with(left int64) Decision {
 	return d
 }
 
-// isPrefetchable reports whether tokens of the bucket may be taken in advance. Tokens of a bucket that refills nothing would be lost for good with
-// a process. A shadow policy must see each request that it would deny.
+// isPrefetchable reports whether tokens of the bucket may be taken in advance. Tokens of a bucket that refills nothing would be lost for
+// good with a process. A shadow policy must see each request that it would deny.
 func (s sight) isPrefetchable() bool { return !s.NeverFull() && !s.Shadowed }
 
 // A stockSize is how many tokens a stock should have.
@@ -238,7 +238,7 @@ type stockSize struct {
 	low  int64 // with fewer it is refilled
 }
 
-// size is the size that the demand asks for, within the bounds.
+// size is the size that the demand asks for, within the bounds of the settings.
 func (p Prefetch) size(d demand, s sight) stockSize {
 	full := min(float64(d)*stockFor.Seconds(), p.MaxShare*float64(s.Capacity), float64(p.MaxTokens))
 	if !s.isPrefetchable() {
