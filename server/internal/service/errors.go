@@ -64,7 +64,7 @@ func StatusWith(code codes.Code, message string, info *errdetails.ErrorInfo) *st
 // A Kind of error has one code in each protocol.
 type Kind int
 
-// The kinds of errors.
+// The kinds of errors. The request is to blame for those up to InvalidArgument.
 const (
 	UnknownPolicy Kind = iota
 	IdempotencyMismatch

@@ -18,10 +18,10 @@ type GateCharge struct {
 	// Overdraw takes the cost whatever the bucket holds. Only a cost of 0 is then denied.
 	Overdraw bool
 
-	// Shadow denies nothing, as the policy does. A cost of 0 needs it, since reading a bucket does not show it.
+	// Shadow tells that the policy is in shadow: it denies nothing. The answer to a cost of 0 does not show that.
 	Shadow bool
 
-	// Quota, of a policy in shadow, denies a request of which all such charges are beyond their limits.
+	// Quota is for a policy in shadow: if all charges with Quota are beyond their limits, the request is denied.
 	Quota bool
 }
 

@@ -17,7 +17,7 @@ type Limits struct {
 	// Calls is the largest number of calls under way. More calls are refused at once.
 	Calls int
 
-	// OwnConnections is the largest number of connections in use by calls that cannot share one.
+	// OwnConnections is the largest number of calls at a time that use a connection of the pool for themselves.
 	OwnConnections int
 
 	// Time is the longest time of a call.
@@ -31,7 +31,7 @@ type Limits struct {
 type shard struct {
 	number, of     int
 	calls          atomic.Int64
-	ownConnections chan struct{} // has an element for each that is in use
+	ownConnections chan struct{} // has an element for each such call
 }
 
 func newShards(limits Limits) []shard {
@@ -54,7 +54,7 @@ func (s *Service) UnderWay() (n int64) {
 }
 
 // limitCall makes a call within the limits of a shard. A call that shares travels with others, on the connections of the Combiner.
-// Any other call waits for a connection.
+// Any other call waits for takeConnection.
 func (s *Service) limitCall(ctx context.Context, shard *shard, shares bool, call func(context.Context) error) *Error {
 	defer shard.calls.Add(-1)
 	if shard.calls.Add(1) > int64(s.limits.Calls) {
@@ -75,7 +75,7 @@ func (s *Service) limitCall(ctx context.Context, shard *shard, shares bool, call
 	return shard.errorOf(ctx, call(ctx))
 }
 
-// takeConnection waits for a connection that is not shared, until release.
+// takeConnection waits until less than OwnConnections are in use, and counts one more until release. The pool has the connections.
 func (s *shard) takeConnection(ctx context.Context) (release func(), err error) {
 	select {
 	case s.ownConnections <- struct{}{}:

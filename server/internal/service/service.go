@@ -75,13 +75,13 @@ type JointRequest struct {
 	IdempotencyKey *string
 }
 
-// A Time is one that a caller gives. One that the database accepts nowhere has a Text, as the caller wrote it.
+// A Time is one that a caller gives.
 type Time struct {
 	time.Duration
-	Text string
+	Text string // of one that is invalid or beyond MaxTime, in place of the Duration: as the caller wrote it
 }
 
-// MaxTime bounds the times that have no Text, in seconds.
+// MaxTime is beyond the 365 days that the database accepts, in seconds.
 const MaxTime = 1e9
 
 // check returns the error of an argument that the client cannot send, or would name otherwise: null, too long a time, or a fraction
@@ -151,25 +151,25 @@ func (r Request) canShare() bool {
 	return len(r.Policy) <= maxShared && len(r.Key) <= maxShared && (r.IdempotencyKey == nil || len(*r.IdempotencyKey) <= maxShared)
 }
 
-func whole(d client.Decision) client.Decision { return d }
+func itself(d client.Decision) client.Decision { return d }
 
 // Acquire takes Cost tokens, or 1, from one bucket if it holds enough.
 func (s *Service) Acquire(ctx context.Context, r Request) (client.Decision, error) {
-	return callBucket(ctx, s, Acquire, r, whole, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
+	return callBucket(ctx, s, Acquire, r, itself, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
 		return on.Acquire(ctx, r.Policy, r.Key, r.options()...)
 	})
 }
 
 // Charge takes Cost tokens whatever the bucket holds.
 func (s *Service) Charge(ctx context.Context, r Request) (client.Decision, error) {
-	return callBucket(ctx, s, Charge, r, whole, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
+	return callBucket(ctx, s, Charge, r, itself, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
 		return on.Charge(ctx, r.Policy, r.Key, *r.Cost, named(r.IdempotencyKey)...)
 	})
 }
 
 // Settle replaces the cost of the grant that was made under IdempotencyKey by Cost.
 func (s *Service) Settle(ctx context.Context, r Request) (client.Decision, error) {
-	return callBucket(ctx, s, Settle, r, whole, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
+	return callBucket(ctx, s, Settle, r, itself, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
 		return on.Settle(ctx, r.Policy, r.Key, *r.IdempotencyKey, *r.Cost)
 	})
 }
@@ -209,21 +209,21 @@ func (s *Service) SettleAll(ctx context.Context, r JointRequest) (d client.Joint
 
 // Peek returns the decision that Acquire would, and takes nothing.
 func (s *Service) Peek(ctx context.Context, r Request) (client.Decision, error) {
-	return callBucket(ctx, s, Peek, r, whole, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
+	return callBucket(ctx, s, Peek, r, itself, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
 		return on.Peek(ctx, r.Policy, r.Key, r.options()...)
 	})
 }
 
 // Refund gives Cost tokens back.
 func (s *Service) Refund(ctx context.Context, r Request) (client.Decision, error) {
-	return callBucket(ctx, s, Refund, r, whole, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
+	return callBucket(ctx, s, Refund, r, itself, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
 		return on.Refund(ctx, r.Policy, r.Key, *r.Cost)
 	})
 }
 
 // Pause stops the bucket for Time.
 func (s *Service) Pause(ctx context.Context, r Request) (client.Decision, error) {
-	return callBucket(ctx, s, Pause, r, whole, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
+	return callBucket(ctx, s, Pause, r, itself, func(ctx context.Context, on Limiter, r Request) (client.Decision, error) {
 		return on.Pause(ctx, r.Policy, r.Key, r.Time.Duration)
 	})
 }
@@ -335,7 +335,6 @@ func (s *Service) AcquireMany(ctx context.Context, requests []Request) ([]Answer
 	return answers, nil
 }
 
-// callShard answers the requests of a shard.
 func (s *Service) callShard(ctx context.Context, shard *shard, requests []Request, numbers []int, answers []Answer) {
 	begin := time.Now()
 	asked := make([]client.Request, len(numbers))
