@@ -60,7 +60,7 @@ func waitForOthers(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// failed adds the place in the file to an error, if the database has refused its value: that of the field, if the file has it.
+// failed makes a Problem of an error by which the database refuses a value: at the field, if the node has it, else at the position.
 func (c *Change) failed(err error, at Position, node *node) error {
 	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && refusal.Code == "22023" {
 		if field := node.find(strings.TrimPrefix(refusal.Message, "invalid ")); field != nil {
@@ -71,7 +71,7 @@ func (c *Change) failed(err error, at Position, node *node) error {
 	return failed(c.String(), err)
 }
 
-// apply makes the change. An override is removed, and set anew by its parts: a call would leave the numbers that it does not set.
+// apply makes the change. An override is removed, and set again by all its parts: a call would leave the numbers that it does not set.
 func (c *Change) apply(ctx context.Context, tx pgx.Tx) error {
 	call := func(function string, args []any, sets []fieldValue) error {
 		var passed []string
@@ -97,10 +97,10 @@ func (c *Change) apply(ctx context.Context, tx pgx.Tx) error {
 			return failed(c.String(), err)
 		}
 		return nil
-	case c.rest:
+	case c.isMade:
 		return nil
 	}
-	if c.anew || c.Action == Drop {
+	if c.existed || c.Action == Drop {
 		if err := call("ratelimit_remove_override", key, nil); err != nil {
 			return failed(c.String(), err)
 		}

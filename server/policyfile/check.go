@@ -115,7 +115,7 @@ func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, 
 			}
 		}
 	default:
-		switch { // a remedy that begins with write is about the value; any other is about the field, which is to go
+		switch {
 		case !strings.HasPrefix(remedy, "write "):
 			problems.Add(at.nameAt, "%s %s", shorten(at.name), remedy)
 		case at.json == nil:

@@ -195,7 +195,6 @@ func ParseEnvoy(name string, data []byte) ([]EnvoyDomain, error) {
 	return []EnvoyDomain{domain}, nil
 }
 
-// envoy reads the domains of a policy file.
 func (r *reader) envoy(list *node) (domains []EnvoyDomain) {
 	for _, n := range list.inOrder() {
 		domains = append(domains, r.envoyDomain(n))

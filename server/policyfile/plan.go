@@ -80,9 +80,9 @@ type Change struct {
 	node *node // nil if a rule of Envoy's describes the policy
 	sets []fieldValue
 
-	parts []Override // of an override: all that the key has after the change; nil in the change of its other part
-	anew  bool       // it had something before
-	rest  bool       // it is made with that of the other part
+	parts   []Override // of an override: all that the key has after the change
+	existed bool       // the key had an override before
+	isMade  bool       // with the change of the key's other part, which is before this one
 }
 
 // An Action is what happens to a policy or an override.
@@ -103,7 +103,7 @@ type FieldChange struct {
 	New   any    `json:"new"`
 }
 
-// Plan returns the changes that Apply would make, or its error, and makes none.
+// Plan returns the changes that Apply would make, or its error. It makes them under the same locks, and rolls back.
 func Plan(ctx context.Context, db Database, file *File, options Options) (*Difference, error) {
 	return inTransaction(ctx, db, file, options, func(tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, "set constraints all immediate") // as a commit would
@@ -145,7 +145,7 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 	return d, nil
 }
 
-// policies returns a problem for each policy that is of another kind in the database.
+// policies adds the changes of policies. It returns a problem for each that is of another kind in the database.
 func (d *Difference) policies(s *state, policies []Policy) (problems Problems) {
 	for _, p := range policies {
 		old, exists := s.policies[p.Name]
@@ -162,7 +162,7 @@ func (d *Difference) policies(s *state, policies []Policy) (problems Problems) {
 	return problems
 }
 
-// overrides compares the parts of a key, and then sets all of them if one differs.
+// overrides adds the changes of overrides. The two parts of a key are next to each other in the list.
 func (d *Difference) overrides(s *state, overrides []Override, has func(key string) bool) {
 	for i, o := range overrides {
 		if has != nil && !has(o.Key) || i > 0 && overrides[i-1].Policy == o.Policy && overrides[i-1].Key == o.Key {
@@ -199,7 +199,7 @@ func (d *Difference) overrides(s *state, overrides []Override, has func(key stri
 			}
 		}
 		for i := range d.Changes[n:] {
-			d.Changes[n+i].parts, d.Changes[n+i].anew, d.Changes[n+i].rest = parts, before != nil, i > 0
+			d.Changes[n+i].parts, d.Changes[n+i].existed, d.Changes[n+i].isMade = parts, before != nil, i > 0
 		}
 	}
 }

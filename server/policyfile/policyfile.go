@@ -6,8 +6,13 @@
 //	}
 //	difference, err := policyfile.Apply(ctx, conn, file, policyfile.Options{Environment: "staging"})
 //
-// schema.json says what a file may have. Its errorMessage, which is ours, says what to write in place of a mistake; an empty enum
-// forbids a field. The path of a file, where the first step with mistakes is the last:
+// schema.json says what a file may have. Its errorMessage, which is ours, says what to do about a mistake: one that begins with write
+// is about the value, and any other about the field. An empty enum forbids a field; const false forbids it but for false.
+//
+// A new field of a policy is in schema.json; in Policy, fields and policy (rules.go); in ReadPolicies and defaults (state.go); and in
+// types (apply.go).
+//
+// The path of a file, which ends after the first step that finds mistakes:
 //
 //   - [Parse], document.go: YAML becomes a tree of nodes, which are JSON values with their places. A file that was made to exhaust
 //     memory or time is refused.
@@ -58,7 +63,7 @@ func (d *document) parse() (*File, error) {
 	file := &File{name: d.file, rules: make(map[string]*Rules)}
 	rules, problems := read(d.root)
 	if problems != nil {
-		return nil, problems.sorted() // which environments would repeat
+		return nil, problems.sorted() // each environment would repeat them
 	}
 	file.rules[""] = rules
 	environments, problems := d.environments()

@@ -77,7 +77,7 @@ type Override struct {
 	sets []fieldValue
 }
 
-// A fieldValue is a field as a file writes it: an int64, a bool, a string or a Span.
+// A fieldValue is a field as a file writes it: an int64, a bool, a string or a Span. The argument of the SQL function has its name.
 type fieldValue struct {
 	field string
 	value any
@@ -208,14 +208,14 @@ func numbers(n *node) Numbers {
 	return numbers
 }
 
-// override reads the entries of a key: the one that stays, and the one that ends. Of refill and every, which are one, an entry may omit
-// what it has by the policy, or by the entry that stays.
+// override reads the entries of a key: the one that stays, and the one that ends. An entry inherits what it omits from the entry that
+// stays, or from the policy. If it has refill or every, the override sets both.
 func (r *reader) override(policy, n *node) (parts []Override) {
 	entries := []*node{n}
 	if !n.isMapping() {
 		entries = slices.SortedStableFunc(slices.Values(n.inOrder()), func(a, b *node) int { return cmp.Compare(a.find("expires_at").text(), b.find("expires_at").text()) })
 	}
-	base, below := r.policies[policy.name], policy
+	base, inherited := r.policies[policy.name], policy
 	for i, entry := range entries {
 		o := Override{Policy: base.Name, Key: n.name, At: entry.nameAt, node: entry}
 		expires := entry.find("expires_at")
@@ -226,8 +226,8 @@ func (r *reader) override(policy, n *node) (parts []Override) {
 		if i == 1 && (expires == nil || entries[0].find("expires_at") != nil) {
 			r.problems.Add(entry.nameAt, "%s has two entries %s expires_at: write one without and one with it", quote(n.name), with[expires != nil])
 		}
-		above := overlay(below, entry)
-		for _, v := range numbers(above).fields() {
+		merged := overlay(inherited, entry)
+		for _, v := range numbers(merged).fields() {
 			if entry.find(v.field) != nil || v.field == "refill" && entry.find("every") != nil || v.field == "every" && entry.find("refill") != nil {
 				o.sets = append(o.sets, v)
 			}
@@ -244,7 +244,7 @@ func (r *reader) override(policy, n *node) (parts []Override) {
 		if len(entry.inOrder()) == 1 && expires != nil {
 			r.problems.Add(expires.nameAt, "nothing ends then: write capacity or another number")
 		}
-		parts, below = append(parts, o), above
+		parts, inherited = append(parts, o), merged
 	}
 	return parts
 }
