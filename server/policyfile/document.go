@@ -147,7 +147,6 @@ func (d *document) position(n *yaml.Node) Position {
 	return Position{File: d.file, Line: max(1, n.Line), Column: max(1, n.Column)}
 }
 
-// fill reads the value of a node.
 func (d *document) fill(into *node, n *yaml.Node, depth int) {
 	into.valueAt = d.position(n)
 	switch d.values++; {

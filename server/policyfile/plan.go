@@ -154,7 +154,8 @@ func (d *Difference) policies(s *state, policies []Policy) (problems Problems) {
 				quote(p.Name), old.kind(), p.kind())
 			continue
 		}
-		if old.History = cmp.Or(old.History, noHistory); p.History == "" {
+		old.History = cmp.Or(old.History, noHistory)
+		if p.History == "" {
 			old.History = "" // it stays as it is
 		}
 		d.add(Change{Policy: p.Name, at: p.At, node: p.node, sets: p.fields()}, exists, old.fields())
