@@ -17,7 +17,7 @@ import (
 func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
 	t.Parallel()
 	db := kit.NewCrowdDB(t, 20)
-	for _, kind := range []kit.PolicyOption{kit.Durable, kit.Ephemeral} {
+	for _, kind := range []kit.PolicyOption{kit.Durable, kit.Ephemeral, kit.Stepped} {
 		db.DefinePolicy("p", 10, 1, kit.ADay, kind)
 		for i := range 100 {
 			key := fmt.Sprint("k", i)
@@ -451,40 +451,6 @@ func TestConcurrency_TwoSessionsCreateAQuota(t *testing.T) {
 	require.False(t, db.Acquire("p", "k", 1).Allowed)
 	require.EqualValues(t, 19, db.Acquire("p", "other", 1).Remaining)
 	require.Equal(t, []string{"1 mon Europe/Berlin 2024-01-31 00:00:00"}, kit.Column(t, db.DB, "select format('%s %s %s', period, time_zone, anchor) from ratelimit_policies()"))
-}
-
-func TestConcurrency_Vectors(t *testing.T) {
-	t.Parallel()
-	for _, v := range []struct {
-		name             string
-		capacity, refill int64
-		every            time.Duration
-		refilled         kit.PolicyOption
-		callers, keys    int
-		cost             int64
-		granted          int
-		left             int64 // in each bucket
-	}{
-		{"24 parallel initialization", 10, 1, time.Minute, kit.Stepped, 4, 1, 1, 4, 6},
-		{"30 simultaneous requests", 5, 1, time.Second, kit.Continuous, 15, 1, 1, 5, 0},
-		{"49 race", 100, 10, time.Minute, kit.Stepped, 50, 1, 5, 20, 0},
-		{"49 stress", 200, 10, time.Minute, kit.Stepped, 100, 10, 15, 100, 50},
-		{"59 parallel, stepped", 20, 5, 10 * time.Second, kit.Stepped, 50, 1, 1, 20, 0},
-		{"59 parallel, continuous", 20, 5, 10 * time.Second, kit.Continuous, 50, 1, 1, 20, 0},
-	} {
-		t.Run(v.name, func(t *testing.T) {
-			t.Parallel()
-			db := kit.NewCrowdDB(t, v.callers)
-			db.At(kit.T0).Policy("p", v.capacity, v.refill, v.every, v.refilled)
-			answers := db.Together(v.callers, func(i int, q kit.Querier) (kit.Decision, error) {
-				return kit.Acquire(q, "p", fmt.Sprint("k", i%v.keys), v.cost)
-			})
-			require.Equal(t, v.granted, kit.Count(answers, kit.IsAllowed))
-			for i := range v.keys {
-				require.Equal(t, v.left, db.Left("p", fmt.Sprint("k", i)))
-			}
-		})
-	}
 }
 
 func TestConcurrency_DifferentBucketsNeverWaitOnEachOther(t *testing.T) {
