@@ -3,7 +3,6 @@ package slots
 import (
 	"errors"
 	"fmt"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -547,29 +546,4 @@ func TestHold_AStalledTransactionHoldsUpItsKeyOnly(t *testing.T) {
 		stalled.Execute("rollback")
 		require.Equal(t, kit.Held(0, lease, 2), hasty.Hold("c", 1))
 	})
-}
-
-// Of concurrent holds of one key, exactly those that fit are granted.
-func TestHold_SlotsNeverExceedTheCapacity(t *testing.T) {
-	t.Parallel()
-	for name, kind := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
-		t.Run(name, func(t *testing.T) {
-			db := kit.NewCrowdDB(t, 30).Lend("p", 20, time.Hour, kind)
-			for round := range 5 {
-				var granted atomic.Int64
-				kit.Crowd(t, 60, func(caller int) error {
-					d, err := kit.Hold(db.Pool, "p", "k", fmt.Sprint(round, " ", caller), int64(1+caller%3))
-					if d.Allowed {
-						granted.Add(int64(1 + caller%3))
-					}
-					return err
-				})
-				require.EqualValues(t, 20, granted.Load())
-				kit.Crowd(t, 60, func(caller int) error {
-					return kit.ErrorOf(kit.Release(db.Pool, "p", "k", fmt.Sprint(round, " ", caller)))
-				})
-				require.Equal(t, kit.Allowed(20, 0, 20), db.Must(kit.Peek(db.Pool, "p", "k", 20)))
-			}
-		})
-	}
 }
