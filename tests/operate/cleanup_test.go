@@ -3,7 +3,6 @@ package operate
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"sync/atomic"
 	"testing"
@@ -292,37 +291,6 @@ func TestCleanup_AnAcquireOnABucketBeingRemovedWaitsForTheBatch(t *testing.T) {
 			db.Reset("p", "k")
 		}
 	})
-}
-
-func TestCleanup_LoadBesideItLosesNothing(t *testing.T) {
-	t.Parallel()
-	db := kit.NewCrowdDB(t, 9).CleanUpAtOnce()
-	db.DefinePolicy("brief", 5, 5_000_000, time.Second) // full again after a microsecond
-	db.DefinePolicy("long", 104, 1, kit.ADay)
-	// One session cleans up meanwhile: rows that are due and full, and rows that refunds make due too early.
-	load, buckets := kit.NewLoad(t), int64(0)
-	load.Start(1, func(int) error {
-		d, err := kit.Cleanup(db.Pool, 50)
-		buckets += d.Buckets
-		return err
-	})
-	kit.Crowd(t, 8, func(i int) error {
-		for j := range 240 {
-			long := fmt.Sprint("k", j%20)
-			_, err := kit.Acquire(db.Pool, "brief", fmt.Sprint("k", j%7), 5)
-			_, taken := kit.Acquire(db.Pool, "long", long, 2, fmt.Sprint(i, " ", j))
-			_, given := kit.Refund(db.Pool, "long", long, 1)
-			if err = errors.Join(err, taken, given); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-	require.NoError(t, load.End())
-	require.Greater(t, buckets, int64(7))
-	for i := range 20 {
-		require.EqualValues(t, 104-8*240/20, db.Left("long", fmt.Sprint("k", i)))
-	}
 }
 
 func TestCleanup_SeveralAtOnceShareTheWork(t *testing.T) {
