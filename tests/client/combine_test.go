@@ -1,8 +1,6 @@
 package client_test
 
 import (
-	"errors"
-	"fmt"
 	"sync"
 	"testing"
 	"time"
@@ -13,51 +11,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
-
-// 1,000 callers ask 10,000 times for 5,000 tokens, a part of them with idempotency keys. Each token is
-// granted once, and each grant is told what it left.
-func TestCombiner_GrantsExactlyWhatIsThere(t *testing.T) {
-	kit.InParallel(t, map[string][]client.Option{
-		"by default":          nil,
-		"one call":            {client.CallsInFlight(1)},
-		"eight calls, cached": {client.CallsInFlight(8), client.DenialCache(), client.NoFlush()},
-	}, func(t *testing.T, opts []client.Option) {
-		db := pgtest.New(t)
-		db.Exec(t, "select ratelimit_define_policy('api', 100, 1, '1 day')")
-		limiter := newCombiner(t, db.Pool, opts...)
-
-		const callers, each, keys = 1_000, 10, 50
-		answers := make([][each]client.Decision, callers)
-		kit.Crowd(t, callers, func(caller int) (err error) {
-			for n := range each {
-				var opts []client.CallOption
-				if n%5 == 0 {
-					opts = append(opts, client.IdempotencyKey(fmt.Sprint(caller, "/", n)))
-				}
-				var failed error
-				answers[caller][n], failed = limiter.Acquire(t.Context(), "api", fmt.Sprint((caller+n)%keys), opts...)
-				err = errors.Join(err, failed)
-			}
-			return err
-		})
-
-		var left [keys][100]int
-		for caller, decisions := range answers {
-			for n, d := range decisions {
-				require.EqualValues(t, 100, d.Capacity)
-				require.Equal(t, d.Allowed, d.RetryAfter == 0)
-				if d.Allowed {
-					left[(caller+n)%keys][d.Remaining]++
-				}
-			}
-		}
-		for key := range left {
-			for remaining, grants := range left[key] {
-				require.Equal(t, 1, grants, "key %d, grants that left %d", key, remaining)
-			}
-		}
-	})
-}
 
 // Rows come before the transaction commits.
 func TestCombiner_ACommitThatFailsIsAnError(t *testing.T) {
