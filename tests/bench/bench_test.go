@@ -15,18 +15,16 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // No figure of the page is written by hand: make bench-page writes them.
 func TestPage_HasTheFiguresOfTheResults(t *testing.T) {
 	t.Parallel()
-	all, err := readResults("results")
-	require.NoError(t, err)
-	page, err := os.ReadFile("../../docs/performance.md")
-	require.NoError(t, err)
-	next, err := renewPage(string(page), all)
-	require.NoError(t, err)
+	all := kit.NoError(readResults("results"))(t)
+	page := kit.NoError(os.ReadFile("../../docs/performance.md"))(t)
+	next := kit.NoError(renewPage(string(page), all))(t)
 	require.Equal(t, next, string(page), "make bench-page")
 	for name := range pageBlocks {
 		require.Contains(t, string(page), "<!-- bench:"+name+" -->")
@@ -88,8 +86,7 @@ func TestChoose_TakesPatterns(t *testing.T) {
 // A process of this test binary obeys; what it counts is what it was granted.
 func TestElsewhere_TellsWhatCallersOfAllProcessesGot(t *testing.T) {
 	t.Parallel()
-	executable, err := os.Executable()
-	require.NoError(t, err)
+	executable := kit.NoError(os.Executable())(t)
 	e, err := start(t.Context(), 3, executable, "-test.run=^TestElsewhere_Obeys$", "obey")
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, e.close()) })
@@ -122,14 +119,11 @@ func TestElsewhere_Obeys(*testing.T) {
 // Not how much later it comes: that is the machine's affair.
 func TestLatency_IsNeverLessAndChangesNothing(t *testing.T) {
 	t.Parallel()
-	listener, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
-	require.NoError(t, err)
+	listener := kit.NoError(net.Listen("unix", filepath.Join(t.TempDir(), "s")))(t)
 	defer listener.Close()
 	const added = 4 * time.Millisecond
-	client, err := latency(added).dial(t.Context(), "unix", listener.Addr().String())
-	require.NoError(t, err)
-	server, err := listener.Accept()
-	require.NoError(t, err)
+	client := kit.NoError(latency(added).dial(t.Context(), "unix", listener.Addr().String()))(t)
+	server := kit.NoError(listener.Accept())(t)
 
 	for _, way := range []struct{ from, to net.Conn }{{client, server}, {server, client}} {
 		message := []byte(strings.Repeat("0123456", 50_000)) // more than a piece
@@ -141,7 +135,7 @@ func TestLatency_IsNeverLessAndChangesNothing(t *testing.T) {
 		require.Equal(t, message, received)
 	}
 	server.Close()
-	_, err = client.Read(make([]byte, 1))
+	_, err := client.Read(make([]byte, 1))
 	require.ErrorIs(t, err, io.EOF)
 }
 
@@ -175,8 +169,7 @@ func TestScript_TakesFromAllBucketsOrFromNone(t *testing.T) {
 		for _, b := range buckets {
 			keys, args = append(keys, b.key), append(args, b.capacity, gain, b.cost)
 		}
-		answer, err := acquireAllScript.Run(t.Context(), server, keys, args...).Int64Slice()
-		require.NoError(t, err)
+		answer := kit.NoError(acquireAllScript.Run(t.Context(), server, keys, args...).Int64Slice())(t)
 		for i := range buckets {
 			for _, n := range []int{3*i + 2, 3*i + 3} {
 				answer[n] = (answer[n] + gain - 1) / gain

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
@@ -50,8 +51,7 @@ func TestInstructions_NoCallTakesMoreThanIsRecorded(t *testing.T) {
 	if i.version != r.server {
 		skip("it is of %s, and this is %s", r.server, i.version)
 	}
-	counts, err := i.count(t.Context())
-	require.NoError(t, err)
+	counts := kit.NoError(i.count(t.Context()))(t)
 	for name, count := range counts {
 		if c := r.find(name); c != nil {
 			t.Logf("%-20s %8.0f %+6.2f %%", name, count.instructions, 100*(count.instructions/c.instructions-1))
@@ -67,8 +67,7 @@ func TestInstructions_OfAllFunctions(t *testing.T) {
 	db := pgtest.New(t)
 	rows, err := db.Pool.Query(t.Context(), "select distinct proname::text from pg_proc where proname like 'ratelimit\\_%' and pronamespace = 'public'::regnamespace")
 	require.NoError(t, err)
-	functions, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
+	functions := kit.NoError(pgx.CollectRows(rows, pgx.RowTo[string]))(t)
 	require.NotEmpty(t, functions)
 	setUp := strings.Join(countedPolicies(), "\n") // has the guard's trigger
 	for _, name := range functions {
@@ -82,10 +81,8 @@ func TestInstructions_OfAllFunctions(t *testing.T) {
 }
 
 func readRecord(t *testing.T) record {
-	text, err := os.ReadFile(recordFile)
-	require.NoError(t, err)
-	r, err := parseRecord(string(text))
-	require.NoError(t, err)
+	text := kit.NoError(os.ReadFile(recordFile))(t)
+	r := kit.NoError(parseRecord(string(text)))(t)
 	require.Equal(t, string(text), r.String(), "it is as it is written")
 	return r
 }
@@ -124,8 +121,7 @@ func TestRecord_RisesWithAReasonOnly(t *testing.T) {
 	_, err := old.renewed("this", counts, "")
 	require.ErrorContains(t, err, "acquire would rise from 1000 to 1030")
 
-	next, err := old.renewed("this", counts, "now")
-	require.NoError(t, err)
+	next := kit.NoError(old.renewed("this", counts, "now"))(t)
 	require.Equal(t, &recorded{"acquire", writing{1030, 1, 200}, "now"}, next.find("acquire"))
 	require.Equal(t, &recorded{"peek", writing{1000, 0, 0}, "then"}, next.find("peek"), "what is within the tolerance stays")
 	require.Equal(t, &recorded{"denied", writing{900, 1, 200}, "then"}, next.find("denied"))

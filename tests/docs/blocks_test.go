@@ -129,8 +129,7 @@ func TestDocs_SQLChecker(t *testing.T) {
 	} {
 		assert.Error(t, kit.ErrorOf(session.run(docsBlock{tag: test.tag, text: test.text})), name)
 	}
-	did, err := session.run(docsBlock{tag: "psql", text: statement + right + "(1 row)\n\n=> select 1 / 0;\nERROR:  division by zero\n"})
-	require.NoError(t, err)
+	did := kit.NoError(session.run(docsBlock{tag: "psql", text: statement + right + "(1 row)\n\n=> select 1 / 0;\nERROR:  division by zero\n"}))(t)
 	require.Equal(t, 2, did)
 
 	for name, text := range map[string]string{

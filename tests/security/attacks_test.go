@@ -187,8 +187,7 @@ func TestSecurity_HostileOwnerOfTheSchema(t *testing.T) {
 
 	for _, mode := range kit.Protocols {
 		limiter := client.New(kit.InMode{Conn: kit.ConnectAs(t, db, caller), Mode: mode}, client.Schema("app"))
-		d, err := limiter.Acquire(ctx, "p", "k", client.Cost(2), client.IdempotencyKey("first "+mode.String()))
-		require.NoError(t, err)
+		d := kit.NoError(limiter.Acquire(ctx, "p", "k", client.Cost(2), client.IdempotencyKey("first "+mode.String())))(t)
 		require.True(t, d.Allowed)
 		d = kit.NoError(limiter.Peek(ctx, "p", "k", client.Cost(11)))(t)
 		require.True(t, d.Never())

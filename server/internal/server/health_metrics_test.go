@@ -314,8 +314,7 @@ func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 		ill.isOne(`count(ALERTS{alertstate="firing",alertname="` + alert[1] + `"}) > bool 0`)
 	}
 	require.Len(t, ill.Tests, 14, "expressions and alerts")
-	tests, err := json.Marshal(map[string]any{"rule_files": []string{rules}, "evaluation_interval": "1m", "tests": []evaluation{ill, well}})
-	require.NoError(t, err)
+	tests := kit.NoError(json.Marshal(map[string]any{"rule_files": []string{rules}, "evaluation_interval": "1m", "tests": []evaluation{ill, well}}))(t)
 	file := filepath.Join(t.TempDir(), "tests.yml")
 	require.NoError(t, os.WriteFile(file, tests, 0o600))
 	promtool(t, "test", "rules", file)
