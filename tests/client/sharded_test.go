@@ -37,15 +37,6 @@ func (s shards) open(t *testing.T) *client.Sharded {
 	return limiter
 }
 
-// keyOn is the first key that a shard has.
-func keyOn(shard, of int) string {
-	i := 0
-	for client.ShardOf(fmt.Sprint("user:", i), of) != shard {
-		i++
-	}
-	return fmt.Sprint("user:", i)
-}
-
 // shardIs requires that an error is one of a shard.
 func shardIs(t *testing.T, shard, of int, err error) {
 	var e *client.ShardError
@@ -66,7 +57,7 @@ func TestSharded_EachCallGoesToTheShardOfItsKey(t *testing.T) {
 		require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: policy, Capacity: 100, Refill: 1, Every: time.Hour}))
 	}
 	for shard := range of {
-		key := keyOn(shard, of)
+		key := kit.KeyOf(shard, of, "user:")
 		require.True(t, kit.NoError(limiter.Acquire(ctx, "api", key, client.Cost(10)))(t).Allowed)
 		charges := []client.Charge{{Policy: "api", Key: key, Cost: client.Cost(5)}, {Policy: "org", Key: key}}
 		require.True(t, kit.NoError(limiter.AcquireAll(ctx, charges))(t).Allowed)
@@ -112,7 +103,7 @@ func TestSharded_ChargesOfSeveralShardsAreRefused(t *testing.T) {
 	ctx := t.Context()
 	limiter := newShards(t, 2).open(t)
 	require.NoError(t, limiter.DefinePolicy(ctx, client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Hour}))
-	here, there := keyOn(0, 2), keyOn(1, 2)
+	here, there := kit.KeyOf(0, 2, "user:"), kit.KeyOf(1, 2, "user:")
 	_, err := limiter.AcquireAll(ctx, []client.Charge{{Policy: "api", Key: here}, {Policy: "api", Key: here}, {Policy: "api", Key: there}})
 	require.ErrorIs(t, err, client.ErrSeveralShards)
 	require.ErrorIs(t, err, client.ErrInvalidArgument)

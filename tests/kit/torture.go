@@ -21,7 +21,7 @@ import (
 // A torture test takes a number of steps in make test. In make torture it has the machine to itself, takes as many at least, and
 // goes on for RATELIMIT_TORTURE_MINUTES. Its name starts with TestTorture_.
 //
-//	func TestTorture_CrashLosesNoFlushedGrant(t *testing.T) {
+//	func TestTorture_CrashLosesNoGrant(t *testing.T) {
 //		run := kit.Torture(t, 4)
 //		crashes := 0
 //		for ; run.GoesOn(); crashes++ {

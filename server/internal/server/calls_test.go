@@ -187,7 +187,7 @@ func TestDeadline_EndsTheWorkOfTheDatabase(t *testing.T) {
 	}, "JSON")
 }
 
-// Request-Timeout is a deadline. TestTimeout_TakesADecimalNumberOfSeconds has its forms.
+// Request-Timeout is a deadline. TestTimeout_IsANumberOfSeconds has its forms.
 func TestDeadline_InAHeader(t *testing.T) {
 	db, s := parallel(t, "CALL_TIMEOUT=1m")
 	a := s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`, "Request-Timeout: 1s")
@@ -247,7 +247,7 @@ func TestErrors_OfRequests(t *testing.T) {
 	require.EqualValues(t, 9, s.remaining("jobs", "k"))
 }
 
-// requireError makes a call in both protocols, which fails. What code each of them has for a kind, TestErrors_HaveAKind tells.
+// requireError makes a call in both protocols, which fails. What code each of them has for a kind, TestKinds_HaveCodes tells.
 func requireError(t *testing.T, s *testServer, path, body string, kind service.Kind, sqlState string) (answer, error) {
 	_, err := s.call(t.Context(), path, body)
 	require.Equal(t, kind.Code(), status.Code(err), "%v", err)

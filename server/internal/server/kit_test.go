@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"net/url"
 	"regexp"
 	"strings"
 	"sync"
@@ -320,11 +319,7 @@ func newRole(t testing.TB, functions string) (db *pgtest.DB, role, roleURL strin
 	if functions != "" {
 		db.Exec(t, "grant execute on function "+functions+" to "+role)
 	}
-	u := kit.NoError(url.Parse(db.URL))(t)
-	query := u.Query()
-	query.Set("role", role)
-	u.RawQuery = query.Encode()
-	return db, role, u.String()
+	return db, role, kit.WithSettings(db.URL, "role", role)
 }
 
 // newPrivateDB is parallelDB on a server of its own.
