@@ -148,7 +148,7 @@ func reference(t *testing.T) string {
 			if cell := "{" + name + "}"; cost == "" && counts[cell] > 0 {
 				cost = "a call " + cell
 			}
-			if cost != "" {
+			if cost != "" && rights[full] != "" { // of a function, and not of the type of that name
 				fmt.Fprintf(&body, "- **Cost**: %s.\n", referenceCell.ReplaceAllStringFunc(cost, func(cell string) string {
 					require.Contains(t, counts, cell)
 					return fmt.Sprintf("%.2g", counts[cell]/counts["{acquire}"]) + writes[cell]
