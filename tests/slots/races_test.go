@@ -45,14 +45,6 @@ var races = map[string]race{
 		function: "ratelimit_hold",
 		without:  kit.Mutation{Pattern: `and s\.held <= v_policy\.capacity - v_cost`, Replacement: ""},
 	},
-	"a hold that waits for the first of a key is denied": {
-		steps: func(db *kit.TestDB) string {
-			first := holding(db, "a")
-			second := db.Session().StartHold("b", 1).BlockedBy(first)
-			return decided(first.Execute("commit"), second)
-		},
-		outcome: fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
-	},
 	"a hold that waits for one that rolls back is granted, from then on": {
 		steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
