@@ -20,7 +20,6 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
-	pb "github.com/pgratelimit/pgratelimit/server/gen/pgratelimit/v1"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
@@ -317,42 +316,6 @@ func TestAttack_SlowReaders(t *testing.T) {
 		db.Await(t, time.Minute, "select (ratelimit_peek('budget', 'unread')).remaining = 1000000 - 10 * 50") // none begins later
 	})
 	require.NoError(t, s.stop(), "it does not wait for those who do not read")
-}
-
-// A wrong request does not fail the right ones in the same batch.
-func TestAttack_BadRequestsAmongGoodOnes(t *testing.T) {
-	db, s := parallel(t)
-	long := strings.Repeat("k", 1_000_000)
-	bad := []*pb.Request{
-		{Policy: "budget", LogicalKey: ""},
-		{Policy: "budget", LogicalKey: "a\x00b"},
-		{Policy: "budget", LogicalKey: long},
-		{Policy: "budget", LogicalKey: strings.Repeat("k", 513)},
-		{Policy: "budget", LogicalKey: "k", RequestId: new("")},
-		{Policy: "budget", LogicalKey: "k", RequestId: new(long)},
-		{Policy: "budget", LogicalKey: "k", Cost: new(int64(-1 << 63))},
-		{Policy: long, LogicalKey: "k"},
-		{Policy: "BUDGET", LogicalKey: "k"},
-		{Policy: "budget'; select ratelimit_reset('budget', 'ordinary 0'); --", LogicalKey: "k"},
-		{Policy: "{budget}", LogicalKey: "{k,l}"},
-	}
-	underAttack(t, s, db, func() {
-		var senders sync.WaitGroup
-		for i := range 16 {
-			senders.Go(func() {
-				for n := range 40 {
-					q := bad[(i*7+n)%len(bad)]
-					_, err := s.rpc.Acquire(t.Context(), q)
-					if code := status.Code(err); code != codes.InvalidArgument && code != codes.NotFound {
-						t.Errorf("%.50q: %v", q, err)
-					}
-				}
-			})
-		}
-		senders.Wait()
-	})
-	of := kit.One[int64](t, db.Pool, "select count(*) from ratelimit_status('budget', 10000) where key !~ '^ordinary [0-7]$'")
-	require.Zero(t, of, "a bad request has a bucket")
 }
 
 // The client sends each path as it is written. Package auth has the forms of a wrong token.
