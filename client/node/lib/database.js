@@ -1,3 +1,4 @@
+import { createHash } from 'node:crypto'
 import { setTimeout as sleep } from 'node:timers/promises'
 import { flag } from './decision.js'
 import { TimedOut, isTransient, isUnknown, kindOf, translate } from './errors.js'
@@ -13,6 +14,7 @@ export class Database {
   #schema
   #retry
   #timeout
+  #prepares
 
   constructor(db, { schema, retry, callTimeoutMs = Infinity } = {}) {
     if (typeof db?.query !== 'function') {
@@ -25,6 +27,7 @@ export class Database {
     this.#schema = schema === undefined ? '' : `"${schema.replaceAll('"', '""')}".`
     this.#retry = retry ?? this.#isPool
     this.#timeout = duration('callTimeoutMs', callTimeoutMs)
+    this.#prepares = this.#isPool // on a connection the error of a pooler would end a transaction
   }
 
   /** How many connections it has, if that is known. */
@@ -43,10 +46,17 @@ export class Database {
     const timeout = Math.min(this.#timeout, patience)
     const text = statement ?? this.#text(columns, call)
     for (let tries = 1; ; tries++) {
+      const prepares = this.#prepares
+      const send = (db) => (prepares ? db.query({ name: nameOf(text), text, values }) : db.query(text, values))
       let result
       try {
-        result = await (timeout === Infinity ? this.#db.query(text, values) : this.#sendInTime(text, values, timeout, unended))
+        result = await (timeout === Infinity ? send(this.#db) : this.#sendInTime(send, timeout, unended))
       } catch (error) {
+        if (prepares && isUnprepared(error)) { // nothing happened: a pooler gave the connection of the server to others
+          this.#prepares = false
+          tries--
+          continue
+        }
         if (isUnknown(error)) unended.push(Promise.resolve())
         if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error)))) throw withHint(translate(error), call)
         await sleep(Math.random() * MAX_BACKOFF * tries) // so that calls that collided do not meet again
@@ -85,8 +95,8 @@ export class Database {
     }
   }
 
-  #sendInTime(text, values, timeout, unended) {
-    const { ended, destroy } = this.#isPool ? sendOnConnection(this.#db, text, values) : { ended: this.#db.query(text, values) }
+  #sendInTime(send, timeout, unended) {
+    const { ended, destroy } = this.#isPool ? sendOnConnection(this.#db, send) : { ended: send(this.#db) }
     return new Promise((resolve, reject) => {
       const clear = timer(timeout, () => {
         reject(new TimedOut('no answer in time', { detail: `The call took longer than ${timeout} ms. Its tokens may be taken.` }))
@@ -104,6 +114,17 @@ function only(result) {
   throw new TypeError('pgratelimit: the query of the handle did not resolve to { rows } with one row: README.md has adapters')
 }
 
+const names = new Map()
+
+/** A name that no other text has: behind a pooler, another program may have prepared a statement of the name on the same connection. */
+function nameOf(text) {
+  if (!names.has(text)) names.set(text, `ratelimit_${createHash('sha1').update(text).digest('hex')}`)
+  return names.get(text)
+}
+
+/** Whether the connection of the server does not know a prepared statement that the driver knows, or the other way round. */
+const isUnprepared = ({ code }) => code === '26000' || code === '42P05'
+
 /** The error of a call, with the remedy where the server's hint is missing, or would mislead. */
 function withHint(error, call) {
   if (error.code === '42883') { // undefined_function
@@ -115,7 +136,7 @@ function withHint(error, call) {
 }
 
 /** Sends a statement on a connection that can be destroyed, which pool.query() does not show. */
-function sendOnConnection(pool, text, values) {
+function sendOnConnection(pool, query) {
   let client, isDestroyed = false
   const ignore = () => {} // the query has the error, too
   const release = (destroy) => {
@@ -132,7 +153,7 @@ function sendOnConnection(pool, text, values) {
     await connected
     if (isDestroyed) return release(false) // nothing was sent
     try {
-      const result = await client.query(text, values)
+      const result = await query(client)
       release(false)
       return result
     } catch (error) {

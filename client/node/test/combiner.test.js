@@ -377,7 +377,7 @@ test('an answer without rows is an error, and is not asked for again', async () 
 test('one connection of a pool is left for others', async (t) => {
   for (const [max, calls] of [[1, 1], [2, 1], [3, 2], [10, 2]]) {
     const gate = new Gate()
-    const client = { query: (...args) => gate.query(...args), release() {}, on: () => client, off() {} }
+    const client = { query: ({ text, values }) => gate.query(text, values), release() {}, on: () => client, off() {} }
     const pool = { options: { max }, totalCount: 0, query() {}, connect: (callback) => callback(null, client) }
     const combiner = new Combiner(pool)
     const answers = keys(0, 100).map((key) => combiner.acquire('api', key))

@@ -116,6 +116,25 @@ test('any number of calls may share a signal: it gets one listener, which goes w
   assert.deepEqual(warnings, [])
 })
 
+test('statements that a pooler does not keep are sent in full: nothing is lost, or taken twice', async () => {
+  for (const code of ['26000', '42P05']) {
+    let named = 0
+    const policy = await definePolicy(), limiter = new Limiter({
+      totalCount: 0, options: pool.options, connect: pool.connect,
+      async query(query, values) {
+        if (query.name) named++
+        await pool.query('select')
+        if (query.name) throw Object.assign(new Error('prepared statement'), { code, severity: 'ERROR' })
+        return pool.query(query, values)
+      },
+    })
+    const acquire = () => limiter.acquire(policy, 'k')
+    await Promise.all(Array.from({ length: 20 }, acquire))
+    await acquire()
+    assert.deepEqual([named, await left(policy, 'k')], [20, 1000 - 21])
+  }
+})
+
 test('a missing grant or installation has the remedy as its hint', async () => {
   const connection = await pool.connect()
   const hint = (options) => new Limiter(connection, options).reserve('p', 'k', 1000).catch((error) => error.hint)

@@ -249,7 +249,7 @@ test('what may have been granted by a call that was given up is released', async
 test('what the server grants long after the call was given up is released', async (t) => {
   const time = fakeTime(t), policy = await defineSlots(), own = connect()
   const query = t.mock.method(own.Client.prototype, 'query'), cancel = t.mock.method(own.Client.prototype, 'cancel', () => {}) // on its way it is lost
-  const releases = () => query.mock.calls.filter(({ arguments: [text] }) => text.includes?.('ratelimit_release(')).length
+  const releases = () => query.mock.calls.filter(({ arguments: [query] }) => query.text?.includes('ratelimit_release(')).length
   await whileOpen("select ratelimit_hold($1, 'k', 'other')", [policy], async (unlock) => {
     const holding = new Limiter(own, { callTimeoutMs: 3_600_000 }).hold(policy, 'k')
     holding.catch(() => {})

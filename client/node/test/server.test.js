@@ -213,3 +213,11 @@ test('the error of a guard has its numbers', async () => {
   const foreign = Object.assign(new Error('of other code'), { code: 'RL429', detail: '{}' })
   assert.equal(translate(foreign), foreign)
 })
+
+test('a pool of pg prepares a statement once on each connection', async () => {
+  const policy = await definePolicy(), own = connect({ max: 1 }), limiter = new Limiter(own), combiner = new Combiner(own)
+  for (let i = 0; i < 3; i++) await Promise.all([limiter.acquire(policy, 'k'), combiner.acquireAll([{ policy, key: 'k' }])])
+  const { rows } = await own.query("select generic_plans + custom_plans as runs from pg_prepared_statements where name like 'ratelimit\\_%'")
+  assert.deepEqual(rows.map(({ runs }) => Number(runs)), [3, 3])
+  await combiner.close()
+})
