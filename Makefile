@@ -176,13 +176,20 @@ packages: ## Make all packages in build/packages: the extension, pg_tle, migrati
 	@for python in python3 /usr/bin/python3; do ! $$python -c 'import setuptools, wheel, pip' 2>/dev/null || \
 	  { $$python -m pip wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir build/packages/python ./build/python; break; }; done
 
-release: build packages ## Make what a release has for download in build/release: packages, bills of materials of the Go client and the program, checksums
-	@rm -rf build/release
+PROGRAMS := amd64 arm64
+
+release: packages ## Make what a release has for download in build/release: packages, programs, bills of materials, checksums
+	@rm -rf build/release build/programs
 	@go run ./migrations/cmd release build/release
 	@GOWORK=off go run $(CYCLONEDX) mod -json -noserial -output build/release/client.cdx.json
-	@go run $(CYCLONEDX) bin -json -noserial -output build/release/program.cdx.json build/pgratelimit
 	@cp build/packages/npm/*.tgz build/packages/python/*.whl build/release
-	@cd build/release && sha256sum *.cdx.json *.tgz *.whl >>SHA256SUMS && sha256sum --check SHA256SUMS
+	@version=$$(basename build/release/*.zip .zip); for arch in $(PROGRAMS); do to=build/programs/$$arch; \
+	  CGO_ENABLED=0 GOOS=linux GOARCH=$$arch GOWORK=off go build -C server -trimpath -ldflags=-s -o ../$$to/ ./cmd/pgratelimit; \
+	  go run $(CYCLONEDX) bin -json -noserial -version v$${version#*-} $$to/pgratelimit | \
+	    sed -E 's#\.\./([cm])#..//\1#g; s#\.\./#github.com/pgratelimit/pgratelimit#g; s#\(devel\)#v'$${version#*-}'#g' >build/release/program-linux-$$arch.cdx.json; \
+	  cp LICENSE docker/policies.yaml $$to; \
+	  tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 -C $$to -c . | gzip -n >build/release/$$version-linux-$$arch.tar.gz; done
+	@cd build/release && sha256sum *.cdx.json *gz *.whl >>SHA256SUMS && sha256sum --check --quiet SHA256SUMS && ls
 
 PG_CONFIG := pg_config
 

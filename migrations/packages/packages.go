@@ -373,7 +373,7 @@ func Release(repository fs.FS) (Files, error) {
 		}
 		if !format.archive {
 			for file, text := range files {
-				all[name+"-"+file] = text
+				all[file] = text
 			}
 			continue
 		}

@@ -12,12 +12,14 @@ import (
 	"io"
 	"os"
 	"os/signal"
-	"runtime/debug"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/pgratelimit/sql"
 )
 
 func main() {
@@ -112,13 +114,10 @@ func (p *program) version() *cobra.Command {
 		Use:   "version",
 		Short: "Say which release this program is",
 		RunE: func(c *cobra.Command, _ []string) error {
-			var v struct {
+			v := struct {
 				Version string `json:"version"`
 				Go      string `json:"go"`
-			}
-			if info, ok := debug.ReadBuildInfo(); ok {
-				v.Version, v.Go = info.Main.Version, info.GoVersion
-			}
+			}{sql.Version(), runtime.Version()}
 			return p.print(c, v, fmt.Sprintf("pgratelimit %s, built with %s", v.Version, v.Go))
 		},
 	}

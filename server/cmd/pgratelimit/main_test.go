@@ -345,8 +345,8 @@ func TestStatusAndDoctor(t *testing.T) {
 
 func TestVersionHelpAndCompletion(t *testing.T) {
 	t.Parallel()
-	require.Regexp(t, `^pgratelimit .*, built with go1\.`, command(t, "version").out)
-	require.Regexp(t, `^\{"version":".*","go":"go1\..*"\}\n$`, command(t, "version", "--json").out)
+	require.Regexp(t, `^pgratelimit 0\.3\.0, built with go1\.`, command(t, "version").out)
+	require.Regexp(t, `^\{"version":"0\.3\.0","go":"go1\..*"\}\n$`, command(t, "version", "--json").out)
 	for _, shell := range []string{"bash", "zsh", "fish", "powershell"} {
 		r := command(t, "completion", shell)
 		require.Zero(t, r.code)
