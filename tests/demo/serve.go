@@ -57,6 +57,21 @@ func serve(ctx context.Context) (err error) {
 	return nil
 }
 
+// As a role of its own, because ratelimit_doctor complains of a superuser; the grants are all that it needs.
+const asOwner = `do $owner$
+begin
+  if (select r.rolsuper from pg_roles as r where r.rolname = current_user) then
+    if to_regrole('` + ownDatabase + `') is null then
+      create role ` + ownDatabase + `;
+    end if;
+    execute format('grant create on database %I to ` + ownDatabase + `', current_database());
+    grant create on schema public to ` + ownDatabase + `;
+    grant pg_read_all_stats to ` + ownDatabase + `;
+    perform set_config('role', '` + ownDatabase + `', false);
+  end if;
+end;
+$owner$`
+
 // prepare installs the package and defines what the traffic is limited by.
 func prepare(ctx context.Context, url string) error {
 	conn, err := pgx.Connect(ctx, url)
@@ -64,6 +79,9 @@ func prepare(ctx context.Context, url string) error {
 		return err
 	}
 	defer conn.Close(context.WithoutCancel(ctx))
+	if _, err := conn.Exec(ctx, asOwner); err != nil {
+		return err
+	}
 	if err := migrations.Up(ctx, conn); err != nil {
 		return err
 	}
@@ -164,7 +182,7 @@ Try it from another terminal, here:
 
 `, s.http, s.grpc, grpcurl, s.database)
 	if postgres.Rung == "url" {
-		fmt.Printf("Ctrl-C ends the server. The database stays: psql %q -c 'drop database %s'\n", postgres.URL(""), ownDatabase)
+		fmt.Printf("Ctrl-C ends the server. The database stays: psql %[1]q -c 'drop database %[2]s' -c 'drop role if exists %[2]s'\n", postgres.URL(""), ownDatabase)
 		return
 	}
 	fmt.Println("Ctrl-C ends the server and its database.")

@@ -77,7 +77,7 @@ func (d *database) look(isAway bool) snapshot {
 	})
 	read(ctx, d, &d.seen.buckets, "ratelimit_status", func(tx pgx.Tx) ([]inspect.Bucket, error) {
 		buckets, err := inspect.Buckets(ctx, tx, nil, nil, maxBuckets)
-		return slices.DeleteFunc(buckets, func(b inspect.Bucket) bool { return b.Share() >= 1 }), err
+		return slices.DeleteFunc(buckets, func(b inspect.Bucket) bool { return b.Share() > 0.5 }), err
 	})
 	read(ctx, d, &d.seen.findings, "ratelimit_doctor", func(tx pgx.Tx) ([]inspect.Finding, error) {
 		findings, err := inspect.Findings(ctx, tx)

@@ -15,6 +15,7 @@ import (
 	"math"
 	"net/http"
 	"net/url"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -160,7 +161,7 @@ var policy = func() string {
 	style, _, _ = strings.Cut(style, "</style>")
 	sum := sha256.Sum256([]byte(style))
 	return "default-src 'none'; style-src 'sha256-" + base64.StdEncoding.EncodeToString(sum[:]) + "'; img-src data:; " +
-		"base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+		"base-uri 'none'; form-action 'self'; frame-src 'self'; frame-ancestors 'self'"
 }()
 
 // ServeHTTP writes the page.
@@ -184,16 +185,17 @@ func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // A view has the data of the template.
 type view struct {
-	Refresh     int // seconds, or 0 for never
-	IsAway      bool
-	Wrong       []string
-	Healthy     string // what that means
-	Now         string
-	Facts       [][2]string
-	Tables      []table
-	Policy, Key string  // that are searched for
-	Found       []table // of a search
-	Names       []string
+	Frame   bool // the search, which stays, above a frame of the rest, which loads anew
+	Refresh int  // seconds, or 0 for never
+	IsAway  bool
+	Wrong   []string
+	Healthy string // what that means
+	Now     string
+	Facts   [][2]string
+	Tables  []table
+	Key     string  // that is searched for
+	Found   []table // of a search, in place of Tables
+	Names   []string
 }
 
 // A table has the rows of all databases.
@@ -206,13 +208,14 @@ type table struct {
 
 type cell struct {
 	Text, Title string
+	Code, After string // of a remedy: to copy, and what follows
 	Tags        []string
 	Share       *float64 // of a level
 }
 
 func (p *Page) view(asked url.Values) view {
-	v := view{Healthy: "the database answers", Policy: asked.Get("policy"), Key: asked.Get("key")}
-	if asked.Get("refresh") != "off" && v.Key == "" {
+	v := view{Frame: len(asked) == 0, Healthy: "the database answers", Key: asked.Get("key")}
+	if asked.Get("refresh") != "off" && v.Key == "" && !v.Frame {
 		v.Refresh = int(refreshEvery.Seconds())
 	}
 	if wrong := p.state.Health(); wrong != "" {
@@ -256,11 +259,11 @@ func (p *Page) view(asked url.Values) view {
 		func(s snapshot) section[inspect.Finding] { return s.findings },
 		func(all []inspect.Finding) (rows [][]cell) {
 			for _, f := range all {
-				rows = append(rows, texts(f.Severity, f.Finding, f.Remedy))
+				rows = append(rows, append(texts(f.Severity, f.Finding), remedy(f.Remedy)))
 			}
 			return rows
 		})
-	buckets, _ := join(p, seen, table{Title: "Emptiest buckets", Head: bucketHead, Empty: "Every bucket is full."},
+	buckets, _ := join(p, seen, table{Title: "Emptiest buckets", Head: bucketHead, Empty: "Every bucket is more than half full."},
 		func(s snapshot) section[inspect.Bucket] { return s.buckets }, bucketRows)
 	policies, all := join(p, seen, table{
 		Title: "Policies", About: "Requests and denials of this server since it started.", Empty: "There is no policy yet.",
@@ -275,7 +278,7 @@ func (p *Page) view(asked url.Values) view {
 	}
 	v.Tables = append(v.Tables, rates, findings, buckets, policies)
 	if key := inspect.Named(v.Key); key != "" {
-		found, holders := p.databases[client.ShardOf(key, len(p.databases))].find(inspect.Named(v.Policy), key)
+		found, holders := p.databases[client.ShardOf(key, len(p.databases))].find(inspect.Named(asked.Get("policy")), key)
 		of, _ := join(p, []section[inspect.Bucket]{found}, table{Head: bucketHead, Empty: "The bucket has no row: it is full."}, same, bucketRows)
 		by, _ := join(p, []section[client.Holder]{holders}, table{Head: []string{"Policy", "Holder", "Slots", "Lease ends in"}}, same, holderRows)
 		if v.Found = []table{of}; by.Rows != nil || by.Notices != nil {
@@ -402,6 +405,16 @@ func policyOf(p client.Policy) (capacity, refills, remember string, tags []strin
 	}
 	slices.Sort(tags)
 	return capacity, refills, remember, tags
+}
+
+var statements = regexp.MustCompile(`(?s)^(.*?:)\s+((?:do \$|(?:alter|call|create|drop|grant|select|vacuum) ).*;)(.*)$`)
+
+// remedy sets the statements of a remedy apart.
+func remedy(text string) cell {
+	if found := statements.FindStringSubmatch(text); found != nil {
+		return cell{Text: found[1], Code: found[2], After: found[3]}
+	}
+	return cell{Text: text}
 }
 
 func texts(all ...string) (cells []cell) {

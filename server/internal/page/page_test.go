@@ -56,6 +56,9 @@ type clock struct{ now time.Time }
 
 func (c *clock) read() time.Time { return c.now }
 
+// live is what loads anew, below the search.
+const live = "/?refresh=on"
+
 // get returns the page as a browser does.
 func get(p http.Handler, path string) (answer *httptest.ResponseRecorder, page string) {
 	w := httptest.NewRecorder()
@@ -143,7 +146,7 @@ func TestPage_NamesArePrintableAndALongOneIsWholeInItsTitle(t *testing.T) {
 		policies: section[client.Policy]{rows: []client.Policy{{Name: odd}}, at: t0},
 		buckets:  section[inspect.Bucket]{rows: []inspect.Bucket{{Policy: odd, Key: long}}, at: t0},
 	}
-	_, page := get(p, "/")
+	_, page := get(p, live)
 	require.Equal(t, 2, strings.Count(page, `evil\u202etxt`), "both of them")
 	require.Contains(t, rows(t, page, "Emptiest buckets")[0], `"<k\u202e<k\u202e`)
 	require.Len(t, []rune(named(long).Text), maxName+1)
@@ -170,7 +173,7 @@ func TestPage_CountsRequestsAndDenialsOfEachPolicy(t *testing.T) {
 		{Name: "plan", Capacity: 1, Period: client.Period{Months: 1}, TimeZone: "Europe/Berlin", Anchor: time.Unix(0, 0), Remember: time.Hour},
 		{Name: "slots", Capacity: 5, Lease: 5 * time.Minute, Durable: client.Yes, Shadow: client.Yes},
 	}}
-	_, page := get(p, "/")
+	_, page := get(p, live)
 	require.Equal(t, []string{
 		"b4,000500 (12.5 %)11 every 1s1h", "_other30of policies that are not known to exist", "gone10not seen in the database",
 		"odd ephemeral shadow stepped001never0us", "plan001full every 1 month, Europe/Berlin1h", "slots shadow005slots, held for 5m",
@@ -192,7 +195,7 @@ func TestPage_RatesAndHealth(t *testing.T) {
 			now = now.Add(sampleEvery)
 		}
 		p.history.add(now, counts(sum))
-		_, page = get(p, "/")
+		_, page = get(p, live)
 		return page
 	}
 	page := pass(1, map[client.Result]int64{client.ResultAllowed: 495, client.ResultError: 5})
@@ -245,7 +248,7 @@ func TestWords(t *testing.T) {
 func TestPage_LetsTheBrowserDoNothing(t *testing.T) {
 	t.Parallel()
 	p := away(quiet)
-	answer, page := get(p, "/")
+	answer, page := get(p, live)
 	require.Equal(t, http.StatusOK, answer.Code)
 	require.Equal(t, "text/html; charset=utf-8", answer.Header().Get("Content-Type"))
 	require.Equal(t, "no-store", answer.Header().Get("Cache-Control"))
@@ -276,23 +279,33 @@ func shown(db *pgxpool.Pool, now func() time.Time) *Page {
 	return p
 }
 
-// A bucket in debt is empty. A bucket above its capacity, after an override, is full, and one that is full is no news.
+// A bucket in debt is empty. A bucket above its capacity, after an override, is full, and one that is more than half full is no news.
 func TestPage_ShowsTheDatabase(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
 	db.Exec(t, "select ratelimit_override('api', 'user:7', capacity => 1000)")
 	db.Exec(t, "select ratelimit_charge('api', 'user:42', 11), ratelimit_acquire('api', 'user:7', 900), ratelimit_acquire('exports', E'x\\u202ey', 1)")
 	db.Exec(t, "select ratelimit_acquire('api', 'full', 5), ratelimit_refund('api', 'full', 5)")
-	_, page := get(shown(db.Pool, time.Now), "/")
+	_, page := get(shown(db.Pool, time.Now), live)
 	buckets := rows(t, page, "Emptiest buckets")
-	require.Len(t, buckets, 3)
+	require.Len(t, buckets, 2)
 	require.Regexp(t, "^apiuser:42-1 of 10[0-9dh]+$", buckets[0])
 	require.Regexp(t, "^apiuser:7 override100 of 1,000now", buckets[1])
-	require.Regexp(t, `^exports"x\\u202ey"4 of 5now`, buckets[2])
-	require.Equal(t, []string{`value="0"`, `value="0.1"`, `value="0.8"`}, regexp.MustCompile(`value="[0-9.]+"`).FindAllString(page, -1))
+	require.Equal(t, []string{`value="0"`, `value="0.1"`}, regexp.MustCompile(`value="[0-9.]+"`).FindAllString(page, -1))
 	require.Equal(t, []string{"api00101 every 1d1d", "exports stepped0055 every 1h1d"}, rows(t, page, "Policies"))
 	require.Empty(t, text(t, page, "notice"))
 	require.Equal(t, []string{"Healthy"}, text(t, page, "health"))
+}
+
+// The statements of a remedy are for copying: whole, as they are, and without the words around them.
+func TestPage_SetsStatementsApart(t *testing.T) {
+	t.Parallel()
+	_, page := get(shown(newDB(t).Pool, time.Now), live)
+	require.Regexp(t, `^do \$give_away\$ declare .* end; \$give_away\$;$`, text(t, page, "pre")[0]) // the owner is a superuser
+	require.Equal(t, cell{Text: "Old: see others. Then run:", Code: "vacuum ratelimit.buckets;", After: " This server is a standby: do it on the primary."},
+		remedy("Old: see others. Then run: vacuum ratelimit.buckets; This server is a standby: do it on the primary."))
+	require.Equal(t, cell{Text: "As a superuser:", Code: "do $do$\nbegin\n  null;\nend;\n$do$;"}, remedy("As a superuser:\ndo $do$\nbegin\n  null;\nend;\n$do$;"))
+	require.Equal(t, cell{Text: "See docs: do it; then go."}, remedy("See docs: do it; then go."))
 }
 
 // found returns the tables of a search, without heads.
@@ -333,20 +346,25 @@ func TestPage_FindsOneKey(t *testing.T) {
 			require.Regexp(t, "^"+pattern+"$", is[i])
 		}
 	}
-	_, page := get(p, "/")
+	_, page := get(p, live)
 	require.NotContains(t, page, "<form", "what is typed would be lost when the page loads anew")
+	_, page = get(p, "/")
+	require.Contains(t, page, `<form target="seen">`)
+	require.Contains(t, page, `<iframe name="seen" title="What the server does" src="`+live+`">`)
+	require.Contains(t, page, `<option value="jobs">`)
+	require.NotContains(t, page, "http-equiv")
 }
 
 func TestPage_OfAnEmptyDatabaseAndOfManyPolicies(t *testing.T) {
 	db := pgtest.Parallel(t)
-	_, page := get(shown(db.Pool, time.Now), "/")
-	require.Subset(t, text(t, page, "fine"), []string{"Every bucket is full.", "There is no policy yet."})
+	_, page := get(shown(db.Pool, time.Now), live)
+	require.Subset(t, text(t, page, "fine"), []string{"Every bucket is more than half full.", "There is no policy yet."})
 	require.Empty(t, text(t, page, "notice"))
 	db.Exec(t, "select count(ratelimit_define_policy('p' || n, 10, 1, '1 day')) from generate_series(1, 201) as n")
-	_, page = get(shown(db.Pool, time.Now), "/")
+	_, page = get(shown(db.Pool, time.Now), live)
 	require.Contains(t, page, "There are more. This page shows the first 200.")
 	db.Exec(t, "select ratelimit_drop_policy('p1')")
-	_, page = get(shown(db.Pool, time.Now), "/")
+	_, page = get(shown(db.Pool, time.Now), live)
 	require.NotContains(t, page, "There are more.")
 }
 
@@ -358,7 +376,7 @@ func TestPage_AsksSeldom(t *testing.T) {
 	now := &clock{t0}
 	p := shown(db.Pool, now.read)
 	buckets := func() int {
-		_, page := get(p, "/")
+		_, page := get(p, live)
 		return len(rows(t, page, "Emptiest buckets"))
 	}
 	require.Zero(t, buckets())
@@ -393,21 +411,21 @@ func TestPage_GivesUp(t *testing.T) {
 	db.Exec(t, "select ratelimit_acquire('api', 'k', 5)")
 	now := &clock{t0}
 	p := shown(db.Pool, now.read)
-	_, page := get(p, "/")
+	_, page := get(p, live)
 	require.Contains(t, page, ">k<")
 
 	locker := db.Connect(t)
 	require.NoError(t, kit.ErrorOf(locker.Exec(t.Context(), "begin; lock table ratelimit.buckets in access exclusive mode")))
 	p.databases[0].limit = 20 * time.Millisecond
 	now.now = t0.Add(15 * time.Second)
-	_, page = get(p, "/")
+	_, page = get(p, live)
 	require.Contains(t, page, ">k<")
 	require.Contains(t, text(t, page, "h2"), "Emptiest buckets seen 15s ago")
 	require.Contains(t, text(t, page, "notice"), "The database took longer than 20ms, and was not waited for. On a command line, pgratelimit status waits.")
 	require.NoError(t, kit.ErrorOf(locker.Exec(t.Context(), "rollback")))
 	p.databases[0].limit = time.Minute // to connect anew may take longer than 20 ms
 	now.now = t0.Add(time.Hour)
-	_, page = get(p, "/")
+	_, page = get(p, live)
 	require.Empty(t, text(t, page, "notice"))
 }
 
@@ -418,7 +436,7 @@ func TestPage_WithoutGrants(t *testing.T) {
 	db := newDB(t)
 	db.Exec(t, "grant execute on function ratelimit_policies to "+role)
 	pool := kit.PoolAs(t, db, role)
-	_, page := get(shown(pool, time.Now), "/")
+	_, page := get(shown(pool, time.Now), live)
 	require.Equal(t, "api00101 every 1d1d", rows(t, page, "Policies")[0])
 	notices := text(t, page, "notice")
 	require.Len(t, notices, 2)
@@ -427,7 +445,7 @@ func TestPage_WithoutGrants(t *testing.T) {
 		require.Equal(t, "grant execute on function "+function+" to <role>;", grant)
 		db.Exec(t, strings.Replace(grant, "<role>", role, 1))
 	}
-	_, page = get(shown(pool, time.Now), "/")
+	_, page = get(shown(pool, time.Now), live)
 	require.Empty(t, text(t, page, "notice"))
 	db.Exec(t, "select ratelimit_define_policy('jobs', 5, lease => '1 hour'), ratelimit_hold('jobs', 'tenant', 'a')")
 	_, page = get(shown(pool, time.Now), "/?key=tenant")
@@ -438,7 +456,7 @@ func TestPage_NobodyAnswers(t *testing.T) {
 	t.Parallel()
 	pool := kit.NoError(pgxpool.New(t.Context(), "postgres://127.0.0.1:1/none?sslmode=disable"))(t)
 	defer pool.Close()
-	_, page := get(shown(pool, time.Now), "/")
+	_, page := get(shown(pool, time.Now), live)
 	require.Len(t, text(t, page, "notice"), 3)
 	require.Equal(t, "The database did not answer. This is tried again.", text(t, page, "notice")[0])
 	require.Len(t, rows(t, page, "Requests a second"), len(results))

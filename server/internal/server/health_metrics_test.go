@@ -332,7 +332,7 @@ func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 
 // page asks for the status page as a browser does, with a token as the password.
 func (s *testServer) page(password string) answer {
-	return s.get("/", "Authorization: Basic "+base64.StdEncoding.EncodeToString([]byte("anybody:"+password)))
+	return s.get("/?refresh=on", "Authorization: Basic "+base64.StdEncoding.EncodeToString([]byte("anybody:"+password)))
 }
 
 func TestPage_IsOffUnlessAskedFor(t *testing.T) {
@@ -377,7 +377,7 @@ func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
 	s.mustPost("/v1/peek", `{"policy":"api","key":"user:42"}`)
 	var page string
 	require.Eventually(t, func() bool { // a sample takes 5 seconds; what the page could not read in time it reads later
-		page = s.get("/").text
+		page = s.get("/?refresh=on").text
 		return strings.Contains(page, "Healthy") && strings.Contains(page, "user:42") && regexp.MustCompile(`>denied<.*[1-9]</bdi></td></tr>`).MatchString(page)
 	}, time.Minute, 50*time.Millisecond)
 	require.Regexp(t, `>allowed<.*[1-9]</bdi></td></tr>`, page)
@@ -385,7 +385,7 @@ func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
 
 	require.NoError(t, postgres.Stop(t.Context(), true))
 	require.Eventually(t, func() bool { return s.get("/healthz").status == http.StatusServiceUnavailable }, 20*time.Second, 10*time.Millisecond)
-	a := s.get("/")
+	a := s.get("/?refresh=on")
 	require.Equal(t, http.StatusOK, a.status)
 	require.Contains(t, a.text, "Not healthy: the database cannot be used.")
 	require.Contains(t, a.text, "user:42", "as it was seen last")

@@ -84,14 +84,14 @@ func TestShards_OneIsDown(t *testing.T) {
 	well, down := keyOn(0, 2), keyOn(1, 2)
 	for range 3 {
 		requireProblem(t, s.mustPost("/v1/acquire", `{"policy":"api","key":"`+down+`"}`), http.StatusServiceUnavailable, "")
-		require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"`+well+`"}`).status)
+		require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire", `{"policy":"api","key":"`+well+`","cost":2}`).status)
 	}
 	require.Regexp(t, `"call failed".*shard 1 of 2: `, s.log.String())
 	require.Eventually(t, func() bool { return strings.Contains(s.log.String(), "a shard is not healthy") }, time.Minute, 10*time.Millisecond)
 	require.Eventually(t, func() bool { return s.get("/healthz").status == http.StatusOK }, time.Minute, 10*time.Millisecond)
 	var page string
 	require.Eventually(t, func() bool {
-		page = s.get("/").text
+		page = s.get("/?refresh=on").text
 		return strings.Contains(page, "Not healthy: shard 1 of 2 is down.") && strings.Contains(page, well)
 	}, time.Minute, 50*time.Millisecond)
 	require.Regexp(t, `<tr><td><bdi>0</bdi></td><td><bdi>`+dbs[0].Pool.Config().ConnConfig.Host+`:\d+/\w+</bdi></td><td><bdi>up<`, page)
@@ -152,7 +152,7 @@ func TestPrefetch_AnswersForBusyBuckets(t *testing.T) {
 		granted += 3 + 1
 	}
 	require.Contains(t, s.get("/metrics").text, fmt.Sprintf("ratelimit_prefetched_total{policy=\"busy\"} %d\n", prefetched))
-	require.Regexp(t, `Granted in advance</dt><dd>[1-9]`, s.get("/").text)
+	require.Regexp(t, `Granted in advance</dt><dd>[1-9]`, s.get("/?refresh=on").text)
 	more, _ := s.spend("k", 100) // so that it holds some
 	require.NoError(t, s.stop())
 	require.Equal(t, granted+more, spent(t, db, "k"))
@@ -191,6 +191,6 @@ func TestPrefetch_IsOffUnlessAskedFor(t *testing.T) {
 		require.NotContains(t, s.mustPost("/v1/acquire", `{"policy":"busy","key":"k"}`).body, "estimated")
 	}
 	require.NotContains(t, s.get("/metrics").text, "ratelimit_prefetched")
-	require.NotContains(t, s.get("/").text, "in advance")
+	require.NotContains(t, s.get("/?refresh=on").text, "in advance")
 	require.EqualValues(t, 100, spent(t, db, "k"))
 }
