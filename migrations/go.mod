@@ -7,7 +7,7 @@ replace github.com/pgratelimit/pgratelimit => ../
 require (
 	github.com/jackc/pgx/v5 v5.12.0
 	github.com/jackc/tern/v2 v2.3.4
-	github.com/pgratelimit/pgratelimit v0.0.0
+	github.com/pgratelimit/pgratelimit v0.3.0
 	github.com/stretchr/testify v1.12.1
 )
 

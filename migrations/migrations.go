@@ -25,6 +25,9 @@ import (
 	"github.com/pgratelimit/pgratelimit/sql"
 )
 
+// release is that of these files. The functions are in another module, which could be of a later one.
+const release = "0.3.0"
+
 // VersionTable records the installed schema version, in the schema that the package has for itself.
 const VersionTable = "ratelimit.version"
 
@@ -125,6 +128,9 @@ func Down(ctx context.Context, conn *pgx.Conn) error {
 
 // load reads the migrations. The migrator needs no connection for that.
 func load() ([]*migrate.Migration, error) {
+	if functions := sql.Version(); functions != release {
+		return nil, fmt.Errorf("pgratelimit: the tables are of release %s and the functions of %s: go get github.com/pgratelimit/pgratelimit/migrations@v%[2]s", release, functions)
+	}
 	migrator, err := migrate.NewMigrator(context.Background(), nil, VersionTable)
 	if err == nil {
 		err = migrator.LoadMigrations(files{})

@@ -11,8 +11,8 @@ require (
 	github.com/envoyproxy/go-control-plane/envoy v1.40.0
 	github.com/go-json-experiment/json v0.0.0-20260820222146-c27c302e5fc3
 	github.com/jackc/pgx/v5 v5.12.0
-	github.com/pgratelimit/pgratelimit v0.0.0
-	github.com/pgratelimit/pgratelimit/client/otellimit v0.0.0
+	github.com/pgratelimit/pgratelimit v0.3.0
+	github.com/pgratelimit/pgratelimit/client/otellimit v0.3.0
 	github.com/prometheus/client_golang v1.25.0
 	github.com/santhosh-tekuri/jsonschema/v6 v6.0.3
 	github.com/spf13/cobra v1.10.2
@@ -88,8 +88,8 @@ require (
 	github.com/munnerz/goautoneg v0.0.0-20191010083416-a7dc8b61c822 // indirect
 	github.com/opencontainers/go-digest v1.0.0 // indirect
 	github.com/opencontainers/image-spec v1.1.1 // indirect
-	github.com/pgratelimit/pgratelimit/migrations v0.0.0
-	github.com/pgratelimit/pgratelimit/tests v0.0.0
+	github.com/pgratelimit/pgratelimit/migrations v0.3.0
+	github.com/pgratelimit/pgratelimit/tests v0.3.0
 	github.com/planetscale/vtprotobuf v0.6.1-0.20240319094008-0393e58bdf10 // indirect
 	github.com/power-devops/perfstat v0.0.0-20240221224432-82ca36839d55 // indirect
 	github.com/prometheus/client_model v0.6.3 // indirect

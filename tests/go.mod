@@ -18,9 +18,9 @@ require (
 	github.com/jackc/tern/v2 v2.3.4
 	github.com/moby/moby/api v1.55.0
 	github.com/moby/moby/client v0.5.0
-	github.com/pgratelimit/pgratelimit v0.0.0
-	github.com/pgratelimit/pgratelimit/migrations v0.0.0
-	github.com/pgratelimit/pgratelimit/server v0.0.0
+	github.com/pgratelimit/pgratelimit v0.3.0
+	github.com/pgratelimit/pgratelimit/migrations v0.3.0
+	github.com/pgratelimit/pgratelimit/server v0.3.0
 	github.com/prometheus/procfs v0.22.0
 	github.com/redis/go-redis/v9 v9.22.0
 	github.com/riverqueue/river v0.51.2

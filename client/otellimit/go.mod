@@ -3,7 +3,7 @@ module github.com/pgratelimit/pgratelimit/client/otellimit
 go 1.26.0
 
 require (
-	github.com/pgratelimit/pgratelimit v0.0.0
+	github.com/pgratelimit/pgratelimit v0.3.0
 	github.com/stretchr/testify v1.12.1
 	go.opentelemetry.io/otel v1.47.0
 	go.opentelemetry.io/otel/metric v1.47.0

@@ -79,6 +79,7 @@ create or replace function ratelimit_next() returns integer language sql immutab
 comment on function ratelimit_next() is 'New.';
 create or`},
 		{"sql/version.sql", "'" + Releases[newest] + "'", "'" + Releases[newest+1] + "'"},
+		{"migrations/migrations.go", Releases[newest], Releases[newest+1]},
 		{"sql/shard.sql", "table (shard integer, of integer)", "table (shard integer, of integer, next integer)"},
 		{"sql/shard.sql", "select s.shard, s.of from", "select s.shard, s.of, 1 from"},
 		{"sql/holders.sql", "function ratelimit.leases_of(in", "function ratelimit.held_of(in"},
