@@ -182,13 +182,12 @@ release: packages ## Make what a release has for download in build/release: pack
 	@rm -rf build/release build/programs
 	@go run ./migrations/cmd release build/release
 	@GOWORK=off go run $(CYCLONEDX) mod -json -noserial -output build/release/client.cdx.json
-	@cp build/packages/npm/*.tgz build/packages/python/*.whl build/release
+	@cp build/packages/npm/*.tgz build/packages/python/*.whl build/release || { echo 'This needs npm, and Python with pip, setuptools and wheel.' >&2; exit 1; }
 	@version=$$(basename build/release/*.zip .zip); for arch in $(PROGRAMS); do to=build/programs/$$arch; \
 	  CGO_ENABLED=0 GOOS=linux GOARCH=$$arch GOWORK=off go build -C server -trimpath -ldflags=-s -o ../$$to/ ./cmd/pgratelimit; \
 	  go run $(CYCLONEDX) bin -json -noserial -version v$${version#*-} $$to/pgratelimit | \
 	    sed -E 's#\.\./([cm])#..//\1#g; s#\.\./#github.com/pgratelimit/pgratelimit#g; s#\(devel\)#v'$${version#*-}'#g' >build/release/program-linux-$$arch.cdx.json; \
-	  cp LICENSE docker/policies.yaml $$to; \
-	  tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 -C $$to -c . | gzip -n >build/release/$$version-linux-$$arch.tar.gz; done
+	  cp LICENSE docker/policies.yaml $$to; tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 -C $$to -c . | gzip -n >build/release/$$version-linux-$$arch.tar.gz; done
 	@cd build/release && sha256sum *.cdx.json *gz *.whl >>SHA256SUMS && sha256sum --check --quiet SHA256SUMS && ls
 
 PG_CONFIG := pg_config

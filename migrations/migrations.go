@@ -128,8 +128,8 @@ func Down(ctx context.Context, conn *pgx.Conn) error {
 
 // load reads the migrations. The migrator needs no connection for that.
 func load() ([]*migrate.Migration, error) {
-	if functions := sql.Version(); functions != release {
-		return nil, fmt.Errorf("pgratelimit: the tables are of release %s and the functions of %s: go get github.com/pgratelimit/pgratelimit/migrations@v%[2]s", release, functions)
+	if sql.Version != release {
+		return nil, fmt.Errorf("pgratelimit: the tables are of release %s and the functions of %s: go get github.com/pgratelimit/pgratelimit/migrations@v%[2]s", release, sql.Version)
 	}
 	migrator, err := migrate.NewMigrator(context.Background(), nil, VersionTable)
 	if err == nil {

@@ -3,7 +3,7 @@ package sql
 
 import (
 	"embed"
-	"strings"
+	"regexp"
 )
 
 // Files are those that install.sql lists, and install.sql.
@@ -11,10 +11,8 @@ import (
 //go:embed *.sql
 var Files embed.FS
 
-// Version returns the release, as ratelimit_version() does.
-func Version() string {
-	text, _ := Files.ReadFile("version.sql") // which is embedded
-	_, version, _ := strings.Cut(string(text), "select '")
-	version, _, _ = strings.Cut(version, "'")
-	return version
-}
+//go:embed version.sql
+var version string
+
+// Version is the release, as ratelimit_version() says it.
+var Version = regexp.MustCompile(`select '(.*)'`).FindStringSubmatch(version)[1]

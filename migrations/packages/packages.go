@@ -364,7 +364,7 @@ func Release(repository fs.FS) (Files, error) {
 	if err != nil {
 		return nil, err
 	}
-	name := "pgratelimit-" + s.Newest().Version
+	name := "pgratelimit-" + s.Newest().Version // of an archive, as PGXN wants it
 	all := Files{}
 	for _, format := range formats {
 		files, err := format.of(s)
@@ -372,16 +372,10 @@ func Release(repository fs.FS) (Files, error) {
 			return nil, err
 		}
 		if !format.archive {
-			for file, text := range files {
-				all[file] = text
-			}
+			maps.Copy(all, files)
 			continue
 		}
-		title := name + "-" + format.dir
-		if format.dir == "extension" {
-			title = name // as PGXN wants it
-		}
-		if all[title+".zip"], err = archive(title, files); err != nil {
+		if all[name+".zip"], err = archive(name, files); err != nil {
 			return nil, err
 		}
 	}

@@ -55,7 +55,7 @@ func TestServe_WhatItTellsToRunAnswers(t *testing.T) {
 		shell.Dir = root
 		answer, err := shell.CombinedOutput()
 		require.NoError(t, err, "%s\n%s", command[1], answer)
-		require.Regexp(t, `"allowed":|ratelimit_requests_total\{|user:|signup|<title>`, string(answer), command[1])
+		require.Regexp(t, `"allowed":|ratelimit_requests_total\{|user:|signup|All is well`, string(answer), command[1])
 	}
 
 	require.NoError(t, c.Process.Signal(os.Interrupt))

@@ -117,7 +117,7 @@ func (p *program) version() *cobra.Command {
 			v := struct {
 				Version string `json:"version"`
 				Go      string `json:"go"`
-			}{sql.Version(), runtime.Version()}
+			}{sql.Version, runtime.Version()}
 			return p.print(c, v, fmt.Sprintf("pgratelimit %s, built with %s", v.Version, v.Go))
 		},
 	}

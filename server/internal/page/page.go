@@ -407,14 +407,12 @@ func policyOf(p client.Policy) (capacity, refills, remember string, tags []strin
 	return capacity, refills, remember, tags
 }
 
-var statements = regexp.MustCompile(`(?s)^(.*?:)\s+((?:do \$|(?:alter|call|create|drop|grant|select|vacuum) ).*;)(.*)$`)
+var statements = regexp.MustCompile(`(?s)^(.*?:|.*)(?:\s+((?:do \$|(?:alter|call|create|drop|grant|select|vacuum) ).*;)(.*))?$`)
 
 // remedy sets the statements of a remedy apart.
 func remedy(text string) cell {
-	if found := statements.FindStringSubmatch(text); found != nil {
-		return cell{Text: found[1], Code: found[2], After: found[3]}
-	}
-	return cell{Text: text}
+	parts := statements.FindStringSubmatch(text)
+	return cell{Text: parts[1], Code: parts[2], After: parts[3]}
 }
 
 func texts(all ...string) (cells []cell) {
