@@ -29,6 +29,11 @@ func TestCitus(t *testing.T) {
 	db := c.Create(t, "limits")
 	t.Run("installs", func(t *testing.T) { testCitusInstalls(t, c) })
 	t.Run("counts exactly while shards move", func(t *testing.T) { testCitusCounts(t, c, db.In(t)) })
+	t.Run("each shard has its own keys", func(t *testing.T) { testCitusKeysOfShards(t, db.In(t)) })
+	t.Run("a move waits for who took", func(t *testing.T) { testCitusMoveWaits(t, c, db.In(t)) })
+	t.Run("a call that waited for a move", func(t *testing.T) { testCitusWaitedForMove(t, c, db.In(t)) })
+	t.Run("a snapshot older than a move", func(t *testing.T) { testCitusOldSnapshot(t, c, db.In(t)) })
+	t.Run("batches take shards in order", func(t *testing.T) { testCitusOrder(t, c, db.In(t)) })
 	t.Run("transactions", func(t *testing.T) { testCitusTransactions(t, db.In(t)) })
 	still := c.Create(t, "still")
 	still.StopClock()
@@ -37,6 +42,7 @@ func TestCitus(t *testing.T) {
 	t.Run("cleans up", func(t *testing.T) { testCitusCleansUp(t, still.In(t)) })
 	t.Run("cleans up slots", func(t *testing.T) { testCitusCleansUpSlots(t, still.In(t)) })
 	t.Run("a worker down", func(t *testing.T) { testCitusWorkerDown(t, c, db.In(t)) })
+	t.Run("shards change", func(t *testing.T) { testCitusShardsChange(t, c, db.In(t)) })
 }
 
 func testCitusInstalls(t *testing.T, c *kit.Citus) {
@@ -156,6 +162,171 @@ func testCitusCounts(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 		}
 	}
 	t.Logf("%d moves; %d of %d calls failed, and took nothing", moves, failed.Load(), 2*keys*capacity)
+}
+
+// The rows of a shard's tables are of keys that Citus finds there, and the functions find the shards that Citus finds.
+func testCitusKeysOfShards(t *testing.T, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("spread", 10, 0, time.Hour)
+	for n, node := range db {
+		node.Execute("select ratelimit_acquire('spread', k || $1, 1, 'ik') from generate_series(1, 40) as k", fmt.Sprint(" of ", n))
+		node.Execute("select count(*) from ratelimit_acquire_many(array_fill('spread'::text, array[40]), array(select k || $1 from generate_series(1, 40) as k))", fmt.Sprint(" of many of ", n))
+		require.Zero(t, node.Number(`select count(*) from generate_series(1, 1000) as k
+			where ratelimit.shard_of(k::text) is distinct from get_shard_id_for_distribution_column('ratelimit.buckets', k::text)`), "node %d", n)
+	}
+	for table, want := range map[string]int64{"buckets": 240, "idempotency_keys": 120} {
+		require.Equal(t, want, db.Coordinator().Number(`select sum(result::bigint) from run_command_on_placements($1, $$
+			select count(*) from %1$s as r
+			 where r.policy_id = (select p.id from ratelimit.policies as p where p.name = 'spread')
+			   and ratelimit.shard_of(r.key) = (select b.shardid from pg_dist_shard as b join pg_dist_shard as s using (shardminvalue)
+			                                     where b.logicalrelid = 'ratelimit.buckets'::regclass and s.shardid = substring('%1$s' from '\d+$')::bigint)
+			$$)`, "ratelimit."+table), table)
+	}
+}
+
+// keyOn is a key of a worker, its shard, and the other worker.
+func keyOn(c *kit.Citus, db kit.CitusDB, worker int, prefix string) (key string, shard int64, other int) {
+	for n := 0; ; n++ {
+		key = fmt.Sprint(prefix, n)
+		if node, shard := db.ShardOf(c, key); node == worker {
+			return key, shard, 3 - node
+		}
+	}
+}
+
+func move(c *kit.Citus, shard int64, from, to int) string {
+	return fmt.Sprintf("select citus_move_shard_placement(%d, '%s', 5432, '%s', 5432, 'block_writes')", shard, c.NodeName(from), c.NodeName(to))
+}
+
+// What a transaction took that was open when a move began goes with the shard.
+func testCitusMoveWaits(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("waits", 10, 0, time.Hour)
+	for _, entry := range []int{1, 0, 2} { // the node of the key, and others
+		key, shard, to := keyOn(c, db, 1, fmt.Sprint("waits ", entry, " "))
+		taker := db[entry].Begin().Take("waits", key, 3)
+		moving := db.Coordinator().Session().StartExec(move(c, shard, 1, to))
+		require.True(t, waitsOn(db, moving, "locktype = 'advisory' and mode = 'ExclusiveLock'"), "the move did not wait")
+		taker.Execute("commit")
+		_, err := moving.Result()
+		require.NoError(t, err)
+		require.Equal(t, int64(7), db[entry].Must(kit.Peek(db[entry].Pool, "waits", key, 1)).Remaining, "through node %d", entry)
+		moveBack(c, db, shard, to)
+	}
+}
+
+// waitsOn returns true when a session of any node waits for such a lock, and false when the call is over and none does.
+func waitsOn(db kit.CitusDB, p *kit.Pending, lock string) bool {
+	for over := false; ; time.Sleep(kit.Ms) {
+		for _, node := range db {
+			if node.Number("select count(*) from pg_locks where not granted and "+lock) > 0 {
+				return true
+			}
+		}
+		if over {
+			return false
+		}
+		select {
+		case <-p.Done:
+			over = true
+		default:
+		}
+	}
+}
+
+// moveBack moves a shard to worker 1, once Citus has dropped what was left there.
+func moveBack(c *kit.Citus, db kit.CitusDB, shard int64, from int) {
+	for db.Coordinator().Number("select count(*) from pg_dist_cleanup") > 0 {
+		db.Coordinator().Execute("call citus_cleanup_orphaned_resources()")
+	}
+	db.Coordinator().Execute(move(c, shard, from, 1))
+}
+
+// A call that began before a move ended takes nothing from what the move left behind.
+func testCitusWaitedForMove(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("waited", 10, 0, time.Hour)
+	key, shard, to := keyOn(c, db, 1, "waited ")
+	db[1].Take("waited", key, 1)
+	reader := db[1].Begin()
+	reader.Execute(fmt.Sprintf("select from ratelimit.buckets_%d", shard)) // so that the move leaves its table behind
+	mover := db.Coordinator().Begin().Execute(move(c, shard, 1, to))
+	taking := db[1].Session().StartAcquire("waited", key, 3)
+	require.False(t, taking.AwaitLockOrEnd(), "the call does not wait for the move")
+	mover.Execute("commit")
+	_, err := taking.Result()
+	require.Equal(t, "XX000", kit.SQLState(err))
+	require.ErrorContains(t, err, "the shard has moved")
+	require.Equal(t, int64(9), db[1].Must(kit.Peek(db[1].Pool, "waited", key, 1)).Remaining)
+	reader.Execute("commit")
+	moveBack(c, db, shard, to)
+}
+
+// A transaction of which the snapshot is older than a move takes nothing from what the move left behind.
+func testCitusOldSnapshot(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("old", 10, 0, time.Hour)
+	key, shard, to := keyOn(c, db, 1, "old ")
+	db[1].Take("old", key, 1)
+	reader := db[1].Begin()
+	reader.Execute(fmt.Sprintf("select from ratelimit.buckets_%d", shard))
+	old := db[1].Session().Execute("begin isolation level repeatable read").Execute("select count(*) from pg_dist_placement")
+	db.Coordinator().Execute(move(c, shard, 1, to))
+	_, err := kit.Acquire(old, "old", key, 3)
+	require.Equal(t, "XX000", kit.SQLState(err))
+	require.ErrorContains(t, err, "the shard has moved")
+	require.Equal(t, int64(9), db[1].Must(kit.Peek(db[1].Pool, "old", key, 1)).Remaining)
+	old.Execute("rollback")
+	reader.Execute("commit")
+	moveBack(c, db, shard, to)
+}
+
+// A batch takes the tokens of the shard with the lowest number first, whatever its keys are ordered by.
+func testCitusOrder(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("order", 100, 0, time.Hour)
+	low, first, _ := keyOn(c, db, 1, "order ")
+	high, last, _ := keyOn(c, db, 2, "order ")
+	at := 2
+	if first > last {
+		low, high, at = high, low, 1
+	}
+	for n, node := range db {
+		for _, keys := range []string{low + "," + high, high + "," + low} {
+			holder := node.Begin().Take("order", low, 1)
+			batch := node.Session().StartExec("select ratelimit_acquire_packed('{order,order}', '{" + keys + "}')")
+			require.True(t, waitsOn(db, batch, "locktype = 'transactionid'"), "through node %d: the batch did not wait", n)
+			_, err := kit.Acquire(db[at].Hasty(), "order", high, 1)
+			require.NoError(t, err, "through node %d: %s", n, keys)
+			holder.Execute("rollback")
+			_, err = batch.Result()
+			require.NoError(t, err)
+		}
+	}
+}
+
+// After the shards have other numbers, calls fail and count nothing until the package is installed again.
+func testCitusShardsChange(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("changed", 10, 0, time.Hour)
+	for _, key := range []string{"a", "b", "c", "d"} {
+		db.Coordinator().Take("changed", key, 3, "ik")
+	}
+	db.Coordinator().Execute("select alter_distributed_table('ratelimit.buckets', shard_count => 3, cascade_to_colocated => true)")
+	for n, node := range db {
+		for _, sql := range []string{
+			"select ratelimit_acquire('changed', 'a')", "select ratelimit_acquire_many('{changed,changed}', '{a,b}')",
+			"select ratelimit_acquire_all('{changed}', '{c}')", "select ratelimit_settle('changed', 'd', 'ik', 1)", "select ratelimit_peek('changed', 'a')",
+		} {
+			_, err := node.Pool.Exec(t.Context(), sql)
+			refused := kit.PgError(err)
+			require.NotNil(t, refused, "node %d: %s: %v", n, sql, err)
+			require.Equal(t, "55000 the shards have changed", refused.Code+" "+refused.Message, "node %d: %s", n, sql)
+			require.Contains(t, refused.Hint, "make install-citus")
+		}
+	}
+	c.Install(t, "limits")
+	for n, node := range db {
+		for _, key := range []string{"a", "b", "c", "d"} {
+			require.Equal(t, int64(7-n), node.Must(kit.Peek(node.Pool, "changed", key, 1)).Remaining, "node %d", n)
+			require.True(t, node.Acquire("changed", key, 3, "ik").Replayed)
+			node.Take("changed", key, 1)
+		}
+	}
 }
 
 func testCitusTransactions(t *testing.T, db kit.CitusDB) {

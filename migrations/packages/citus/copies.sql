@@ -25,6 +25,10 @@ declare
   v_names    text[];     -- the copied functions
   v_calls    text;
   v_look     constant text := 'exists (select from pg_catalog.pg_dist_placement as p join pg_catalog.pg_dist_local_group as g on g.groupid = p.groupid where p.shardid = v_shard)';
+  -- The second look. The snapshot of REPEATABLE READ may be older than a move: then the row has a newer version, or another shard has the key.
+  v_again    constant text := 'exists (select from pg_catalog.pg_dist_placement as p join pg_catalog.pg_dist_local_group as g on g.groupid = p.groupid where p.shardid = v_shard'
+    ' and (pg_catalog.current_setting(''transaction_isolation'') = ''read committed'' or pg_catalog.currtid2(''pg_catalog.pg_dist_placement'', p.ctid) = p.ctid'
+    ' and pg_catalog.get_shard_id_for_distribution_column(''ratelimit.buckets'', ratelimit.ring_of(v_shard)) = v_shard))';
   v_function record;
   v_shard    record;
   v_text     text;
@@ -117,6 +121,10 @@ begin
      order by s.shardid
   loop
     execute format('create schema if not exists %I', v_shard.schema);
+    if (select c.nspowner from pg_namespace as c where c.nspname = v_shard.schema) <> (select r.nspowner from pg_namespace as r where r.nspname = 'ratelimit') then
+      raise exception 'a schema of another role has the name of a shard'  -- its owner could put other functions there
+        using errcode = '42501', detail = format('It is %I.', v_shard.schema), hint = 'Drop or rename it.';
+    end if;
     for v_function in select m.* from made as m where m.copied order by m.name loop
       v_text := v_function.text;
       for v_n in 1..cardinality(v_shard.tables) / 2 loop
@@ -175,11 +183,12 @@ begin
   if not %5$s then perform ratelimit.refuse_shard(v_shard); end if;
   case v_shard
 %6$s
+    else perform ratelimit.refuse_shard(null);
   end case;
 end;
 $at$;
 comment on function ratelimit.%1$I(bigint, %2$s) is 'What %7$I does, on a shard that is here.'$text$,
-      v_function.own || '_at', v_function.identity, v_function.result, v_function.volatility, v_look,
+      v_function.own || '_at', v_function.identity, v_function.result, v_function.volatility, v_again,
       (select string_agg(format(case when v_function.outs is not null then '    when %1$s then select d.* into %4$s from ratelimit_%1$s.%2$I(%3$s) as d;'
                                      when v_function.result = 'void' then '    when %1$s then perform ratelimit_%1$s.%2$I(%3$s);'
                                      else '    when %1$s then return ratelimit_%1$s.%2$I(%3$s);' end,
@@ -275,7 +284,7 @@ begin
   end if;
   raise exception 'the shards have changed' using
     errcode = '55000',
-    detail  = format('Shard %s is no more.', shard),
+    detail  = 'The functions were made for other shards.',
     hint    = 'Nothing was taken. Run make install-citus, or citus.sql of the release.';
 end;
 $$;
@@ -382,17 +391,17 @@ begin
   end if;
 
   for v_part in
-    select coalesce(shard_of(u.key), v_first) as shard, array_agg(u.policy order by u.place) as policies, array_agg(u.key order by u.place) as keys,
-           array_agg(u.cost order by u.place) as costs, array_agg(u.place order by u.place) as places,
-           array_agg(u.request order by u.place) filter (where u.is_first) as requests,
-           case when acquire_batch.sizes is not null then array_agg(acquire_batch.sizes[u.request] order by u.place) filter (where u.is_first) end as sizes,
-           case when acquire_batch.idempotency_keys is not null then array_agg(u.idempotency_key order by u.place) filter (where u.is_first) end as idempotency_keys
-      from (select u.*, u.request is distinct from lag(u.request) over (order by u.place) as is_first
+    select u.shard, array_agg(u.policy) as policies, array_agg(u.key) as keys, array_agg(u.cost) as costs, array_agg(u.place) as places,
+           array_agg(u.request) filter (where u.is_first) as requests,
+           case when acquire_batch.sizes is not null then array_agg(acquire_batch.sizes[u.request]) filter (where u.is_first) end as sizes,
+           case when acquire_batch.idempotency_keys is not null then array_agg(u.idempotency_key) filter (where u.is_first) end as idempotency_keys
+      from (select coalesce(shard_of(q.key), v_first) as shard, q.*, v_requests[q.place - 1] is distinct from q.request as is_first
               from unnest(acquire_batch.policies, acquire_batch.keys, acquire_batch.costs, v_requests, acquire_batch.idempotency_keys)
-                   with ordinality as u (policy, key, cost, request, idempotency_key, place)
-             where (u.request = any (v_answers.refused)) is not true and (u.request = any (v_misfits)) is not true) as u
-     group by 1
-     order by 1
+                   with ordinality as q (policy, key, cost, request, idempotency_key, place)
+             where (q.request = any (v_answers.refused)) is not true and (q.request = any (v_misfits)) is not true
+             order by 1, q.place) as u
+     group by u.shard
+     order by u.shard
   loop
     v_one := acquire_batch_on(v_part.shard, v_part.policies, v_part.keys, v_part.costs, v_part.sizes, v_part.idempotency_keys);
     v_answers.replayed := case when v_answers.replayed is not null or v_one.replayed is not null then
