@@ -29,7 +29,7 @@ func TestCitus(t *testing.T) {
 	db := c.Create(t, "limits")
 	t.Run("installs", func(t *testing.T) { testCitusInstalls(t, c) })
 	t.Run("counts exactly while shards move", func(t *testing.T) { testCitusCounts(t, c, db.In(t)) })
-	t.Run("each shard has its own keys", func(t *testing.T) { testCitusKeysOfShards(t, db.In(t)) })
+	t.Run("each shard has its own keys", func(t *testing.T) { testCitusKeysOfShards(t, c, db.In(t)) })
 	t.Run("a move waits for who took", func(t *testing.T) { testCitusMoveWaits(t, c, db.In(t)) })
 	t.Run("a call that waited for a move", func(t *testing.T) { testCitusWaitedForMove(t, c, db.In(t)) })
 	t.Run("a snapshot older than a move", func(t *testing.T) { testCitusOldSnapshot(t, c, db.In(t)) })
@@ -165,13 +165,17 @@ func testCitusCounts(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 }
 
 // The rows of a shard's tables are of keys that Citus finds there, and the functions find the shards that Citus finds.
-func testCitusKeysOfShards(t *testing.T, db kit.CitusDB) {
+func testCitusKeysOfShards(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	db.Coordinator().DefinePolicy("spread", 10, 0, time.Hour)
 	for n, node := range db {
 		node.Execute("select ratelimit_acquire('spread', k || $1, 1, 'ik') from generate_series(1, 40) as k", fmt.Sprint(" of ", n))
 		node.Execute("select count(*) from ratelimit_acquire_many(array_fill('spread'::text, array[40]), array(select k || $1 from generate_series(1, 40) as k))", fmt.Sprint(" of many of ", n))
 		require.Zero(t, node.Number(`select count(*) from generate_series(1, 1000) as k
 			where ratelimit.shard_of(k::text) is distinct from get_shard_id_for_distribution_column('ratelimit.buckets', k::text)`), "node %d", n)
+	}
+	for n := range 20 {
+		node, _ := db.ShardOf(c, fmt.Sprint(n))
+		require.Equal(t, c.NodeName(node)+":5432", kit.One[string](t, db[n%3].Pool, "select ratelimit_node($1)", fmt.Sprint(n)))
 	}
 	for table, want := range map[string]int64{"buckets": 240, "idempotency_keys": 120} {
 		require.Equal(t, want, db.Coordinator().Number(`select sum(result::bigint) from run_command_on_placements($1, $$

@@ -24,11 +24,7 @@ declare
   v_rings    text[];     -- likewise: a key that is there
   v_names    text[];     -- the copied functions
   v_calls    text;
-  v_look     constant text := 'exists (select from pg_catalog.pg_dist_placement as p join pg_catalog.pg_dist_local_group as g on g.groupid = p.groupid where p.shardid = v_shard)';
-  -- The second look. The snapshot of REPEATABLE READ may be older than a move: then the row has a newer version, or another shard has the key.
-  v_again    constant text := 'exists (select from pg_catalog.pg_dist_placement as p join pg_catalog.pg_dist_local_group as g on g.groupid = p.groupid where p.shardid = v_shard'
-    ' and (pg_catalog.current_setting(''transaction_isolation'') = ''read committed'' or pg_catalog.currtid2(''pg_catalog.pg_dist_placement'', p.ctid) = p.ctid'
-    ' and pg_catalog.get_shard_id_for_distribution_column(''ratelimit.buckets'', ratelimit.ring_of(v_shard)) = v_shard))';
+  v_seen     constant text := 'select p.ctid from pg_catalog.pg_dist_placement as p join pg_catalog.pg_dist_local_group as g on g.groupid = p.groupid where p.shardid = v_shard';
   v_function record;
   v_shard    record;
   v_text     text;
@@ -81,10 +77,13 @@ begin
     v_text := substr(v_function.text, v_function.head + 1);
     v_text := regexp_replace(v_text, '^((?:.(?!AS \$function\$))*) SECURITY DEFINER\n', '\1');
     v_text := regexp_replace(v_text, '\n SECURITY DEFINER(?=\n)', '');
+    if v_function.name = any (v_keyed) then  -- the entry has the settings
+      v_text := regexp_replace(v_text, '\n SET \w+ TO [^\n]*(?=\n)', '', 'g');
+    end if;
     v_text := regexp_replace(v_text, '\n SET search_path TO ''ratelimit'', ''pg_temp''(?=\n)', '');
     v_text := regexp_replace(v_text, 'lock table policies in access share mode;', '', 'g');
     v_text := regexp_replace(v_text, 'with due as materialized \(\s+select d\.ctid as row_id, d\.stays from overrides .*?from due;', '', 'g');
-    v_text := regexp_replace(v_text, ':= (\w) from (?:ratelimit\.)?' || v_tables || ' as \1\M', ':= row(\1.*)::ratelimit.@row@\2 from \2 as \1', 'g');
+    v_text := regexp_replace(v_text, ':= (\w) from (?:ratelimit\.)?(?!policies)' || v_tables || ' as \1\M', ':= row(\1.*)::ratelimit.@row@\2 from \2 as \1', 'g');
     v_text := regexp_replace(v_text, '\((with_override|numbers_by)\(v_policy, o, ', '(\1(v_policy, row(o.*)::ratelimit.@row@overrides, ', 'g');
     v_text := regexp_replace(v_text, '\(select (with_override|numbers_by)\(v_policy, o, ', '(select \1(v_policy, row(o.*)::ratelimit.@row@overrides, ', 'g');
     v_text := regexp_replace(v_text, '\(select p = v_policy from', '(select row(p.*)::ratelimit.@row@policies = v_policy from', 'g');
@@ -125,6 +124,19 @@ begin
       raise exception 'a schema of another role has the name of a shard'  -- its owner could put other functions there
         using errcode = '42501', detail = format('It is %I.', v_shard.schema), hint = 'Drop or rename it.';
     end if;
+    for v_text in
+      select p.oid::regprocedure
+        from pg_proc as p
+       where p.pronamespace = v_shard.schema::regnamespace
+         and not exists (select
+                           from made as m
+                          where m.copied
+                            and m.name = p.proname
+                            and pg_get_function_identity_arguments(m.oid) = pg_get_function_identity_arguments(p.oid)
+                            and pg_get_function_result(m.oid) = pg_get_function_result(p.oid))
+    loop
+      execute format('drop function %s', v_text);
+    end loop;
     for v_function in select m.* from made as m where m.copied order by m.name loop
       v_text := v_function.text;
       for v_n in 1..cardinality(v_shard.tables) / 2 loop
@@ -155,6 +167,7 @@ begin
   -- 5. The choice of a copy, with the lock; the entries about one key, and their twins.
   for v_function in
     select m.name, m.name ~ '^ratelimit_' as is_public, p.pronamespace::regnamespace::text as schema, o.own, a.outs,
+           coalesce((select string_agg(E'\n  set ' || replace(c.setting, '=', ' = '), '' order by c.n) from unnest(p.proconfig) with ordinality as c (setting, n)), '') as settings,
            pg_get_function_arguments(p.oid) as arguments, pg_get_function_identity_arguments(p.oid) as identity, pg_get_function_result(p.oid) as result,
            case p.provolatile when 's' then 'stable' else 'volatile' end as volatility,
            -- the arguments, as the copy, the twin and the function _at get them
@@ -171,24 +184,25 @@ begin
      order by m.name
   loop
     execute format($text$
-create or replace function ratelimit.%1$I(shard bigint, %2$s)
+create or replace function ratelimit.%1$I(shard bigint, seen tid, %2$s)
   returns %3$s
   language plpgsql
   %4$s
 as $at$
-declare
-  v_shard bigint := shard;
 begin
-  perform pg_catalog.lock_shard_metadata(5, array[v_shard]);
-  if not %5$s then perform ratelimit.refuse_shard(v_shard); end if;
-  case v_shard
-%6$s
+  perform pg_catalog.lock_shard_metadata(5, array[shard]);
+  if pg_catalog.currtid2('pg_catalog.pg_dist_placement', seen) <> seen  -- the newest version, whatever the snapshot
+     or pg_catalog.get_shard_id_for_distribution_column('ratelimit.buckets', ratelimit.ring_of(shard)) <> shard then
+    perform ratelimit.refuse_shard(shard);
+  end if;
+  case shard
+%5$s
     else perform ratelimit.refuse_shard(null);
   end case;
 end;
 $at$;
-comment on function ratelimit.%1$I(bigint, %2$s) is 'What %7$I does, on a shard that is here.'$text$,
-      v_function.own || '_at', v_function.identity, v_function.result, v_function.volatility, v_again,
+comment on function ratelimit.%1$I(bigint, tid, %2$s) is 'What %6$I does, on a shard that is here; seen is the row of its placement.'$text$,
+      v_function.own || '_at', v_function.identity, v_function.result, v_function.volatility,
       (select string_agg(format(case when v_function.outs is not null then '    when %1$s then select d.* into %4$s from ratelimit_%1$s.%2$I(%3$s) as d;'
                                      when v_function.result = 'void' then '    when %1$s then perform ratelimit_%1$s.%2$I(%3$s);'
                                      else '    when %1$s then return ratelimit_%1$s.%2$I(%3$s);' end,
@@ -204,12 +218,14 @@ as $entry$
 declare
   v_key   text collate "C" := %2$I.key;
   v_shard bigint := ratelimit.shard_of(v_key);
+  v_seen  tid;
 %7$sbegin
   if v_key is null then  -- Citus would find no shard, and Citus 13.2 crashes where a distributed function is called with null
     perform ratelimit.check_name('policy', %8$s);
     perform ratelimit.check_name('key', v_key);
   end if;
-%9$s  if %10$s then
+%9$s  v_seen := (%10$s);
+  if v_seen is not null then
     %11$s
   else
     %12$s
@@ -217,7 +233,7 @@ declare
 end;
 $entry$$text$,
       v_function.schema, v_function.name, v_function.arguments, v_function.result, v_function.volatility,
-      case when v_function.is_public then E'\n  security definer\n  set search_path = ratelimit, pg_temp' else '' end,
+      case when v_function.is_public then E'\n  security definer' || v_function.settings else '' end,
       case when v_function.result = 'void' then '' else format(E'  v_answer %s;\n', v_function.result) end,
       v_function.name || case when v_function.arguments ~ '^v_policy' then '.v_policy.name' else '.policy' end,
       case v_function.name  -- not every interval can be read again at the other node
@@ -229,8 +245,8 @@ $check$
         when 'ratelimit_pause' then $check$  perform ratelimit.check_pause(policy, key, pause_for);
 $check$
         else '' end,
-      v_look,
-      format(case when v_function.result = 'void' then 'perform ratelimit.%I(v_shard, %s);' else 'return ratelimit.%I(v_shard, %s);' end,
+      v_seen,
+      format(case when v_function.result = 'void' then 'perform ratelimit.%I(v_shard, v_seen, %s);' else 'return ratelimit.%I(v_shard, v_seen, %s);' end,
              v_function.own || '_at', v_function.given),
       format(case when v_function.result = 'void' then 'perform d.* from ratelimit.%I(%s) as d;'
                   else E'select d.* into v_answer from ratelimit.%I(%s) as d;\n    return v_answer;' end,
@@ -240,19 +256,19 @@ $check$
 create or replace function ratelimit.%1$I(%2$s)
   returns %3$s
   language plpgsql
-  volatile
-  set search_path = ratelimit, pg_temp
+  volatile%9$s
 as $here$
 declare
   v_shard bigint := ratelimit.shard_of(%1$I.key);
+  v_seen  tid    := (%4$s);
 begin
-  if not %4$s then perform ratelimit.refuse_shard(v_shard); end if;
-  %5$s ratelimit.%6$I(v_shard, %7$s);
+  if v_seen is null then perform ratelimit.refuse_shard(v_shard); end if;
+  %5$s ratelimit.%6$I(v_shard, v_seen, %7$s);
 end;
 $here$;
 comment on function ratelimit.%1$I(%2$s) is 'What %8$I does, on the node that has the shard of the key.'$text$,
-      v_function.own || '_here', v_function.identity, v_function.result, v_look,
-      case when v_function.result = 'void' then 'perform' else 'return' end, v_function.own || '_at', v_function.received, v_function.name);
+      v_function.own || '_here', v_function.identity, v_function.result, v_seen,
+      case when v_function.result = 'void' then 'perform' else 'return' end, v_function.own || '_at', v_function.received, v_function.name, v_function.settings);
   end loop;
   perform set_config('check_function_bodies', 'on', true);
   perform set_config('search_path', v_path, true);
@@ -261,16 +277,36 @@ $copies$;
 
 -- The entries about many keys.
 
-create or replace function ratelimit.is_here(shard bigint)
-  returns boolean language sql stable
+create or replace function ratelimit.seen_here(shard bigint)
+  returns tid language sql stable
 as $$
-  select exists (select
-                   from pg_catalog.pg_dist_placement as p
-                   join pg_catalog.pg_dist_local_group as g on g.groupid = p.groupid
-                  where p.shardid = shard)
+  select p.ctid
+    from pg_catalog.pg_dist_placement as p
+    join pg_catalog.pg_dist_local_group as g on g.groupid = p.groupid
+   where p.shardid = shard
 $$;
-comment on function ratelimit.is_here(bigint) is
-  'Whether a shard is on this node.';
+comment on function ratelimit.seen_here(bigint) is
+  'The row of the placement of a shard on this node; null: it is on another.';
+
+create or replace function ratelimit_node(key text)
+  returns text
+  language sql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select n.nodename || ':' || n.nodeport
+    from pg_catalog.pg_dist_placement as p
+    join pg_catalog.pg_dist_node as n on n.groupid = p.groupid
+   where p.shardid = shard_of(ratelimit_node.key)
+     and n.noderole = 'primary'
+$$;
+comment on function ratelimit_node(text) is
+'The node that has the buckets of a key, as host:port; only on Citus. A call about the key costs least there, and is right on any node.
+Errors: none.
+Locks: nothing.
+Writes: nothing.
+Role: application.';
 
 create or replace function ratelimit.refuse_shard(shard bigint)
   returns void language plpgsql stable
@@ -299,11 +335,12 @@ create or replace function ratelimit.acquire_batch_on(
   volatile
 as $$
 declare
+  v_seen   tid := seen_here(shard);
   v_ring   text collate "C";
   v_answer ratelimit.packed;
 begin
-  if is_here(shard) then
-    return acquire_batch_at(shard, policies, keys, costs, sizes, idempotency_keys);
+  if v_seen is not null then
+    return acquire_batch_at(shard, v_seen, policies, keys, costs, sizes, idempotency_keys);
   end if;
   v_ring := ring_of(shard);
   select d.* into v_answer from ratelimit.acquire_batch_here(v_ring, shard, policies, keys, costs, sizes, idempotency_keys) as d;
@@ -320,9 +357,11 @@ create or replace function ratelimit.acquire_batch_here(
   volatile
   set search_path = ratelimit, pg_temp
 as $$
+declare
+  v_seen tid := seen_here(shard);
 begin
-  if not is_here(shard) then perform refuse_shard(shard); end if;
-  return acquire_batch_at(shard, policies, keys, costs, sizes, idempotency_keys);
+  if v_seen is null then perform refuse_shard(shard); end if;
+  return acquire_batch_at(shard, v_seen, policies, keys, costs, sizes, idempotency_keys);
 end;
 $$;
 comment on function ratelimit.acquire_batch_here(text, bigint, text[], text[], bigint[], integer[], text[]) is
@@ -447,10 +486,13 @@ create or replace function ratelimit.acquire_all_here(
   volatile
   set search_path = ratelimit, pg_temp
 as $$
+declare
+  v_shard bigint := shard_of(key);
+  v_seen  tid    := seen_here(v_shard);
 begin
-  if not is_here(shard_of(key)) then perform refuse_shard(shard_of(key)); end if;
+  if v_seen is null then perform refuse_shard(v_shard); end if;
   select d.* into allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, binding, decisions
-    from acquire_all_at(shard_of(key), policies, keys, costs, idempotency_key) as d;
+    from acquire_all_at(v_shard, v_seen, policies, keys, costs, idempotency_key) as d;
 end;
 $$;
 comment on function ratelimit.acquire_all_here(text, text[], text[], bigint[], text) is
@@ -479,6 +521,7 @@ declare
   v_key   text collate "C";
   v_last  text collate "C";
   v_shard bigint;
+  v_seen  tid;
 begin
   select min(u.key collate "C"), max(u.key collate "C") into v_key, v_last from unnest(keys) as u (key);
   if v_key <> v_last and cardinality(policies) between 1 and 1000 then
@@ -486,9 +529,10 @@ begin
   end if;
   v_key   := coalesce(v_key, '');
   v_shard := shard_of(v_key);
-  if is_here(v_shard) then
+  v_seen  := seen_here(v_shard);
+  if v_seen is not null then
     select d.* into allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, binding, decisions
-      from acquire_all_at(v_shard, policies, keys, costs, idempotency_key) as d;
+      from acquire_all_at(v_shard, v_seen, policies, keys, costs, idempotency_key) as d;
   else
     select d.* into allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, binding, decisions
       from ratelimit.acquire_all_here(v_key, policies, keys, costs, idempotency_key) as d;
@@ -503,9 +547,12 @@ create or replace function ratelimit.settle_all_here(
   volatile
   set search_path = ratelimit, pg_temp
 as $$
+declare
+  v_shard bigint := shard_of(key);
+  v_seen  tid    := seen_here(v_shard);
 begin
-  if not is_here(shard_of(key)) then perform refuse_shard(shard_of(key)); end if;
-  select d.* into replayed, decisions from settle_all_at(shard_of(key), policies, keys, idempotency_key, costs) as d;
+  if v_seen is null then perform refuse_shard(v_shard); end if;
+  select d.* into replayed, decisions from settle_all_at(v_shard, v_seen, policies, keys, idempotency_key, costs) as d;
 end;
 $$;
 comment on function ratelimit.settle_all_here(text, text[], text[], text, bigint[]) is
@@ -526,9 +573,10 @@ as $$
 declare
   v_key   text collate "C" := coalesce((select min(u.key collate "C") from unnest(keys) as u (key)), '');
   v_shard bigint := shard_of(v_key);
+  v_seen  tid    := seen_here(v_shard);
 begin
-  if is_here(v_shard) then
-    select d.* into replayed, decisions from settle_all_at(v_shard, policies, keys, idempotency_key, costs) as d;
+  if v_seen is not null then
+    select d.* into replayed, decisions from settle_all_at(v_shard, v_seen, policies, keys, idempotency_key, costs) as d;
   else
     select d.* into replayed, decisions from ratelimit.settle_all_here(v_key, policies, keys, idempotency_key, costs) as d;
   end if;
@@ -544,14 +592,17 @@ create or replace function ratelimit.cleanup_here(max_rows integer, budget inter
   set search_path = ratelimit, pg_temp
 as $$
 declare
-  v_shard  bigint;
+  v_shard  record;
   v_one    record;
   v_counts bigint[] := '{0,0,0}';
 begin
   for v_shard in
-    select s.shardid from pg_catalog.pg_dist_shard as s where s.logicalrelid = 'ratelimit.buckets'::regclass and is_here(s.shardid) order by random()
+    select s.id, s.seen
+      from (select s.shardid as id, seen_here(s.shardid) as seen from pg_catalog.pg_dist_shard as s where s.logicalrelid = 'ratelimit.buckets'::regclass) as s
+     where s.seen is not null
+     order by random()
   loop
-    v_one    := cleanup_batch_at(v_shard, max_rows, budget, due_before, null);
+    v_one    := cleanup_batch_at(v_shard.id, v_shard.seen, max_rows, budget, due_before, null);
     v_counts := array[v_counts[1] + v_one.buckets_deleted, v_counts[2] + v_one.idempotency_keys_deleted, v_counts[3] + v_one.more::integer];
   end loop;
   return v_counts;
