@@ -34,6 +34,8 @@ func TestCitus(t *testing.T) {
 	t.Run("a call that waited for a move", func(t *testing.T) { testCitusWaitedForMove(t, c, db.In(t)) })
 	t.Run("a snapshot older than a move", func(t *testing.T) { testCitusOldSnapshot(t, c, db.In(t)) })
 	t.Run("batches take shards in order", func(t *testing.T) { testCitusOrder(t, c, db.In(t)) })
+	t.Run("a crowd is no deadlock", func(t *testing.T) { testCitusCrowd(t, c, db.In(t)) })
+	t.Run("a deadlock ends", func(t *testing.T) { testCitusDeadlock(t, c, db.In(t)) })
 	t.Run("transactions", func(t *testing.T) { testCitusTransactions(t, db.In(t)) })
 	still := c.Create(t, "still")
 	still.StopClock()
@@ -208,7 +210,7 @@ func testCitusMoveWaits(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 		key, shard, to := keyOn(c, db, 1, fmt.Sprint("waits ", entry, " "))
 		taker := db[entry].Begin().Take("waits", key, 3)
 		moving := db.Coordinator().Session().StartExec(move(c, shard, 1, to))
-		require.True(t, waitsOn(db, moving, "locktype = 'advisory' and mode = 'ExclusiveLock'"), "the move did not wait")
+		require.True(t, waitsOn(db, moving, 1, "locktype = 'advisory' and mode = 'ExclusiveLock'"), "the move did not wait")
 		taker.Execute("commit")
 		_, err := moving.Result()
 		require.NoError(t, err)
@@ -217,11 +219,11 @@ func testCitusMoveWaits(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	}
 }
 
-// waitsOn returns true when a session of any node waits for such a lock, and false when the call is over and none does.
-func waitsOn(db kit.CitusDB, p *kit.Pending, lock string) bool {
+// waitsOn returns true when as many sessions of a node wait for such locks, and false when the call is over and they do not.
+func waitsOn(db kit.CitusDB, p *kit.Pending, sessions int64, lock string) bool {
 	for over := false; ; time.Sleep(kit.Ms) {
 		for _, node := range db {
-			if node.Number("select count(*) from pg_locks where not granted and "+lock) > 0 {
+			if node.Number("select count(*) from pg_locks where not granted and "+lock) >= sessions {
 				return true
 			}
 		}
@@ -294,13 +296,56 @@ func testCitusOrder(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 		for _, keys := range []string{low + "," + high, high + "," + low} {
 			holder := node.Begin().Take("order", low, 1)
 			batch := node.Session().StartExec("select ratelimit_acquire_packed('{order,order}', '{" + keys + "}')")
-			require.True(t, waitsOn(db, batch, "locktype = 'transactionid'"), "through node %d: the batch did not wait", n)
+			require.True(t, waitsOn(db, batch, 1, "locktype = 'transactionid'"), "through node %d: the batch did not wait", n)
 			_, err := kit.Acquire(db[at].Hasty(), "order", high, 1)
 			require.NoError(t, err, "through node %d: %s", n, keys)
 			holder.Execute("rollback")
 			_, err = batch.Result()
 			require.NoError(t, err)
 		}
+	}
+}
+
+// Callers who wait for one bucket are not taken for a deadlock, whatever nodes they called.
+func testCitusCrowd(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("crowd", 10, 0, time.Hour)
+	key, _, _ := keyOn(c, db, 1, "crowd ")
+	db[1].Take("crowd", key, 1)
+	holder := db[1].Begin().Take("crowd", key, 1)
+	var crowd []*kit.Pending
+	for n, node := range db { // the second waits for the first, and the third for both
+		crowd = append(crowd, node.Session().StartAcquire("crowd", key, 1))
+		require.True(t, waitsOn(db[1:2], crowd[n], int64(n)+1, "locktype in ('transactionid', 'tuple')"))
+	}
+	for n, node := range db {
+		require.False(t, kit.One[bool](t, node.Pool, "select check_distributed_deadlocks()"), "node %d", n)
+	}
+	holder.Execute("commit")
+	for _, call := range crowd {
+		require.True(t, call.Answer().Allowed)
+	}
+}
+
+// Transactions that wait for each other on different nodes are a deadlock that Citus ends, although both began where their key is.
+func testCitusDeadlock(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("deadlock", 10, 0, time.Hour)
+	one, _, _ := keyOn(c, db, 1, "deadlock ")
+	two, _, _ := keyOn(c, db, 2, "deadlock ")
+	first, second := db[1].Begin().Take("deadlock", one, 3), db[2].Begin().Take("deadlock", two, 3)
+	calls := []*kit.Pending{first.StartAcquire("deadlock", two, 3), second.StartAcquire("deadlock", one, 3)}
+	left, ended := int64(10), 0
+	for _, call := range calls {
+		if _, err := call.Result(); err == nil {
+			left -= 3
+		} else {
+			require.Equal(t, "40P01", kit.SQLState(err))
+			ended++
+		}
+		call.Session.Execute("commit")
+	}
+	require.NotZero(t, ended, "the nodes look at the same time, and each can end one")
+	for _, key := range []string{one, two} {
+		require.Equal(t, left, db[0].Must(kit.Peek(db[0].Pool, "deadlock", key, 1)).Remaining)
 	}
 }
 

@@ -43,7 +43,7 @@ func NewCitus(t testing.TB) *Citus {
 	c := &Citus{T: t}
 	for range 3 {
 		c.Nodes = append(c.Nodes, pgtest.Private(t, "shared_preload_libraries=citus", "wal_level=logical", "max_prepared_transactions=200",
-			"citus.shard_count=3", "citus.enable_statistics_collection=off", "citus.node_connection_timeout=5s"))
+			"citus.shard_count=8", "citus.enable_statistics_collection=off", "citus.node_connection_timeout=5s"))
 	}
 	for n, node := range c.Nodes { // they connect to themselves, too
 		OnServer(t, node, "", "alter system set citus.local_hostname = '"+c.NodeName(n)+"'")

@@ -190,7 +190,7 @@ create or replace function ratelimit.%1$I(shard bigint, seen tid, %2$s)
   %4$s
 as $at$
 begin
-  perform pg_catalog.lock_shard_metadata(5, array[shard]);
+%7$s  perform pg_catalog.lock_shard_metadata(5, array[shard]);
   if pg_catalog.currtid2('pg_catalog.pg_dist_placement', seen) <> seen  -- the newest version, whatever the snapshot
      or pg_catalog.get_shard_id_for_distribution_column('ratelimit.buckets', ratelimit.ring_of(shard)) <> shard then
     perform ratelimit.refuse_shard(shard);
@@ -207,7 +207,8 @@ comment on function ratelimit.%1$I(bigint, tid, %2$s) is 'What %6$I does, on a s
                                      when v_function.result = 'void' then '    when %1$s then perform ratelimit_%1$s.%2$I(%3$s);'
                                      else '    when %1$s then return ratelimit_%1$s.%2$I(%3$s);' end,
                                 i.id, v_function.name, v_function.passed, v_function.outs), E'\n' order by i.n)
-         from unnest(v_ids) with ordinality as i (id, n)), v_function.name);
+         from unnest(v_ids) with ordinality as i (id, n)), v_function.name,
+      case when v_function.volatility = 'volatile' then E'  if (pg_catalog.get_current_transaction_id()).transaction_number = 0 then perform ratelimit.join_citus(); end if;\n' else '' end);
     continue when v_function.name <> all (v_keyed);
     execute format($text$
 create or replace function %1$s.%2$I(%3$s)
@@ -287,6 +288,23 @@ as $$
 $$;
 comment on function ratelimit.seen_here(bigint) is
   'The row of the placement of a shard on this node; null: it is on another.';
+
+-- Gives the transaction an id of Citus, which keeps it until it ends, as its writers in functions have. To the search for deadlocks all
+-- transactions of a node without one are the same (https://github.com/citusdata/citus/issues/1803): a call from another node that waits for
+-- one of them, while another of them waits for the call, would fail with 40P01.
+create or replace function ratelimit.join_citus()
+  returns void
+  language plpgsql
+  volatile
+as $$
+begin
+  perform pg_catalog.create_intermediate_result('', '');  -- begins with the id, and then refuses a text without a query
+exception
+  when internal_error then null;
+end;
+$$;
+comment on function ratelimit.join_citus() is
+  'Gives the transaction an id that the search of Citus for deadlocks can tell from others.';
 
 create or replace function ratelimit_node(key text)
   returns text
