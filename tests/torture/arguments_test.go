@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 	"unicode/utf8"
 
@@ -97,9 +98,15 @@ func arrayArgument[T any](values []*T, of string, shape []pgtype.ArrayDimension)
 	return argument{value: values, text: wire(oid, pgtype.TextFormatCode, values, shape), binary: wire(oid, pgtype.BinaryFormatCode, values, shape)}
 }
 
-var types = pgtype.NewMap()
+// types remembers how it encodes, and callers draw beside each other.
+var (
+	types   = pgtype.NewMap()
+	typesMu sync.Mutex
+)
 
 func wire[T any](oid uint32, format int16, values []*T, shape []pgtype.ArrayDimension) []byte {
+	typesMu.Lock()
+	defer typesMu.Unlock()
 	bytes, err := types.Encode(oid, format, pgtype.Array[*T]{Elements: values, Dims: shape, Valid: true}, nil)
 	if err != nil {
 		panic(err)
