@@ -57,6 +57,23 @@ func serve(ctx context.Context) (err error) {
 	return nil
 }
 
+// The image has the package installed.
+const beAnOwner = `
+	do $$
+	declare
+	  v_owner text := (select nspowner::regrole from pg_namespace where nspname = 'ratelimit');
+	begin
+	  if v_owner is null then
+	    create role demo;
+	    grant create on database postgres to demo;
+	    grant create on schema public to demo;
+	    v_owner := 'demo';
+	  end if;
+	  execute 'grant pg_read_all_stats to ' || v_owner;
+	  execute 'set role ' || v_owner;
+	end
+	$$`
+
 // prepare installs the package and defines what the traffic is limited by.
 func prepare(ctx context.Context, postgres *pgtest.Server, url string) error {
 	conn, err := pgx.Connect(ctx, url)
@@ -65,7 +82,7 @@ func prepare(ctx context.Context, postgres *pgtest.Server, url string) error {
 	}
 	defer conn.Close(context.WithoutCancel(ctx))
 	if postgres.Rung != "url" { // a server of ours, whose superuser the doctor would complain of
-		if _, err := conn.Exec(ctx, "create role demo; grant create on database postgres to demo; grant create on schema public to demo; grant pg_read_all_stats to demo; set role demo"); err != nil {
+		if _, err := conn.Exec(ctx, beAnOwner); err != nil {
 			return err
 		}
 	}
