@@ -3,7 +3,6 @@
 import asyncio
 import atexit
 import sys
-import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -233,18 +232,13 @@ class _Async(ABC):
 
     async def _is_seen_to_end(self, process: int, is_closed: bool = False) -> bool:
         """Whether the server was seen to go on with a statement whose connection was given up, and then not any more. If the connection is
-        closed, its process ends with the statement. Another may have its number then: a server that starts again in a container gives out
-        the same ones. Behind a pooler it is not seen: the number that it gave is not that of a process."""
-        sql = "select 1 from pg_catalog.pg_stat_activity where pid <> pg_catalog.pg_backend_pid() and pid = $1"
+        closed, its process ends with the statement. Behind a pooler it is not seen: the number that it gave is not that of a process."""
+        sql = f"select 1 from pg_catalog.pg_stat_activity where pid <> pg_catalog.pg_backend_pid() and pid = {'%s' if self.percent else '$1'}"
         if not is_closed:
             sql += " and state = 'active'"
-        sql += " and query_start <= pg_catalog.clock_timestamp() - pg_catalog.make_interval(secs => $2)"  # not a later one of the same process
-        if self.percent:
-            sql = sql.replace("$1", "%s").replace("$2", "%s")
-        began = time.monotonic()
         seen, pause = False, SHORTEST_LOOK
         with suppress(Exception):  # without an answer it is not known
-            while not self.is_closed() and await self._send(_Statement(), sql, [process, time.monotonic() - began]):
+            while not self.is_closed() and await self._send(_Statement(), sql, [process]):
                 seen = True
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_LOOK)
