@@ -164,7 +164,7 @@ begin
     comment on function ratelimit.ring_of(bigint) is 'A key that a shard has.';
   $text$, v_ids, v_mins, v_rings, v_ids);
 
-  -- 5. The choice of a copy, with the lock; the entries about one key, and their twins.
+  -- 5. The choice of a copy, with the lock; the twins of entries; the entries about one key.
   for v_function in
     select m.name, m.name ~ '^ratelimit_' as is_public, p.pronamespace::regnamespace::text as schema, o.own, a.outs,
            coalesce((select string_agg(E'\n  set ' || replace(c.setting, '=', ' = '), '' order by c.n) from unnest(p.proconfig) with ordinality as c (setting, n)), '') as settings,
@@ -209,6 +209,31 @@ comment on function ratelimit.%1$I(bigint, tid, %2$s) is 'What %6$I does, on a s
                                 i.id, v_function.name, v_function.passed, v_function.outs), E'\n' order by i.n)
          from unnest(v_ids) with ordinality as i (id, n)), v_function.name,
       case when v_function.volatility = 'volatile' then E'  if (pg_catalog.get_current_transaction_id()).transaction_number = 0 then perform ratelimit.join_citus(); end if;\n' else '' end);
+    if v_function.is_public then
+      execute format($text$
+create or replace function ratelimit.%1$I(%2$s)
+  returns %3$s
+  language plpgsql
+  volatile%7$s
+as $here$
+declare
+  v_shard bigint := ratelimit.shard_of(%1$I.key);
+  v_seen  tid    := (%4$s);
+begin
+  if v_seen is null then perform ratelimit.refuse_shard(v_shard); end if;
+  %5$s;
+end;
+$here$;
+comment on function ratelimit.%1$I(%2$s) is 'What %6$I does, on the node that has the shard of the key.'$text$,
+        v_function.own || '_here',
+        case when v_function.name = any (v_keyed) then '' else 'key text, ' end || v_function.identity,  -- of a call about several keys: any key there
+        v_function.result, v_seen,
+        format(case when v_function.outs is not null then 'select d.* into %3$s from ratelimit.%1$I(v_shard, v_seen, %2$s) as d'
+                    when v_function.result = 'void' then 'perform ratelimit.%1$I(v_shard, v_seen, %2$s)'
+                    else 'return ratelimit.%1$I(v_shard, v_seen, %2$s)' end,
+               v_function.own || '_at', v_function.received, replace(v_function.outs, v_function.own || '_at.', v_function.own || '_here.')),
+        v_function.name, v_function.settings);
+    end if;
     continue when v_function.name <> all (v_keyed);
     execute format($text$
 create or replace function %1$s.%2$I(%3$s)
@@ -252,24 +277,6 @@ $check$
       format(case when v_function.result = 'void' then 'perform d.* from ratelimit.%I(%s) as d;'
                   else E'select d.* into v_answer from ratelimit.%I(%s) as d;\n    return v_answer;' end,
              v_function.own || '_here', replace(v_function.sent, v_function.name || '.v_policy', v_function.name || '.v_policy.name')));
-    continue when not v_function.is_public;
-    execute format($text$
-create or replace function ratelimit.%1$I(%2$s)
-  returns %3$s
-  language plpgsql
-  volatile%9$s
-as $here$
-declare
-  v_shard bigint := ratelimit.shard_of(%1$I.key);
-  v_seen  tid    := (%4$s);
-begin
-  if v_seen is null then perform ratelimit.refuse_shard(v_shard); end if;
-  %5$s ratelimit.%6$I(v_shard, v_seen, %7$s);
-end;
-$here$;
-comment on function ratelimit.%1$I(%2$s) is 'What %8$I does, on the node that has the shard of the key.'$text$,
-      v_function.own || '_here', v_function.identity, v_function.result, v_seen,
-      case when v_function.result = 'void' then 'perform' else 'return' end, v_function.own || '_at', v_function.received, v_function.name, v_function.settings);
   end loop;
   perform set_config('check_function_bodies', 'on', true);
   perform set_config('search_path', v_path, true);
@@ -496,26 +503,6 @@ $$;
 comment on function ratelimit.acquire_batch(text[], text[], bigint[], integer[], text[]) is
   'Decides many requests, as if each were asked on its own, one after another.';
 
-create or replace function ratelimit.acquire_all_here(
-    in key text, in policies text[], in keys text[], in costs bigint[], in idempotency_key text,
-    out allowed boolean, out remaining bigint, out retry_after interval, out reset_after interval, out capacity bigint, out replayed boolean,
-    out shadowed boolean, out binding integer, out decisions ratelimit.decision[])
-  language plpgsql
-  volatile
-  set search_path = ratelimit, pg_temp
-as $$
-declare
-  v_shard bigint := shard_of(key);
-  v_seen  tid    := seen_here(v_shard);
-begin
-  if v_seen is null then perform refuse_shard(v_shard); end if;
-  select d.* into allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, binding, decisions
-    from acquire_all_at(v_shard, v_seen, policies, keys, costs, idempotency_key) as d;
-end;
-$$;
-comment on function ratelimit.acquire_all_here(text, text[], text[], bigint[], text) is
-  'What ratelimit_acquire_all does, on the node that has the shard of the key.';
-
 create or replace function ratelimit_acquire_all(
     in  policies        text[],
     in  keys            text[],
@@ -557,24 +544,6 @@ begin
   end if;
 end;
 $$;
-
-create or replace function ratelimit.settle_all_here(
-    in key text, in policies text[], in keys text[], in idempotency_key text, in costs bigint[],
-    out replayed boolean, out decisions ratelimit.decision[])
-  language plpgsql
-  volatile
-  set search_path = ratelimit, pg_temp
-as $$
-declare
-  v_shard bigint := shard_of(key);
-  v_seen  tid    := seen_here(v_shard);
-begin
-  if v_seen is null then perform refuse_shard(v_shard); end if;
-  select d.* into replayed, decisions from settle_all_at(v_shard, v_seen, policies, keys, idempotency_key, costs) as d;
-end;
-$$;
-comment on function ratelimit.settle_all_here(text, text[], text[], text, bigint[]) is
-  'What ratelimit_settle_all does, on the node that has the shard of the key.';
 
 create or replace function ratelimit_settle_all(
     in  policies        text[],
