@@ -70,7 +70,6 @@ begin
     v_quota           ratelimit.partial_decision;
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_ends_at         timestamptz;  -- when a part of the override ends; null: none does
     v_numbers         ratelimit.numbers;
   begin
     <<take>>
@@ -100,8 +99,7 @@ begin
             v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key collate "C";
             if v_override.key is not null then
               if v_override.expires_at > v_now then
-                v_ends_at := v_override.expires_at;
-                v_numbers.after := with_override(v_policy, v_override, 'infinity');
+                v_numbers := numbers_by(v_policy, v_override, v_now);
               end if;
               v_policy := with_override(v_policy, v_override, v_now);
             end if;
@@ -189,7 +187,6 @@ begin
           if v_policy.special then
             v_numbers := numbers_now(v_policy, v_key, v_now);
             v_policy  := v_numbers.policy;
-            v_ends_at := v_numbers.ends_at;
             v_wanted  := case when v_cost between 1 and v_policy.capacity then microtokens(v_cost) else 0 end;
           end if;
           select refilled(b.level, b.refilled_at, v_now, v_policy),
@@ -214,7 +211,6 @@ begin
           if v_policy.special then
             v_numbers := numbers_of_key(v_policy, v_key, v_now);
             v_policy  := v_numbers.policy;
-            v_ends_at := v_numbers.ends_at;
           end if;
           v_wanted   := case when v_cost between 1 and v_policy.capacity then microtokens(v_cost) else 0 end;
           v_level    := microtokens(v_policy.capacity);
@@ -224,8 +220,8 @@ begin
 
         -- 3a. Too few tokens.
         if v_wanted = 0 or v_retry_us is distinct from 0 then
-          if v_ends_at is not null then
-            select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_numbers.after, v_key, v_now, v_cost) as b;
+          if v_numbers.ends_at is not null then
+            select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end_in_buckets(v_policy, v_numbers.ends_at, v_numbers.after, v_key, v_now, v_cost) as b;
             continue when v_wanted > 0 and v_retry_us = 0;  -- another session gave tokens back
           end if;
           if v_idempotency_key is not null then
@@ -262,10 +258,10 @@ begin
       end loop;
       if not v_policy.special and v_refilled_at <= v_now then
         v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
-      elsif v_ends_at is null then
+      elsif v_numbers.ends_at is null then
         v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
       else
-        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
+        v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after);
       end if;
       if v_idempotency_key is null then
         return grant_of(v_level, v_reset_us, v_policy.capacity);

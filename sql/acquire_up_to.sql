@@ -48,7 +48,6 @@ begin
     v_answer          ratelimit.decision;
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_ends_at         timestamptz;  -- when a part of the override ends; null: none does
     v_numbers         ratelimit.numbers;
   begin
     if v_policy.special then
@@ -60,8 +59,7 @@ begin
       v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if v_override.key is not null then
         if v_override.expires_at > v_now then
-          v_ends_at := v_override.expires_at;
-          v_numbers.after := with_override(v_policy, v_override, 'infinity');
+          v_numbers := numbers_by(v_policy, v_override, v_now);
         end if;
         v_policy := with_override(v_policy, v_override, v_now);
       end if;
@@ -97,7 +95,6 @@ begin
       if v_policy.special then
         v_numbers := numbers_now(v_policy, v_key, v_now);
         v_policy  := v_numbers.policy;
-        v_ends_at := v_numbers.ends_at;
       end if;
       select refilled(b.level, b.refilled_at, v_now, v_policy),
              case when at_least <= v_policy.capacity then wait_until(microtokens(at_least), b.level, b.refilled_at, v_now, v_policy) end,
@@ -113,7 +110,6 @@ begin
         if v_policy.special then
           v_numbers := numbers_of_key(v_policy, v_key, v_now);
           v_policy  := v_numbers.policy;
-          v_ends_at := v_numbers.ends_at;
         end if;
         v_level    := microtokens(v_policy.capacity);
         v_retry_us := case when at_least <= v_policy.capacity then 0::bigint end;
@@ -122,9 +118,9 @@ begin
 
       -- 3a. Too few tokens.
       if v_retry_us is distinct from 0 then
-        if v_ends_at is not null then
-          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
-          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
+        if v_numbers.ends_at is not null then
+          v_retry_us := wait_past_end(at_least, v_seen_level, v_seen_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after);
+          v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after);
         end if;
         if v_idempotency_key is not null then
           v_first := k from idempotency_keys as k
@@ -174,10 +170,10 @@ begin
     end loop;
     if not v_policy.special and v_refilled_at <= v_now then
       v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
-    elsif v_ends_at is null then
+    elsif v_numbers.ends_at is null then
       v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
     else
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after);
     end if;
 
     -- 4. The idempotency key is remembered: an expired one is overwritten, and one that is live is left alone.

@@ -102,7 +102,7 @@ comment on function ratelimit.own_wait(bigint, bigint, timestamptz, timestamptz,
   'Microseconds until a bucket holds tokens by the numbers of a policy, as of wait_past_end.';
 
 -- The bucket of a key of a quota, or of one of whose override a part ends, as of one snapshot.
-create or replace function ratelimit.look_past_end(
+create or replace function ratelimit.look_past_end_in_buckets(
     in policy ratelimit.policies, in ends_at timestamptz, in after ratelimit.policies, in key text, in now timestamptz, in tokens bigint,
     out level bigint, out retry_us bigint, out reset_us bigint)
   language plpgsql stable
@@ -113,18 +113,13 @@ declare
   v_turns  ratelimit.turns := turns_of(policy, now);
   v_bucket ratelimit.buckets;
 begin
-  if v_policy.durable then
-    select b.* into v_bucket from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
-  else
-    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
-    select b.* into v_bucket from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
-  end if;
+  select b.* into v_bucket from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
   level    := case when v_bucket.level is null then microtokens(v_policy.capacity) else level_now(v_bucket.level, v_bucket.refilled_at, now, v_policy, v_turns) end;
   retry_us := case when tokens = 0 then 0 else wait_past_end(tokens, v_bucket.level, v_bucket.refilled_at, now, v_policy, ends_at, v_turns, after) end;
   reset_us := wait_past_end(null, v_bucket.level, v_bucket.refilled_at, now, v_policy, ends_at, v_turns, after);
 end;
 $$;
-comment on function ratelimit.look_past_end(ratelimit.policies, timestamptz, ratelimit.policies, text, timestamptz, bigint) is
+comment on function ratelimit.look_past_end_in_buckets(ratelimit.policies, timestamptz, ratelimit.policies, text, timestamptz, bigint) is
   'The level of a bucket now, and the waits for tokens and until it is full, where an override may end first.';
 
 create or replace function ratelimit.policy_now(policy ratelimit.policies)

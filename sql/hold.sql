@@ -181,22 +181,3 @@ Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an 
 Locks: a grant locks the row of the key until the transaction ends. A denial keeps a lock on it only if the call waited for it.
 Writes: a grant writes the row of the key and the lease, and deletes the leases of the key that have ended. A denial writes nothing.
 Role: application.';
-
-create or replace function ratelimit.peek_slots(policy ratelimit.policies, key text, cost bigint, now timestamptz)
-  returns ratelimit.decision language plpgsql stable
-as $$
-declare
-  v_look record;
-begin
-  if policy.durable then
-    select l.* into v_look from look_at_slots(policy, key, now, cost, null) as l;
-  else
-    if pg_is_in_recovery() then perform refuse_ephemeral(policy); end if;  -- raises 0A000
-    select l.* into v_look from look_at_ephemeral_slots(policy, key, now, cost, null) as l;
-  end if;
-  return (coalesce(v_look.retry_us = 0, false), v_look.capacity - v_look.held, duration(v_look.retry_us), duration(v_look.reset_us),
-          v_look.capacity, false, false)::ratelimit.decision;
-end;
-$$;
-comment on function ratelimit.peek_slots(ratelimit.policies, text, bigint, timestamptz) is
-  'The steps of ratelimit_peek for slots.';

@@ -8,69 +8,72 @@ create or replace function ratelimit_peek(policy text, key text, cost bigint def
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_policy   ratelimit.policies;
-  v_override ratelimit.overrides;
-  v_ends_at  timestamptz;  -- when a part of the override ends; null: none does
-  v_after    ratelimit.policies;  -- with the numbers that apply then
-  v_key      alias for key;
-  v_cost     alias for cost;
-  v_now      timestamptz := clock();
-  v_level       bigint;       -- microtokens in the bucket
-  v_level_now   bigint;       -- likewise, with the refill until now
-  v_refilled_at timestamptz;  -- when it held v_level
-  v_elapsed_us  double precision;  -- microseconds since then
-  v_retry_us    bigint;
-  v_reset_us    bigint;
+  v_policy ratelimit.policies;
 begin
   if not acceptable(key, cost) then
     perform check_request(policy, key, cost, null);  -- raises 22023
   end if;
   v_policy := p from policies as p where p.name = policy collate "C";
-  if v_policy.special is not false then
-    if v_policy.id is null then
-      perform refuse_unknown(policy);
+  if v_policy.durable is not true then
+    if v_policy.id is null or pg_is_in_recovery() then
+      perform refuse_policy(policy, v_policy);  -- raises RL001 or 0A000
     end if;
-    if v_policy.kind = 'slots' then
-      return peek_slots(v_policy, v_key, v_cost, v_now);
-    end if;
-    v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key collate "C";
-    if v_override.key is not null then
-      if v_override.expires_at > v_now then
-        v_ends_at := v_override.expires_at;
-        v_after   := with_override(v_policy, v_override, 'infinity');
+    return peek_ephemeral(v_policy, key, cost);  -- what follows, on the twin tables
+  end if;
+
+  declare
+    v_key         alias for key;
+    v_cost        alias for cost;
+    v_now         timestamptz := clock();
+    v_level       bigint;       -- microtokens in the bucket
+    v_level_now   bigint;       -- likewise, with the refill until now
+    v_refilled_at timestamptz;  -- when it held v_level
+    v_elapsed_us  double precision;  -- microseconds since then
+    v_retry_us    bigint;
+    v_reset_us    bigint;
+    v_override    ratelimit.overrides;
+    v_numbers     ratelimit.numbers;
+    v_look        record;       -- at slots
+  begin
+    if v_policy.special then
+      if v_policy.kind = 'slots' then
+        select l.* into v_look from look_at_slots(v_policy, v_key, v_now, v_cost, null) as l;
+        return (coalesce(v_look.retry_us = 0, false), v_look.capacity - v_look.held, duration(v_look.retry_us), duration(v_look.reset_us),
+                v_look.capacity, false, false)::ratelimit.decision;
       end if;
-      v_policy := with_override(v_policy, v_override, v_now);
+      v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key collate "C";
+      if v_override.key is not null then
+        if v_override.expires_at > v_now then
+          v_numbers := numbers_by(v_policy, v_override, v_now);
+        end if;
+        v_policy := with_override(v_policy, v_override, v_now);
+      end if;
+      if v_policy.kind = 'quota' or v_numbers.ends_at is not null then
+        select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end_in_buckets(v_policy, v_numbers.ends_at, v_numbers.after, v_key, v_now, v_cost) as b;
+        return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+      end if;
     end if;
-    if v_policy.kind = 'quota' or v_ends_at is not null then
-      select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end(v_policy, v_ends_at, v_after, v_key, v_now, v_cost) as b;
-      return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
-    end if;
-  end if;
-  if v_policy.durable then
     select b.level, b.refilled_at into v_level, v_refilled_at from buckets as b where b.policy_id = v_policy.id and b.key = v_key collate "C";
-  else
-    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;  -- raises 0A000
-    select b.level, b.refilled_at into v_level, v_refilled_at from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key collate "C";
-  end if;
-  if v_level is null then  -- full
-    v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
-    return answer_of(microtokens(v_policy.capacity), v_retry_us, 0, v_policy.capacity);
-  elsif v_policy.plain and v_cost between 1 and v_policy.capacity and v_level > v_policy.rate_floor and v_refilled_at <= v_now then
-    v_elapsed_us := date_part('epoch', v_now - v_refilled_at) * 1000000;
-    v_level_now  := least(v_policy.rate_full, v_level + credit_by_rate(v_elapsed_us, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks));
-    if v_level_now < microtokens(v_cost) then
-      return denied_by_rate(v_cost, v_level_now, v_level, v_elapsed_us, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
-    elsif v_level_now < v_policy.rate_full then
-      return granted_by_rate(v_level_now, v_level, v_elapsed_us, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
+    if v_level is null then  -- full
+      v_retry_us := case when v_cost <= v_policy.capacity or v_cost = 0 then 0::bigint end;
+      return answer_of(microtokens(v_policy.capacity), v_retry_us, 0, v_policy.capacity);
+    elsif v_policy.plain and v_cost between 1 and v_policy.capacity and v_level > v_policy.rate_floor and v_refilled_at <= v_now then
+      v_elapsed_us := date_part('epoch', v_now - v_refilled_at) * 1000000;
+      v_level_now  := least(v_policy.rate_full, v_level + credit_by_rate(v_elapsed_us, v_policy.rate_gain, v_policy.rate_per, v_policy.fill_ticks));
+      if v_level_now < microtokens(v_cost) then
+        return denied_by_rate(v_cost, v_level_now, v_level, v_elapsed_us, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
+      elsif v_level_now < v_policy.rate_full then
+        return granted_by_rate(v_level_now, v_level, v_elapsed_us, v_policy.capacity, v_policy.rate_full, v_policy.rate_gain, v_policy.rate_per, v_policy.rate_up);
+      end if;
     end if;
-  end if;
-  v_retry_us := case
-                  when v_cost = 0 then 0::bigint
-                  when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
-                end;
-  v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
-  v_level    := refilled(v_level, v_refilled_at, v_now, v_policy);
-  return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+    v_retry_us := case
+                    when v_cost = 0 then 0::bigint
+                    when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
+                  end;
+    v_reset_us := wait_until(v_policy.full_level, v_level, v_refilled_at, v_now, v_policy);
+    v_level    := refilled(v_level, v_refilled_at, v_now, v_policy);
+    return answer_of(v_level, v_retry_us, v_reset_us, v_policy.capacity);
+  end;
 end;
 $$;
 comment on function ratelimit_peek(text, text, bigint) is
@@ -86,7 +89,7 @@ Role: application.';
 
 -- The level of a bucket, in microtokens, and the microseconds until it is full; null is never. policy has the numbers that
 -- apply to the key until ends_at, and after those that apply then.
-create or replace function ratelimit.bucket_now(
+create or replace function ratelimit.level_of_buckets(
     in policy ratelimit.policies, in ends_at timestamptz, in after ratelimit.policies, in key text, in now timestamptz,
     out level bigint, out reset_us bigint)
   language plpgsql stable
@@ -95,17 +98,11 @@ declare
   v_key text collate "C" := key;
 begin
   if policy.kind = 'quota' or ends_at is not null then
-    select b.level, b.reset_us into level, reset_us from look_past_end(policy, ends_at, after, v_key, now, 0) as b;
-  elsif policy.durable then
-    select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
-      into level, reset_us
-      from buckets as b
-     where b.policy_id = policy.id
-       and b.key       = v_key;
+    select b.level, b.reset_us into level, reset_us from look_past_end_in_buckets(policy, ends_at, after, v_key, now, 0) as b;
   else
     select refilled(b.level, b.refilled_at, now, policy), wait_until(policy.full_level, b.level, b.refilled_at, now, policy)
       into level, reset_us
-      from ephemeral_buckets as b
+      from buckets as b
      where b.policy_id = policy.id
        and b.key       = v_key;
   end if;
@@ -115,5 +112,5 @@ begin
   end if;
 end;
 $$;
-comment on function ratelimit.bucket_now(ratelimit.policies, timestamptz, ratelimit.policies, text, timestamptz) is
+comment on function ratelimit.level_of_buckets(ratelimit.policies, timestamptz, ratelimit.policies, text, timestamptz) is
   'What a bucket holds, and how long until it is full.';

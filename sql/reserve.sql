@@ -64,7 +64,6 @@ begin
     v_quota           ratelimit.partial_decision;
     v_rounds          integer;
     v_override        ratelimit.overrides;
-    v_ends_at         timestamptz;  -- when a part of the override ends; null: none does
     v_numbers         ratelimit.numbers;
   begin
     if v_policy.special then
@@ -78,8 +77,7 @@ begin
       v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if v_override.key is not null then
         if v_override.expires_at > v_now then
-          v_ends_at := v_override.expires_at;
-          v_numbers.after := with_override(v_policy, v_override, 'infinity');
+          v_numbers := numbers_by(v_policy, v_override, v_now);
         end if;
         v_policy := with_override(v_policy, v_override, v_now);
       end if;
@@ -102,7 +100,7 @@ begin
       --    bucket counts for one less. The condition compares the stored level with the floor of debt.
       --    Where an override ends within max_wait, step 3c decides.
       v_until := v_now + date_part('epoch', max_wait) * interval '1 second';
-      if v_wanted > 0 and (v_ends_at <= v_until) is not true and current_setting('transaction_read_only') = 'off' then
+      if v_wanted > 0 and (v_numbers.ends_at <= v_until) is not true and current_setting('transaction_read_only') = 'off' then
         update buckets as b
            set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
                refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
@@ -120,7 +118,6 @@ begin
       if v_policy.special then
         v_numbers := numbers_now(v_policy, v_key, v_now);
         v_policy  := v_numbers.policy;
-        v_ends_at := v_numbers.ends_at;
         v_wanted  := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
       end if;
       select refilled(b.level, b.refilled_at, v_now, v_policy),
@@ -136,7 +133,6 @@ begin
         if v_policy.special then
           v_numbers := numbers_of_key(v_policy, v_key, v_now);
           v_policy  := v_numbers.policy;
-          v_ends_at := v_numbers.ends_at;
         end if;
         v_wanted   := case when v_cost <= v_policy.capacity then microtokens(v_cost) else 0 end;
         v_level    := microtokens(v_policy.capacity);
@@ -147,12 +143,12 @@ begin
                          when v_cost = 0 then 0::bigint
                          when v_cost <= v_policy.capacity then wait_until(microtokens(v_cost), v_level, v_refilled_at, v_now, v_policy)
                        end;
-      if v_ends_at is not null then
-        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
+      if v_numbers.ends_at is not null then
+        v_reset_us := wait_past_end(null, v_seen_level, v_seen_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after);
         if v_wanted = 0 or not v_has_row then
-          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_ends_at, null, v_numbers.after) end;
+          v_wait_us := case when v_cost = 0 then 0 else wait_past_end(v_cost, v_seen_level, v_seen_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after) end;
         else  -- as the row will be stored
-          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
+          v_wait_us := wait_past_end(v_cost, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after);
         end if;
       end if;
 
@@ -200,12 +196,12 @@ begin
     end loop;
     if not v_policy.special and v_refilled_at <= v_now then
       v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
-    elsif v_ends_at is null then
+    elsif v_numbers.ends_at is null then
       v_reset_us := long_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);
     else
-      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_numbers.after);
+      v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after);
       if v_level < 0 then
-        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_ends_at, null, v_numbers.after));
+        v_ready_at := v_now + duration(wait_past_end(0, v_level, v_refilled_at, v_now, v_policy, v_numbers.ends_at, null, v_numbers.after));
       end if;
     end if;
 
@@ -243,7 +239,7 @@ begin
 
     -- The update may have waited, so the clock is read again: nobody waits longer than until the debt is paid.
     if v_level < 0 then
-      if v_ends_at is not null then
+      if v_numbers.ends_at is not null then
         return waiting_of(v_level, greatest(0, time_until(v_ready_at, clock()))::double precision, v_reset_us, v_policy.capacity, v_policy.shadow);
       end if;
       return waiting_of(v_level, greatest(0, time_below(0, v_level, microseconds(clock() - v_refilled_at), v_policy.every_us, v_policy.tick_us,

@@ -47,7 +47,6 @@ begin
     v_back            bigint;       -- microtokens that the settlement gives back; below zero: that it takes
     v_first           ratelimit.idempotency_keys;  -- the grant
     v_override        ratelimit.overrides;
-    v_ends_at         timestamptz;      -- when a part of the override ends; null: none does
     v_turns           ratelimit.turns;  -- of a quota
     v_counts_from     timestamptz;      -- of one with a history
     v_numbers         ratelimit.numbers;
@@ -59,8 +58,7 @@ begin
       v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if v_override.key is not null then
         if v_override.expires_at > v_now then
-          v_ends_at := v_override.expires_at;
-          v_numbers.after := with_override(v_policy, v_override, 'infinity');
+          v_numbers := numbers_by(v_policy, v_override, v_now);
         end if;
         v_policy := with_override(v_policy, v_override, v_now);
       end if;
@@ -74,7 +72,7 @@ begin
         if not v_policy.shadow then
           perform no_grant(v_policy.name, v_idempotency_key);  -- raises RL003
         end if;
-        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_numbers.after, v_key, v_now) as n;
+        select n.level, n.reset_us into v_level, v_reset_us from level_of_buckets(v_policy, v_numbers.ends_at, v_numbers.after, v_key, v_now) as n;
         v_first := k from idempotency_keys as k
                     where k.policy_id = v_policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
         if (v_first.expires_at > v_now) is not true then
@@ -86,7 +84,7 @@ begin
           perform another_cost(format('%L was settled with cost %s and is settled again with cost %s.', v_idempotency_key, v_first.settled, v_cost),
                                'The first settlement stands: charge or refund the difference.');
         end if;
-        select n.level, n.reset_us into v_level, v_reset_us from bucket_now(v_policy, v_ends_at, v_numbers.after, v_key, v_now) as n;
+        select n.level, n.reset_us into v_level, v_reset_us from level_of_buckets(v_policy, v_numbers.ends_at, v_numbers.after, v_key, v_now) as n;
         return spent_of(v_level, v_reset_us, v_policy.capacity, true);
       end if;
       v_back := coalesce(v_first.taken, microtokens(v_first.cost)) - microtokens(v_cost);
@@ -104,7 +102,6 @@ begin
         if v_policy.special or not v_has_row then
           v_numbers := numbers_now(v_policy, v_key, v_now);
           v_policy  := v_numbers.policy;
-          v_ends_at := v_numbers.ends_at;
           v_turns   := v_numbers.turns;
           if v_policy.kind = 'quota' then
             v_level := level_now(v_level, v_refilled_at, v_now, v_policy, v_turns);
@@ -152,8 +149,8 @@ begin
         v_level  := greatest(v_level, lowest_level_of_quota(v_policy.capacity));
         v_stored := v_level - microtokens(v_policy.capacity);
       end if;
-      if v_policy.kind = 'quota' or v_ends_at is not null then
-        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_ends_at, v_turns, v_numbers.after);
+      if v_policy.kind = 'quota' or v_numbers.ends_at is not null then
+        v_reset_us := wait_past_end(null, coalesce(v_stored, v_level), v_refilled_at, v_now, v_policy, v_numbers.ends_at, v_turns, v_numbers.after);
       end if;
     end if;
     update buckets as b

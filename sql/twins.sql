@@ -12,8 +12,8 @@ declare
   v_home    text := pg_catalog.current_schema();
   v_about   constant text[] := '{take_quota_of_buckets, take_quotas_from_buckets, refund_quota_of_buckets, look_at_slots, take_from_buckets,
     take_any_from_buckets, covered_in_buckets, lock_demanded_buckets, denied_in_buckets, denied_in_any_buckets, remember_idempotency_keys,
-    rows_of_buckets, live_idempotency_keys, lock_buckets, create_buckets, write_buckets}';
-  v_ends    constant text[] := '{acquire, charge, settle, reserve, acquire_up_to, pause, hold, renew, release}';
+    rows_of_buckets, live_idempotency_keys, lock_buckets, create_buckets, write_buckets, level_of_buckets, look_past_end_in_buckets}';
+  v_ends    constant text[] := '{acquire, charge, settle, reserve, acquire_up_to, refund, peek, pause, hold, renew, release}';
   v_tables  constant text   := '(buckets|idempotency_keys|slots|leases)';
   v_comment constant text   := 'The steps of ratelimit_%s for an ephemeral policy.';
   v_made    text[] := '{}';
@@ -25,7 +25,7 @@ begin
   for v_twin in
     with origin as (
       select p.oid, p.proname as name, p.pronamespace = n.oid as is_private, pg_get_function_result(p.oid) as result,
-             pg_get_function_identity_arguments(p.oid) as arguments, p.prosrc as body,
+             pg_get_function_identity_arguments(p.oid) as arguments, p.prosrc as body, case p.provolatile when 's' then 'stable' else 'volatile' end as volatility,
              regexp_replace(pg_get_function_identity_arguments(p.oid), '^policy text', 'v_policy ratelimit.policies') as of_policy,
              substring(p.prosrc from '\n(  declare\n.*)\nend;\n$') as steps
         from pg_namespace as n
@@ -37,18 +37,18 @@ begin
         from unnest(v_about) as a (name)
         left join origin as o on o.name = a.name and o.is_private
       union all
-      select 'ratelimit_' || e.name, e.name || '_ephemeral', o.of_policy, o.result, 'volatile', E'\n' || o.steps || E'\n', format(v_comment, e.name)
+      select 'ratelimit_' || e.name, e.name || '_ephemeral', o.of_policy, o.result, o.volatility, E'\n' || o.steps || E'\n', format(v_comment, e.name)
         from unnest(v_ends) as e (name)
         left join origin as o on o.name = 'ratelimit_' || e.name and not o.is_private
       union all
-      select 'ratelimit_' || c.name, c.name, o.of_policy, o.result, 'volatile',
+      select 'ratelimit_' || c.name, c.name, o.of_policy, o.result, o.volatility,
              format(E'\nbegin\n  if not v_policy.durable then\n    if pg_is_in_recovery() then perform refuse_ephemeral(v_policy); end if;\n    return %s_ephemeral(%s);\n  end if;\n%s\nend;\n',
                     c.name, regexp_replace(o.of_policy, '(\w+) [^,]+', '\1', 'g'), o.steps),
              format('The steps of ratelimit_%s, for other functions.', c.name)
         from unnest('{acquire, settle}'::text[]) as c (name)
         left join origin as o on o.name = 'ratelimit_' || c.name and not o.is_private
       union all
-      select g.name, 'peek', o.arguments, o.result, 'stable', o.body, 'What ratelimit_peek does, for the guards.'
+      select g.name, 'peek', o.arguments, o.result, o.volatility, o.body, 'What ratelimit_peek does, for the guards.'
         from (select 'ratelimit_peek') as g (name)
         left join origin as o on o.name = g.name and not o.is_private
     )
