@@ -324,11 +324,11 @@ const (
 // if each call on db is a transaction of its own. It repeats after the loss of a connection, too, if db has other
 // connections and the call does the same however often it is sent.
 func retry(ctx context.Context, db Querier, repeatable bool, try func() error) error {
-	_, others := db.(Pool)
-	again := isAutocommit(db) // asked first: a failed transaction looks different afterwards
+	_, hasOthers := db.(Pool)
+	autocommit := isAutocommit(db) // asked first: a failed transaction looks different afterwards
 	for n := 1; ; n++ {
 		err := try()
-		if err == nil || n == maxTries || !(again && isTransient(err) || repeatable && others && ctx.Err() == nil && isUnknown(err)) {
+		if err == nil || n == maxTries || !(autocommit && isTransient(err) || repeatable && hasOthers && ctx.Err() == nil && isUnknown(err)) {
 			return err
 		}
 		if ended := sleep(ctx, backoff(n)); ended != nil {

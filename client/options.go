@@ -37,7 +37,7 @@ func (r request) keyed() bool { return r.idempotencyKey != nil }
 
 func (r request) isJoint() bool { return r.charges != nil }
 
-// bucket is the bucket of the request. No plain request has the bucket of a joint request: its policy has no name.
+// bucket is the bucket of the request. That of a joint request has no policy, so no valid plain request has it.
 func (r request) bucket() bucket { return bucket{r.policy, r.key} }
 
 // verb names the request in errors.
