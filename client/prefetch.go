@@ -398,8 +398,7 @@ func (l *Prefetcher) end(ctx context.Context, b *hotBucket) {
 	b.do((*stock).end)
 }
 
-// refundRest refunds the tokens that the stock does not keep. It does not retry: a retry might refund tokens twice that were
-// charged once.
+// refundRest refunds the tokens that the stock does not keep. A refund without an answer is not sent again: it might count twice.
 func (l *Prefetcher) refundRest(ctx context.Context, b *hotBucket) {
 	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
 	defer cancel()

@@ -32,7 +32,7 @@ const (
 //	resting ──visit, enter──> ending ─────refund──> (call) ──end───> ended
 //
 // grant, visit and enter return true if the stock has left the state resting. The owner then does the work of the new state, at
-// once or later, or skips it and calls rest. grant does not look at the state: from refund on, an ending stock has no token.
+// once or later, or skips it and calls rest. grant grants in every state: from refund on, an ending stock has no token.
 //
 // Invariants, between any two methods:
 //
@@ -89,7 +89,7 @@ func (s *stock) grant(cost int64, now time.Duration) (d Decision, ok, hasWork bo
 	return d, ok, s.left < s.low && s.enter(refilling)
 }
 
-// learn uses the server's decision for a caller.
+// learn uses the decision that a caller got.
 func (s *stock) learn(seen sight) { s.seen, s.silent = seen, false }
 
 // visit makes a resting stock enter the state that it needs: to end when idle, cold or too old, to shrink, or to refill.
