@@ -29,7 +29,7 @@ type GateCharge struct {
 const mostOverdrawn = 9_000_000_000_000
 
 // Admit takes the cost of all charges or of none. Blocked denies the request, with the decisions of the buckets as they are. Of
-// the whole, only Allowed and Binding are set; a denial's decisions are each about its own bucket.
+// the whole, only Allowed and Binding count; a denial's decisions are each about its own bucket.
 //
 // Buckets of cost 0 are read before tokens are taken elsewhere. Charges that overdraw come last, since they cannot be denied: an
 // error then leaves tokens taken, but never allows a request that has not paid.
@@ -45,7 +45,7 @@ func (s *Service) Admit(ctx context.Context, charges []GateCharge, blocked bool)
 	whole := client.Decision{Allowed: d.Allowed}
 	for i, decision := range d.Decisions {
 		if d.Allowed && decision.Shadowed && !whole.Shadowed {
-			whole.Shadowed, d.Binding = true, i // the policy in shadow counts the request
+			whole.Shadowed, d.Binding = true, i // metrics name the policy in shadow
 		}
 		whole.Estimated = whole.Estimated || decision.Estimated
 	}
@@ -103,7 +103,7 @@ func (s *Service) admit(ctx context.Context, charges []GateCharge, blocked bool)
 	return d, err
 }
 
-// overQuota returns one of the charges with Quota if all of them are beyond their limits, else -1.
+// overQuota returns the last charge with Quota if all such charges are beyond their limits, else -1.
 func overQuota(charges []GateCharge, decisions []client.Decision) int {
 	over := -1
 	for i, c := range charges {

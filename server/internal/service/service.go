@@ -5,7 +5,7 @@
 //     AcquireAll, AcquireMany and, in gate.go, Envoy's Admit take the same steps for several.
 //  3. limitCall (limits.go) refuses the call if the shard of its key has too many, and gives it a deadline. A call that cannot share
 //     a connection with others waits for one of those that are set apart.
-//  4. [Databases].On returns the limiter of the shard: a Combiner, which sends the request together with those of other callers.
+//  4. [Databases].On returns the limiter of the shard: a Prefetcher, which sends the request together with those of other callers.
 //  5. observeCall passes the [Call] to metrics and log. The caller gets the answer, or an [Error] (errors.go).
 //
 // A long answer takes memory until it is read. ReserveAnswer (limits.go) bounds that.
