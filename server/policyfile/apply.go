@@ -85,15 +85,15 @@ func (c *Change) apply(ctx context.Context, tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, "select "+function+"("+strings.Join(passed, ", ")+")", args...)
 		return err
 	}
-	policy, key := []any{c.Policy}, []any{c.Policy, c.Key}
+	ofPolicy, ofKey := []any{c.Policy}, []any{c.Policy, c.Key}
 	switch {
 	case c.Key == "" && c.Action != Drop:
-		if err := call("ratelimit_define_policy", policy, c.sets); err != nil {
+		if err := call("ratelimit_define_policy", ofPolicy, c.sets); err != nil {
 			return c.failed(err, c.at, c.node)
 		}
 		return nil
 	case c.Key == "":
-		if err := call("ratelimit_drop_policy", policy, nil); err != nil {
+		if err := call("ratelimit_drop_policy", ofPolicy, nil); err != nil {
 			return failed(c.String(), err)
 		}
 		return nil
@@ -101,12 +101,12 @@ func (c *Change) apply(ctx context.Context, tx pgx.Tx) error {
 		return nil
 	}
 	if c.existed || c.Action == Drop {
-		if err := call("ratelimit_remove_override", key, nil); err != nil {
+		if err := call("ratelimit_remove_override", ofKey, nil); err != nil {
 			return failed(c.String(), err)
 		}
 	}
 	for _, part := range c.parts {
-		if err := call("ratelimit_override", key, part.fields()); err != nil {
+		if err := call("ratelimit_override", ofKey, part.fields()); err != nil {
 			return c.failed(err, part.At, part.node)
 		}
 	}

@@ -79,11 +79,11 @@ func (n *node) check(schema *jsonschema.Schema) (problems Problems) {
 	return problems
 }
 
-// explain adds the problems of a validation error. A remedy beside a $ref is given on: for the same value it counts before that of the
-// schema that is referred to.
+// explain adds the problems of a validation error. For the same value, the remedy beside a $ref counts before that of the
+// schema it refers to.
 func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, remedy string) {
-	url, _ := url.Parse(invalid.SchemaURL)
-	pointer := url.Fragment
+	schema, _ := url.Parse(invalid.SchemaURL)
+	pointer := schema.Fragment
 	at := n.find(invalid.InstanceLocation...)
 	if remedy == "" {
 		remedy = remedies[pointer]

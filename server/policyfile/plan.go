@@ -187,16 +187,16 @@ func (d *Difference) overrides(s *state, overrides []Override, has func(key stri
 		delete(s.overrides, of)
 		for _, ends := range []bool{false, true} {
 			isPart := func(o Override) bool { return o.ExpiresAt.IsZero() != ends }
-			was, is := slices.IndexFunc(before, isPart), slices.IndexFunc(parts, isPart)
+			wasAt, isAt := slices.IndexFunc(before, isPart), slices.IndexFunc(parts, isPart)
 			switch {
-			case is >= 0:
-				part, old := parts[is], []fieldValue(nil)
-				if was >= 0 {
-					old = before[was].fields()
+			case isAt >= 0:
+				part, old := parts[isAt], []fieldValue(nil)
+				if wasAt >= 0 {
+					old = before[wasAt].fields()
 				}
-				d.add(Change{Policy: o.Policy, Key: o.Key, at: part.At, node: part.node, sets: part.fields()}, was >= 0, old)
-			case was >= 0:
-				d.remove(before[was])
+				d.add(Change{Policy: o.Policy, Key: o.Key, at: part.At, node: part.node, sets: part.fields()}, wasAt >= 0, old)
+			case wasAt >= 0:
+				d.remove(before[wasAt])
 			}
 		}
 		for i := range d.Changes[n:] {

@@ -123,13 +123,13 @@ func overlay(base, over *node) *node {
 	if base == nil || !base.isMapping() || !over.isMapping() {
 		return over
 	}
-	merged, is := *over, make(map[string]any)
-	merged.json, merged.children = is, maps.Clone(base.children)
+	merged, values := *over, make(map[string]any)
+	merged.json, merged.children = values, maps.Clone(base.children)
 	for name, n := range over.children {
 		merged.children[name] = overlay(base.children[name], n)
 	}
 	for name, n := range merged.children {
-		is[name] = n.json
+		values[name] = n.json
 	}
 	return &merged
 }

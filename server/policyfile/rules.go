@@ -150,8 +150,8 @@ type reader struct {
 
 func (n *node) rules() (*Rules, Problems) {
 	r, rules := &reader{policies: make(map[string]Policy)}, &Rules{}
-	for _, n := range n.find("policies").inOrder() {
-		p := policy(n)
+	for _, child := range n.find("policies").inOrder() {
+		p := policy(child)
 		r.policies[p.Name] = p
 		r.names = append(r.names, p.Name)
 		rules.Policies = append(rules.Policies, p)
@@ -210,21 +210,21 @@ func numbers(n *node) Numbers {
 
 // override reads the entries of a key: the one that stays, and the one that ends. An entry inherits what it omits from the entry that
 // stays, or from the policy. If it has refill or every, the override sets both.
-func (r *reader) override(policy, n *node) (parts []Override) {
-	entries := []*node{n}
-	if !n.isMapping() {
-		entries = slices.SortedStableFunc(slices.Values(n.inOrder()), func(a, b *node) int { return cmp.Compare(a.find("expires_at").text(), b.find("expires_at").text()) })
+func (r *reader) override(policy, key *node) (parts []Override) {
+	entries := []*node{key}
+	if !key.isMapping() {
+		entries = slices.SortedStableFunc(slices.Values(key.inOrder()), func(a, b *node) int { return cmp.Compare(a.find("expires_at").text(), b.find("expires_at").text()) })
 	}
 	base, inherited := r.policies[policy.name], policy
 	for i, entry := range entries {
-		o := Override{Policy: base.Name, Key: n.name, At: entry.nameAt, node: entry}
+		o := Override{Policy: base.Name, Key: key.name, At: entry.nameAt, node: entry}
 		expires := entry.find("expires_at")
 		if expires != nil {
 			at, _ := time.Parse(time.RFC3339Nano, expires.text())
 			o.ExpiresAt = at.UTC()
 		}
 		if i == 1 && (expires == nil || entries[0].find("expires_at") != nil) {
-			r.problems.Add(entry.nameAt, "%s has two entries %s expires_at: write one without and one with it", quote(n.name), with[expires != nil])
+			r.problems.Add(entry.nameAt, "%s has two entries %s expires_at: write one without and one with it", quote(key.name), with[expires != nil])
 		}
 		merged := overlay(inherited, entry)
 		for _, v := range numbers(merged).fields() {

@@ -46,7 +46,7 @@ func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
 	return s, nil
 }
 
-// numberColumns go into the fields of columns. What a policy does not have is null in the database.
+// numberColumns go into Numbers.columns. What a policy does not have is null in the database.
 const numberColumns = `
 	capacity, coalesce(refill, 0), coalesce((extract(epoch from every) * 1000000.0)::bigint, 0), coalesce(time_zone, ''),
 	coalesce(to_char(anchor, 'YYYY-MM-DD"T"HH24:MI:SS.US'), ''), coalesce((extract(epoch from lease) * 1000000.0)::bigint, 0)`
@@ -119,9 +119,9 @@ func ReadOverrides(ctx context.Context, db inspect.Querier, from string, args ..
 	return parts, err
 }
 
-func addValue[T any](o *Override, field string, is *T) {
-	if is != nil {
-		o.sets = append(o.sets, fieldValue{field, *is})
+func addValue[T any](o *Override, field string, value *T) {
+	if value != nil {
+		o.sets = append(o.sets, fieldValue{field, *value})
 	}
 }
 
