@@ -10,8 +10,9 @@
 --   some are, of single requests         decide_left decides the others: without a grant, the answers of both
 --   ... and it would grant one of them   RL00T: all is rolled back, because its bucket would be locked out of order
 --   none is                              RL00T: locks are given back, of buckets that were waited for and not charged
---   an idempotency key is stored before  unique_violation, and RL00T for one that is no valid key
--- After either, decide_left decides the whole batch.
+--   an idempotency key is stored before  unique_violation
+--   ... or is no valid key               RL00T
+-- After unique_violation or RL00T, decide_left decides the whole batch.
 --
 -- Requests of several elements (sizes) are granted only if all their buckets cover what is charged to them. So all buckets of the
 -- batch are read first, and charged only if all cover; otherwise decide_left follows. If another session is at one of them, they are

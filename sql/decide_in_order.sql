@@ -8,7 +8,7 @@
 --   1. Lock the buckets that this round may write, and create their rows. The first round locks none.
 --   2. Read the clock, and then by one snapshot the policies, overrides, buckets and idempotency keys.
 --   3. Decide all requests in order, in memory.
---   4. Is it to be done so? If nothing is taken, the answers stand, and locks and rows of step 1 are rolled back. Round 1
+--   4. Does the round stand? If nothing is taken, the answers stand, and locks and rows of step 1 are rolled back. Round 1
 --      only creates rows, and remembers the grants of their buckets. Round 2 locks the granted buckets. It is needed if one of
 --      them has a row, or if a request with an idempotency key is denied on a bucket that would be created, because a grant of
 --      that key may have come and gone since the read. A later round that grants from a bucket it has not locked makes the next
@@ -114,7 +114,7 @@ begin
       v_verdict := decide(requests, idempotency_keys, v_batch.charges, v_batch.bucket_numbers, v_batch.same, v_batch.twins, v_batch.bad, v_look.known,
                           v_numbers, v_look.ends_at, v_look.turns, v_look.after, v_look.levels, v_look.refilled_at, v_look.levels_now, v_now);
 
-      -- 4. To be done so?
+      -- 4. Does it stand?
       if not true = any (v_verdict.wanted) then
         exit rounds when v_round = 1;
         v_over := true;

@@ -6,8 +6,8 @@
 -- names, first, keys (bucket_keys), buckets (bucket_numbers) and charges are those of number_buckets. idempotency_keys are those of
 -- the elements; null for none. created are the buckets whose rows the caller has just created, which stand for none.
 --
--- policies is parallel to names, and known to the elements: the grant that a live idempotency key remembers. The others are
--- parallel to the buckets, as of rows_of_buckets. after is null if no policy is special.
+-- policies is parallel to names. known is parallel to the elements: grants that live idempotency keys remember. The others
+-- are parallel to the buckets, as of rows_of_buckets. after is null if no policy is special.
 --
 -- Locks and writes nothing.
 create or replace function ratelimit.look_at_buckets(

@@ -2,8 +2,8 @@
 -- policy. keys are the keys of these buckets, in order, and the arrays after it are parallel to it. live_idempotency_keys has others.
 
 -- Reads the buckets: numbers, the policy with the numbers that apply to the key; ends_at, when a part of these ends, null: none does;
--- turns, of a quota; after, what applies after ends_at; the level as stored (of a quota with the capacity added), and when; the level
--- now; whether there is a row. A bucket whose row the caller has just created stands for one without, which is full by numbers and after.
+-- turns, of a quota; after, what applies after ends_at; levels, as stored (of a quota with the capacity added), and refilled_at;
+-- levels_now; has_row. A bucket whose row the caller has just created stands for one without, which is full by numbers and after.
 create or replace function ratelimit.rows_of_buckets(
     in policy ratelimit.policies, in keys text[], in created boolean[], in now timestamptz,
     out numbers ratelimit.policies[], out ends_at timestamptz[], out turns ratelimit.turns[], out after ratelimit.policies[], out levels bigint[], out refilled_at timestamptz[], out levels_now bigint[], out has_row boolean[])
