@@ -277,8 +277,8 @@ func (l *limiter) RunCleanup(ctx context.Context, every time.Duration, opts ...C
 	}
 }
 
-// A call selects columns from a function, or without columns calls a procedure. Arguments are text, bigint, arrays of these, or null.
-// The SQL casts each argument where it is used: so every way of sending them means the same.
+// A call selects columns from a function. Without columns, decide adds a decision's, and query calls a procedure. Arguments are text,
+// bigint, arrays of these, or null. The SQL casts each, so every way of sending means the same.
 type call struct {
 	verb       string
 	columns    string

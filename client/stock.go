@@ -10,7 +10,7 @@ const (
 	// stockFor is how long a stock should last at the rate of the last moments. A quarter of that is left when it is refilled.
 	stockFor = 800 * time.Millisecond
 
-	// stockLife is how long a stock grants tokens after the server has last given tokens to it.
+	// stockLife is how long a stock grants tokens after the last call that brought some was sent.
 	stockLife = time.Second
 
 	// shortestLook is the shortest time over which a rate is measured. Shorter bursts are no rate.
