@@ -185,8 +185,8 @@ $$;
 comment on function ratelimit.due_after(bigint, timestamptz) is
   'When clean-up looks at a bucket that is full in reset_us microseconds; null is never.';
 
--- refilled and wait_until in bigint, which is cheaper: for policies with fill_ticks, and buckets above rate_floor. In deeper debt the true
--- level is higher. The policy fills an empty bucket within 15 years, and date_part is exact for 35.
+-- Down to wait_by_ticks, refilled and wait_until in bigint, cheaper: for policies with fill_ticks, and buckets above rate_floor. In deeper
+-- debt the true level is higher. Such policies fill a bucket within 15 years, and date_part is exact for 35.
 create or replace function ratelimit.credit_by_rate(elapsed_us double precision, gain bigint, per bigint, fill_ticks bigint)
   returns bigint language sql immutable parallel safe
 as $$

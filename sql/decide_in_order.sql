@@ -9,10 +9,9 @@
 --   2. Read the clock, and then by one snapshot the policies, overrides, buckets and idempotency keys.
 --   3. Decide all requests in order, in memory.
 --   4. Does the round stand? If nothing is taken, the answers stand, and locks and rows of step 1 are rolled back. Round 1
---      only creates rows, and remembers the grants of their buckets. Round 2 locks the granted buckets. It is needed if one of
---      them has a row, or if a request with an idempotency key is denied on a bucket that would be created, because a grant of
---      that key may have come and gone since the read. A later round that grants from a bucket it has not locked makes the next
---      one lock all.
+--      only creates rows, and remembers the grants of their buckets. Round 2 locks the granted buckets. It is needed if one
+--      has a row, or if a request with an idempotency key is denied on one without, because its row may have come and gone since
+--      the read, with a grant of that key. A later round that grants from a bucket it has not locked makes the next one lock all.
 --   5. Write each bucket once, and remember the grants. If another session created a row or stored an idempotency key first, the
 --      next round locks all. Each round after the second is due to another session, or to refill meanwhile.
 --   6. After the last round: the answer.
