@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import re
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -230,19 +231,25 @@ class _Async(ABC):
     @abstractmethod
     async def _send(self, statement: _Statement, sql: str, args: Sequence[Any]) -> Any: ...
 
-    async def _is_seen_to_end(self, process: int, is_closed: bool = False) -> bool:
-        """Whether the server was seen to go on with a statement whose connection was given up, and then not any more. If the connection is
-        closed, its process ends with the statement. Behind a pooler it is not seen: the number that it gave is not that of a process."""
-        sql = f"select 1 from pg_catalog.pg_stat_activity where pid <> pg_catalog.pg_backend_pid() and pid = {'%s' if self.percent else '$1'}"
-        if not is_closed:
-            sql += " and state = 'active'"
-        seen, pause = False, SHORTEST_LOOK
+    async def _is_seen_to_end(self, process: int, statement: str, is_closed: bool = False) -> bool:
+        """Whether the server was seen to go on with a statement whose connection was given up, and then not any more. The process, or another
+        that has its number by then, may run others: the text up to the arguments must be that of the statement, and the transaction the same
+        at each look. If the connection is closed, the process may not have read the statement yet: for a second, one that is idle counts.
+        Behind a pooler it is not seen: the number that it gave is not that of a process."""
+        sql = """select extract(epoch from xact_start)::text from pg_catalog.pg_stat_activity where pid <> pg_catalog.pg_backend_pid() and pid = $1
+            and (state = 'active' and pg_catalog.starts_with(query, $2) or state = 'idle' and $3)"""
+        text = statement.partition("%" if self.percent else "$")[0]
+        if self.percent:
+            sql = re.sub(r"\$\d", "%s", sql)
+        seen, pause = None, SHORTEST_LOOK
         with suppress(Exception):  # without an answer it is not known
-            while not self.is_closed() and await self._send(_Statement(), sql, [process]):
-                seen = True
+            while not self.is_closed() and (row := await self._send(_Statement(), sql, [process, text, is_closed and pause < 1])):
+                if seen not in (None, row[0]):
+                    break
+                seen = row[0]
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_LOOK)
-            return seen
+            return seen is not None
         return False
 
 
@@ -284,7 +291,7 @@ class AsyncPsycopg(_Psycopg, _Async):
                     raise
                 return await cursor.fetchone()
         except asyncio.CancelledError:
-            if not process or not await self._is_seen_to_end(process, is_closed=True):
+            if not process or not await self._is_seen_to_end(process, sql, is_closed=True):
                 raise
 
     @asynccontextmanager
@@ -331,5 +338,5 @@ class Asyncpg(_Async):
                 with suppress(Exception):  # the answer is there; after a cancelled call asyncpg asks the server to stop, and waits for that
                     await self._db.release(conn, timeout=RELEASE_TIMEOUT)
         except asyncio.CancelledError:
-            if not await self._is_seen_to_end(process):
+            if not await self._is_seen_to_end(process, sql):
                 raise

@@ -19,7 +19,6 @@ WITHOUT_LEASE = "select count(*) = 0 from ratelimit_holders(%s::text)"
 RENEWED = "select held_for > interval '45 minutes' from ratelimit_holders(%s::text)"
 FAIL_BLOCKED = """select pg_cancel_backend(pid) from pg_stat_activity
     where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'"""
-LOOKED_AT = "select count(*) > 0 from pg_stat_activity where application_name = 'test' and query like '%%pg_stat_activity where pid%%'"
 AN_ERROR = psycopg.OperationalError
 
 
@@ -514,17 +513,52 @@ class AsyncTest(EachTest):
             end $$""")
         self.addCleanup(execute, "drop function ratelimit_hold; alter function original_hold rename to ratelimit_hold")
         async for limiter, p in self.limiters():
-            with psycopg.connect() as conn:
-                conn.execute("select pg_advisory_xact_lock(1)")
-                holding = asyncio.create_task(limiter.hold(p, "k").__aenter__())
-                await until_blocked()
-                holding.cancel()
-                await until(LOOKED_AT)
-            await until_blocked(0)
-            with self.assertRaises(asyncio.CancelledError):
-                await holding
-            await until(WITHOUT_LEASE, p)
+            looked, send = asyncio.Event(), limiter._driver._send
+
+            async def told(statement: Any, sql: str, args: Any) -> Any:
+                row = await send(statement, sql, args)
+                if "pg_stat_activity" in sql:
+                    looked.set()
+                return row
+
+            with mock.patch.object(limiter._driver, "_send", told):
+                with psycopg.connect() as conn:
+                    conn.execute("select pg_advisory_xact_lock(1)")
+                    holding = asyncio.create_task(limiter.hold(p, "k").__aenter__())
+                    await until_blocked()
+                    holding.cancel()
+                    await asyncio.wait_for(looked.wait(), 60)
+                await until_blocked(0)
+                with self.assertRaises(asyncio.CancelledError):
+                    await holding
+                await until(WITHOUT_LEASE, p)
             self.assertEqual([], holders(p))
+
+    async def test_a_look_at_a_statement_ends_although_its_process_goes_on(self):
+        """The number of the process may be that of another session by then, or the connection of a pool runs the next statement."""
+        async for limiter, _ in self.limiters():
+            slot, look = "%s" if limiter._driver.percent else "$1", limiter._driver._is_seen_to_end
+            async with await psycopg.AsyncConnection.connect(autocommit=True) as other:
+                pid, sleeping = other.info.backend_pid, asyncio.create_task(other.execute("select pg_sleep(%s)", [300]))
+                try:
+                    await until("select state = 'active' from pg_stat_activity where pid = %s", pid)
+                    self.assertFalse(await asyncio.wait_for(look(pid, f"select another({slot})"), 60))
+                    self.assertTrue(await self.ends_in_another_transaction(limiter._driver, look(pid, f"select pg_sleep({slot})")))
+                finally:
+                    execute("select pg_cancel_backend(%s)", pid)
+                    with self.assertRaises(psycopg.errors.QueryCanceled):
+                        await sleeping
+
+    async def ends_in_another_transaction(self, driver: Any, looking: Any) -> bool:
+        send, looks = driver._send, 0
+
+        async def told(statement: Any, sql: str, args: Any) -> Any:
+            nonlocal looks
+            row, looks = await send(statement, sql, args), looks + 1
+            return row if looks < 3 else ("another",)
+
+        with mock.patch.object(driver, "_send", told):
+            return await asyncio.wait_for(looking, 60)
 
     async def test_holds_that_are_cancelled_on_their_way_hold_nothing(self):
         async for limiter, p in self.limiters():
