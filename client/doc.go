@@ -106,8 +106,9 @@
 // between them,
 //
 //   - when the server reports that nothing happened (serialization_failure, 40001, deadlock_detected,
-//     40P01, or XX000 for a function that an upgrade replaced), on a pool and on a connection that is
-//     in no transaction; inside a transaction only the caller can begin again, and gets the error
+//     40P01, or XX000 for a function that an upgrade replaced, or a shard of Citus that has moved), on a pool
+//     and on a connection that is in no transaction; inside a transaction only the caller can begin again, and
+//     gets the error
 //   - when the connection was lost, on a pool, if the request has an idempotency key or a holder
 //
 // # Metrics

@@ -348,7 +348,8 @@ func isTransient(err error) bool {
 	return ok &&
 		(pgErr.Code == "40001" || // serialization_failure
 			pgErr.Code == "40P01" || // deadlock_detected
-			pgErr.Code == "XX000" && strings.HasPrefix(pgErr.Message, "cache lookup failed for function")) // an upgrade replaced it
+			pgErr.Code == "XX000" && (strings.HasPrefix(pgErr.Message, "cache lookup failed for function") || // an upgrade replaced it
+				pgErr.Message == "the shard has moved")) // to another node of Citus
 }
 
 // isUnknown reports whether the call may have happened or not: the server gave no answer, or ended the

@@ -175,9 +175,9 @@ func TestDecision_RetryAfterSeconds(t *testing.T) {
 func TestRetry_WhereItDoesNoHarm(t *testing.T) {
 	t.Parallel()
 	conflict, deadlock, refused, broken := pgError("40001"), pgError("40P01"), pgError("57014"), errors.New("connection reset")
-	fatal, panicked, internal, replaced := pgError("57P01"), pgError("XX000"), pgError("XX000"), pgError("XX000")
+	fatal, panicked, internal, replaced, moved := pgError("57P01"), pgError("XX000"), pgError("XX000"), pgError("XX000"), pgError("XX000")
 	fatal.SeverityUnlocalized, panicked.SeverityUnlocalized = "FATAL", "PANIC"
-	replaced.Message = "cache lookup failed for function 16999"
+	replaced.Message, moved.Message = "cache lookup failed for function 16999", "the shard has moved"
 	sends := map[string]func(*testing.T, *gatedPool, *client.Combiner, ...client.CallOption) []<-chan answer{
 		"acquire": func(t *testing.T, db *gatedPool, _ *client.Combiner, opts ...client.CallOption) []<-chan answer {
 			return []<-chan answer{ask(t.Context(), client.New(db), "k1", opts...)}
@@ -206,6 +206,7 @@ func TestRetry_WhereItDoesNoHarm(t *testing.T) {
 		"both":                              {nil, []error{deadlock, conflict}, nil},
 		"three are enough":                  {nil, []error{conflict, conflict, deadlock}, deadlock},
 		"a function that was replaced":      {nil, []error{replaced}, nil},
+		"a shard that has moved":            {nil, []error{moved}, nil},
 		"another error":                     {nil, []error{refused}, refused},
 		"an internal error":                 {nil, []error{internal}, internal},
 		"that again, with idempotency key":  {once, []error{refused}, refused},

@@ -87,9 +87,9 @@ export const refusal = (code, message, detail, hint) =>
 /** Whether the cause is text that this database cannot hold. */
 export const isText = (error) => error.code === '22021' || error.code === '22P05'
 
-/** Whether nothing happened, and the same call may succeed: a conflict, a deadlock, or a function that an upgrade replaced. */
+/** Whether nothing happened, and the same call may succeed: a conflict, a deadlock, an upgrade replaced the function, or a shard of Citus moved. */
 export const isTransient = ({ code, message }) =>
-  code === '40001' || code === '40P01' || (code === 'XX000' && message.startsWith('cache lookup failed for function'))
+  code === '40001' || code === '40P01' || (code === 'XX000' && /^(cache lookup failed for function|the shard has moved$)/.test(message))
 
 /**
  * Whether the call may have happened or not: the server gave no answer, or ended the session with it. Drivers know the severity in the

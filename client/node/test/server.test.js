@@ -85,9 +85,10 @@ test('when an answer is lost after the commit, a request with an idempotency key
 
 test('a call that did nothing is tried again on a pool, and not on a connection', async () => {
   const deadlock = ['40P01', 'deadlock detected'], replaced = ['XX000', 'cache lookup failed for function 16999'], bug = ['XX000', 'made up']
+  const moved = ['XX000', 'the shard has moved']
   const pool = { connect() {}, totalCount: 0 }, connection = {}, told = { retry: true }
   for (const [db, [code, message], tries] of [
-    [pool, deadlock, 3], [connection, deadlock, 1], [told, deadlock, 3], [pool, replaced, 3], [connection, replaced, 1], [pool, bug, 1],
+    [pool, deadlock, 3], [connection, deadlock, 1], [told, deadlock, 3], [pool, replaced, 3], [connection, replaced, 1], [pool, moved, 3], [pool, bug, 1],
   ]) {
     let calls = 0
     db.query = async () => {

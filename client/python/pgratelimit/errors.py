@@ -224,9 +224,11 @@ def _texts(error: BaseException) -> tuple[str | None, str | None, str | None]:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether nothing happened, and a repeat may succeed: a serialization failure, a deadlock, or an upgrade replaced the function."""
+    """Whether nothing happened, and a repeat may succeed: a serialization failure, a deadlock, an upgrade replaced the function, or a
+    shard of Citus moved."""
     sqlstate = _sqlstate(error)
-    return sqlstate in ("40001", "40P01") or sqlstate == "XX000" and str(error).startswith("cache lookup failed for function")
+    return sqlstate in ("40001", "40P01") or sqlstate == "XX000" and str(error).startswith(
+        ("cache lookup failed for function", "the shard has moved"))
 
 
 def is_lost(error: Exception) -> bool:

@@ -372,6 +372,9 @@ class EachTest(AsyncCase):
         message = "cache lookup failed for function 16999"
         await self.is_repeated_where_alone("XX000", message, asyncpg.InternalServerError, psycopg.errors.InternalError_)
 
+    async def test_a_call_about_a_shard_that_has_moved_is_repeated_where_it_is_alone(self):
+        await self.is_repeated_where_alone("XX000", "the shard has moved", asyncpg.InternalServerError, psycopg.errors.InternalError_)
+
     async def is_repeated_where_alone(self, sqlstate, message, of_asyncpg, of_psycopg):
         async def fails(limiter, error):
             execute("alter sequence fails restart")
