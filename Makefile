@@ -3,7 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-stop serve-demo modules test quick test-server test-versions test-envoy test-shards test-citus \
   instructions instructions-renew torture proof install uninstall shards install-citus uninstall-citus lint proto release-schema migration \
-  reference packages release install-extension show clean build bench bench-page bench-slots bench-quick
+  reference packages release install-extension show clean build bench bench-page bench-slots bench-citus bench-quick
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 BUF := github.com/bufbuild/buf/cmd/buf@v1.75.0
@@ -219,6 +219,9 @@ bench-page: ## Write the figures of docs/performance.md anew, from tests/bench/r
 
 bench-slots: ## Measure holds and releases, beside Redis and beside a snapshot that is held for a minute, in half an hour
 	@go run ./tests/bench -only 'held_*'
+
+bench-citus: ## Measure the CPU of Citus beside one PostgreSQL, in five minutes; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
+	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local go test ./tests/citus -run '^$$' -bench '^BenchmarkCitus$$' -benchtime 1x -timeout 0
 
 bench-quick: ## Measure the core of it in two minutes
 	@go run ./tests/bench -only 'acquire_to_bare_update,denied_to_bare_select,keyed_to_unkeyed,combined_*,joint-*,prefetch/prefetcher/hot/64'

@@ -22,8 +22,8 @@ type Querier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// An Acquirer has the methods that *[Limiter], *[Combiner], *[Prefetcher], *[Sharded] and the fake of package clienttest share. They
-// are enough for a program that asks for tokens and defines no policies.
+// An Acquirer has the methods that *[Limiter], *[Combiner], *[Prefetcher], *[Sharded], *[Citus] and the fake of package clienttest
+// share. They are enough for a program that asks for tokens and defines no policies.
 type Acquirer interface {
 	// Acquire takes tokens from the bucket of key if it holds enough: see [Limiter.Acquire].
 	Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error)

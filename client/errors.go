@@ -348,8 +348,14 @@ func isTransient(err error) bool {
 	return ok &&
 		(pgErr.Code == "40001" || // serialization_failure
 			pgErr.Code == "40P01" || // deadlock_detected
-			pgErr.Code == "XX000" && (strings.HasPrefix(pgErr.Message, "cache lookup failed for function") || // an upgrade replaced it
-				pgErr.Message == "the shard has moved")) // to another node of Citus
+			pgErr.Code == "XX000" && strings.HasPrefix(pgErr.Message, "cache lookup failed for function") || // an upgrade replaced it
+			isMoved(err))
+}
+
+// isMoved reports whether the key's shard has moved to another node of Citus, and nothing happened.
+func isMoved(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && pgErr.Code == "XX000" && pgErr.Message == "the shard has moved"
 }
 
 // isUnknown reports whether the call may have happened or not: the server gave no answer, or ended the

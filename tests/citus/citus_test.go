@@ -3,6 +3,7 @@ package citus
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"os"
@@ -15,6 +16,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
@@ -30,6 +33,7 @@ func TestCitus(t *testing.T) {
 	t.Run("installs", func(t *testing.T) { testCitusInstalls(t, c) })
 	t.Run("counts exactly while shards move", func(t *testing.T) { testCitusCounts(t, c, db.In(t)) })
 	t.Run("each shard has its own keys", func(t *testing.T) { testCitusKeysOfShards(t, c, db.In(t)) })
+	t.Run("a program asks the nodes of its keys", func(t *testing.T) { testCitusProgram(t, c, db.In(t)) })
 	t.Run("a move waits for who took", func(t *testing.T) { testCitusMoveWaits(t, c, db.In(t)) })
 	t.Run("a call that waited for a move", func(t *testing.T) { testCitusWaitedForMove(t, c, db.In(t)) })
 	t.Run("a snapshot older than a move", func(t *testing.T) { testCitusOldSnapshot(t, c, db.In(t)) })
@@ -187,6 +191,58 @@ func testCitusKeysOfShards(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 			                                     where b.logicalrelid = 'ratelimit.buckets'::regclass and s.shardid = substring('%1$s' from '\d+$')::bigint)
 			$$)`, "ratelimit."+table), table)
 	}
+}
+
+// A client.Citus sends a call to the node that has the key, also after the key has moved, and through the coordinator where it has no
+// connection to that node.
+func testCitusProgram(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("program", 10, 0, time.Hour)
+	var calls [3]atomic.Int64 // of the nodes
+	citus := kit.NoError(client.NewCitus(t.Context(), &countedPool{db.Coordinator().Pool, &calls[0]}, func(_ context.Context, host string, port int) (client.Pool, error) {
+		for n := range db {
+			if c.NodeName(n) == host && port == 5432 {
+				return &countedPool{kit.NoError(pgxpool.NewWithConfig(t.Context(), db[n].Pool.Config()))(t), &calls[n]}, nil
+			}
+		}
+		return nil, fmt.Errorf("no node is %s:%d", host, port)
+	}))(t)
+	asks := func(key string) (node int) {
+		for n := range calls {
+			calls[n].Store(0)
+		}
+		require.True(t, kit.NoError(citus.Acquire(t.Context(), "program", key, client.Cost(0)))(t).Allowed)
+		for calls[node].Load() == 0 {
+			node++
+		}
+		return node
+	}
+	for n := range 60 {
+		key := strings.Repeat("é", n%30) + fmt.Sprint(n)
+		node, _ := db.ShardOf(c, key)
+		require.Equal(t, node, asks(key), key)
+	}
+	key, shard, other := keyOn(c, db, 1, "program ")
+	require.Equal(t, int64(7), kit.NoError(citus.AcquireAll(t.Context(), []client.Charge{{Policy: "program", Key: key, Cost: client.Cost(3)}}))(t).Remaining)
+	db.Coordinator().Execute(move(c, shard, 1, other))
+	require.Eventually(t, func() bool { return asks(key) == other }, kit.Patience, 10*kit.Ms)
+	require.NoError(t, citus.DefinePolicy(t.Context(), client.Policy{Name: "program", Capacity: 20, Refill: 0, Every: time.Hour}))
+	require.Equal(t, int64(7), kit.NoError(citus.On(key).Peek(t.Context(), "program", key))(t).Remaining)
+	citus.Close()
+	moveBack(c, db, shard, other)
+
+	citus = kit.NoError(client.NewCitus(t.Context(), db.Coordinator().Pool, func(context.Context, string, int) (client.Pool, error) { return nil, errors.New("refused") }))(t)
+	defer citus.Close()
+	require.Equal(t, int64(6), kit.NoError(citus.Acquire(t.Context(), "program", key))(t).Remaining)
+}
+
+type countedPool struct {
+	*pgxpool.Pool
+	calls *atomic.Int64
+}
+
+func (p *countedPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	p.calls.Add(1)
+	return p.Pool.QueryRow(ctx, sql, args...)
 }
 
 // keyOn is a key of a worker, its shard, and the other worker.

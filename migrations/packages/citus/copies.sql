@@ -333,6 +333,27 @@ Locks: nothing.
 Writes: nothing.
 Role: application.';
 
+create or replace function ratelimit_nodes()
+  returns table (from_hash integer, host text, port integer)
+  language sql
+  stable
+  security definer
+  set search_path = ratelimit, pg_temp
+as $$
+  select s.shardminvalue::integer, n.nodename::text, n.nodeport
+    from pg_catalog.pg_dist_shard as s
+    join pg_catalog.pg_dist_placement as p on p.shardid = s.shardid
+    join pg_catalog.pg_dist_node as n on n.groupid = p.groupid
+   where s.logicalrelid = 'ratelimit.buckets'::pg_catalog.regclass
+     and n.noderole = 'primary'
+$$;
+comment on function ratelimit_nodes() is
+'The node of each shard; only on Citus. A shard has the keys whose hashtext is from_hash or more, and less than that of the next.
+Errors: none.
+Locks: nothing.
+Writes: nothing.
+Role: application.';
+
 create or replace function ratelimit.refuse_shard(shard bigint)
   returns void language plpgsql stable
 as $$

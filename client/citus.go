@@ -1,0 +1,218 @@
+package client
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"math/bits"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// placesEvery is how often a Citus reads where the shards are. A call that is sent elsewhere meanwhile is right, and slower.
+const placesEvery = 5 * time.Second
+
+// A Citus sends calls to the nodes of a Citus cluster that have their keys. Each shard has a Combiner, or with a [Prefetch] a
+// [Prefetcher]. A shard that moves is followed.
+//
+// [Citus.On] has all calls about a key. The embedded Limiter asks the coordinator: for definitions, lists and clean-up.
+//
+// Close it when it is no longer used.
+type Citus struct {
+	*Limiter
+	from   []int32 // the least hash of each shard, in order
+	shards []*Prefetcher
+	places []*placed // parallel to it
+	open   func(ctx context.Context, host string, port int) (Pool, error)
+	pools  map[string]Pool // by node; of follow alone, once it runs
+	moved  chan struct{}   // a call has met a move
+	stop   context.CancelFunc
+	ended  sync.WaitGroup
+}
+
+// NewCitus returns a Citus on the cluster of a coordinator. It opens a pool for each node that has shards, with as many connections
+// as its shards have calls in flight, and Close closes these. A node without a pool, because open failed, is asked through the coordinator.
+// The role needs EXECUTE on ratelimit_nodes, and the rights that [NewCombiner] names, or with a [Prefetch] [NewPrefetcher]. Options are
+// the options of NewPrefetcher, for each of the shards. Panics where NewPrefetcher does.
+func NewCitus(ctx context.Context, coordinator Pool, open func(ctx context.Context, host string, port int) (Pool, error), opts ...Option) (*Citus, error) {
+	config := newConfig("NewCitus", aPrefetcher, opts)
+	c := &Citus{Limiter: &Limiter{newLimiter(coordinator, config)}, open: open, pools: make(map[string]Pool), moved: make(chan struct{}, 1)}
+	from, nodes, err := c.nodes(ctx)
+	if err != nil {
+		return nil, err
+	}
+	c.from = from
+	for range from {
+		place := &placed{of: c}
+		place.pool.Store(&coordinator)
+		c.places = append(c.places, place)
+		c.shards = append(c.shards, NewPrefetcher(place, opts...))
+	}
+	c.place(ctx, from, nodes)
+	ctx, c.stop = context.WithCancel(context.Background())
+	c.ended.Go(func() { c.follow(ctx) })
+	return c, nil
+}
+
+// On returns the limiter of the shard that has a key.
+func (c *Citus) On(key string) *Prefetcher { return c.shards[shardFrom(c.from, key)] }
+
+// Acquire is [Prefetcher.Acquire] on the shard of key.
+func (c *Citus) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
+	return c.On(key).Acquire(ctx, policy, key, opts...)
+}
+
+// AcquireAll is [Combiner.AcquireAll]. The cluster refuses charges of several keys with 0A000.
+func (c *Citus) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
+	if len(charges) == 0 {
+		return c.Limiter.AcquireAll(ctx, charges, opts...)
+	}
+	return c.On(charges[0].Key).AcquireAll(ctx, charges, opts...)
+}
+
+// Close closes the limiters of all shards at the same time, as [Prefetcher.Close] does, and the pools of the nodes.
+func (c *Citus) Close() {
+	c.stop()
+	c.ended.Wait()
+	var closing sync.WaitGroup
+	for _, on := range c.shards {
+		closing.Go(on.Close)
+	}
+	closing.Wait()
+	for _, pool := range c.pools {
+		pool.Close()
+	}
+}
+
+// follow reads again and again where the shards are.
+func (c *Citus) follow(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-c.moved:
+		case <-time.After(placesEvery):
+		}
+		reading, cancel := context.WithTimeout(ctx, placesEvery)
+		if from, nodes, err := c.nodes(reading); err == nil { // else the places stay as they are
+			c.place(reading, from, nodes)
+		}
+		cancel()
+	}
+}
+
+// A node has shards.
+type node struct {
+	host string
+	port int
+}
+
+// nodes reads the least hash of each shard, in order, and parallel to it the node that has the shard.
+func (c *Citus) nodes(ctx context.Context) (from []int32, nodes []node, err error) {
+	var hosts []string
+	var ports []int
+	err = c.query(ctx, call{
+		verb: "find the nodes", function: "ratelimit_nodes()", repeatable: true,
+		columns: "pg_catalog.array_agg(from_hash order by from_hash), pg_catalog.array_agg(host order by from_hash), pg_catalog.array_agg(port order by from_hash)",
+	}, &from, &hosts, &ports)
+	for i, host := range hosts {
+		nodes = append(nodes, node{host, ports[i]})
+	}
+	return from, nodes, err
+}
+
+// place has each shard ask the node that has it. Where shards were split, that is the node of their first part.
+func (c *Citus) place(ctx context.Context, from []int32, nodes []node) {
+	for i, place := range c.places {
+		n, isThere := slices.BinarySearch(from, c.from[i])
+		if !isThere {
+			n--
+		}
+		at := nodes[max(0, n)]
+		name := fmt.Sprintf("%s:%d", at.host, at.port)
+		pool := c.pools[name]
+		if pool == nil {
+			var err error
+			if pool, err = c.open(ctx, at.host, at.port); err != nil {
+				continue
+			}
+			c.pools[name] = pool
+		}
+		place.pool.Store(&pool)
+	}
+}
+
+// A placed is the Pool of a shard: that of the node that has it.
+type placed struct {
+	of   *Citus
+	pool atomic.Pointer[Pool]
+}
+
+func (p *placed) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return placedRow{(*p.pool.Load()).QueryRow(ctx, sql, args...), p.of}
+}
+
+func (p *placed) BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error) {
+	return (*p.pool.Load()).BeginTx(ctx, options)
+}
+
+func (p *placed) Close() {}
+
+// A placedRow tells its Citus of a move.
+type placedRow struct {
+	pgx.Row
+	of *Citus
+}
+
+func (r placedRow) Scan(dest ...any) error {
+	err := r.Row.Scan(dest...)
+	if isMoved(err) {
+		select {
+		case r.of.moved <- struct{}{}:
+		default:
+		}
+	}
+	return err
+}
+
+// shardFrom returns the number of the shard that has a key, given the least hash of each.
+func shardFrom(from []int32, key string) int {
+	n, isThere := slices.BinarySearch(from, hashText(key))
+	if !isThere {
+		n--
+	}
+	return max(0, n)
+}
+
+// hashText is hashtext of PostgreSQL, by which Citus finds the shard of a key: Bob Jenkins' lookup3 of 2006, in its order of bytes.
+func hashText(key string) int32 {
+	a := 0x9e3779b9 + uint32(len(key)) + 3923095
+	b, c := a, a
+	k := []byte(key)
+	for ; len(k) >= 12; k = k[12:] {
+		a += binary.LittleEndian.Uint32(k)
+		b += binary.LittleEndian.Uint32(k[4:])
+		c += binary.LittleEndian.Uint32(k[8:])
+		for _, turn := range [6]int{4, 6, 8, 16, 19, 4} {
+			a = a - c ^ bits.RotateLeft32(c, turn)
+			a, b, c = b, c+b, a
+		}
+	}
+	var rest [12]byte
+	copy(rest[:8], k)
+	if len(k) > 8 {
+		copy(rest[9:], k[8:]) // the lowest byte of c is the length's
+	}
+	a += binary.LittleEndian.Uint32(rest[:])
+	b += binary.LittleEndian.Uint32(rest[4:])
+	c += binary.LittleEndian.Uint32(rest[8:])
+	for _, turn := range [7]int{14, 11, 25, 16, 4, 14, 24} {
+		c = c ^ b - bits.RotateLeft32(b, turn)
+		a, b, c = b, c, a
+	}
+	return int32(b)
+}
