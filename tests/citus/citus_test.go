@@ -47,6 +47,7 @@ func TestCitus(t *testing.T) {
 	t.Run("vectors", func(t *testing.T) { testCitusVectors(t, still.In(t)) })
 	t.Run("cleans up", func(t *testing.T) { testCitusCleansUp(t, still.In(t)) })
 	t.Run("cleans up slots", func(t *testing.T) { testCitusCleansUpSlots(t, still.In(t)) })
+	t.Run("two nodes commit together", func(t *testing.T) { testCitusTwoNodes(t, c, db.In(t)) })
 	t.Run("a worker down", func(t *testing.T) { testCitusWorkerDown(t, c, db.In(t)) })
 	t.Run("shards change", func(t *testing.T) { testCitusShardsChange(t, c, db.In(t)) })
 }
@@ -484,6 +485,52 @@ func testCitusTransactions(t *testing.T, db kit.CitusDB) {
 		<-waiting.Done
 		require.NoError(t, waiting.Err)
 		require.True(t, waiting.Decision.Allowed)
+	}
+}
+
+// What a transaction took on two nodes is kept on both or on neither, when one is killed while it prepares, or when the other has decided.
+func testCitusTwoNodes(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("two", 100, 0, time.Hour)
+	one, _, _ := keyOn(c, db, 1, "two ")
+	two, _, _ := keyOn(c, db, 2, "two ")
+	left := int64(100)
+	for _, entry := range db[:2] {
+		for _, keys := range [][]string{{one, two}, {two, one}} {
+			for _, waits := range []*kit.TestDB{db[2], entry} {
+				taker := entry.Begin().Take("two", keys[0], 1).Take("two", keys[1], 1)
+				holdCommits(waits)
+				commit := taker.StartExec("commit")
+				waits.Await(t, kit.Patience, "select count(*) = 2 from pg_stat_activity where wait_event = 'SyncRep'")
+				waits.Execute("alter system reset synchronous_standby_names")
+				require.NoError(t, c.Nodes[2].Stop(t.Context(), true))
+				if waits == entry {
+					left--
+					waits.Execute("select pg_reload_conf()")
+				}
+				_, err := commit.Result()
+				require.Equal(t, waits == entry, err == nil, err)
+				require.NoError(t, c.Nodes[2].Start(t.Context()))
+				db[2].Pool.Reset()
+				entry.Session().Execute("select recover_prepared_transactions()") // others have connections that are no more
+				require.Equal(t, []int64{left, left}, []int64{db[2].Left("two", one), db[2].Left("two", two)}, "through %s, which commits: %v", entry.URL, err)
+			}
+		}
+	}
+}
+
+// holdCommits has every commit on a node wait, once it is written, and one that waits already.
+func holdCommits(db *kit.TestDB) {
+	db.Execute("alter system set synchronous_standby_names = 'nobody'")
+	db.Execute("select pg_reload_conf()")
+	for held := false; !held; {
+		probe := db.Session().StartExec("select lo_create(0)")
+		for over := false; !held && !over; held = db.Number("select count(*) from pg_stat_activity where wait_event = 'SyncRep'") > 0 {
+			select {
+			case <-probe.Done:
+				over = true
+			case <-time.After(kit.Ms):
+			}
+		}
 	}
 }
 

@@ -208,7 +208,12 @@ comment on function ratelimit.%1$I(bigint, tid, %2$s) is 'What %6$I does, on a s
                                      else '    when %1$s then return ratelimit_%1$s.%2$I(%3$s);' end,
                                 i.id, v_function.name, v_function.passed, v_function.outs), E'\n' order by i.n)
          from unnest(v_ids) with ordinality as i (id, n)), v_function.name,
-      case when v_function.volatility = 'volatile' then E'  if (pg_catalog.get_current_transaction_id()).transaction_number = 0 then perform ratelimit.join_citus(); end if;\n' else '' end);
+      case when v_function.volatility = 'volatile' then $join$  if (pg_catalog.get_current_transaction_id()).transaction_number = 0 then
+    perform ratelimit.join_citus();
+  elsif pg_catalog.current_setting('ratelimit.elsewhere', true) = 'on' then
+    perform ratelimit.commit_together(ratelimit.ring_of(shard));
+  end if;
+$join$ else '' end);
     if v_function.is_public then
       execute format($text$
 create or replace function ratelimit.%1$I(%2$s)
@@ -254,7 +259,7 @@ declare
   if v_seen is not null then
     %11$s
   else
-    %12$s
+    %13$s%12$s
   end if;
 end;
 $entry$$text$,
@@ -276,7 +281,8 @@ $check$
              v_function.own || '_at', v_function.given),
       format(case when v_function.result = 'void' then 'perform d.* from ratelimit.%I(%s) as d;'
                   else E'select d.* into v_answer from ratelimit.%I(%s) as d;\n    return v_answer;' end,
-             v_function.own || '_here', replace(v_function.sent, v_function.name || '.v_policy', v_function.name || '.v_policy.name')));
+             v_function.own || '_here', replace(v_function.sent, v_function.name || '.v_policy', v_function.name || '.v_policy.name')),
+      case when v_function.volatility = 'volatile' then E'perform ratelimit.leave_node();\n    ' else '' end);
   end loop;
   perform set_config('check_function_bodies', 'on', true);
   perform set_config('search_path', v_path, true);
@@ -312,6 +318,35 @@ end;
 $$;
 comment on function ratelimit.join_citus() is
   'Gives the transaction an id that the search of Citus for deadlocks can tell from others.';
+
+-- Citus knows nothing of what a copy writes, and so would commit the transaction of another node before this one's. Who writes on this node
+-- and on another has Citus prepare both, by a statement of Citus that writes nothing: about this shard, or without a key about none.
+create or replace function ratelimit.commit_together(key text)
+  returns void
+  language plpgsql
+  volatile
+as $$
+begin
+  delete from ratelimit.buckets as b where b.key = commit_together.key and b.policy_id = 0;
+  if commit_together.key is not null then perform pg_catalog.set_config('ratelimit.elsewhere', 'done', true); end if;
+end;
+$$;
+comment on function ratelimit.commit_together(text) is
+  'Has a transaction commit on all nodes or on none.';
+
+create or replace function ratelimit.leave_node()
+  returns void
+  language plpgsql
+  volatile
+as $$
+begin
+  if pg_catalog.current_setting('ratelimit.elsewhere', true) = 'done' then return; end if;
+  if pg_catalog.pg_current_xact_id_if_assigned() is not null then perform ratelimit.commit_together(null); end if;
+  perform pg_catalog.set_config('ratelimit.elsewhere', 'on', true);
+end;
+$$;
+comment on function ratelimit.leave_node() is
+  'Called before a call on another node.';
 
 create or replace function ratelimit_node(key text)
   returns text
@@ -388,6 +423,7 @@ begin
   if v_seen is not null then
     return acquire_batch_at(shard, v_seen, policies, keys, costs, sizes, idempotency_keys);
   end if;
+  perform leave_node();
   v_ring := ring_of(shard);
   select d.* into v_answer from ratelimit.acquire_batch_here(v_ring, shard, policies, keys, costs, sizes, idempotency_keys) as d;
   return v_answer;
@@ -560,6 +596,7 @@ begin
     select d.* into allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, binding, decisions
       from acquire_all_at(v_shard, v_seen, policies, keys, costs, idempotency_key) as d;
   else
+    perform leave_node();
     select d.* into allowed, remaining, retry_after, reset_after, capacity, replayed, shadowed, binding, decisions
       from ratelimit.acquire_all_here(v_key, policies, keys, costs, idempotency_key) as d;
   end if;
@@ -586,6 +623,7 @@ begin
   if v_seen is not null then
     select d.* into replayed, decisions from settle_all_at(v_shard, v_seen, policies, keys, idempotency_key, costs) as d;
   else
+    perform leave_node();
     select d.* into replayed, decisions from ratelimit.settle_all_here(v_key, policies, keys, idempotency_key, costs) as d;
   end if;
 end;
