@@ -40,6 +40,7 @@ func TestCitus(t *testing.T) {
 	t.Run("batches take shards in order", func(t *testing.T) { testCitusOrder(t, c, db.In(t)) })
 	t.Run("a crowd is no deadlock", func(t *testing.T) { testCitusCrowd(t, c, db.In(t)) })
 	t.Run("a deadlock ends", func(t *testing.T) { testCitusDeadlock(t, c, db.In(t)) })
+	t.Run("overrides are no deadlock", func(t *testing.T) { testCitusOverrides(t, db.In(t)) })
 	t.Run("transactions", func(t *testing.T) { testCitusTransactions(t, db.In(t)) })
 	still := c.Create(t, "still")
 	still.StopClock()
@@ -381,6 +382,24 @@ func testCitusCrowd(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	for _, call := range crowd {
 		require.True(t, call.Answer().Allowed)
 	}
+}
+
+// Callers of all nodes change policies and overrides at once, and none is in a deadlock.
+func testCitusOverrides(t *testing.T, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("overridden", 10, 1, time.Hour)
+	kit.Crowd(t, 2*len(db), func(caller int) error {
+		for range 5 {
+			for _, sql := range []string{
+				"select ratelimit_override('overridden', $1, 5)", "select ratelimit_remove_override('overridden', $1)",
+				"select ratelimit_define_policy('overridden', 10 + length($1))",
+			} {
+				if err := kit.ErrorOf(db[caller%len(db)].Pool.Exec(t.Context(), sql, fmt.Sprint(caller))); err != nil {
+					return fmt.Errorf("%s: %w", sql, err)
+				}
+			}
+		}
+		return nil
+	})
 }
 
 // Transactions that wait for each other on different nodes are a deadlock that Citus ends, although both began where their key is.
