@@ -9,7 +9,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -110,12 +109,9 @@ func testCitusCounts(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	var group errgroup.Group
-	var busy sync.WaitGroup
 	for n, node := range db {
 		for caller := range callers {
-			busy.Add(1)
 			group.Go(func() error {
-				defer busy.Done()
 				denied := map[int]bool{}
 				for i := caller; len(denied) < 2*keys; i++ {
 					if denied[i%(2*keys)] {
@@ -129,7 +125,7 @@ func testCitusCounts(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 					}
 					err := node.Pool.QueryRow(ctx, sql, policy, fmt.Sprint("hot ", key)).Scan(&allowed)
 					switch {
-					case kit.SQLState(err) == "XX000" && strings.Contains(err.Error(), "the shard has moved"):
+					case kit.HasMoved(err):
 						if failed.Add(1) > 5000 {
 							return err
 						}
@@ -145,24 +141,7 @@ func testCitusCounts(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 			})
 		}
 	}
-	done := make(chan struct{})
-	go func() { busy.Wait(); close(done) }()
-	moves := 0
-	for over := false; !over; {
-		from, shard := db.ShardOf(c, "hot 0")
-		to := 3 - from
-		db.Coordinator().Execute("select citus_move_shard_placement($1, $2, 5432, $3, 5432, 'block_writes')", shard, c.NodeName(from), c.NodeName(to))
-		moves++
-		// A call that reads the old placement when a move ends leaves it behind, and a move back fails until Citus has dropped it.
-		for db.Coordinator().Number("select count(*) from pg_dist_cleanup") > 0 {
-			db.Coordinator().Execute("call citus_cleanup_orphaned_resources()")
-		}
-		select {
-		case <-done:
-			over = true
-		default:
-		}
-	}
+	moves := db.MovesDuring(c, func() string { return "hot 0" }, func() { _ = group.Wait() })
 	require.NoError(t, group.Wait())
 	for n := range 2 {
 		for key := range keys {
@@ -225,7 +204,7 @@ func testCitusProgram(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	}
 	key, shard, other := keyOn(c, db, 1, "program ")
 	require.Equal(t, int64(7), kit.NoError(citus.AcquireAll(t.Context(), []client.Charge{{Policy: "program", Key: key, Cost: client.Cost(3)}}))(t).Remaining)
-	db.Coordinator().Execute(move(c, shard, 1, other))
+	db.Coordinator().Execute(c.Move(shard, 1, other))
 	require.Eventually(t, func() bool { return asks(key) == other }, kit.Patience, 10*kit.Ms)
 	require.NoError(t, citus.DefinePolicy(t.Context(), client.Policy{Name: "program", Capacity: 20, Refill: 0, Every: time.Hour}))
 	require.Equal(t, int64(7), kit.NoError(citus.On(key).Peek(t.Context(), "program", key))(t).Remaining)
@@ -257,17 +236,13 @@ func keyOn(c *kit.Citus, db kit.CitusDB, worker int, prefix string) (key string,
 	}
 }
 
-func move(c *kit.Citus, shard int64, from, to int) string {
-	return fmt.Sprintf("select citus_move_shard_placement(%d, '%s', 5432, '%s', 5432, 'block_writes')", shard, c.NodeName(from), c.NodeName(to))
-}
-
 // What a transaction took that was open when a move began goes with the shard.
 func testCitusMoveWaits(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	db.Coordinator().DefinePolicy("waits", 10, 0, time.Hour)
 	for _, entry := range []int{1, 0, 2} { // the node of the key, and others
 		key, shard, to := keyOn(c, db, 1, fmt.Sprint("waits ", entry, " "))
 		taker := db[entry].Begin().Take("waits", key, 3)
-		moving := db.Coordinator().Session().StartExec(move(c, shard, 1, to))
+		moving := db.Coordinator().Session().StartExec(c.Move(shard, 1, to))
 		require.True(t, waitsOn(db, moving, 1, "locktype = 'advisory' and mode = 'ExclusiveLock'"), "the move did not wait")
 		taker.Execute("commit")
 		_, err := moving.Result()
@@ -301,7 +276,7 @@ func moveBack(c *kit.Citus, db kit.CitusDB, shard int64, from int) {
 	for db.Coordinator().Number("select count(*) from pg_dist_cleanup") > 0 {
 		db.Coordinator().Execute("call citus_cleanup_orphaned_resources()")
 	}
-	db.Coordinator().Execute(move(c, shard, from, 1))
+	db.Coordinator().Execute(c.Move(shard, from, 1))
 }
 
 // A call that began before a move ended takes nothing from what the move left behind.
@@ -311,7 +286,7 @@ func testCitusWaitedForMove(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	db[1].Take("waited", key, 1)
 	reader := db[1].Begin()
 	reader.Execute(fmt.Sprintf("select from ratelimit.buckets_%d", shard)) // so that the move leaves its table behind
-	mover := db.Coordinator().Begin().Execute(move(c, shard, 1, to))
+	mover := db.Coordinator().Begin().Execute(c.Move(shard, 1, to))
 	taking := db[1].Session().StartAcquire("waited", key, 3)
 	require.False(t, taking.AwaitLockOrEnd(), "the call does not wait for the move")
 	mover.Execute("commit")
@@ -331,7 +306,7 @@ func testCitusOldSnapshot(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	reader := db[1].Begin()
 	reader.Execute(fmt.Sprintf("select from ratelimit.buckets_%d", shard))
 	old := db[1].Session().Execute("begin isolation level repeatable read").Execute("select count(*) from pg_dist_placement")
-	db.Coordinator().Execute(move(c, shard, 1, to))
+	db.Coordinator().Execute(c.Move(shard, 1, to))
 	_, err := kit.Acquire(old, "old", key, 3)
 	require.Equal(t, "XX000", kit.SQLState(err))
 	require.ErrorContains(t, err, "the shard has moved")
@@ -431,25 +406,34 @@ func testCitusShardsChange(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	for _, key := range []string{"a", "b", "c", "d"} {
 		db.Coordinator().Take("changed", key, 3, "ik")
 	}
-	db.Coordinator().Execute("select alter_distributed_table('ratelimit.buckets', shard_count => 3, cascade_to_colocated => true)")
-	for n, node := range db {
-		for _, sql := range []string{
-			"select ratelimit_acquire('changed', 'a')", "select ratelimit_acquire_many('{changed,changed}', '{a,b}')",
-			"select ratelimit_acquire_all('{changed}', '{c}')", "select ratelimit_settle('changed', 'd', 'ik', 1)", "select ratelimit_peek('changed', 'a')",
-		} {
-			_, err := node.Pool.Exec(t.Context(), sql)
-			refused := kit.PgError(err)
-			require.NotNil(t, refused, "node %d: %s: %v", n, sql, err)
-			require.Equal(t, "55000 the shards have changed", refused.Code+" "+refused.Message, "node %d: %s", n, sql)
-			require.Contains(t, refused.Hint, "make install-citus")
+	left := int64(7)
+	for _, change := range []string{
+		"select alter_distributed_table('ratelimit.buckets', shard_count => 3, cascade_to_colocated => true)",
+		`select citus_split_shard_by_split_points(s.shardid, array[((s.shardminvalue::bigint + s.shardmaxvalue::bigint) / 2)::text],
+			(select array_agg(n.nodeid) from pg_dist_node as n where n.groupid > 0), 'block_writes')
+		   from pg_dist_shard as s where s.shardid = ratelimit.shard_of('a')`,
+	} {
+		db.Coordinator().Execute(change)
+		for n, node := range db {
+			for _, sql := range []string{
+				"select ratelimit_acquire('changed', 'a')", "select ratelimit_acquire_many('{changed,changed}', '{a,b}')",
+				"select ratelimit_acquire_all('{changed}', '{a}')", "select ratelimit_settle('changed', 'a', 'ik', 1)", "select ratelimit_peek('changed', 'a')",
+			} {
+				_, err := node.Pool.Exec(t.Context(), sql)
+				refused := kit.PgError(err)
+				require.NotNil(t, refused, "node %d: %s: %v", n, sql, err)
+				require.Equal(t, "55000 the shards have changed", refused.Code+" "+refused.Message, "node %d: %s", n, sql)
+				require.Contains(t, refused.Hint, "make install-citus")
+			}
 		}
-	}
-	c.Install(t, "limits")
-	for n, node := range db {
-		for _, key := range []string{"a", "b", "c", "d"} {
-			require.Equal(t, int64(7-n), node.Must(kit.Peek(node.Pool, "changed", key, 1)).Remaining, "node %d", n)
-			require.True(t, node.Acquire("changed", key, 3, "ik").Replayed)
-			node.Take("changed", key, 1)
+		c.Install(t, "limits")
+		for n, node := range db {
+			for _, key := range []string{"a", "b", "c", "d"} {
+				require.Equal(t, left, node.Must(kit.Peek(node.Pool, "changed", key, 1)).Remaining, "node %d", n)
+				require.True(t, node.Acquire("changed", key, 3, "ik").Replayed)
+				node.Take("changed", key, 1)
+			}
+			left--
 		}
 	}
 }
@@ -799,7 +783,7 @@ func testCitusCleansUpSlots(t *testing.T, db kit.CitusDB) {
 	db[0].DropPolicy("e")
 }
 
-// What a worker has is not to be had while it is down; the rest is, at once.
+// What a worker has is not to be had while it is down; the rest is, at once. Callers who go on meanwhile are charged once for each grant.
 func testCitusWorkerDown(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	db.Coordinator().DefinePolicy("down d", 10, 0, time.Hour)
 	db.Coordinator().DefinePolicy("down e", 10, 0, time.Hour, kit.Ephemeral)
@@ -814,7 +798,12 @@ func testCitusWorkerDown(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 			require.Equal(t, int64(7), db.Coordinator().Acquire(policy, k, 3, "ik").Remaining)
 		}
 	}
+	ledger := kit.NewLedger(db.Coordinator(), "down load", 20, 10*time.Second)
+	load := ledger.Load(t, client.New(db[0].Pool), client.New(db[1].Pool))
+	ledger.AwaitAnswers(t, 100)
 	require.NoError(t, c.Nodes[2].Stop(t.Context(), true))
+	ledger.AwaitFailures(t, 20)
+	ledger.AwaitAnswers(t, 20)
 	for _, node := range db[:2] {
 		require.Equal(t, int64(6), node.Acquire("down d", key[1], 1, fmt.Sprint("to ", node.URL)).Remaining)
 		node.Must(kit.Refund(node.Pool, "down d", key[1], 1))
@@ -830,6 +819,10 @@ func testCitusWorkerDown(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 		require.NoError(t, kit.ErrorOf(node.Pool.Exec(t.Context(), "call ratelimit_cleanup_all()")), "the other nodes are cleaned up")
 	}
 	require.NoError(t, c.Nodes[2].Start(t.Context()))
+	ledger.AwaitAnswers(t, 100)
+	require.NoError(t, load.End())
+	require.Subset(t, kit.CitusBroken, slices.Collect(maps.Keys(ledger.Failed)))
+	t.Logf("%d grants, %d of them replayed, %d unanswered; failed: %v", ledger.Granted, ledger.Replayed, ledger.Unknown, ledger.Failed)
 	for n, node := range db {
 		node.Pool.Reset()
 		require.Equal(t, int64(7), node.Must(kit.Peek(node.Pool, "down d", key[2], 1)).Remaining, "node %d", n)
@@ -837,6 +830,7 @@ func testCitusWorkerDown(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 		require.Equal(t, int64(7), node.Must(kit.Peek(node.Pool, "down e", key[1], 1)).Remaining, "node %d", n)
 	}
 	require.True(t, db[2].Acquire("down d", key[2], 3, "ik").Replayed)
+	require.NoError(t, ledger.Check(db[2]))
 }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }

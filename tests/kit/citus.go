@@ -4,11 +4,14 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"net/url"
 	"os"
 	"os/exec"
 	"path"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
@@ -30,7 +33,7 @@ type Citus struct {
 
 // NewCitus starts a cluster of the PostgreSQL that the tests run on. Where that has no Citus, the test is skipped, unless
 // RATELIMIT_TEST_CITUS is set, as make test-citus does.
-func NewCitus(t testing.TB) *Citus {
+func NewCitus(t testing.TB, settings ...string) *Citus {
 	t.Helper()
 	var there bool
 	err := OpenDB(t, pgtest.Shared(t), "").Pool.QueryRow(t.Context(),
@@ -42,8 +45,8 @@ func NewCitus(t testing.TB) *Citus {
 	require.True(t, there, "no Citus in %s: RATELIMIT_PG_BIN names a PostgreSQL that has it", pgtest.Shared(t))
 	c := &Citus{T: t}
 	for range 3 {
-		c.Nodes = append(c.Nodes, pgtest.Private(t, "shared_preload_libraries=citus", "wal_level=logical", "max_prepared_transactions=200",
-			"citus.shard_count=8", "citus.enable_statistics_collection=off", "citus.node_connection_timeout=5s"))
+		c.Nodes = append(c.Nodes, pgtest.Private(t, append([]string{"shared_preload_libraries=citus", "wal_level=logical", "max_prepared_transactions=200",
+			"citus.shard_count=8", "citus.enable_statistics_collection=off", "citus.node_connection_timeout=5s"}, settings...)...))
 	}
 	for n, node := range c.Nodes { // they connect to themselves, too
 		OnServer(t, node, "", "alter system set citus.local_hostname = '"+c.NodeName(n)+"'")
@@ -105,6 +108,35 @@ func (db CitusDB) StopClock() {
 	db[0].Execute("create table public.test_clock (now timestamptz not null, row integer primary key)")
 	db[0].Execute("select create_reference_table('public.test_clock')")
 	db[0].SetClock(T0)
+}
+
+// MovesDuring moves shards between the workers, those of keys, as long as a load lasts, and returns how often.
+func (db CitusDB) MovesDuring(c *Citus, key func() string, load func()) (moves int) {
+	over := make(chan struct{})
+	go func() { defer close(over); load() }()
+	for ; ; moves++ {
+		select {
+		case <-over:
+			return moves
+		case <-time.After(Second / 2): // calls are slow after a move
+		}
+		from, shard := db.ShardOf(c, key())
+		db.Coordinator().Execute(c.Move(shard, from, 3-from))
+		// A call that reads the old placement when a move ends leaves it behind, and a move back fails until Citus has dropped it.
+		for db.Coordinator().Number("select count(*) from pg_dist_cleanup") > 0 {
+			db.Coordinator().Execute("call citus_cleanup_orphaned_resources()")
+		}
+	}
+}
+
+// Move is the statement that moves a shard.
+func (c *Citus) Move(shard int64, from, to int) string {
+	return fmt.Sprintf("select citus_move_shard_placement(%d, '%s', 5432, '%s', 5432, 'block_writes')", shard, c.NodeName(from), c.NodeName(to))
+}
+
+// HasMoved tells whether a call failed because its shard moved. It took nothing, and may be made again.
+func HasMoved(err error) bool {
+	return SQLState(err) == "XX000" && strings.Contains(err.Error(), "the shard has moved")
 }
 
 // In are the same databases for a subtest. Functions are replaced on the coordinator only, and by stopClock.

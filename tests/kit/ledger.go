@@ -107,11 +107,15 @@ func (l *Ledger) Try(by client.Acquirer, r Request) (client.Decision, error) {
 	return d, err
 }
 
+// CitusBroken are the SQLSTATEs of a node of Citus that lost another, which may have committed.
+var CitusBroken = []string{"08006", "XX000"}
+
 // isRefusal reports whether the call was surely not done: it was not sent, or the server said so.
 func isRefusal(err error) bool {
 	var connectErr *pgconn.ConnectError
 	var pgErr *pgconn.PgError
-	return errors.Is(err, client.ErrOverloaded) || errors.As(err, &connectErr) || errors.As(err, &pgErr) && pgErr.SeverityUnlocalized == "ERROR"
+	return errors.Is(err, client.ErrOverloaded) || errors.As(err, &connectErr) ||
+		errors.As(err, &pgErr) && pgErr.SeverityUnlocalized == "ERROR" && !slices.Contains(CitusBroken, pgErr.Code)
 }
 
 func (l *Ledger) Enter(r Request, d client.Decision) {
