@@ -181,7 +181,7 @@ func (r NullableRequest) Acquire(q Querier) (Decision, error) {
 // has none.
 func (db *TestDB) CatchDenials() {
 	db.Execute(`
-		create function public.enforced(policy text, key text, cost bigint, idempotency_key text) returns ratelimit.decision language plpgsql as $$
+		create or replace function public.enforced(policy text, key text, cost bigint, idempotency_key text) returns ratelimit.decision language plpgsql as $$
 		declare
 		  v_detail text;
 		  v_told   jsonb;

@@ -34,6 +34,7 @@ type Response struct {
 	Rows          []string
 	Values        [][]string // of the rows
 	Inside        bool       // a transaction is open after it
+	Warning       string     // the last one
 }
 
 func (r Response) String() string {
@@ -86,6 +87,8 @@ func (w *Wire) read(r *Response) error {
 			r.Rows, r.Values = append(r.Rows, strings.Join(columns, "|")), append(r.Values, columns)
 		case *pgproto3.ErrorResponse:
 			r.Code, r.Message = m.Code, m.Message
+		case *pgproto3.NoticeResponse:
+			r.Warning = m.Message
 		case *pgproto3.ReadyForQuery:
 			r.Inside = m.TxStatus != 'I'
 			return nil

@@ -193,6 +193,7 @@ type workload struct {
 	seed     uint64 // of the next history
 	calls    int    // of each client in a history
 	faults   *faults
+	citus    bool
 	*tally   // of what histories have met
 }
 
@@ -396,8 +397,11 @@ func (w *workload) history(seed uint64) (histories []history, err error) {
 	if w.mostly != nil {
 		buckets = 1
 	}
-	for i := range buckets {
-		h.buckets = append(h.buckets, model.BucketID{Policy: w.policies[random.IntN(len(w.policies))], Key: w.key(fmt.Sprint(seed, " ", i))})
+	for len(h.buckets) < buckets {
+		b := model.BucketID{Policy: w.policies[random.IntN(len(w.policies))], Key: w.key(fmt.Sprint(seed, " ", len(h.buckets)))}
+		if !slices.Contains(h.buckets, b) {
+			h.buckets = append(h.buckets, b)
+		}
 	}
 	for _, b := range h.buckets {
 		h.numbers[b] = []numbers{{period: period{0, forever}}}
@@ -721,7 +725,7 @@ func (a *actor) one(function string) error {
 	}
 	op := a.plain(function, a.bucket())
 	send := func() error { return op.sent(a) }
-	if isSlots(op.Policy) {
+	if isSlots(op.Policy) || a.citus && a.random.IntN(3) == 0 {
 		a.strict = a.random.IntN(2) == 0
 		_, err := a.transactIn(a.random.IntN(3) == 0, send, op)
 		if a.strict && kit.SQLState(err) == "40001" {
@@ -800,7 +804,7 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 		if held {
 			err = errors.Join(err, exec("rollback"))
 		}
-		return false, err
+		return false, a.unlessMoved(err)
 	}
 	read := a.clockedConn.readings.since(start)
 	committed = true
@@ -835,6 +839,15 @@ func (a *actor) transactIn(held bool, call func() error, ops ...*operation) (com
 		}
 	}
 	return committed, nil
+}
+
+// unlessMoved is nil in place of the error of a call that a move of its shard had fail, and so took nothing.
+func (a *actor) unlessMoved(err error) error {
+	if a.citus && kit.HasMoved(err) {
+		a.count("failed as a shard moved")
+		return nil
+	}
+	return err
 }
 
 // end ends a transaction. Beside faults the connection may end then, without a word, or right after the word was sent.
@@ -956,7 +969,11 @@ func (a *actor) wholeRequest(most int) (r kit.WholeRequest, ops []*operation) {
 	for i := range 1 + a.random.IntN(most) {
 		op := first
 		if i > 0 {
-			op = a.request(a.bucket())
+			b := a.bucket()
+			for a.citus && b.Key != first.Key {
+				b = a.bucket()
+			}
+			op = a.request(b)
 			op.IdempotencyKey = first.IdempotencyKey
 			if op.IdempotencyKey != "" && a.random.IntN(10) > 0 {
 				op.Cost = first.Cost
@@ -1226,14 +1243,16 @@ func (a *actor) acquireCombined() error {
 	for _, op := range ops {
 		op.returned, op.readings = a.now(), a.workload.readings.since(start)
 	}
-	if err != nil {
-		return err
+	if err == nil {
+		a.add(ops...)
 	}
-	a.add(ops...)
-	return nil
+	return a.unlessMoved(err)
 }
 
 func (a *actor) cleanUp() error {
+	if a.citus { // no node tells another's readings of the clock by clean-up
+		return a.one("acquire")
+	}
 	var ops []*operation
 	for _, b := range a.buckets {
 		ops = append(ops, a.operation("cleanup", b))

@@ -148,10 +148,12 @@ func TestTorture_ShardsFaultStaysOnItsShard(t *testing.T) {
 	}
 }
 
-// The calls of TestTorture_CallsAgreeWithTheModel, through each node of a Citus cluster: the answers are those of the model, and no node crashes.
+// The calls of TestTorture_CallsAgreeWithTheModel, through each node of a Citus cluster, while shards move: the answers are those of the
+// model, and no node crashes.
 func TestTorture_CitusAgreesWithTheModel(t *testing.T) {
 	pgtest.OncePerServer(t)
-	db := kit.NewCitus(t).Create(t, "called")
+	c := kit.NewCitus(t, "citus.shard_count=2")
+	db := c.Create(t, "called")
 	db.StopClock()
 	var callers []*caller
 	inputs := newTally()
@@ -165,16 +167,59 @@ func TestTorture_CitusAgreesWithTheModel(t *testing.T) {
 	}
 	run, seed := kit.Torture(t, 6), kit.FirstSeed(t)
 	rounds := 0
-	for ; run.GoesOn(); rounds++ {
-		require.NoError(t, callers[rounds%len(db)].round(seed, badInput), "through node %d\n%s", rounds%len(db), kit.Repeats(t, seed))
-		seed++
-		run.Progress("%d inputs", inputs.of("inputs"))
-	}
+	moves := db.MovesDuring(c, anyKey, func() {
+		for ; run.GoesOn() && !t.Failed(); rounds++ {
+			if err := callers[rounds%len(db)].round(seed, badInput); err != nil {
+				t.Errorf("through node %d: %v\n%s", rounds%len(db), err, kit.Repeats(t, seed))
+			}
+			seed++
+			run.Progress("%d inputs", inputs.of("inputs"))
+		}
+	})
 	for n, node := range db {
 		restarts := kit.One[int](t, node.Pool,
 			"select count(*) from pg_stat_activity where backend_type = 'checkpointer' and backend_start > pg_postmaster_start_time() + interval '10 seconds'")
 		require.Zero(t, restarts, "node %d: a crash starts the checkpointer anew", n)
 	}
-	run.Figure("rounds", rounds, "")
+	run.Figures("rounds", rounds, "moves", moves)
 	run.Counts(inputs.counts)
 }
+
+// Clients of all nodes of a Citus cluster make the calls of TestTorture_LinearizabilityOfCallsOnBuckets, and those of the test of slots,
+// while shards move. A call that a move had fail did nothing, and so did one that failed with 40001. Nothing else fails, as by a deadlock.
+func TestTorture_CitusLinearizabilityOfCalls(t *testing.T) {
+	pgtest.OncePerServer(t)
+	run := kit.Torture(t, 4)
+	c := kit.NewCitus(t, "citus.shard_count=2")
+	db := c.Create(t, "histories")
+	counts := newTally()
+	workloads := []*workload{
+		newWorkload(db[0], "plain durable", "continuous durable", "stepped durable", "quota durable", "plain ephemeral", "quota ephemeral"),
+		newSlotsWorkload(db[0], "slots durable", "slots ephemeral"),
+	}
+	workloads[0].key = func(name string) string { // two buckets of a history have one key
+		last := len(name) - 1
+		return name[:last] + fmt.Sprint(name[last]/2)
+	}
+	for _, w := range workloads {
+		w.tally, w.citus = counts, true
+		for n, client := range w.clients {
+			client.Conn = db[n%len(db)].Connect(t, client.noteReadings)
+		}
+	}
+	moves := db.MovesDuring(c, anyKey, func() {
+		for turn := 0; run.GoesOn() && !t.Failed(); turn++ {
+			w, histories := workloads[turn%2], 4
+			w.write(func() bool { histories--; return histories >= 0 }, func(seed uint64, histories []history, err error) bool {
+				w.judge(t, seed, histories, err)
+				run.Progress("%d operations in %d histories", counts.of("operations"), counts.of("histories"))
+				return !t.Failed()
+			})
+		}
+	})
+	require.Empty(t, counts.lacks([]string{"acquire, granted", "acquire, replayed", "acquire_all, granted", "requests in batches", "hold, granted"}))
+	run.Figures("moves", moves)
+	workloads[0].report(run)
+}
+
+func anyKey() string { return fmt.Sprint(rand.Uint64()) }
