@@ -513,8 +513,10 @@ func testCitusTwoNodes(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 				_, err := commit.Result()
 				require.Equal(t, waits == entry, err == nil, err)
 				require.NoError(t, c.Nodes[2].Start(t.Context()))
-				db[2].Pool.Reset()
-				entry.Session().Execute("select recover_prepared_transactions()") // others have connections that are no more
+				for _, node := range db {
+					node.Pool.Reset() // sessions there have connections to the node that was killed
+				}
+				entry.Session().Execute("select recover_prepared_transactions()")
 				require.Equal(t, []int64{left, left}, []int64{db[2].Left("two", one), db[2].Left("two", two)}, "through %s, which commits: %v", entry.URL, err)
 			}
 		}
