@@ -429,7 +429,7 @@ func FuzzDescriptors(f *testing.F) {
 		limits := service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}
 		asked := &book{}
 		_, _ = envoy.New(asked, rules).ShouldRateLimit(t.Context(), &q)
-		s := envoy.New(service.New(service.Single{Limiter: fake}, limits, func(service.Call) {}), rules)
+		s := envoy.New(service.New([]service.Limiter{fake}, limits, func(service.Call) {}), rules)
 		for range 2 {
 			before := levels(t, fake, asked.charges)
 			answer, err := s.ShouldRateLimit(t.Context(), &q)

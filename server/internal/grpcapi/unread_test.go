@@ -21,7 +21,7 @@ import (
 
 // serve returns the address of a server.
 func serve(t *testing.T, limits service.Limits) string {
-	s := service.New(service.Single{Limiter: clienttest.New(time.Now)}, limits, func(service.Call) {})
+	s := service.New([]service.Limiter{clienttest.New(time.Now)}, limits, func(service.Call) {})
 	server := grpc.NewServer(grpcapi.BoundUnread(s)...)
 	grpcapi.Register(server, s, nil)
 	listener := kit.NoError(net.Listen("tcp", "127.0.0.1:0"))(t)

@@ -119,7 +119,7 @@ func FuzzBodies(f *testing.F) {
 		}
 		limits := service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}
 		mux := http.NewServeMux()
-		jsonapi.Register(mux, service.New(service.Single{Limiter: fake}, limits, func(service.Call) {}), 10_000)
+		jsonapi.Register(mux, service.New([]service.Limiter{fake}, limits, func(service.Call) {}), 10_000)
 		q, isRead := read(text)
 		for range 2 {
 			before := levels(t, fake, q)
@@ -190,7 +190,7 @@ func TestNumbers_AreWholeInAnyForm(t *testing.T) {
 		fake := clienttest.New(func() time.Time { return time.Date(2030, 1, 1, 12, 0, 0, 0, time.UTC) })
 		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: client.Zero, Every: time.Second}))
 		mux := http.NewServeMux()
-		jsonapi.Register(mux, service.New(service.Single{Limiter: fake}, service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}, func(service.Call) {}), 10_000)
+		jsonapi.Register(mux, service.New([]service.Limiter{fake}, service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}, func(service.Call) {}), 10_000)
 		w := httptest.NewRecorder()
 		mux.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/"+path, strings.NewReader(strings.ReplaceAll(body, "N", number))))
 		return w
@@ -236,7 +236,7 @@ func (s slow) Write(text []byte) (int, error) {
 func TestUnread_LongAnswersTakeRoomUntilTheyAreRead(t *testing.T) {
 	t.Parallel()
 	mux := http.NewServeMux()
-	jsonapi.Register(mux, service.New(service.Single{Limiter: clienttest.New(time.Now)}, service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}, func(service.Call) {}), 1<<20)
+	jsonapi.Register(mux, service.New([]service.Limiter{clienttest.New(time.Now)}, service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}, func(service.Call) {}), 1<<20)
 	body := `{"requests":[` + strings.Repeat(`{"policy":"p","key":"k"},`, 999) + `{"policy":"p","key":"k"}]}`
 	post := func(w http.ResponseWriter, body string) {
 		mux.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/acquire_many", strings.NewReader(body)))

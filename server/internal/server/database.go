@@ -74,17 +74,19 @@ func (d *databases) close() {
 	}
 }
 
-// limiters returns the limiters of all keys, and what closes them. It checks the numbers of shards.
-func (d *databases) limiters(ctx context.Context, options []client.Option) (service.Databases, func(), error) {
+// limiters returns the limiter of each shard, and what closes them. It checks the numbers of shards.
+func (d *databases) limiters(ctx context.Context, options []client.Option) ([]service.Limiter, func(), error) {
 	if !d.shards {
 		prefetcher := client.NewPrefetcher(d.pools[0], options...) // without a Prefetch it is a Combiner
-		return service.Single{Limiter: prefetcher}, prefetcher.Close, nil
+		return []service.Limiter{prefetcher}, prefetcher.Close, nil
 	}
 	sharded, err := client.NewSharded(ctx, d.pools, options...)
 	if err != nil {
 		return nil, nil, err
 	}
-	return service.Shards{Sharded: sharded}, sharded.Close, nil
+	limiters := make([]service.Limiter, len(d.pools))
+	_ = sharded.Each(func(n int, on *client.Prefetcher) error { limiters[n] = on; return nil })
+	return limiters, sharded.Close, nil
 }
 
 // of adds the number of the shard to an error.

@@ -140,7 +140,6 @@ func (s *Server) limiterOptions() []client.Option {
 func (s *Server) limits() service.Limits {
 	connections := int(s.databases.pools[0].Config().MaxConns)
 	return service.Limits{
-		Shards:         len(s.databases.pools),
 		Calls:          s.config.MaxCalls,
 		OwnConnections: max(1, min(connections/2, connections-s.config.SharedConnections())),
 		Time:           s.config.CallTimeout,

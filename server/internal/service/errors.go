@@ -135,24 +135,6 @@ func (s *shard) errorOf(ctx context.Context, err error) *Error {
 	if _, isNumbered := errors.AsType[*client.ShardError](err); s.of > 1 && !isNumbered {
 		err = &client.ShardError{Shard: s.number, Of: s.of, Err: err}
 	}
-	return classify(ctx, err)
-}
-
-// inRequest adds to an error about an argument the number of its request in the list.
-func (e *Error) inRequest(request int) *Error {
-	if e == nil || e.Kind != InvalidArgument {
-		return e
-	}
-	joint := ": "
-	if strings.HasPrefix(e.Detail, strings.TrimPrefix(e.Message, "invalid ")+" ") {
-		joint = "." // it begins with the argument
-	}
-	e.Detail = fmt.Sprintf("requests[%d]%s%s", request, joint, e.Detail)
-	return e
-}
-
-// classify makes an Error of the error that the client returned to a call under ctx.
-func classify(ctx context.Context, err error) *Error {
 	pgErr, isPg := errors.AsType[*pgconn.PgError](err)
 	e := newError(kindOf(ctx, err, pgErr))
 	e.cause = err
@@ -168,6 +150,19 @@ func classify(ctx context.Context, err error) *Error {
 		e.SQLState = kinds[e.Kind].sqlState
 		e.Detail = strings.TrimPrefix(err.Error(), "pgratelimit: ")
 	}
+	return e
+}
+
+// inRequest adds to an error about an argument the number of its request in the list.
+func (e *Error) inRequest(request int) *Error {
+	if e == nil || e.Kind != InvalidArgument {
+		return e
+	}
+	joint := ": "
+	if strings.HasPrefix(e.Detail, strings.TrimPrefix(e.Message, "invalid ")+" ") {
+		joint = "." // it begins with the argument
+	}
+	e.Detail = fmt.Sprintf("requests[%d]%s%s", request, joint, e.Detail)
 	return e
 }
 

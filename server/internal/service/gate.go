@@ -35,7 +35,7 @@ const mostOverdrawn = 9_000_000_000_000
 // error then leaves tokens taken, but never allows a request that has not paid.
 func (s *Service) Admit(ctx context.Context, charges []GateCharge, blocked bool) (d client.JointDecision, err error) {
 	call, begin := Call{Operation: Gate}, time.Now()
-	call.Err = s.limitCall(ctx, s.shardOf(keyOf(charges)), true, func(ctx context.Context) (err error) {
+	call.Err = s.shardOf(keyOf(charges)).call(ctx, true, func(ctx context.Context) (err error) {
 		d, err = s.admit(ctx, charges, blocked)
 		return err
 	})
@@ -68,7 +68,7 @@ func (s *Service) admit(ctx context.Context, charges []GateCharge, blocked bool)
 		overdraws = overdraws || c.Cost > 0 && c.Overdraw
 	}
 	if reads || blocked && len(charges) > 0 {
-		seen, err := s.databases.AcquireAll(ctx, withCost(charges, func(GateCharge) int64 { return 0 }))
+		seen, err := s.acquireAll(ctx, withCost(charges, func(GateCharge) int64 { return 0 }))
 		if err != nil {
 			return d, err
 		}
@@ -120,14 +120,15 @@ func overQuota(charges []GateCharge, decisions []client.Decision) int {
 
 // giveBack returns what a request has taken that its quotas deny. They themselves have taken nothing.
 func (s *Service) giveBack(ctx context.Context, charges []GateCharge, decisions []client.Decision) error {
-	release, err := s.shardOf(keyOf(charges)).takeConnection(ctx)
+	own := s.shardOf(keyOf(charges)).ownConnections
+	err := own.Acquire(ctx, 1)
 	if err != nil {
 		return err
 	}
-	defer release()
+	defer own.Release(1)
 	for i, c := range charges {
 		if c.Cost > 0 && !c.Overdraw && !c.Quota && !decisions[i].Shadowed {
-			if decisions[i], err = s.databases.On(c.Key).Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
+			if decisions[i], err = s.shardOf(c.Key).Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
 				return err
 			}
 		}
@@ -138,10 +139,10 @@ func (s *Service) giveBack(ctx context.Context, charges []GateCharge, decisions 
 // take takes the cost of all charges that can be denied, and reads the buckets of the rest.
 func (s *Service) take(ctx context.Context, charges []GateCharge) (client.JointDecision, error) {
 	if len(charges) == 1 {
-		d, err := s.databases.On(charges[0].Key).Acquire(ctx, charges[0].Policy, charges[0].Key, client.Cost(charges[0].Cost))
+		d, err := s.shardOf(charges[0].Key).Acquire(ctx, charges[0].Policy, charges[0].Key, client.Cost(charges[0].Cost))
 		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, err
 	}
-	return s.databases.AcquireAll(ctx, withCost(charges, func(c GateCharge) int64 {
+	return s.acquireAll(ctx, withCost(charges, func(c GateCharge) int64 {
 		if c.Overdraw {
 			return 0
 		}
@@ -151,17 +152,18 @@ func (s *Service) take(ctx context.Context, charges []GateCharge) (client.JointD
 
 // overdraw takes the cost of the charges that cannot be denied, and keeps the decisions of the rest.
 func (s *Service) overdraw(ctx context.Context, charges []GateCharge, decisions []client.Decision) ([]client.Decision, error) {
-	release, err := s.shardOf(keyOf(charges)).takeConnection(ctx)
+	own := s.shardOf(keyOf(charges)).ownConnections
+	err := own.Acquire(ctx, 1)
 	if err != nil {
 		return nil, err
 	}
-	defer release()
+	defer own.Release(1)
 	if decisions == nil {
 		decisions = make([]client.Decision, len(charges))
 	}
 	for i, c := range charges {
 		if c.Overdraw && c.Cost > 0 {
-			if decisions[i], err = s.databases.On(c.Key).Charge(ctx, c.Policy, c.Key, min(c.Cost, mostOverdrawn)); err != nil {
+			if decisions[i], err = s.shardOf(c.Key).Charge(ctx, c.Policy, c.Key, min(c.Cost, mostOverdrawn)); err != nil {
 				return nil, err
 			}
 		}
@@ -174,11 +176,12 @@ func (s *Service) explain(ctx context.Context, charges []GateCharge, seen []clie
 	if len(charges) == 0 {
 		return nil
 	}
-	release, err := s.shardOf(keyOf(charges)).takeConnection(ctx)
+	own := s.shardOf(keyOf(charges)).ownConnections
+	err := own.Acquire(ctx, 1)
 	if err != nil {
 		return err
 	}
-	defer release()
+	defer own.Release(1)
 	type bucket struct{ policy, key string }
 	costs := make(map[bucket]int64, len(charges))
 	for _, c := range charges {
@@ -191,7 +194,7 @@ func (s *Service) explain(ctx context.Context, charges []GateCharge, seen []clie
 		if c.Shadow && !c.Quota || c.Overdraw && c.Cost > 0 || seen[i].Remaining >= cost {
 			continue
 		}
-		d, err := s.databases.On(c.Key).Peek(ctx, c.Policy, c.Key, client.Cost(cost))
+		d, err := s.shardOf(c.Key).Peek(ctx, c.Policy, c.Key, client.Cost(cost))
 		if err != nil {
 			return err
 		}
@@ -205,10 +208,10 @@ func (s *Service) explain(ctx context.Context, charges []GateCharge, seen []clie
 func (s *Service) RefundAll(ctx context.Context, charges []GateCharge) (decisions []client.Decision, err error) {
 	call, begin := Call{Operation: Refund}, time.Now()
 	var d client.Decision
-	call.Err = s.limitCall(ctx, s.shardOf(keyOf(charges)), false, func(ctx context.Context) (err error) {
+	call.Err = s.shardOf(keyOf(charges)).call(ctx, false, func(ctx context.Context) (err error) {
 		for _, c := range charges {
 			call.Policy = c.Policy
-			if d, err = s.databases.On(c.Key).Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
+			if d, err = s.shardOf(c.Key).Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
 				return err
 			}
 			decisions = append(decisions, d)
@@ -218,7 +221,7 @@ func (s *Service) RefundAll(ctx context.Context, charges []GateCharge) (decision
 	return decisions, s.observeCall(call, begin, d)
 }
 
-// keyOf returns the key whose shard limits the call. AcquireAll refuses keys of several shards; refunds and overdraws alone do not.
+// keyOf returns the key whose shard limits the call. acquireAll refuses keys of several shards; refunds and overdraws alone do not.
 func keyOf(charges []GateCharge) string {
 	if len(charges) == 0 {
 		return ""

@@ -3,12 +3,12 @@
 //  1. Package jsonapi, grpcapi or envoy reads a message, makes a [Request] of it, and calls the method of its [Operation].
 //  2. The method, such as [Service.Acquire], says how the client is asked. callBucket does the rest for calls about one bucket;
 //     AcquireAll, AcquireMany and, in gate.go, Envoy's Admit take the same steps for several.
-//  3. limitCall (limits.go) refuses the call if the shard of its key has too many, and gives it a deadline. A call that cannot share
+//  3. shard.call (shard.go) refuses the call if the shard of its key has too many, and gives it a deadline. A call that cannot share
 //     a connection with others waits for one of those that are set apart.
-//  4. [Databases].On returns the limiter of the shard: a Prefetcher, which sends the request together with those of other callers.
+//  4. The [Limiter] of the shard is a Prefetcher, which sends the request together with those of other callers.
 //  5. observeCall passes the [Call] to metrics and log. The caller gets the answer, or an [Error] (errors.go).
 //
-// A long answer takes memory until it is read. ReserveAnswer (limits.go) bounds that.
+// A long answer takes memory until it is read. ReserveAnswer (unread.go) bounds that.
 package service
 
 import (
@@ -23,18 +23,17 @@ import (
 
 // A Service answers calls. Its methods return a decision, or an *[Error].
 type Service struct {
-	databases Databases
-	limits    Limits
-	observe   func(Call)
-	shards    []shard
+	shards  []*shard
+	limits  Limits
+	observe func(Call)
 
 	memory sync.Mutex
 	used   int64 // of it, by long answers
 }
 
-// New returns a Service. It passes each call to observe after the answer.
-func New(databases Databases, limits Limits, observe func(Call)) *Service {
-	return &Service{databases: databases, limits: limits, observe: observe, shards: newShards(limits)}
+// New returns a Service on the limiters of all shards, in the order of their numbers. It passes each call to observe after the answer.
+func New(limiters []Limiter, limits Limits, observe func(Call)) *Service {
+	return &Service{shards: newShards(limiters, limits), limits: limits, observe: observe}
 }
 
 // callBucket answers a call about one bucket. ask makes the call of the client on the limiter of the bucket; counted is what metrics and
@@ -47,8 +46,8 @@ func callBucket[A any](
 	call := Call{Operation: o, Policy: r.Policy, Err: r.check(o)}
 	if call.Err == nil {
 		shares := o == Acquire && r.canShare()
-		call.Err = s.limitCall(ctx, s.shardOf(r.Key), shares, func(ctx context.Context) (err error) {
-			answer, err = ask(ctx, s.databases.On(r.Key), r)
+		call.Err = s.shardOf(r.Key).call(ctx, shares, func(ctx context.Context) (err error) {
+			answer, err = ask(ctx, s.shardOf(r.Key), r)
 			return err
 		})
 	}
@@ -196,8 +195,8 @@ func (s *Service) SettleAll(ctx context.Context, r JointRequest) (d client.Joint
 	}
 	if call.Err == nil {
 		key := settlements[0].Key
-		call.Err = s.limitCall(ctx, s.shardOf(key), false, func(ctx context.Context) (err error) {
-			d, err = s.databases.On(key).SettleAll(ctx, settlements, *r.IdempotencyKey)
+		call.Err = s.shardOf(key).call(ctx, false, func(ctx context.Context) (err error) {
+			d, err = s.shardOf(key).SettleAll(ctx, settlements, *r.IdempotencyKey)
 			return err
 		})
 	}
@@ -294,9 +293,8 @@ func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.Join
 	if len(charges) == 0 {
 		call.Err = missing("charges")
 	} else {
-		shard := s.shardOf(charges[0].Key) // a request about several shards is refused
-		call.Err = s.limitCall(ctx, shard, shares, func(ctx context.Context) (err error) {
-			d, err = s.databases.AcquireAll(ctx, charges, named(r.IdempotencyKey)...)
+		call.Err = s.shardOf(charges[0].Key).call(ctx, shares, func(ctx context.Context) (err error) {
+			d, err = s.acquireAll(ctx, charges, named(r.IdempotencyKey)...)
 			return err
 		})
 	}
@@ -304,6 +302,19 @@ func (s *Service) AcquireAll(ctx context.Context, r JointRequest) (d client.Join
 		call.Policy = charges[d.Binding].Policy
 	}
 	return d, s.observeCall(call, begin, d.Decision)
+}
+
+// acquireAll refuses charges of several shards: no transaction spans two databases.
+func (s *Service) acquireAll(ctx context.Context, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error) {
+	shard := s.shardOf(charges[0].Key)
+	for i, c := range charges {
+		if other := s.shardOf(c.Key); other != shard {
+			return client.JointDecision{}, fmt.Errorf("acquire all: %w: charge 0 to shard %d and charge %d to shard %d of %d, and a request is one "+
+				"transaction in one database. Give limits that are asked for together the same key, under different policies; "+
+				"or ask for each alone, and refund when a later one is denied", client.ErrSeveralShards, shard.number, i, other.number, shard.of)
+		}
+	}
+	return shard.AcquireAll(ctx, charges, opts...)
 }
 
 // MaxRequests of one call: as many as a request of AcquireAll has charges. They make four calls to the database.
@@ -344,8 +355,8 @@ func (s *Service) callShard(ctx context.Context, shard *shard, requests []Reques
 		asked[i] = client.Request{Policy: charge.Policy, Key: charge.Key, Cost: charge.Cost, IdempotencyKey: requests[n].IdempotencyKey}
 		shares = shares && requests[n].canShare()
 	}
-	err := s.limitCall(ctx, shard, shares, func(ctx context.Context) error {
-		for i, a := range s.databases.On(asked[0].Key).AcquireMany(ctx, asked) {
+	err := shard.call(ctx, shares, func(ctx context.Context) error {
+		for i, a := range shard.AcquireMany(ctx, asked) {
 			answers[numbers[i]] = Answer{Decision: a.Decision, Err: shard.errorOf(ctx, a.Err).inRequest(numbers[i])}
 		}
 		return nil
@@ -356,15 +367,6 @@ func (s *Service) callShard(ctx context.Context, shard *shard, requests []Reques
 		}
 		_ = s.observeCall(Call{Operation: AcquireMany, Policy: asked[i].Policy, Err: answers[n].Err}, begin, answers[n].Decision)
 	}
-}
-
-// Databases have the limiters of all keys: [Shards], or the [Single] database.
-type Databases interface {
-	// AcquireAll refuses charges of several databases.
-	AcquireAll(ctx context.Context, charges []client.Charge, opts ...client.CallOption) (client.JointDecision, error)
-
-	// On returns the limiter of a key.
-	On(key string) Limiter
 }
 
 // A Limiter is a *[client.Prefetcher].
@@ -383,18 +385,6 @@ type Limiter interface {
 	Renew(ctx context.Context, policy, key, holder string) (heldFor time.Duration, err error)
 	Release(ctx context.Context, policy, key, holder string) (held bool, err error)
 }
-
-// A Single is the limiter of one database.
-type Single struct{ Limiter }
-
-// On returns the limiter, whatever the key.
-func (s Single) On(string) Limiter { return s.Limiter }
-
-// Shards are several databases.
-type Shards struct{ *client.Sharded }
-
-// On returns the limiter of the shard that has a key.
-func (s Shards) On(key string) Limiter { return s.Sharded.On(key) }
 
 // A Call has been answered.
 type Call struct {

@@ -102,7 +102,7 @@ func TestErrors_OfTheTableOfMiddlewares(t *testing.T) {
 		}
 		fake, seen := newFake(t), &recorder{}
 		fake.FailAll(cause)
-		s := service.New(service.Single{Limiter: fake}, roomy, seen.observe)
+		s := service.New([]service.Limiter{fake}, roomy, seen.observe)
 		for name, ask := range map[string]func() error{
 			"acquire": func() error { return kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})) },
 			"gate": func() error {
@@ -138,7 +138,7 @@ func TestErrors_OfTheTableOfMiddlewares(t *testing.T) {
 func TestObserve_ARenewalOfNobodyIsNotAllowed(t *testing.T) {
 	t.Parallel()
 	var seen recorder
-	s := service.New(service.Single{Limiter: newFake(t)}, roomy, seen.observe)
+	s := service.New([]service.Limiter{newFake(t)}, roomy, seen.observe)
 	for name, ask := range map[string]func(service.Request) error{
 		"renew": func(r service.Request) error { return kit.ErrorOf(s.Renew(t.Context(), r)) }, "release": func(r service.Request) error { return kit.ErrorOf(s.Release(t.Context(), r)) },
 	} {
@@ -154,9 +154,8 @@ func TestObserve_ARenewalOfNobodyIsNotAllowed(t *testing.T) {
 // An error names the request by its number in the call, and not by that among the requests of its shard.
 func TestAcquireMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
 	t.Parallel()
-	limits := roomy
-	limits.Shards = 2
-	s := service.New(service.Single{Limiter: newFake(t)}, limits, func(service.Call) {})
+	fake := newFake(t)
+	s := service.New([]service.Limiter{fake, fake}, roomy, func(service.Call) {})
 	var requests []service.Request
 	for i := range 20 {
 		requests = append(requests, service.Request{Policy: "api", Key: fmt.Sprint(i), Cost: new(int64(-1))})
@@ -170,7 +169,7 @@ func TestAcquireMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
 func TestErrors_TheEndOfAContext(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
-	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
+	s := service.New([]service.Limiter{fake}, roomy, func(service.Call) {})
 	late, cancel := context.WithTimeout(t.Context(), -time.Second)
 	defer cancel()
 	gone, leave := context.WithCancel(t.Context())
@@ -192,7 +191,7 @@ func (l prefetched) Acquire(ctx context.Context, policy, key string, opts ...cli
 func TestObserve_TellsGrantsInAdvance(t *testing.T) {
 	t.Parallel()
 	var seen recorder
-	s := service.New(service.Single{Limiter: prefetched{newFake(t)}}, roomy, seen.observe)
+	s := service.New([]service.Limiter{prefetched{newFake(t)}}, roomy, seen.observe)
 	d := kit.NoError(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"}))(t)
 	require.True(t, d.Estimated && seen.last().Prefetched)
 	require.NoError(t, kit.ErrorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false)))
@@ -256,7 +255,7 @@ func TestLimits_OfOneShardRefuseItsOwnRequests(t *testing.T) {
 	t.Parallel()
 	limiter := newStuck(t)
 	seen := &recorder{}
-	s := service.New(service.Single{Limiter: limiter}, service.Limits{Shards: 2, Calls: 1, OwnConnections: 1, Time: time.Minute}, seen.observe)
+	s := service.New([]service.Limiter{limiter, limiter}, service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}, seen.observe)
 	keys := map[int]string{}
 	for i := 0; len(keys) < 2; i++ {
 		key := strings.Repeat("k", i)
@@ -284,7 +283,7 @@ func TestLimits_OfOneShardRefuseItsOwnRequests(t *testing.T) {
 func TestLimits_CallsOfTheirOwnWaitForEachOther(t *testing.T) {
 	t.Parallel()
 	limiter := newStuck(t)
-	s := service.New(service.Single{Limiter: limiter}, service.Limits{Calls: 100, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
+	s := service.New([]service.Limiter{limiter}, service.Limits{Calls: 100, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
 	var callers sync.WaitGroup
 	callers.Go(func() { assert.NoError(t, kit.ErrorOf(s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"}))) })
 	<-limiter.asked
@@ -314,7 +313,7 @@ func TestAdmit_IsOneCall(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
 	r := &recorder{}
-	s := service.New(service.Single{Limiter: fake}, roomy, r.observe)
+	s := service.New([]service.Limiter{fake}, roomy, r.observe)
 	for _, test := range []struct {
 		charges []service.GateCharge
 		blocked bool
@@ -346,7 +345,7 @@ func TestAdmit_IsOneCall(t *testing.T) {
 func TestAdmit_BlockedRequestsNeedTheSumOfTheirCharges(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
-	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
+	s := service.New([]service.Limiter{fake}, roomy, func(service.Call) {})
 	require.NoError(t, fake.SetLevel("api", "k", 8))
 	twice := []service.GateCharge{{Policy: "api", Key: "k", Cost: 6}, {Policy: "api", Key: "k", Cost: 4}, {Policy: "api", Key: "o", Cost: 4}}
 	p := kit.NoError(s.Admit(t.Context(), twice, true))(t)
@@ -367,7 +366,7 @@ func TestAdmit_ARefusalStaysOne(t *testing.T) {
 	fake := clienttest.New(func() time.Time { return now })
 	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "api", Capacity: 10, Refill: 1, Every: time.Second}))
 	require.NoError(t, fake.SetLevel("api", "k", 0))
-	s := service.New(service.Single{Limiter: latePeek{fake, func() { now = now.Add(time.Hour) }}}, roomy, func(service.Call) {})
+	s := service.New([]service.Limiter{latePeek{fake, func() { now = now.Add(time.Hour) }}}, roomy, func(service.Call) {})
 	p := kit.NoError(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k"}}, false))(t)
 	require.False(t, p.Allowed)
 	require.False(t, p.Decisions[0].Allowed)
@@ -387,7 +386,7 @@ func (l latePeek) Peek(ctx context.Context, policy, key string, opts ...client.C
 func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 	t.Parallel()
 	fake := newFake(t)
-	s := service.New(service.Single{Limiter: fake}, roomy, func(service.Call) {})
+	s := service.New([]service.Limiter{fake}, roomy, func(service.Call) {})
 	charges := []service.GateCharge{{Policy: "api", Key: "k"}, {Policy: "api", Key: "k", Cost: 2}, {Policy: "default", Key: "o", Cost: 20, Overdraw: true}}
 	for steps := range 3 {
 		fake.FailNext(append(make([]error, steps), io.ErrUnexpectedEOF)...)
@@ -403,7 +402,7 @@ func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 func TestAdmit_WaitsForAConnection(t *testing.T) {
 	t.Parallel()
 	limiter := newStuck(t)
-	s := service.New(service.Single{Limiter: limiter}, service.Limits{Calls: 10, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
+	s := service.New([]service.Limiter{limiter}, service.Limits{Calls: 10, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
 	var callers sync.WaitGroup
 	callers.Go(func() {
 		assert.NoError(t, kit.ErrorOf(s.RefundAll(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}})))

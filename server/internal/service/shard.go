@@ -1,0 +1,74 @@
+package service
+
+import (
+	"context"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/semaphore"
+
+	"github.com/pgratelimit/pgratelimit/client"
+)
+
+// Limits bound the calls to each shard. Each shard has its own count, so one that does not answer blocks no calls of the others.
+type Limits struct {
+	// Calls is the largest number of calls under way. More calls are refused at once.
+	Calls int
+
+	// OwnConnections is the largest number of calls at a time that use a connection of the pool for themselves.
+	OwnConnections int
+
+	// Time is the longest time of a call.
+	Time time.Duration
+
+	// ReadTime is the longest time until a long answer is read. Then its connection is closed.
+	ReadTime time.Duration
+}
+
+// A shard has the limiter of its keys, and counts its calls under way.
+type shard struct {
+	Limiter
+	limits         Limits
+	number, of     int
+	calls          atomic.Int64
+	ownConnections *semaphore.Weighted
+}
+
+func newShards(limiters []Limiter, limits Limits) []*shard {
+	shards := make([]*shard, len(limiters))
+	for i, limiter := range limiters {
+		shards[i] = &shard{Limiter: limiter, limits: limits, number: i, of: len(limiters), ownConnections: semaphore.NewWeighted(int64(limits.OwnConnections))}
+	}
+	return shards
+}
+
+func (s *Service) shardOf(key string) *shard { return s.shards[client.ShardOf(key, len(s.shards))] }
+
+// UnderWay returns the number of calls under way.
+func (s *Service) UnderWay() (n int64) {
+	for _, shard := range s.shards {
+		n += shard.calls.Load()
+	}
+	return n
+}
+
+// call makes a call within the limits. A call that shares travels with others, on the connections of the Combiner. Any other call
+// waits for one of OwnConnections.
+func (s *shard) call(ctx context.Context, shares bool, call func(context.Context) error) *Error {
+	defer s.calls.Add(-1)
+	if s.calls.Add(1) > int64(s.limits.Calls) {
+		return newError(Overloaded)
+	}
+	ctx, cancel := context.WithTimeout(ctx, s.limits.Time)
+	defer cancel()
+	if !shares {
+		if err := s.ownConnections.Acquire(ctx, 1); err != nil {
+			return s.errorOf(ctx, err)
+		}
+		defer s.ownConnections.Release(1)
+	}
+	if ctx.Err() != nil {
+		return s.errorOf(ctx, ctx.Err())
+	}
+	return s.errorOf(ctx, call(ctx))
+}
