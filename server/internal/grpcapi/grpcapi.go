@@ -35,7 +35,7 @@ type api struct {
 }
 
 func (a api) Acquire(ctx context.Context, q *pb.Request) (*pb.Decision, error) {
-	return reply(a.service.Acquire(ctx, request(q)))
+	return reply(a.service.Do(ctx, service.Acquire, request(q)))
 }
 
 func request(q *pb.Request) service.Request {
@@ -43,17 +43,17 @@ func request(q *pb.Request) service.Request {
 }
 
 func (a api) AcquireUpTo(ctx context.Context, q *pb.AcquireUpToRequest) (*pb.PartialDecision, error) {
-	d, err := a.service.AcquireUpTo(ctx, service.Request{
+	d, err := a.service.Do(ctx, service.AcquireUpTo, service.Request{
 		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.AtMost, AtLeast: q.AtLeast, IdempotencyKey: q.RequestId,
 	})
 	return &pb.PartialDecision{Decision: decision(d.Decision), Taken: d.Taken}, err
 }
 
 func (a api) Reserve(ctx context.Context, q *pb.ReserveRequest) (*pb.Reservation, error) {
-	d, err := a.service.Reserve(ctx, service.Request{
+	d, err := a.service.Do(ctx, service.Reserve, service.Request{
 		Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Cost, IdempotencyKey: q.RequestId, Time: timeOf(q.GetMaxWait()),
 	})
-	like := decision(client.Decision{Allowed: d.Allowed, RetryAfter: d.Wait, ResetAfter: d.ResetAfter})
+	like := decision(d.Decision)
 	return &pb.Reservation{
 		Verdict: like.Verdict, Wait: like.RetryAfter, Remaining: d.Remaining, ResetAfter: like.ResetAfter,
 		Capacity: d.Capacity, Replayed: d.Replayed, Shadowed: d.Shadowed,
@@ -72,15 +72,15 @@ func timeOf(d *durationpb.Duration) *service.Time {
 }
 
 func (a api) Charge(ctx context.Context, q *pb.Request) (*pb.Decision, error) {
-	return reply(a.service.Charge(ctx, request(q)))
+	return reply(a.service.Do(ctx, service.Charge, request(q)))
 }
 
 func (a api) Settle(ctx context.Context, q *pb.Request) (*pb.Decision, error) {
-	return reply(a.service.Settle(ctx, request(q)))
+	return reply(a.service.Do(ctx, service.Settle, request(q)))
 }
 
 func (a api) Peek(ctx context.Context, q *pb.Charge) (*pb.Decision, error) {
-	return reply(a.service.Peek(ctx, charge(q)))
+	return reply(a.service.Do(ctx, service.Peek, charge(q)))
 }
 
 func charge(q *pb.Charge) service.Request {
@@ -88,33 +88,33 @@ func charge(q *pb.Charge) service.Request {
 }
 
 func (a api) Refund(ctx context.Context, q *pb.RefundRequest) (*pb.Decision, error) {
-	return reply(a.service.Refund(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Amount}))
+	return reply(a.service.Do(ctx, service.Refund, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Cost: q.Amount}))
 }
 
 func (a api) Pause(ctx context.Context, q *pb.PauseRequest) (*pb.Decision, error) {
-	return reply(a.service.Pause(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Time: timeOf(q.GetPauseFor())}))
+	return reply(a.service.Do(ctx, service.Pause, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Time: timeOf(q.GetPauseFor())}))
 }
 
 func (a api) Hold(ctx context.Context, q *pb.HoldRequest) (*pb.HoldDecision, error) {
-	d, err := a.service.Hold(ctx, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder(), Cost: q.Cost})
-	like := decision(client.Decision{Allowed: d.Allowed, RetryAfter: d.RetryAfter})
+	d, err := a.service.Do(ctx, service.Hold, service.Request{Policy: q.GetPolicy(), Key: q.GetLogicalKey(), Holder: q.GetHolder(), Cost: q.Cost})
+	like := decision(d.Decision)
 	return &pb.HoldDecision{
 		Verdict: like.Verdict, Remaining: d.Remaining, RetryAfter: like.RetryAfter, HeldFor: durationpb.New(d.HeldFor),
-		Capacity: d.Capacity, Renewed: d.Renewed, Shadowed: d.Shadowed,
+		Capacity: d.Capacity, Renewed: d.Replayed, Shadowed: d.Shadowed,
 	}, err
 }
 
 func (a api) Renew(ctx context.Context, q *pb.Holder) (*pb.RenewResponse, error) {
-	heldFor, err := a.service.Renew(ctx, holder(q))
-	if heldFor == 0 {
+	d, err := a.service.Do(ctx, service.Renew, holder(q))
+	if !d.Allowed {
 		return &pb.RenewResponse{}, err
 	}
-	return &pb.RenewResponse{HeldFor: durationpb.New(heldFor)}, err
+	return &pb.RenewResponse{HeldFor: durationpb.New(d.HeldFor)}, err
 }
 
 func (a api) Release(ctx context.Context, q *pb.Holder) (*pb.ReleaseResponse, error) {
-	held, err := a.service.Release(ctx, holder(q))
-	return &pb.ReleaseResponse{Released: held}, err
+	d, err := a.service.Do(ctx, service.Release, holder(q))
+	return &pb.ReleaseResponse{Released: d.Allowed}, err
 }
 
 func holder(q *pb.Holder) service.Request {
@@ -122,16 +122,16 @@ func holder(q *pb.Holder) service.Request {
 }
 
 func (a api) AcquireAll(ctx context.Context, q *pb.AcquireAllRequest) (*pb.JointDecision, error) {
-	d, err := a.service.AcquireAll(ctx, service.JointRequest{Charges: each(q.GetCharges(), charge), IdempotencyKey: q.RequestId})
+	d, err := a.service.Do(ctx, service.AcquireAll, service.Request{List: each(q.GetCharges(), charge), IdempotencyKey: q.RequestId})
 	return &pb.JointDecision{Whole: decision(d.Decision), Binding: int32(d.Binding), Decisions: each(d.Decisions, decision)}, err
 }
 
 func (a api) SettleAll(ctx context.Context, q *pb.SettleAllRequest) (*pb.JointSettlement, error) {
-	d, err := a.service.SettleAll(ctx, service.JointRequest{Charges: each(q.GetSettlements(), charge), IdempotencyKey: q.RequestId})
+	d, err := a.service.Do(ctx, service.SettleAll, service.Request{List: each(q.GetSettlements(), charge), IdempotencyKey: q.RequestId})
 	return &pb.JointSettlement{Replayed: d.Replayed, Decisions: each(d.Decisions, decision)}, err
 }
 
-func reply(d client.Decision, err error) (*pb.Decision, error) { return decision(d), err }
+func reply(a service.Answer, err error) (*pb.Decision, error) { return decision(a.Decision), err }
 
 func decision(d client.Decision) *pb.Decision { return new(memory).decision(d) }
 
@@ -192,8 +192,8 @@ func (t Tokens) admit(method string, header metadata.MD) error {
 const maxUnderWay = 100
 
 func (a api) AcquireMany(ctx context.Context, q *pb.AcquireManyRequest) (*pb.Answers, error) {
-	list, err := a.service.AcquireMany(ctx, each(q.GetRequests(), request))
-	return &pb.Answers{Answers: answers(list)}, err
+	d, err := a.service.Do(ctx, service.AcquireMany, service.Request{List: each(q.GetRequests(), request)})
+	return &pb.Answers{Answers: answers(d.Answers)}, err
 }
 
 type acquireStream = grpc.BidiStreamingServer[pb.AcquireStreamRequest, pb.AcquireStreamResponse]
@@ -248,8 +248,8 @@ func (a api) AcquireStream(stream acquireStream) error {
 				return ended
 			}
 			unread, err := reserve(stream.Context(), a.service, q)
-			if e, ok := errors.AsType[*service.Error](err); ok {
-				send(&pb.AcquireStreamResponse{Id: q.GetId(), Error: errorOf(e)}) // here, so that a client that does not read is read no further
+			if err != nil {
+				send(&pb.AcquireStreamResponse{Id: q.GetId(), Error: errorOf(err)}) // here, so that a client that does not read is read no further
 				continue
 			}
 			size := 1
@@ -272,16 +272,16 @@ var errStopping = service.StatusWith(codes.Unavailable, "the server stops: messa
 
 func (a api) answer(ctx context.Context, q *pb.AcquireStreamRequest) *pb.AcquireStreamResponse {
 	response := &pb.AcquireStreamResponse{Id: q.GetId()}
-	list, err := a.service.AcquireMany(ctx, each(q.GetRequests(), request))
-	if e, ok := errors.AsType[*service.Error](err); ok {
-		response.Error = errorOf(e)
+	d, err := a.service.Do(ctx, service.AcquireMany, service.Request{List: each(q.GetRequests(), request)})
+	if err != nil {
+		response.Error = errorOf(err)
 	} else {
-		response.Answers = answers(list)
+		response.Answers = answers(d.Answers)
 	}
 	return response
 }
 
-func answers(list []service.Answer) []*pb.Answer {
+func answers(list []client.Answer) []*pb.Answer {
 	answers := make([]*pb.Answer, len(list))
 	all := make([]struct {
 		pb.Answer
@@ -298,7 +298,8 @@ func answers(list []service.Answer) []*pb.Answer {
 	return answers
 }
 
-func errorOf(e *service.Error) *pb.Error {
+func errorOf(err error) *pb.Error {
+	e, _ := errors.AsType[*service.Error](err) // every error of the service is one
 	return &pb.Error{Code: int32(e.Kind.Code()), Message: e.Error(), Reason: e.Kind.Reason(), Sqlstate: e.SQLState}
 }
 

@@ -35,45 +35,24 @@ type api struct {
 // Register adds s to mux. maxBytes bounds a request.
 func Register(mux *http.ServeMux, s *service.Service, maxBytes int64) {
 	a := &api{mux: mux, service: s, maxBytes: maxBytes}
-	handle(a, service.Acquire, "policy key cost idempotency_key", s.Acquire, NewDecision)
-	handle(a, service.AcquireAll, "policy key cost", func(ctx context.Context, r charges) (client.JointDecision, error) {
-		return s.AcquireAll(ctx, service.JointRequest(r))
-	}, newJointDecision)
-	handle(a, service.AcquireMany, "policy key cost idempotency_key", func(ctx context.Context, r requests) ([]service.Answer, error) {
-		return s.AcquireMany(ctx, r.Requests)
-	}, newAnswers)
-	handle(a, service.AcquireUpTo, "policy key at_most at_least idempotency_key", s.AcquireUpTo, newPartialDecision)
-	handle(a, service.Reserve, "policy key cost idempotency_key max_wait", s.Reserve, newReservation)
-	handle(a, service.Charge, "policy key cost idempotency_key", s.Charge, NewDecision)
-	handle(a, service.Settle, "policy key cost idempotency_key", s.Settle, NewDecision)
-	handle(a, service.SettleAll, "policy key cost", func(ctx context.Context, r settlements) (client.JointSettlement, error) {
-		return s.SettleAll(ctx, service.JointRequest{Charges: r.Settlements, IdempotencyKey: r.IdempotencyKey})
-	}, newJointSettlement)
-	handle(a, service.Peek, "policy key cost", s.Peek, NewDecision)
-	handle(a, service.Refund, "policy key amount", s.Refund, NewDecision)
-	handle(a, service.Pause, "policy key pause_for", s.Pause, NewDecision)
-	handle(a, service.Hold, "policy key holder cost", s.Hold, newHoldDecision)
-	handle(a, service.Renew, "policy key holder", s.Renew, newRenewal)
-	handle(a, service.Release, "policy key holder", s.Release, newRelease)
+	a.handle(service.Acquire, newDecision, "policy key cost idempotency_key")
+	a.handle(service.AcquireAll, newJointDecision, "charges idempotency_key", "policy key cost")
+	a.handle(service.AcquireMany, newAnswers, "requests", "policy key cost idempotency_key")
+	a.handle(service.AcquireUpTo, newPartialDecision, "policy key at_most at_least idempotency_key")
+	a.handle(service.Reserve, newReservation, "policy key cost idempotency_key max_wait")
+	a.handle(service.Charge, newDecision, "policy key cost idempotency_key")
+	a.handle(service.Settle, newDecision, "policy key cost idempotency_key")
+	a.handle(service.SettleAll, newJointSettlement, "settlements idempotency_key", "policy key cost")
+	a.handle(service.Peek, newDecision, "policy key cost")
+	a.handle(service.Refund, newDecision, "policy key amount")
+	a.handle(service.Pause, newDecision, "policy key pause_for")
+	a.handle(service.Hold, newHoldDecision, "policy key holder cost")
+	a.handle(service.Renew, newRenewal, "policy key holder")
+	a.handle(service.Release, newRelease, "policy key holder")
 	mux.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
 		Problem{Title: "there is nothing here", Status: http.StatusNotFound, Detail: "The calls are POST /v1/" + strings.Join(a.names, ", ") + ". GET has /livez, /healthz and /metrics."}.Write(w)
 	})
 }
-
-// The requests of calls with a list.
-type (
-	charges struct {
-		Charges        []service.Request `json:"charges"`
-		IdempotencyKey *string           `json:"idempotency_key"`
-	}
-	settlements struct {
-		Settlements    []service.Request `json:"settlements"`
-		IdempotencyKey *string           `json:"idempotency_key"`
-	}
-	requests struct {
-		Requests []service.Request `json:"requests"`
-	}
-)
 
 // fields are those of a request, by their names in JSON. A call knows some of them.
 var fields = map[string]func(*service.Request) any{
@@ -87,22 +66,26 @@ var fields = map[string]func(*service.Request) any{
 	"holder":          func(r *service.Request) any { return &r.Holder },
 	"max_wait":        func(r *service.Request) any { return &r.Time },
 	"pause_for":       func(r *service.Request) any { return &r.Time },
+	"charges":         func(r *service.Request) any { return &r.List },
+	"requests":        func(r *service.Request) any { return &r.List },
+	"settlements":     func(r *service.Request) any { return &r.List },
 }
 
-// readRequest reads a request with these names.
+// readRequest reads a request with these names: its own, and those of the requests in its list.
 func readRequest(names []string) *json.Unmarshalers {
 	return json.UnmarshalFromFunc(func(from *jsontext.Decoder, to *service.Request) error {
 		if from.PeekKind() != '{' {
 			return errors.ErrUnsupported
 		}
 		*to = service.Request{}
+		known := strings.Fields(names[min(1, from.StackDepth())])
 		_, _ = from.ReadToken() // the brace
 		for from.PeekKind() != '}' {
 			name, err := from.ReadToken()
 			if err != nil {
 				return err
 			}
-			if !slices.Contains(names, name.String()) {
+			if !slices.Contains(known, name.String()) {
 				return json.ErrUnknownName
 			}
 			if err := json.UnmarshalDecode(from, fields[name.String()](to)); err != nil {
@@ -129,43 +112,34 @@ var readTime = json.UnmarshalFromFunc(func(from *jsontext.Decoder, to *service.T
 })
 
 // handle adds a call: it reads a request, of which it knows these names, and writes the answer or a [Problem].
-func handle[Q, D, A any](a *api, operation service.Operation, names string, call func(context.Context, Q) (D, error), convert func(D) A) {
+func (a *api) handle(operation service.Operation, convert func(service.Answer) any, names ...string) {
 	a.names = append(a.names, string(operation))
 	// This reader rejects invalid UTF-8, lone surrogates, duplicate names, and text after the object. encoding/json would change such
 	// text, and so charge another bucket.
 	read := json.JoinOptions(json.RejectUnknownMembers(true),
-		json.WithUnmarshalers(json.JoinUnmarshalers(wholeNumbers, readTime, readRequest(strings.Fields(names)))))
+		json.WithUnmarshalers(json.JoinUnmarshalers(wholeNumbers, readTime, readRequest(names))))
 	a.mux.HandleFunc("/v1/"+string(operation), func(w http.ResponseWriter, r *http.Request) {
 		body, ok := ReadPost(w, r, a.maxBytes)
 		if !ok {
 			return
 		}
-		var q Q
+		var q service.Request
 		if err := json.Unmarshal(body, &q, read); err != nil {
 			Unreadable(err).Write(w)
 			return
 		}
-		size := service.Size{Operation: operation, Bytes: len(body)}
-		switch list := any(q).(type) {
-		case charges:
-			size.Elements = len(list.Charges)
-		case settlements:
-			size.Elements = len(list.Settlements)
-		case requests:
-			size.Elements = len(list.Requests)
-		}
-		unread, err := a.service.ReserveAnswer(nil, size)
+		unread, err := a.service.ReserveAnswer(nil, service.Size{Operation: operation, Elements: len(q.List), Bytes: len(body)})
 		if err != nil {
 			NewProblem(err).Write(w)
 			return
 		}
 		defer unread.Done()
-		d, err := call(r.Context(), q)
+		answer, err := a.service.Do(r.Context(), operation, q)
 		if err != nil {
 			NewProblem(err).Write(w)
 			return
 		}
-		text, err := json.Marshal(convert(d))
+		text, err := json.Marshal(convert(answer))
 		if err != nil {
 			NewProblem(err).Write(w)
 			return
@@ -380,14 +354,16 @@ func NewDecision(d client.Decision) Decision {
 	return j
 }
 
+func newDecision(a service.Answer) any { return NewDecision(a.Decision) }
+
 // A partialDecision is client.PartialDecision in JSON.
 type partialDecision struct {
 	Decision
 	Taken int64 `json:"taken"`
 }
 
-func newPartialDecision(d client.PartialDecision) partialDecision {
-	return partialDecision{NewDecision(d.Decision), d.Taken}
+func newPartialDecision(a service.Answer) any {
+	return partialDecision{NewDecision(a.Decision), a.Taken}
 }
 
 // A reservation is client.Reservation in JSON.
@@ -401,9 +377,9 @@ type reservation struct {
 	Shadowed   bool     `json:"shadowed"`
 }
 
-func newReservation(r client.Reservation) reservation {
-	like := NewDecision(client.Decision{RetryAfter: r.Wait, ResetAfter: r.ResetAfter})
-	return reservation{r.Allowed, like.RetryAfter, r.Remaining, like.ResetAfter, r.Capacity, r.Replayed, r.Shadowed}
+func newReservation(a service.Answer) any {
+	d := NewDecision(a.Decision)
+	return reservation{d.Allowed, d.RetryAfter, d.Remaining, d.ResetAfter, d.Capacity, d.Replayed, d.Shadowed}
 }
 
 // A holdDecision is client.HoldDecision in JSON.
@@ -417,19 +393,19 @@ type holdDecision struct {
 	Shadowed   bool     `json:"shadowed"`
 }
 
-func newHoldDecision(d client.HoldDecision) holdDecision {
-	like := NewDecision(client.Decision{RetryAfter: d.RetryAfter})
-	return holdDecision{d.Allowed, d.Remaining, like.RetryAfter, Seconds(d.HeldFor), d.Capacity, d.Renewed, d.Shadowed}
+func newHoldDecision(a service.Answer) any {
+	d := NewDecision(a.Decision)
+	return holdDecision{d.Allowed, d.Remaining, d.RetryAfter, Seconds(a.HeldFor), d.Capacity, d.Replayed, d.Shadowed}
 }
 
-func newRenewal(heldFor time.Duration) map[string]*Seconds {
-	if heldFor == 0 {
+func newRenewal(a service.Answer) any {
+	if !a.Allowed {
 		return map[string]*Seconds{"held_for": nil} // it does not hold
 	}
-	return map[string]*Seconds{"held_for": (*Seconds)(&heldFor)}
+	return map[string]*Seconds{"held_for": (*Seconds)(&a.HeldFor)}
 }
 
-func newRelease(held bool) map[string]bool { return map[string]bool{"released": held} }
+func newRelease(a service.Answer) any { return map[string]bool{"released": a.Allowed} }
 
 // An answer has a decision or an error.
 type answer struct {
@@ -437,9 +413,9 @@ type answer struct {
 	Error    *Problem  `json:"error,omitzero"`
 }
 
-func newAnswers(list []service.Answer) map[string][]answer {
-	all := make([]answer, len(list))
-	for i, a := range list {
+func newAnswers(a service.Answer) any {
+	all := make([]answer, len(a.Answers))
+	for i, a := range a.Answers {
 		if a.Err != nil {
 			all[i].Error = new(NewProblem(a.Err))
 		} else {
@@ -456,8 +432,8 @@ type jointDecision struct {
 	Decisions []Decision `json:"decisions"`
 }
 
-func newJointDecision(d client.JointDecision) jointDecision {
-	return jointDecision{NewDecision(d.Decision), d.Binding, newDecisions(d.Decisions)}
+func newJointDecision(a service.Answer) any {
+	return jointDecision{NewDecision(a.Decision), a.Binding, newDecisions(a.Decisions)}
 }
 
 // A jointSettlement is client.JointSettlement in JSON.
@@ -466,8 +442,8 @@ type jointSettlement struct {
 	Decisions []Decision `json:"decisions"`
 }
 
-func newJointSettlement(d client.JointSettlement) jointSettlement {
-	return jointSettlement{d.Replayed, newDecisions(d.Decisions)}
+func newJointSettlement(a service.Answer) any {
+	return jointSettlement{a.Replayed, newDecisions(a.Decisions)}
 }
 
 func newDecisions(list []client.Decision) []Decision {

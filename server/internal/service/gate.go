@@ -3,6 +3,7 @@ package service
 import (
 	"context"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -25,8 +26,8 @@ type GateCharge struct {
 	Quota bool
 }
 
-// mostOverdrawn is the largest cost that the database charges at once.
-const mostOverdrawn = 9_000_000_000_000
+func (c GateCharge) takes() bool     { return c.Cost > 0 && !c.Overdraw }
+func (c GateCharge) overdraws() bool { return c.Cost > 0 && c.Overdraw }
 
 // Admit takes the cost of all charges or of none. Blocked denies the request, with the decisions of the buckets as they are. Of
 // the whole, only Allowed and Binding count; a denial's decisions are each about its own bucket.
@@ -35,8 +36,9 @@ const mostOverdrawn = 9_000_000_000_000
 // error then leaves tokens taken, but never allows a request that has not paid.
 func (s *Service) Admit(ctx context.Context, charges []GateCharge, blocked bool) (d client.JointDecision, err error) {
 	call, begin := Call{Operation: Gate}, time.Now()
-	call.Err = s.shardOf(keyOf(charges)).call(ctx, true, func(ctx context.Context) (err error) {
-		d, err = s.admit(ctx, charges, blocked)
+	g := gate{s, s.shardOf(keyOf(charges)), charges}
+	call.Err = g.shard.call(ctx, true, func(ctx context.Context) (err error) {
+		d, err = g.admit(ctx, blocked)
 		return err
 	})
 	if call.Err != nil {
@@ -55,52 +57,104 @@ func (s *Service) Admit(ctx context.Context, charges []GateCharge, blocked bool)
 	return d, s.observeCall(call, begin, whole)
 }
 
+// RefundAll gives the cost of the charges back, one bucket after the other. An error leaves the refunds before it in place.
+func (s *Service) RefundAll(ctx context.Context, charges []GateCharge) ([]client.Decision, error) {
+	call, begin, decisions := Call{Operation: Refund}, time.Now(), make([]client.Decision, len(charges))
+	g := gate{s, s.shardOf(keyOf(charges)), charges}
+	call.Err = g.shard.call(ctx, true, func(ctx context.Context) error {
+		return g.each(ctx, decisions, func(_ int, c GateCharge) (Operation, int64) { return Refund, c.Cost })
+	})
+	return decisions, s.observeCall(call, begin, client.Decision{Allowed: true})
+}
+
 // Unmatched observes a request that no rule of the gate matches.
 func (s *Service) Unmatched(domain, keys string) {
 	s.observe(Call{Operation: Gate, Result: NoRule, Domain: domain, Keys: keys})
 }
 
-func (s *Service) admit(ctx context.Context, charges []GateCharge, blocked bool) (d client.JointDecision, err error) {
-	var takes, reads, overdraws bool
-	for _, c := range charges {
-		takes = takes || c.Cost > 0 && !c.Overdraw
-		reads = reads || c.Cost == 0
-		overdraws = overdraws || c.Cost > 0 && c.Overdraw
+// keyOf returns the key whose shard limits the call. Charges that are asked together must be of this shard; others need not.
+func keyOf(charges []GateCharge) string {
+	if len(charges) == 0 {
+		return ""
 	}
-	if reads || blocked && len(charges) > 0 {
-		seen, err := s.acquireAll(ctx, withCost(charges, func(GateCharge) int64 { return 0 }))
+	return charges[0].Key
+}
+
+// A gate decides one request.
+type gate struct {
+	*Service
+	shard   *shard
+	charges []GateCharge
+}
+
+func (g gate) admit(ctx context.Context, blocked bool) (d client.JointDecision, err error) {
+	d.Decisions = make([]client.Decision, len(g.charges))
+	if len(g.charges) == 0 {
+		d.Allowed = !blocked
+		return d, nil
+	}
+	if blocked || slices.ContainsFunc(g.charges, func(c GateCharge) bool { return c.Cost == 0 }) {
+		seen, err := g.ask(ctx, false)
 		if err != nil {
 			return d, err
 		}
 		d.Decisions = seen.Decisions
-		for i, c := range charges {
-			if c.Cost == 0 && !c.Shadow && seen.Decisions[i].Remaining < 1 {
+		for i, c := range g.charges {
+			if c.Cost == 0 && !c.Shadow && d.Decisions[i].Remaining < 1 {
 				blocked, d.Binding = true, i
 			}
 		}
 	}
 	if blocked {
-		return d, s.explain(ctx, charges, d.Decisions)
+		return d, g.explain(ctx, d.Decisions)
 	}
 	d.Allowed = true
-	if takes {
-		if d, err = s.take(ctx, charges); err != nil {
+	if slices.ContainsFunc(g.charges, GateCharge.takes) {
+		if d, err = g.ask(ctx, true); err != nil || !d.Allowed {
 			return d, err
 		}
 	}
-	if d.Allowed {
-		if over := overQuota(charges, d.Decisions); over >= 0 {
-			d.Allowed, d.Binding = false, over
-			if err = s.giveBack(ctx, charges, d.Decisions); err == nil {
-				err = s.explain(ctx, charges, d.Decisions)
+	if over := overQuota(g.charges, d.Decisions); over >= 0 {
+		d.Allowed, d.Binding = false, over
+		err = g.each(ctx, d.Decisions, func(i int, c GateCharge) (Operation, int64) {
+			if !c.takes() || c.Quota || d.Decisions[i].Shadowed { // has taken nothing
+				return "", 0
 			}
-			return d, err
+			return Refund, c.Cost
+		})
+		if err == nil {
+			err = g.explain(ctx, d.Decisions)
 		}
-	}
-	if overdraws && d.Allowed {
-		d.Decisions, err = s.overdraw(ctx, charges, d.Decisions)
+	} else if slices.ContainsFunc(g.charges, GateCharge.overdraws) {
+		err = g.each(ctx, d.Decisions, func(_ int, c GateCharge) (Operation, int64) {
+			if !c.overdraws() {
+				return "", 0
+			}
+			return Charge, min(c.Cost, mostOverdrawn)
+		})
 	}
 	return d, err
+}
+
+// mostOverdrawn is the largest cost that the database charges at once.
+const mostOverdrawn = 9_000_000_000_000
+
+// ask asks for all charges at once, and takes the cost of those that can be denied, or only reads the buckets.
+func (g gate) ask(ctx context.Context, takes bool) (client.JointDecision, error) {
+	r := Request{List: make([]Request, len(g.charges))}
+	for i, c := range g.charges {
+		r.List[i] = Request{Policy: c.Policy, Key: c.Key, Cost: new(int64)}
+		if takes && c.takes() {
+			*r.List[i].Cost = c.Cost
+		}
+	}
+	if takes && len(g.charges) == 1 {
+		a, err := g.shard.ask(ctx, Acquire, r.List[0])
+		a.Decisions = []client.Decision{a.Decision}
+		return a.JointDecision, err
+	}
+	a, err := g.shard.ask(ctx, AcquireAll, r)
+	return a.JointDecision, err
 }
 
 // overQuota returns the last charge with Quota if all such charges are beyond their limits, else -1.
@@ -109,7 +163,7 @@ func overQuota(charges []GateCharge, decisions []client.Decision) int {
 	for i, c := range charges {
 		switch {
 		case !c.Quota:
-		case c.Overdraw && c.Cost > 0, !decisions[i].Shadowed && (c.Cost > 0 || decisions[i].Remaining > 0):
+		case c.overdraws(), !decisions[i].Shadowed && (c.Cost > 0 || decisions[i].Remaining > 0):
 			return -1
 		default:
 			over = i
@@ -118,121 +172,38 @@ func overQuota(charges []GateCharge, decisions []client.Decision) int {
 	return over
 }
 
-// giveBack returns what a request has taken that its quotas deny. They themselves have taken nothing.
-func (s *Service) giveBack(ctx context.Context, charges []GateCharge, decisions []client.Decision) error {
-	own := s.shardOf(keyOf(charges)).ownConnections
-	err := own.Acquire(ctx, 1)
-	if err != nil {
-		return err
-	}
-	defer own.Release(1)
-	for i, c := range charges {
-		if c.Cost > 0 && !c.Overdraw && !c.Quota && !decisions[i].Shadowed {
-			if decisions[i], err = s.shardOf(c.Key).Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
-}
-
-// take takes the cost of all charges that can be denied, and reads the buckets of the rest.
-func (s *Service) take(ctx context.Context, charges []GateCharge) (client.JointDecision, error) {
-	if len(charges) == 1 {
-		d, err := s.shardOf(charges[0].Key).Acquire(ctx, charges[0].Policy, charges[0].Key, client.Cost(charges[0].Cost))
-		return client.JointDecision{Decision: d, Decisions: []client.Decision{d}}, err
-	}
-	return s.acquireAll(ctx, withCost(charges, func(c GateCharge) int64 {
-		if c.Overdraw {
-			return 0
-		}
-		return c.Cost
-	}))
-}
-
-// overdraw takes the cost of the charges that cannot be denied, and keeps the decisions of the rest.
-func (s *Service) overdraw(ctx context.Context, charges []GateCharge, decisions []client.Decision) ([]client.Decision, error) {
-	own := s.shardOf(keyOf(charges)).ownConnections
-	err := own.Acquire(ctx, 1)
-	if err != nil {
-		return nil, err
-	}
-	defer own.Release(1)
-	if decisions == nil {
-		decisions = make([]client.Decision, len(charges))
-	}
-	for i, c := range charges {
-		if c.Overdraw && c.Cost > 0 {
-			if decisions[i], err = s.shardOf(c.Key).Charge(ctx, c.Policy, c.Key, min(c.Cost, mostOverdrawn)); err != nil {
-				return nil, err
-			}
-		}
-	}
-	return decisions, nil
-}
-
 // explain replaces the decision of each bucket that holds less than its charges cost together by a denial with retry_after.
-func (s *Service) explain(ctx context.Context, charges []GateCharge, seen []client.Decision) error {
-	if len(charges) == 0 {
-		return nil
-	}
-	own := s.shardOf(keyOf(charges)).ownConnections
-	err := own.Acquire(ctx, 1)
-	if err != nil {
-		return err
-	}
-	defer own.Release(1)
-	type bucket struct{ policy, key string }
-	costs := make(map[bucket]int64, len(charges))
-	for _, c := range charges {
-		if b := (bucket{c.Policy, c.Key}); !c.Overdraw {
+func (g gate) explain(ctx context.Context, seen []client.Decision) error {
+	costs := make(map[[2]string]int64, len(g.charges)) // of buckets
+	for _, c := range g.charges {
+		if b := [2]string{c.Policy, c.Key}; !c.Overdraw {
 			costs[b] += min(c.Cost, math.MaxInt64-costs[b])
 		}
 	}
-	for i, c := range charges {
-		cost := max(1, costs[bucket{c.Policy, c.Key}])
-		if c.Shadow && !c.Quota || c.Overdraw && c.Cost > 0 || seen[i].Remaining >= cost {
-			continue
+	return g.each(ctx, seen, func(i int, c GateCharge) (Operation, int64) {
+		cost := max(1, costs[[2]string{c.Policy, c.Key}])
+		if c.Shadow && !c.Quota || c.overdraws() || seen[i].Remaining >= cost {
+			return "", 0
 		}
-		d, err := s.shardOf(c.Key).Peek(ctx, c.Policy, c.Key, client.Cost(cost))
-		if err != nil {
-			return err
-		}
-		d.Allowed = false // the bucket may have refilled since it was read
-		seen[i] = d
-	}
-	return nil
+		return Peek, cost
+	})
 }
 
-// RefundAll gives the cost of the charges back, one bucket after the other. An error leaves the refunds before it in place.
-func (s *Service) RefundAll(ctx context.Context, charges []GateCharge) (decisions []client.Decision, err error) {
-	call, begin := Call{Operation: Refund}, time.Now()
-	var d client.Decision
-	call.Err = s.shardOf(keyOf(charges)).call(ctx, false, func(ctx context.Context) (err error) {
-		for _, c := range charges {
-			call.Policy = c.Policy
-			if d, err = s.shardOf(c.Key).Refund(ctx, c.Policy, c.Key, c.Cost); err != nil {
+// each asks about the charges for which step has an operation, on a connection of its own, and replaces their decisions.
+func (g gate) each(ctx context.Context, decisions []client.Decision, step func(int, GateCharge) (Operation, int64)) error {
+	if err := g.shard.ownConnections.Acquire(ctx, 1); err != nil {
+		return err
+	}
+	defer g.shard.ownConnections.Release(1)
+	for i, c := range g.charges {
+		if o, cost := step(i, c); o != "" {
+			a, err := g.shardOf(c.Key).ask(ctx, o, Request{Policy: c.Policy, Key: c.Key, Cost: &cost})
+			if err != nil {
 				return err
 			}
-			decisions = append(decisions, d)
+			a.Allowed = a.Allowed && o != Peek // the bucket may have refilled since it was read
+			decisions[i] = a.Decision
 		}
-		return nil
-	})
-	return decisions, s.observeCall(call, begin, d)
-}
-
-// keyOf returns the key whose shard limits the call. acquireAll refuses keys of several shards; refunds and overdraws alone do not.
-func keyOf(charges []GateCharge) string {
-	if len(charges) == 0 {
-		return ""
 	}
-	return charges[0].Key
-}
-
-func withCost(charges []GateCharge, cost func(GateCharge) int64) []client.Charge {
-	list := make([]client.Charge, len(charges))
-	for i, c := range charges {
-		list[i] = client.Charge{Policy: c.Policy, Key: c.Key, Cost: client.Cost(cost(c))}
-	}
-	return list
+	return nil
 }

@@ -104,7 +104,9 @@ func TestErrors_OfTheTableOfMiddlewares(t *testing.T) {
 		fake.FailAll(cause)
 		s := service.New([]service.Limiter{fake}, roomy, seen.observe)
 		for name, ask := range map[string]func() error{
-			"acquire": func() error { return kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})) },
+			"acquire": func() error {
+				return kit.ErrorOf(s.Do(t.Context(), service.Acquire, service.Request{Policy: "api", Key: "k"}))
+			},
 			"gate": func() error {
 				return kit.ErrorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false))
 			},
@@ -139,14 +141,13 @@ func TestObserve_ARenewalOfNobodyIsNotAllowed(t *testing.T) {
 	t.Parallel()
 	var seen recorder
 	s := service.New([]service.Limiter{newFake(t)}, roomy, seen.observe)
-	for name, ask := range map[string]func(service.Request) error{
-		"renew": func(r service.Request) error { return kit.ErrorOf(s.Renew(t.Context(), r)) }, "release": func(r service.Request) error { return kit.ErrorOf(s.Release(t.Context(), r)) },
-	} {
-		request := service.Request{Policy: "jobs", Key: name, Holder: "h"}
-		require.NoError(t, ask(request))
+	for _, operation := range []service.Operation{service.Renew, service.Release} {
+		request := service.Request{Policy: "jobs", Key: string(operation), Holder: "h"}
+		ask := func() error { return kit.ErrorOf(s.Do(t.Context(), operation, request)) }
+		require.NoError(t, ask())
 		require.Equal(t, client.ResultDenied, seen.last().Result, seen.last().Operation)
-		require.NoError(t, kit.ErrorOf(s.Hold(t.Context(), request)))
-		require.NoError(t, ask(request))
+		require.NoError(t, kit.ErrorOf(s.Do(t.Context(), service.Hold, request)))
+		require.NoError(t, ask())
 		require.Equal(t, client.ResultAllowed, seen.last().Result, seen.last().Operation)
 	}
 }
@@ -160,9 +161,9 @@ func TestAcquireMany_AnErrorNamesTheRequestOfTheCall(t *testing.T) {
 	for i := range 20 {
 		requests = append(requests, service.Request{Policy: "api", Key: fmt.Sprint(i), Cost: new(int64(-1))})
 	}
-	for i, a := range kit.NoError(s.AcquireMany(t.Context(), requests))(t) {
+	for i, a := range kit.NoError(s.Do(t.Context(), service.AcquireMany, service.Request{List: requests}))(t).Answers {
 		requireKind(t, service.InvalidArgument, a.Err)
-		require.Contains(t, a.Err.Detail, fmt.Sprintf("requests[%d]", i))
+		require.ErrorContains(t, a.Err, fmt.Sprintf("requests[%d]", i))
 	}
 }
 
@@ -175,7 +176,7 @@ func TestErrors_TheEndOfAContext(t *testing.T) {
 	gone, leave := context.WithCancel(t.Context())
 	leave()
 	for ctx, kind := range map[context.Context]service.Kind{late: service.DeadlineExceeded, gone: service.Canceled} {
-		requireKind(t, kind, kit.ErrorOf(s.Acquire(ctx, service.Request{Policy: "nobody", Key: "k"})))
+		requireKind(t, kind, kit.ErrorOf(s.Do(ctx, service.Acquire, service.Request{Policy: "nobody", Key: "k"})))
 	}
 }
 
@@ -192,13 +193,13 @@ func TestObserve_TellsGrantsInAdvance(t *testing.T) {
 	t.Parallel()
 	var seen recorder
 	s := service.New([]service.Limiter{prefetched{newFake(t)}}, roomy, seen.observe)
-	d := kit.NoError(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"}))(t)
+	d := kit.NoError(s.Do(t.Context(), service.Acquire, service.Request{Policy: "api", Key: "k"}))(t)
 	require.True(t, d.Estimated && seen.last().Prefetched)
 	require.NoError(t, kit.ErrorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}}, false)))
 	require.True(t, seen.last().Prefetched)
-	require.NoError(t, kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k", Cost: new(int64(10))})))
+	require.NoError(t, kit.ErrorOf(s.Do(t.Context(), service.Acquire, service.Request{Policy: "api", Key: "k", Cost: new(int64(10))})))
 	require.False(t, seen.last().Prefetched, "a denial")
-	require.NoError(t, kit.ErrorOf(s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"})))
+	require.NoError(t, kit.ErrorOf(s.Do(t.Context(), service.Peek, service.Request{Policy: "api", Key: "k"})))
 	require.False(t, seen.last().Prefetched)
 }
 
@@ -263,10 +264,10 @@ func TestLimits_OfOneShardRefuseItsOwnRequests(t *testing.T) {
 	}
 	var caller sync.WaitGroup
 	caller.Go(func() {
-		assert.NoError(t, kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: keys[1]})))
+		assert.NoError(t, kit.ErrorOf(s.Do(t.Context(), service.Acquire, service.Request{Policy: "api", Key: keys[1]})))
 	})
 	<-limiter.asked
-	answers := kit.NoError(s.AcquireMany(t.Context(), []service.Request{{Policy: "api", Key: keys[1]}, {Policy: "api", Key: keys[0]}}))(t)
+	answers := kit.NoError(s.Do(t.Context(), service.AcquireMany, service.Request{List: []service.Request{{Policy: "api", Key: keys[1]}, {Policy: "api", Key: keys[0]}}}))(t).Answers
 	requireKind(t, service.Overloaded, answers[0].Err)
 	require.Nil(t, answers[1].Err)
 	require.EqualValues(t, 9, answers[1].Decision.Remaining)
@@ -285,19 +286,21 @@ func TestLimits_CallsOfTheirOwnWaitForEachOther(t *testing.T) {
 	limiter := newStuck(t)
 	s := service.New([]service.Limiter{limiter}, service.Limits{Calls: 100, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
 	var callers sync.WaitGroup
-	callers.Go(func() { assert.NoError(t, kit.ErrorOf(s.Peek(t.Context(), service.Request{Policy: "api", Key: "k"}))) })
+	callers.Go(func() {
+		assert.NoError(t, kit.ErrorOf(s.Do(t.Context(), service.Peek, service.Request{Policy: "api", Key: "k"})))
+	})
 	<-limiter.asked
 
 	short, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	requireKind(t, service.DeadlineExceeded, kit.ErrorOf(s.Peek(short, service.Request{Policy: "api", Key: "k"})))
+	requireKind(t, service.DeadlineExceeded, kit.ErrorOf(s.Do(short, service.Peek, service.Request{Policy: "api", Key: "k"})))
 	short, cancel = context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	requireKind(t, service.DeadlineExceeded, kit.ErrorOf(s.Acquire(short, service.Request{Policy: "api", Key: strings.Repeat("k", 513)})), "nobody can share its call")
+	requireKind(t, service.DeadlineExceeded, kit.ErrorOf(s.Do(short, service.Acquire, service.Request{Policy: "api", Key: strings.Repeat("k", 513)})), "nobody can share its call")
 	require.Empty(t, limiter.asked, "neither has asked")
 
 	callers.Go(func() {
-		assert.NoError(t, kit.ErrorOf(s.Acquire(t.Context(), service.Request{Policy: "api", Key: "k"})))
+		assert.NoError(t, kit.ErrorOf(s.Do(t.Context(), service.Acquire, service.Request{Policy: "api", Key: "k"})))
 	})
 	<-limiter.asked // beside the Peek that is stuck
 	close(limiter.let)

@@ -72,3 +72,20 @@ func (s *shard) call(ctx context.Context, shares bool, call func(context.Context
 	}
 	return s.errorOf(ctx, call(ctx))
 }
+
+// A Limiter is a *[client.Prefetcher].
+type Limiter interface {
+	client.Acquirer
+	AcquireMany(ctx context.Context, requests []client.Request) []client.Answer
+	AcquireUpTo(ctx context.Context, policy, key string, atMost int64, opts ...client.CallOption) (client.PartialDecision, error)
+	Reserve(ctx context.Context, policy, key string, maxWait time.Duration, opts ...client.CallOption) (client.Reservation, error)
+	Charge(ctx context.Context, policy, key string, cost int64, opts ...client.CallOption) (client.Decision, error)
+	Settle(ctx context.Context, policy, key, idempotencyKey string, cost int64) (client.Decision, error)
+	SettleAll(ctx context.Context, settlements []client.Charge, idempotencyKey string) (client.JointSettlement, error)
+	Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error)
+	Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error)
+	Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (client.Decision, error)
+	HoldAs(ctx context.Context, policy, key, holder string, opts ...client.CallOption) (client.HoldDecision, error)
+	Renew(ctx context.Context, policy, key, holder string) (heldFor time.Duration, err error)
+	Release(ctx context.Context, policy, key, holder string) (held bool, err error)
+}
