@@ -34,37 +34,32 @@ func (c GateCharge) overdraws() bool { return c.Cost > 0 && c.Overdraw }
 //
 // Buckets of cost 0 are read before tokens are taken elsewhere. Charges that overdraw come last, since they cannot be denied: an
 // error then leaves tokens taken, but never allows a request that has not paid.
-func (s *Service) Admit(ctx context.Context, charges []GateCharge, blocked bool) (d client.JointDecision, err error) {
-	call, begin := Call{Operation: Gate}, time.Now()
-	g := gate{s, s.shardOf(keyOf(charges)), charges}
-	call.Err = g.shard.call(ctx, true, func(ctx context.Context) (err error) {
-		d, err = g.admit(ctx, blocked)
-		return err
-	})
+func (s *Service) Admit(ctx context.Context, charges []GateCharge, blocked bool) (client.JointDecision, error) {
+	call, begin, g := Call{Operation: Gate}, time.Now(), s.newGate(charges)
+	call.Err = g.shard.call(ctx, func(ctx context.Context) error { return g.admit(ctx, blocked) })
 	if call.Err != nil {
 		return client.JointDecision{}, s.observeCall(call, begin, client.Decision{})
 	}
-	whole := client.Decision{Allowed: d.Allowed}
-	for i, decision := range d.Decisions {
-		if d.Allowed && decision.Shadowed && !whole.Shadowed {
-			whole.Shadowed, d.Binding = true, i // metrics name the policy in shadow
+	whole := client.Decision{Allowed: g.Allowed}
+	for i, d := range g.Decisions {
+		if g.Allowed && d.Shadowed && !whole.Shadowed {
+			whole.Shadowed, g.Binding = true, i // metrics name the policy in shadow
 		}
-		whole.Estimated = whole.Estimated || decision.Estimated
+		whole.Estimated = whole.Estimated || d.Estimated
 	}
 	if len(charges) > 0 {
-		call.Policy = charges[d.Binding].Policy
+		call.Policy = charges[g.Binding].Policy
 	}
-	return d, s.observeCall(call, begin, whole)
+	return g.JointDecision, s.observeCall(call, begin, whole)
 }
 
 // RefundAll gives the cost of the charges back, one bucket after the other. An error leaves the refunds before it in place.
 func (s *Service) RefundAll(ctx context.Context, charges []GateCharge) ([]client.Decision, error) {
-	call, begin, decisions := Call{Operation: Refund}, time.Now(), make([]client.Decision, len(charges))
-	g := gate{s, s.shardOf(keyOf(charges)), charges}
-	call.Err = g.shard.call(ctx, true, func(ctx context.Context) error {
-		return g.each(ctx, decisions, func(_ int, c GateCharge) (Operation, int64) { return Refund, c.Cost })
+	call, begin, g := Call{Operation: Refund}, time.Now(), s.newGate(charges)
+	call.Err = g.shard.call(ctx, func(ctx context.Context) error {
+		return g.each(ctx, Refund, func(_ int, c GateCharge) int64 { return c.Cost })
 	})
-	return decisions, s.observeCall(call, begin, client.Decision{Allowed: true})
+	return g.Decisions, s.observeCall(call, begin, client.Decision{Allowed: true})
 }
 
 // Unmatched observes a request that no rule of the gate matches.
@@ -72,75 +67,71 @@ func (s *Service) Unmatched(domain, keys string) {
 	s.observe(Call{Operation: Gate, Result: NoRule, Domain: domain, Keys: keys})
 }
 
-// keyOf returns the key whose shard limits the call. Charges that are asked together must be of this shard; others need not.
-func keyOf(charges []GateCharge) string {
-	if len(charges) == 0 {
-		return ""
-	}
-	return charges[0].Key
-}
-
 // A gate decides one request.
 type gate struct {
 	*Service
-	shard   *shard
 	charges []GateCharge
+	shard   *shard // of the first charge. ask refuses charges of others; refunds and overdraws alone may have several
+
+	client.JointDecision // so far
 }
 
-func (g gate) admit(ctx context.Context, blocked bool) (d client.JointDecision, err error) {
-	d.Decisions = make([]client.Decision, len(g.charges))
-	if len(g.charges) == 0 {
-		d.Allowed = !blocked
-		return d, nil
+func (s *Service) newGate(charges []GateCharge) *gate {
+	g := &gate{Service: s, charges: charges, shard: s.shards[0]}
+	if len(charges) > 0 {
+		g.shard = s.shardOf(charges[0].Key)
 	}
-	if blocked || slices.ContainsFunc(g.charges, func(c GateCharge) bool { return c.Cost == 0 }) {
-		seen, err := g.ask(ctx, false)
-		if err != nil {
-			return d, err
+	g.Decisions = make([]client.Decision, len(charges))
+	return g
+}
+
+func (g *gate) admit(ctx context.Context, blocked bool) error {
+	reads := slices.ContainsFunc(g.charges, func(c GateCharge) bool { return c.Cost == 0 })
+	if reads || blocked && len(g.charges) > 0 {
+		if err := g.ask(ctx, false); err != nil {
+			return err
 		}
-		d.Decisions = seen.Decisions
+		g.Binding = 0
 		for i, c := range g.charges {
-			if c.Cost == 0 && !c.Shadow && d.Decisions[i].Remaining < 1 {
-				blocked, d.Binding = true, i
+			if c.Cost == 0 && !c.Shadow && g.Decisions[i].Remaining < 1 {
+				blocked, g.Binding = true, i
 			}
 		}
 	}
-	if blocked {
-		return d, g.explain(ctx, d.Decisions)
-	}
-	d.Allowed = true
-	if slices.ContainsFunc(g.charges, GateCharge.takes) {
-		if d, err = g.ask(ctx, true); err != nil || !d.Allowed {
-			return d, err
+	g.Allowed = !blocked
+	if g.Allowed && slices.ContainsFunc(g.charges, GateCharge.takes) {
+		if err := g.ask(ctx, true); err != nil || !g.Allowed {
+			return err
 		}
 	}
-	if over := overQuota(g.charges, d.Decisions); over >= 0 {
-		d.Allowed, d.Binding = false, over
-		err = g.each(ctx, d.Decisions, func(i int, c GateCharge) (Operation, int64) {
-			if !c.takes() || c.Quota || d.Decisions[i].Shadowed { // has taken nothing
-				return "", 0
+	if over := g.overQuota(); g.Allowed && over >= 0 {
+		g.Allowed, g.Binding = false, over
+		err := g.each(ctx, Refund, func(i int, c GateCharge) int64 {
+			if !c.takes() || c.Quota || g.Decisions[i].Shadowed { // has taken nothing
+				return none
 			}
-			return Refund, c.Cost
+			return c.Cost
 		})
-		if err == nil {
-			err = g.explain(ctx, d.Decisions)
+		if err != nil {
+			return err
 		}
-	} else if slices.ContainsFunc(g.charges, GateCharge.overdraws) {
-		err = g.each(ctx, d.Decisions, func(_ int, c GateCharge) (Operation, int64) {
-			if !c.overdraws() {
-				return "", 0
-			}
-			return Charge, min(c.Cost, mostOverdrawn)
-		})
 	}
-	return d, err
+	if !g.Allowed {
+		return g.explain(ctx)
+	}
+	return g.each(ctx, Charge, func(_ int, c GateCharge) int64 {
+		if !c.overdraws() {
+			return none
+		}
+		return min(c.Cost, mostOverdrawn)
+	})
 }
 
 // mostOverdrawn is the largest cost that the database charges at once.
 const mostOverdrawn = 9_000_000_000_000
 
 // ask asks for all charges at once, and takes the cost of those that can be denied, or only reads the buckets.
-func (g gate) ask(ctx context.Context, takes bool) (client.JointDecision, error) {
+func (g *gate) ask(ctx context.Context, takes bool) error {
 	r := Request{List: make([]Request, len(g.charges))}
 	for i, c := range g.charges {
 		r.List[i] = Request{Policy: c.Policy, Key: c.Key, Cost: new(int64)}
@@ -148,22 +139,25 @@ func (g gate) ask(ctx context.Context, takes bool) (client.JointDecision, error)
 			*r.List[i].Cost = c.Cost
 		}
 	}
-	if takes && len(g.charges) == 1 {
-		a, err := g.shard.ask(ctx, Acquire, r.List[0])
-		a.Decisions = []client.Decision{a.Decision}
-		return a.JointDecision, err
+	o, isAlone := AcquireAll, takes && len(r.List) == 1
+	if isAlone {
+		o, r = Acquire, r.List[0]
 	}
-	a, err := g.shard.ask(ctx, AcquireAll, r)
-	return a.JointDecision, err
+	a, err := g.shard.ask(ctx, o, r)
+	if isAlone {
+		a.Decisions = []client.Decision{a.Decision}
+	}
+	g.JointDecision = a.JointDecision
+	return err
 }
 
 // overQuota returns the last charge with Quota if all such charges are beyond their limits, else -1.
-func overQuota(charges []GateCharge, decisions []client.Decision) int {
+func (g *gate) overQuota() int {
 	over := -1
-	for i, c := range charges {
-		switch {
+	for i, c := range g.charges {
+		switch d := g.Decisions[i]; {
 		case !c.Quota:
-		case c.overdraws(), !decisions[i].Shadowed && (c.Cost > 0 || decisions[i].Remaining > 0):
+		case c.overdraws(), !d.Shadowed && (c.Cost > 0 || d.Remaining > 0):
 			return -1
 		default:
 			over = i
@@ -173,37 +167,38 @@ func overQuota(charges []GateCharge, decisions []client.Decision) int {
 }
 
 // explain replaces the decision of each bucket that holds less than its charges cost together by a denial with retry_after.
-func (g gate) explain(ctx context.Context, seen []client.Decision) error {
+func (g *gate) explain(ctx context.Context) error {
 	costs := make(map[[2]string]int64, len(g.charges)) // of buckets
 	for _, c := range g.charges {
 		if b := [2]string{c.Policy, c.Key}; !c.Overdraw {
 			costs[b] += min(c.Cost, math.MaxInt64-costs[b])
 		}
 	}
-	return g.each(ctx, seen, func(i int, c GateCharge) (Operation, int64) {
+	return g.each(ctx, Peek, func(i int, c GateCharge) int64 {
 		cost := max(1, costs[[2]string{c.Policy, c.Key}])
-		if c.Shadow && !c.Quota || c.overdraws() || seen[i].Remaining >= cost {
-			return "", 0
+		if c.Shadow && !c.Quota || c.overdraws() || g.Decisions[i].Remaining >= cost {
+			return none
 		}
-		return Peek, cost
+		return cost
 	})
 }
 
-// each asks about the charges for which step has an operation, on a connection of its own, and replaces their decisions.
-func (g gate) each(ctx context.Context, decisions []client.Decision, step func(int, GateCharge) (Operation, int64)) error {
-	if err := g.shard.ownConnections.Acquire(ctx, 1); err != nil {
-		return err
-	}
-	defer g.shard.ownConnections.Release(1)
+// none is the cost of a charge that each leaves out.
+const none = -1
+
+// each asks about one charge after the other, at the cost of this step, and replaces their decisions.
+func (g *gate) each(ctx context.Context, o Operation, costOf func(int, GateCharge) int64) error {
 	for i, c := range g.charges {
-		if o, cost := step(i, c); o != "" {
-			a, err := g.shardOf(c.Key).ask(ctx, o, Request{Policy: c.Policy, Key: c.Key, Cost: &cost})
-			if err != nil {
-				return err
-			}
-			a.Allowed = a.Allowed && o != Peek // the bucket may have refilled since it was read
-			decisions[i] = a.Decision
+		cost := costOf(i, c)
+		if cost == none {
+			continue
 		}
+		a, err := g.shardOf(c.Key).ask(ctx, o, Request{Policy: c.Policy, Key: c.Key, Cost: &cost})
+		if err != nil {
+			return err
+		}
+		a.Allowed = a.Allowed && o != Peek // the bucket may have refilled since it was read
+		g.Decisions[i] = a.Decision
 	}
 	return nil
 }

@@ -120,9 +120,10 @@ func (r Request) cost() (cost client.CostOption) {
 // maxShared is the longest text, in bytes, that the Combiner puts into a shared call.
 const maxShared = 512
 
-// canShare reports whether the request may travel in a call with others. A request with a text that is too long gets a connection
-// of its own, and the error of the database.
-func (r Request) canShare() bool {
-	return len(r.Policy) <= maxShared && len(r.Key) <= maxShared && (r.IdempotencyKey == nil || len(*r.IdempotencyKey) <= maxShared) &&
-		!slices.ContainsFunc(r.List, func(c Request) bool { return !c.canShare() })
+// canShare reports whether the call may travel with others. One with a text that is too long has a connection of its own, and the error
+// of the database.
+func (r Request) canShare(o Operation) bool {
+	return (o == Acquire || o == AcquireAll || o == AcquireMany) &&
+		len(r.Policy) <= maxShared && len(r.Key) <= maxShared && (r.IdempotencyKey == nil || len(*r.IdempotencyKey) <= maxShared) &&
+		!slices.ContainsFunc(r.List, func(c Request) bool { return !c.canShare(o) })
 }

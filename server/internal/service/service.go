@@ -2,10 +2,9 @@
 //
 //  1. Package jsonapi or grpcapi reads a message, and makes of it an [Operation] and a [Request] (request.go) for [Service.Do].
 //     Package envoy calls Admit (gate.go).
-//  2. shard.call (shard.go) refuses the call if the shard of its key has too many, and gives it a deadline. A call that cannot share
-//     a connection with others waits for one of those that are set apart.
+//  2. shard.call (shard.go) refuses the call if the shard of its key has too many, and gives it a deadline.
 //  3. ask makes the call of the client. The [Limiter] of the shard is a Prefetcher, which sends the request together with those of
-//     other callers.
+//     other callers. A call that cannot share a connection waits for one of those that are set apart.
 //  4. observeCall passes the [Call] to metrics and log. The caller gets the [Answer], or an [Error] (errors.go).
 //
 // A long answer takes memory until it is read. ReserveAnswer (unread.go) bounds that.
@@ -47,8 +46,8 @@ func (s *Service) Do(ctx context.Context, o Operation, r Request) (a Answer, err
 	case o == AcquireMany:
 		return Answer{Answers: s.acquireMany(ctx, r.List)}, nil
 	default:
-		shard, shares := s.shardOf(r.Key), (o == Acquire || o == AcquireAll) && r.canShare()
-		call.Err = shard.call(ctx, shares, func(ctx context.Context) (err error) {
+		shard := s.shardOf(r.Key)
+		call.Err = shard.call(ctx, func(ctx context.Context) (err error) {
 			a, err = shard.ask(ctx, o, r)
 			return err
 		})
@@ -74,9 +73,12 @@ type Answer struct {
 // ask makes the call of the client.
 func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err error) {
 	var charges []client.Charge
-	for i, c := range r.List { // one transaction, and so of one database
-		switch other := client.ShardOf(c.Key, s.of); {
-		case other == s.number:
+	var requests []client.Request
+	for i, c := range r.List {
+		switch {
+		case o == AcquireMany:
+			requests = append(requests, client.Request{Policy: c.policy(), Key: c.Key, Cost: c.cost(), IdempotencyKey: c.IdempotencyKey})
+		case client.ShardOf(c.Key, s.of) == s.number: // one transaction, and so of one database
 			charges = append(charges, client.Charge{Policy: c.policy(), Key: c.Key, Cost: c.cost()})
 		case o == SettleAll:
 			return a, Invalid("the settlements belong to several shards", fmt.Sprintf("Settlement %d is of another shard than settlement 0.", i),
@@ -84,8 +86,16 @@ func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err 
 		default:
 			return a, fmt.Errorf("acquire all: %w: charge 0 to shard %d and charge %d to shard %d of %d, and a request is one transaction in "+
 				"one database. Give limits that are asked for together the same key, under different policies; or ask for each alone, and "+
-				"refund when a later one is denied", client.ErrSeveralShards, s.number, i, other, s.of)
+				"refund when a later one is denied", client.ErrSeveralShards, s.number, i, client.ShardOf(c.Key, s.of), s.of)
 		}
+	}
+	if r.canShare(o) {
+		err = ctx.Err()
+	} else if err = s.ownConnections.Acquire(ctx, 1); err == nil {
+		defer s.ownConnections.Release(1)
+	}
+	if err != nil {
+		return a, err
 	}
 	policy, opts := r.policy(), make([]client.CallOption, 0, 2)
 	if r.IdempotencyKey != nil {
@@ -97,6 +107,8 @@ func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err 
 		a.Decision, err = s.Acquire(ctx, policy, r.Key, withCost...)
 	case AcquireAll:
 		a.JointDecision, err = s.AcquireAll(ctx, charges, opts...)
+	case AcquireMany:
+		a.Answers = s.AcquireMany(ctx, requests)
 	case AcquireUpTo:
 		if r.AtLeast != nil {
 			opts = append(opts, client.AtLeast(*r.AtLeast))
@@ -147,23 +159,22 @@ func (s *Service) acquireMany(ctx context.Context, requests []Request) []client.
 	var calls sync.WaitGroup
 	for shard, numbers := range of {
 		calls.Go(func() {
-			asked, shares := make([]client.Request, len(numbers)), true
+			part := Request{List: make([]Request, len(numbers))}
 			for i, n := range numbers {
-				r := requests[n]
-				asked[i] = client.Request{Policy: r.policy(), Key: r.Key, Cost: r.cost(), IdempotencyKey: r.IdempotencyKey}
-				shares = shares && r.canShare()
+				part.List[i] = requests[n]
 			}
 			give := func(i int, d client.Decision, err *Error) {
-				call := Call{Operation: AcquireMany, Policy: asked[i].Policy, Err: err}
+				call := Call{Operation: AcquireMany, Policy: part.List[i].policy(), Err: err}
 				answers[numbers[i]] = client.Answer{Decision: d, Err: s.observeCall(call, begin, d)}
 			}
-			err := shard.call(ctx, shares, func(ctx context.Context) error {
-				for i, a := range shard.AcquireMany(ctx, asked) {
-					give(i, a.Decision, shard.errorOf(ctx, a.Err).inRequest(numbers[i]))
+			err := shard.call(ctx, func(ctx context.Context) error {
+				a, err := shard.ask(ctx, AcquireMany, part)
+				for i, answer := range a.Answers {
+					give(i, answer.Decision, shard.errorOf(ctx, answer.Err).inRequest(numbers[i]))
 				}
-				return nil
+				return err
 			})
-			for i := range asked {
+			for i := range numbers {
 				if err != nil {
 					give(i, client.Decision{}, err)
 				}

@@ -52,24 +52,14 @@ func (s *Service) UnderWay() (n int64) {
 	return n
 }
 
-// call makes a call within the limits. A call that shares travels with others, on the connections of the Combiner. Any other call
-// waits for one of OwnConnections.
-func (s *shard) call(ctx context.Context, shares bool, call func(context.Context) error) *Error {
+// call makes a call within the limits.
+func (s *shard) call(ctx context.Context, call func(context.Context) error) *Error {
 	defer s.calls.Add(-1)
 	if s.calls.Add(1) > int64(s.limits.Calls) {
 		return newError(Overloaded)
 	}
 	ctx, cancel := context.WithTimeout(ctx, s.limits.Time)
 	defer cancel()
-	if !shares {
-		if err := s.ownConnections.Acquire(ctx, 1); err != nil {
-			return s.errorOf(ctx, err)
-		}
-		defer s.ownConnections.Release(1)
-	}
-	if ctx.Err() != nil {
-		return s.errorOf(ctx, ctx.Err())
-	}
 	return s.errorOf(ctx, call(ctx))
 }
 
