@@ -300,7 +300,7 @@ func answers(list []client.Answer) []*pb.Answer {
 
 func errorOf(err error) *pb.Error {
 	e, _ := errors.AsType[*service.Error](err) // every error of the service is one
-	return &pb.Error{Code: int32(e.Kind.Code()), Message: e.Error(), Reason: e.Kind.Reason(), Sqlstate: e.SQLState}
+	return &pb.Error{Code: int32(e.Kind.Code), Message: e.Error(), Reason: e.Kind.Reason, Sqlstate: e.SQLState}
 }
 
 func each[From, To any](list []From, convert func(From) To) []To {

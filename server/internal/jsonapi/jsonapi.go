@@ -316,7 +316,7 @@ func NewProblem(err error) Problem {
 	if !errors.As(err, &e) {
 		return Problem{Title: "internal error", Status: http.StatusInternalServerError}
 	}
-	return Problem{Title: e.Message, Status: e.Kind.Status(), Detail: e.Detail, Hint: e.Hint, SQLState: e.SQLState}
+	return Problem{Title: e.Message, Status: e.Kind.Status, Detail: e.Detail, Hint: e.Hint, SQLState: e.SQLState}
 }
 
 // Write writes the problem as the response.

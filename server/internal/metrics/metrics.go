@@ -106,7 +106,7 @@ func (m *Metrics) Observe(call service.Call) {
 	ctx := context.Background()
 	code := "OK"
 	if call.Err != nil {
-		code = call.Err.Kind.Reason()
+		code = call.Err.Kind.Reason
 	}
 	m.calls.Add(ctx, 1, m.of(outcome{operation: string(call.Operation), code: code})...)
 	if call.Operation.Takes() {

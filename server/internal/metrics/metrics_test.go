@@ -46,7 +46,7 @@ func series(m *metrics.Metrics, name string) (lines []string) {
 func TestMetrics_UnknownPoliciesShareOneSeries(t *testing.T) {
 	t.Parallel()
 	m := newMetrics(t)
-	for i, kind := range []service.Kind{service.UnknownPolicy, service.Unavailable, service.InvalidArgument, service.Overloaded} {
+	for i, kind := range []*service.Kind{service.UnknownPolicy, service.Unavailable, service.InvalidArgument, service.Overloaded} {
 		m.Observe(service.Call{Operation: service.Acquire, Policy: fmt.Sprint("policy ", i), Result: client.ResultError, Err: &service.Error{Kind: kind}})
 	}
 	require.Equal(t, []string{`ratelimit_requests_total{policy="_other",result="error"} 4`}, series(m, "ratelimit_requests_total"))

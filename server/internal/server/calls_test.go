@@ -208,7 +208,7 @@ func TestErrors_OfRequests(t *testing.T) {
 	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "hold", `{"policy":"jobs","key":"k","holder":"used"}`)))
 	for name, r := range map[string]struct {
 		path, body     string
-		kind           service.Kind
+		kind           *service.Kind
 		sqlState, says string
 	}{
 		"unknown policy":             {"acquire", `{"policy":"nobody","key":"k"}`, service.UnknownPolicy, "RL001", "unknown policy"},
@@ -248,17 +248,17 @@ func TestErrors_OfRequests(t *testing.T) {
 }
 
 // requireError makes a call in both protocols, which fails. What code each of them has for a kind, TestKinds_HaveCodes tells.
-func requireError(t *testing.T, s *testServer, path, body string, kind service.Kind, sqlState string) (answer, error) {
+func requireError(t *testing.T, s *testServer, path, body string, kind *service.Kind, sqlState string) (answer, error) {
 	_, err := s.call(t.Context(), path, body)
-	require.Equal(t, kind.Code(), status.Code(err), "%v", err)
-	requireInfo(t, err, kind.Reason(), sqlState)
+	require.Equal(t, kind.Code, status.Code(err), "%v", err)
+	requireInfo(t, err, kind.Reason, sqlState)
 	a := s.mustPost("/v1/"+path, body)
-	requireProblem(t, a, kind.Status(), sqlState)
+	requireProblem(t, a, kind.Status, sqlState)
 	return a, err
 }
 
 // requireFault makes a call in both protocols whose error the database is to blame for.
-func requireFault(t *testing.T, s *testServer, kind service.Kind, sqlState string) {
+func requireFault(t *testing.T, s *testServer, kind *service.Kind, sqlState string) {
 	_, _ = requireError(t, s, "acquire", `{"policy":"api","key":"secret"}`, kind, sqlState)
 	require.Contains(t, s.log.String(), "call failed", "what callers are not told is in the log")
 	require.NotContains(t, s.log.String(), "secret", "but no key")
@@ -267,7 +267,7 @@ func requireFault(t *testing.T, s *testServer, kind service.Kind, sqlState strin
 func TestErrors_OfTheDatabase(t *testing.T) {
 	type testCase struct {
 		setting  string
-		kind     service.Kind
+		kind     *service.Kind
 		sqlState string
 	}
 	kit.InParallel(t, map[string]testCase{
@@ -386,7 +386,7 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire", `{"policy":"api","key":"k","idempotency_key":"used"}`)))
 	const good = `{"policy":"api","key":"k"},`
 	for bad, want := range map[string]struct {
-		kind        service.Kind
+		kind        *service.Kind
 		state, says string
 	}{
 		`{"policy":"nobody","key":"k"}`:        {service.UnknownPolicy, "RL001", "No policy is named 'nobody'"},
@@ -406,7 +406,7 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 		require.Equal(t, pb.Verdict_ALLOWED, answers[0].GetDecision().GetVerdict())
 		require.Equal(t, pb.Verdict_ALLOWED, answers[2].GetDecision().GetVerdict())
 		e := answers[1].GetError()
-		require.Equal(t, []any{int32(want.kind.Code()), want.kind.Reason(), want.state}, []any{e.GetCode(), e.GetReason(), e.GetSqlstate()}, "%s: %v", bad, e)
+		require.Equal(t, []any{int32(want.kind.Code), want.kind.Reason, want.state}, []any{e.GetCode(), e.GetReason(), e.GetSqlstate()}, "%s: %v", bad, e)
 		require.Contains(t, e.GetMessage(), want.says)
 
 		a := s.mustPost("/v1/acquire_many", body)
@@ -414,7 +414,7 @@ func TestAcquireMany_ABadRequestDoesNotFailTheOthers(t *testing.T) {
 		inJSON := a.body["answers"].([]any)
 		require.NotContains(t, inJSON[0], "error")
 		problem := inJSON[1].(map[string]any)["error"].(map[string]any)
-		require.EqualValues(t, want.kind.Status(), problem["status"])
+		require.EqualValues(t, want.kind.Status, problem["status"])
 		require.Equal(t, want.state, problem["sqlstate"])
 		require.Contains(t, fmt.Sprint(problem["title"], problem["detail"]), want.says)
 	}

@@ -320,8 +320,8 @@ func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 	promtool(t, "test", "rules", file)
 
 	var reasons []string
-	for kind := service.UnknownPolicy; kind <= service.Internal; kind++ {
-		reasons = append(reasons, kind.Reason())
+	for _, kind := range service.Kinds {
+		reasons = append(reasons, kind.Reason)
 	}
 	for _, codes := range regexp.MustCompile(`code=~?"(.*?)"`).FindAllStringSubmatch(string(text), -1) {
 		for code := range strings.SplitSeq(codes[1], "|") {

@@ -178,7 +178,7 @@ func (l *callLog) observe(call service.Call) {
 		if err.Unwrap() != nil {
 			cause = err.Unwrap().Error()
 		}
-		facts := []string{"operation", string(call.Operation), "reason", err.Kind.Reason(), "sqlstate", err.SQLState, "error", cause}
+		facts := []string{"operation", string(call.Operation), "reason", err.Kind.Reason, "sqlstate", err.SQLState, "error", cause}
 		if remedy := err.Remedy(); remedy != "" {
 			facts = append(facts, "remedy", remedy)
 		}

@@ -16,7 +16,7 @@ import (
 
 // An Error is the reason why a call has no decision.
 type Error struct {
-	Kind Kind
+	Kind *Kind
 
 	// Message is constant, Detail has the facts and Hint the remedy. Where the database refused the request, they are the
 	// database's. Of other errors callers learn the kind and the SQLSTATE.
@@ -43,11 +43,11 @@ func (e *Error) Unwrap() error { return e.cause }
 
 // GRPCStatus returns the error as gRPC sends it.
 func (e *Error) GRPCStatus() *status.Status {
-	info := &errdetails.ErrorInfo{Reason: e.Kind.Reason()}
+	info := &errdetails.ErrorInfo{Reason: e.Kind.Reason}
 	if e.SQLState != "" {
 		info.Metadata = map[string]string{"sqlstate": e.SQLState}
 	}
-	return StatusWith(e.Kind.Code(), e.Error(), info)
+	return StatusWith(e.Kind.Code, e.Error(), info)
 }
 
 // StatusWith returns a status of gRPC with details for programs.
@@ -62,61 +62,43 @@ func StatusWith(code codes.Code, message string, info *errdetails.ErrorInfo) *st
 }
 
 // A Kind of error has one code in each protocol.
-type Kind int
-
-// The kinds of errors. The request is to blame for those up to InvalidArgument.
-const (
-	UnknownPolicy Kind = iota
-	IdempotencyMismatch
-	NoGrant
-	Settled
-	InvalidArgument
-	Contended
-	DeadlineExceeded
-	Canceled
-	Overloaded
-	Unavailable
-	Internal
-)
-
-// kinds has for each kind the codes of the protocols, and the error of the client and the SQLSTATE that mean it, if any do.
-var kinds = [...]struct {
-	reason, message string
-	code            codes.Code
-	status          int
-	sqlState        string
-	err             error
-}{
-	UnknownPolicy:       {"UNKNOWN_POLICY", "unknown policy", codes.NotFound, 404, "RL001", client.ErrUnknownPolicy},
-	IdempotencyMismatch: {"IDEMPOTENCY_MISMATCH", "idempotency key used before with another cost", codes.AlreadyExists, 409, "RL002", client.ErrIdempotencyMismatch},
-	NoGrant:             {"NO_GRANT", "no live grant under this idempotency key", codes.FailedPrecondition, 404, "RL003", client.ErrNoGrant},
-	Settled:             {"SETTLED", "the grant under this idempotency key was settled", codes.FailedPrecondition, 409, "RL004", client.ErrSettled},
-	InvalidArgument:     {"INVALID_ARGUMENT", "invalid argument", codes.InvalidArgument, 422, "22023", client.ErrInvalidArgument},
-	Contended:           {"CONTENDED", "the bucket is locked by others; nothing was taken", codes.Aborted, 503, "", client.ErrLocked},
-	DeadlineExceeded:    {"DEADLINE_EXCEEDED", "no answer in time", codes.DeadlineExceeded, 504, "", nil},
-	Canceled:            {"CANCELED", "the caller has left", codes.Canceled, 499, "", nil},
-	Overloaded:          {"OVERLOADED", "too many calls under way; nothing was taken", codes.ResourceExhausted, 503, "", client.ErrOverloaded},
-	Unavailable:         {"UNAVAILABLE", "no answer from the database", codes.Unavailable, 503, "", nil},
-	Internal:            {"INTERNAL", "the database failed", codes.Internal, 500, "", nil},
+type Kind struct {
+	Reason   string     // for programs
+	Code     codes.Code // of gRPC
+	Status   int        // of HTTP
+	message  string
+	sqlState string // this and the error of the client mean the kind, if there are any
+	err      error
 }
 
-// Reason names the kind for programs.
-func (k Kind) Reason() string { return kinds[k].reason }
+// Kinds has all kinds of errors.
+var Kinds = []*Kind{
+	UnknownPolicy, IdempotencyMismatch, NoGrant, Settled, InvalidArgument, Contended, DeadlineExceeded, Canceled, Overloaded, Unavailable, Internal,
+}
 
-// Code is the code of gRPC.
-func (k Kind) Code() codes.Code { return kinds[k].code }
-
-// Status is the status of HTTP.
-func (k Kind) Status() int { return kinds[k].status }
+// The kinds. The request is to blame for those with a SQLSTATE.
+var (
+	UnknownPolicy       = &Kind{"UNKNOWN_POLICY", codes.NotFound, 404, "unknown policy", "RL001", client.ErrUnknownPolicy}
+	IdempotencyMismatch = &Kind{"IDEMPOTENCY_MISMATCH", codes.AlreadyExists, 409, "idempotency key used before with another cost", "RL002", client.ErrIdempotencyMismatch}
+	NoGrant             = &Kind{"NO_GRANT", codes.FailedPrecondition, 404, "no live grant under this idempotency key", "RL003", client.ErrNoGrant}
+	Settled             = &Kind{"SETTLED", codes.FailedPrecondition, 409, "the grant under this idempotency key was settled", "RL004", client.ErrSettled}
+	InvalidArgument     = &Kind{"INVALID_ARGUMENT", codes.InvalidArgument, 422, "invalid argument", "22023", client.ErrInvalidArgument}
+	Contended           = &Kind{"CONTENDED", codes.Aborted, 503, "the bucket is locked by others; nothing was taken", "", client.ErrLocked}
+	DeadlineExceeded    = &Kind{"DEADLINE_EXCEEDED", codes.DeadlineExceeded, 504, "no answer in time", "", nil}
+	Canceled            = &Kind{"CANCELED", codes.Canceled, 499, "the caller has left", "", nil}
+	Overloaded          = &Kind{"OVERLOADED", codes.ResourceExhausted, 503, "too many calls under way; nothing was taken", "", client.ErrOverloaded}
+	Unavailable         = &Kind{"UNAVAILABLE", codes.Unavailable, 503, "no answer from the database", "", nil}
+	Internal            = &Kind{"INTERNAL", codes.Internal, 500, "the database failed", "", nil}
+)
 
 // IsRefusal reports whether the request is to blame, and not the server or its database.
-func (k Kind) IsRefusal() bool { return k <= InvalidArgument }
+func (k *Kind) IsRefusal() bool { return k.sqlState != "" }
 
-func newError(kind Kind) *Error { return &Error{Kind: kind, Message: kinds[kind].message} }
+func newError(kind *Kind) *Error { return &Error{Kind: kind, Message: kind.message} }
 
 // Invalid returns the error of an invalid request.
 func Invalid(message, detail, hint string) *Error {
-	return &Error{Kind: InvalidArgument, Message: message, Detail: detail, Hint: hint, SQLState: kinds[InvalidArgument].sqlState}
+	return &Error{Kind: InvalidArgument, Message: message, Detail: detail, Hint: hint, SQLState: InvalidArgument.sqlState}
 }
 
 // missing returns the error that the database raises for null, which the client cannot send.
@@ -147,7 +129,7 @@ func (s *shard) errorOf(ctx context.Context, err error) *Error {
 	if isPg {
 		e.Message, e.Detail, e.Hint = pgErr.Message, pgErr.Detail, pgErr.Hint
 	} else {
-		e.SQLState = kinds[e.Kind].sqlState
+		e.SQLState = e.Kind.sqlState
 		e.Detail = strings.TrimPrefix(err.Error(), "pgratelimit: ")
 	}
 	return e
@@ -166,10 +148,10 @@ func (e *Error) inRequest(request int) *Error {
 	return e
 }
 
-func kindOf(ctx context.Context, err error, pgErr *pgconn.PgError) Kind {
-	for kind, known := range kinds {
-		if known.err != nil && errors.Is(err, known.err) {
-			return Kind(kind)
+func kindOf(ctx context.Context, err error, pgErr *pgconn.PgError) *Kind {
+	for _, kind := range Kinds {
+		if kind.err != nil && errors.Is(err, kind.err) {
+			return kind
 		}
 	}
 	switch {

@@ -59,8 +59,8 @@ func newFake(t *testing.T) *clienttest.Fake {
 func TestKinds_HaveCodes(t *testing.T) {
 	t.Parallel()
 	var codes string
-	for kind := service.UnknownPolicy; kind <= service.Internal; kind++ {
-		codes += fmt.Sprintln(kind.Reason(), kind.Code(), kind.Status())
+	for _, kind := range service.Kinds {
+		codes += fmt.Sprintln(kind.Reason, kind.Code, kind.Status)
 	}
 	require.Equal(t, `UNKNOWN_POLICY NotFound 404
 IDEMPOTENCY_MISMATCH AlreadyExists 409
@@ -88,7 +88,7 @@ func TestErrors_OfTheTableOfMiddlewares(t *testing.T) {
 		"program": errors.New("made up"), "wrong shard": client.ErrWrongShard, "timeout": context.DeadlineExceeded, "refused": syscall.ECONNREFUSED,
 		"lost": io.ErrUnexpectedEOF, "overloaded": client.ErrOverloaded, "closed": client.ErrClosed,
 	}
-	kinds := map[string]service.Kind{ // of those that the table does not tell apart
+	kinds := map[string]*service.Kind{ // of those that the table does not tell apart
 		"RL001": service.UnknownPolicy, "RL002": service.IdempotencyMismatch, "RL003": service.NoGrant, "RL004": service.Settled, "22023": service.InvalidArgument,
 		"55P03": service.Contended, "40001": service.Contended, "40P01": service.Contended, "57014": service.DeadlineExceeded, "57P01": service.Unavailable,
 		"53300": service.Unavailable, "28P01": service.Unavailable, "25006": service.Unavailable, "lost": service.Unavailable, "overloaded": service.Overloaded,
@@ -117,7 +117,7 @@ func TestErrors_OfTheTableOfMiddlewares(t *testing.T) {
 			require.ErrorIs(t, e, cause, "for the log")
 			require.NotContains(t, e.Error(), "EOF", "only the log is told")
 			if kind, isKnown := kinds[row.Error]; isKnown {
-				require.Equal(t, kind.Reason(), e.Kind.Reason(), row.Error)
+				require.Equal(t, kind.Reason, e.Kind.Reason, row.Error)
 			}
 			isRefusal := row.Kind == "fault" && !isNamed
 			require.Equal(t, isRefusal, e.Kind.IsRefusal(), row.Error)
@@ -175,7 +175,7 @@ func TestErrors_TheEndOfAContext(t *testing.T) {
 	defer cancel()
 	gone, leave := context.WithCancel(t.Context())
 	leave()
-	for ctx, kind := range map[context.Context]service.Kind{late: service.DeadlineExceeded, gone: service.Canceled} {
+	for ctx, kind := range map[context.Context]*service.Kind{late: service.DeadlineExceeded, gone: service.Canceled} {
 		requireKind(t, kind, kit.ErrorOf(s.Do(ctx, service.Acquire, service.Request{Policy: "nobody", Key: "k"})))
 	}
 }
@@ -245,10 +245,10 @@ func (s stuck) Peek(ctx context.Context, policy, key string, opts ...client.Call
 	return s.Fake.Peek(ctx, policy, key, opts...)
 }
 
-func requireKind(t *testing.T, kind service.Kind, err error, about ...any) {
+func requireKind(t *testing.T, kind *service.Kind, err error, about ...any) {
 	var e *service.Error
 	require.ErrorAs(t, err, &e)
-	require.Equal(t, kind.Reason(), e.Kind.Reason(), about...)
+	require.Equal(t, kind.Reason, e.Kind.Reason, about...)
 }
 
 // A shard that has too many calls refuses the requests of its keys, and not those of the others.
