@@ -109,13 +109,22 @@ func (m *Metrics) Observe(call service.Call) {
 		code = call.Err.Kind.Reason
 	}
 	m.calls.Add(ctx, 1, m.of(outcome{operation: string(call.Operation), code: code})...)
-	if call.Operation.Takes() {
+	if takes(call.Operation) {
 		exists := call.Err == nil && call.Result != service.NoRule
 		m.requests.Count(ctx, call.Policy, exists, call.Result, call.Duration) // only a decision proves that there is such a policy
 	}
 	if call.Prefetched {
 		m.requests.CountPrefetched(ctx, call.Policy)
 	}
+}
+
+// takes reports whether a call asks for tokens or slots.
+func takes(o service.Operation) bool {
+	switch o {
+	case service.Settle, service.SettleAll, service.Peek, service.Refund, service.Pause, service.Renew, service.Release:
+		return false
+	}
+	return true
 }
 
 func (m *Metrics) of(o outcome) []metric.AddOption {

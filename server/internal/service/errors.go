@@ -108,27 +108,24 @@ func missing(argument string) *Error {
 
 // errorOf returns the Error of a call to the shard under ctx, or nil.
 func (s *shard) errorOf(ctx context.Context, err error) *Error {
-	if err == nil {
-		return nil
-	}
-	if known, ok := errors.AsType[*Error](err); ok {
+	known, isKnown := errors.AsType[*Error](err)
+	if err == nil || isKnown {
 		return known
 	}
 	if _, isNumbered := errors.AsType[*client.ShardError](err); s.of > 1 && !isNumbered {
 		err = &client.ShardError{Shard: s.number, Of: s.of, Err: err}
 	}
 	pgErr, isPg := errors.AsType[*pgconn.PgError](err)
-	e := newError(kindOf(ctx, err, pgErr))
-	e.cause = err
-	if isPg {
-		e.SQLState = pgErr.Code
+	if !isPg {
+		pgErr = &pgconn.PgError{}
 	}
-	if !e.Kind.IsRefusal() {
-		return e
-	}
-	if isPg {
+	e := newError(kindOf(ctx, err, pgErr.Code))
+	e.cause, e.SQLState = err, pgErr.Code
+	switch {
+	case !e.Kind.IsRefusal():
+	case isPg:
 		e.Message, e.Detail, e.Hint = pgErr.Message, pgErr.Detail, pgErr.Hint
-	} else {
+	default:
 		e.SQLState = e.Kind.sqlState
 		e.Detail = strings.TrimPrefix(err.Error(), "pgratelimit: ")
 	}
@@ -148,28 +145,20 @@ func (e *Error) inRequest(request int) *Error {
 	return e
 }
 
-func kindOf(ctx context.Context, err error, pgErr *pgconn.PgError) *Kind {
+func kindOf(ctx context.Context, err error, sqlState string) *Kind {
 	for _, kind := range Kinds {
 		if kind.err != nil && errors.Is(err, kind.err) {
 			return kind
 		}
 	}
 	switch {
-	case errors.Is(err, client.ErrWrongShard):
-		return Internal
 	case errors.Is(ctx.Err(), context.Canceled):
 		return Canceled
-	case ctx.Err() != nil:
+	case ctx.Err() != nil, sqlState == "57014": // query_canceled, by a statement_timeout
 		return DeadlineExceeded
-	case pgErr == nil:
-		return Unavailable
-	}
-	switch {
-	case pgErr.Code == "40001", pgErr.Code == "40P01": // serialization_failure, deadlock_detected
+	case sqlState == "40001", sqlState == "40P01": // serialization_failure, deadlock_detected
 		return Contended
-	case pgErr.Code == "57014": // query_canceled, by a statement_timeout
-		return DeadlineExceeded
-	case strings.HasPrefix(pgErr.Code, "22"): // data
+	case strings.HasPrefix(sqlState, "22"): // data
 		return InvalidArgument
 	case client.KindOf(err) == client.Away:
 		return Unavailable

@@ -31,15 +31,6 @@ const (
 	Gate        Operation = "gate"          // Envoy's ShouldRateLimit; one with negative hits is a Refund
 )
 
-// Takes reports whether the call asks for tokens or slots.
-func (o Operation) Takes() bool {
-	switch o {
-	case Settle, SettleAll, Peek, Refund, Pause, Renew, Release:
-		return false
-	}
-	return true
-}
-
 func (o Operation) hasList() bool { return o == AcquireAll || o == AcquireMany || o == SettleAll }
 
 // A Request is about one bucket, or those of List. The call decides which fields are obligatory.

@@ -1,13 +1,13 @@
 // Package service answers the calls of all protocols. The path of a call:
 //
-//  1. Package jsonapi or grpcapi reads a message, and makes of it an [Operation] and a [Request] (request.go) for [Service.Do].
-//     Package envoy calls Admit (gate.go).
+//  1. Package jsonapi or grpcapi makes an [Operation] and a [Request] (request.go) of a message, for [Service.Do]. Package envoy
+//     calls Admit (gate.go).
 //  2. shard.call (shard.go) refuses the call if the shard of its key has too many, and gives it a deadline.
-//  3. ask makes the call of the client. The [Limiter] of the shard is a Prefetcher, which sends the request together with those of
-//     other callers. A call that cannot share a connection waits for one of those that are set apart.
+//  3. ask makes the call of the client. The [Limiter] is a Prefetcher, which sends the request together with those of other callers.
+//     A call that cannot share a connection waits for one of those that are set apart.
 //  4. observeCall passes the [Call] to metrics and log. The caller gets the [Answer], or an [Error] (errors.go).
 //
-// A long answer takes memory until it is read. ReserveAnswer (unread.go) bounds that.
+// A long answer takes memory until it is read: unread.go bounds that.
 package service
 
 import (
@@ -15,6 +15,8 @@ import (
 	"fmt"
 	"sync"
 	"time"
+
+	"golang.org/x/sync/semaphore"
 
 	"github.com/pgratelimit/pgratelimit/client"
 )
@@ -31,7 +33,12 @@ type Service struct {
 
 // New returns a Service on the limiters of all shards, in the order of their numbers. It passes each call to observe after the answer.
 func New(limiters []Limiter, limits Limits, observe func(Call)) *Service {
-	return &Service{shards: newShards(limiters, limits), limits: limits, observe: observe}
+	s := &Service{limits: limits, observe: observe}
+	for n, limiter := range limiters {
+		own := semaphore.NewWeighted(int64(limits.OwnConnections))
+		s.shards = append(s.shards, &shard{Limiter: limiter, limits: limits, number: n, of: len(limiters), ownConnections: own})
+	}
+	return s
 }
 
 // Do answers a call, with an *[Error] if it has no decision.
@@ -101,10 +108,9 @@ func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err 
 	if r.IdempotencyKey != nil {
 		opts = append(opts, client.IdempotencyKey(*r.IdempotencyKey))
 	}
-	withCost := append(opts, r.cost())
 	switch o {
 	case Acquire:
-		a.Decision, err = s.Acquire(ctx, policy, r.Key, withCost...)
+		a.Decision, err = s.Acquire(ctx, policy, r.Key, append(opts, r.cost())...)
 	case AcquireAll:
 		a.JointDecision, err = s.AcquireAll(ctx, charges, opts...)
 	case AcquireMany:
@@ -118,7 +124,7 @@ func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err 
 		a.Decision, a.Taken = d.Decision, d.Taken
 	case Reserve:
 		var d client.Reservation
-		d, err = s.Reserve(ctx, policy, r.Key, r.Time.Duration, withCost...)
+		d, err = s.Reserve(ctx, policy, r.Key, r.Time.Duration, append(opts, r.cost())...)
 		a.Decision, a.RetryAfter = d.Decision, d.Wait
 	case Charge:
 		a.Decision, err = s.Charge(ctx, policy, r.Key, *r.Cost, opts...)
@@ -129,14 +135,14 @@ func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err 
 		d, err = s.SettleAll(ctx, charges, *r.IdempotencyKey)
 		a.Allowed, a.Replayed, a.Decisions = true, d.Replayed, d.Decisions
 	case Peek:
-		a.Decision, err = s.Peek(ctx, policy, r.Key, withCost...)
+		a.Decision, err = s.Peek(ctx, policy, r.Key, append(opts, r.cost())...)
 	case Refund:
 		a.Decision, err = s.Refund(ctx, policy, r.Key, *r.Cost)
 	case Pause:
 		a.Decision, err = s.Pause(ctx, policy, r.Key, r.Time.Duration)
 	case Hold: // the server does not renew the lease: it cannot know whether the holder still works
 		var d client.HoldDecision
-		d, err = s.HoldAs(ctx, policy, r.Key, r.Holder, withCost...)
+		d, err = s.HoldAs(ctx, policy, r.Key, r.Holder, append(opts, r.cost())...)
 		a.Allowed, a.Replayed, a.Shadowed, a.HeldFor = d.Allowed, d.Renewed, d.Shadowed, d.HeldFor
 		a.Remaining, a.RetryAfter, a.Capacity = d.Remaining, d.RetryAfter, d.Capacity
 	case Renew:

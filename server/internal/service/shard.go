@@ -34,14 +34,6 @@ type shard struct {
 	ownConnections *semaphore.Weighted
 }
 
-func newShards(limiters []Limiter, limits Limits) []*shard {
-	shards := make([]*shard, len(limiters))
-	for i, limiter := range limiters {
-		shards[i] = &shard{Limiter: limiter, limits: limits, number: i, of: len(limiters), ownConnections: semaphore.NewWeighted(int64(limits.OwnConnections))}
-	}
-	return shards
-}
-
 func (s *Service) shardOf(key string) *shard { return s.shards[client.ShardOf(key, len(s.shards))] }
 
 // UnderWay returns the number of calls under way.
