@@ -79,8 +79,7 @@ type Answer struct {
 
 // ask makes the call of the client.
 func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err error) {
-	var charges []client.Charge
-	var requests []client.Request
+	charges, requests := make([]client.Charge, 0, len(r.List)), make([]client.Request, 0, len(r.List))
 	for i, c := range r.List {
 		switch {
 		case o == AcquireMany:
