@@ -58,8 +58,14 @@ func NewCitus(ctx context.Context, coordinator Pool, open func(ctx context.Conte
 	return c, nil
 }
 
+// Shards returns the limiters of all shards, in an order that does not change.
+func (c *Citus) Shards() []*Prefetcher { return c.shards }
+
+// ShardOf returns the number of the shard that has a key, from 0, among Shards.
+func (c *Citus) ShardOf(key string) int { return shardFrom(c.from, key) }
+
 // On returns the limiter of the shard that has a key.
-func (c *Citus) On(key string) *Prefetcher { return c.shards[shardFrom(c.from, key)] }
+func (c *Citus) On(key string) *Prefetcher { return c.shards[c.ShardOf(key)] }
 
 // Acquire is [Prefetcher.Acquire] on the shard of key.
 func (c *Citus) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {

@@ -2,11 +2,15 @@
 package citus
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
+	"net/http"
 	"os"
+	"os/exec"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -33,6 +37,7 @@ func TestCitus(t *testing.T) {
 	t.Run("counts exactly while shards move", func(t *testing.T) { testCitusCounts(t, c, db.In(t)) })
 	t.Run("each shard has its own keys", func(t *testing.T) { testCitusKeysOfShards(t, c, db.In(t)) })
 	t.Run("a program asks the nodes of its keys", func(t *testing.T) { testCitusProgram(t, c, db.In(t)) })
+	t.Run("a server asks the nodes of keys", func(t *testing.T) { testCitusServer(t, c, db.In(t)) })
 	t.Run("a move waits for who took", func(t *testing.T) { testCitusMoveWaits(t, c, db.In(t)) })
 	t.Run("a call that waited for a move", func(t *testing.T) { testCitusWaitedForMove(t, c, db.In(t)) })
 	t.Run("a snapshot older than a move", func(t *testing.T) { testCitusOldSnapshot(t, c, db.In(t)) })
@@ -214,6 +219,31 @@ func testCitusProgram(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	citus = kit.NoError(client.NewCitus(t.Context(), db.Coordinator().Pool, func(context.Context, string, int) (client.Pool, error) { return nil, errors.New("refused") }))(t)
 	defer citus.Close()
 	require.Equal(t, int64(6), kit.NoError(citus.Acquire(t.Context(), "program", key))(t).Remaining)
+}
+
+// A server with the URL of the coordinator does so, too.
+func testCitusServer(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("served", 10, 0, time.Hour)
+	address := "127.0.0.1:" + pgtest.FreePort(t)
+	server := exec.CommandContext(t.Context(), kit.Built(t, "server/cmd/pgratelimit"), "serve")
+	server.Env = append(os.Environ(), "DATABASE_URL="+c.Nodes[0].URL(db[0].Name), "HTTP_ADDR="+address, "GRPC_ADDR=off", "CALL_TIMEOUT=1m")
+	var log bytes.Buffer
+	server.Stderr = &log
+	require.NoError(t, server.Start())
+	defer func() {
+		require.NoError(t, errors.Join(server.Process.Signal(os.Interrupt), server.Wait()), "%s", &log)
+	}()
+	require.Eventually(t, func() bool {
+		response, err := http.Get("http://" + address + "/healthz")
+		return err == nil && response.Body.Close() == nil && response.StatusCode == http.StatusOK
+	}, kit.Patience, 10*kit.Ms)
+	for worker := 1; worker <= 2; worker++ {
+		key, _, _ := keyOn(c, db, worker, "served ")
+		response := kit.NoError(http.Post("http://"+address+"/v1/acquire", "", strings.NewReader(fmt.Sprintf(`{"policy":"served","key":%q,"cost":3}`, key))))(t)
+		require.Contains(t, string(kit.NoError(io.ReadAll(response.Body))(t)), `"remaining":7`)
+		require.NoError(t, response.Body.Close())
+		require.Equal(t, int64(1), db[worker].Number("select count(*) from pg_stat_activity where application_name = 'pgratelimit'"), "worker %d", worker)
+	}
 }
 
 type countedPool struct {

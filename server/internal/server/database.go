@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -74,19 +75,54 @@ func (d *databases) close() {
 	}
 }
 
-// limiters returns the limiter of each shard, and what closes them. It checks the numbers of shards.
-func (d *databases) limiters(ctx context.Context, options []client.Option) ([]service.Limiter, func(), error) {
-	if !d.shards {
-		prefetcher := client.NewPrefetcher(d.pools[0], options...) // without a Prefetch it is a Combiner
-		return []service.Limiter{prefetcher}, prefetcher.Close, nil
+// limiters returns the limiter of each shard, which of them has a key, and what closes them. It checks the numbers of shards. On Citus they
+// are those of Citus.
+func (d *databases) limiters(ctx context.Context, c config.Config, options []client.Option) (limiters []service.Limiter, shardOf func(string) int, end func(), err error) {
+	if d.shards {
+		sharded, err := client.NewSharded(ctx, d.pools, options...)
+		if err != nil {
+			return nil, nil, nil, err
+		}
+		limiters = make([]service.Limiter, len(d.pools))
+		_ = sharded.Each(func(n int, on *client.Prefetcher) error { limiters[n] = on; return nil })
+		return limiters, nil, sharded.Close, nil
 	}
-	sharded, err := client.NewSharded(ctx, d.pools, options...)
-	if err != nil {
-		return nil, nil, err
+	var ofCitus int
+	err = d.pools[0].QueryRow(ctx, "select count(*) from ratelimit_nodes()").Scan(&ofCitus)
+	switch {
+	case isRefusedBy(err, "42501"):
+		d.log.Warn("all calls go through the coordinator of Citus: its owner can run: " + inspect.Grant(inspect.SomeRole, "ratelimit_nodes"))
+	case err != nil && !isRefusedBy(err, "42883"):
+		return nil, nil, nil, err
+	case err == nil:
+		citus, err := client.NewCitus(ctx, d.pools[0], func(ctx context.Context, host string, port int) (client.Pool, error) {
+			node := c
+			node.URLs, node.DatabaseCalls = []string{urlOf(c.URLs[0], host, port)}, c.DatabaseCalls*ofCitus
+			return openPool(ctx, node, 0)
+		}, options...)
+		if err != nil {
+			return nil, nil, nil, err
+		}
+		for _, on := range citus.Shards() {
+			limiters = append(limiters, on)
+		}
+		return limiters, citus.ShardOf, citus.Close, nil
 	}
-	limiters := make([]service.Limiter, len(d.pools))
-	_ = sharded.Each(func(n int, on *client.Prefetcher) error { limiters[n] = on; return nil })
-	return limiters, sharded.Close, nil
+	prefetcher := client.NewPrefetcher(d.pools[0], options...) // without a Prefetch it is a Combiner
+	return []service.Limiter{prefetcher}, nil, prefetcher.Close, nil
+}
+
+// urlOf returns the URL, or the keywords and values, of the same database on another node.
+func urlOf(database, host string, port int) string {
+	u, err := url.Parse(database)
+	if err != nil || u.Scheme == "" {
+		return fmt.Sprintf("%s host='%s' port=%d", database, host, port)
+	}
+	query := u.Query()
+	query.Set("host", host)
+	query.Set("port", strconv.Itoa(port))
+	u.RawQuery = query.Encode()
+	return u.String()
 }
 
 // of adds the number of the shard to an error.
@@ -166,8 +202,8 @@ func (d *databases) connections(count func(*pgxpool.Stat) int32) (sum int64) {
 }
 
 func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error) {
-	url := c.URLs[n]
-	p, err := pgxpool.ParseConfig(url)
+	database := c.URLs[n]
+	p, err := pgxpool.ParseConfig(database)
 	if err != nil {
 		name := "DATABASE_URL"
 		if c.AreShards {
@@ -175,7 +211,7 @@ func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error
 		}
 		return nil, fmt.Errorf("%s: %w", name, err)
 	}
-	if !strings.Contains(url, "pool_max_conns") {
+	if !strings.Contains(database, "pool_max_conns") {
 		p.MaxConns = connections
 	}
 	p.MaxConns = max(p.MaxConns, int32(c.SharedConnections())+1)

@@ -83,13 +83,15 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	if s.metrics, err = metrics.New(otlp...); err != nil {
 		return nil, err
 	}
-	limiters, end, err := s.databases.limiters(ctx, s.limiterOptions())
+	limiters, shardOf, end, err := s.databases.limiters(ctx, c, s.limiterOptions())
 	if err != nil {
 		return nil, err
 	}
 	s.endLimiters = end
+	limits := s.limits()
+	limits.ShardOf = shardOf
 	calls := newCallLog(log, time.Now)
-	s.service = service.New(limiters, s.limits(), func(call service.Call) {
+	s.service = service.New(limiters, limits, func(call service.Call) {
 		s.metrics.Observe(call)
 		calls.observe(call)
 	})

@@ -33,6 +33,9 @@ type Service struct {
 
 // New returns a Service on the limiters of all shards, in the order of their numbers. It passes each call to observe after the answer.
 func New(limiters []Limiter, limits Limits, observe func(Call)) *Service {
+	if limits.ShardOf == nil {
+		limits.ShardOf = func(key string) int { return client.ShardOf(key, len(limiters)) }
+	}
 	s := &Service{limits: limits, observe: observe}
 	for n, limiter := range limiters {
 		own := semaphore.NewWeighted(int64(limits.OwnConnections))
@@ -84,7 +87,7 @@ func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err 
 		switch {
 		case o == AcquireMany:
 			requests = append(requests, client.Request{Policy: c.policy(), Key: c.Key, Cost: c.cost(), IdempotencyKey: c.IdempotencyKey})
-		case client.ShardOf(c.Key, s.of) == s.number: // one transaction, and so of one database
+		case s.limits.ShardOf(c.Key) == s.number: // one transaction, and so of one database
 			charges = append(charges, client.Charge{Policy: c.policy(), Key: c.Key, Cost: c.cost()})
 		case o == SettleAll:
 			return a, Invalid("the settlements belong to several shards", fmt.Sprintf("Settlement %d is of another shard than settlement 0.", i),
@@ -92,7 +95,7 @@ func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err 
 		default:
 			return a, fmt.Errorf("acquire all: %w: charge 0 to shard %d and charge %d to shard %d of %d, and a request is one transaction in "+
 				"one database. Give limits that are asked for together the same key, under different policies; or ask for each alone, and "+
-				"refund when a later one is denied", client.ErrSeveralShards, s.number, i, client.ShardOf(c.Key, s.of), s.of)
+				"refund when a later one is denied", client.ErrSeveralShards, s.number, i, s.limits.ShardOf(c.Key), s.of)
 		}
 	}
 	if r.canShare(o) {

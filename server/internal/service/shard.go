@@ -23,6 +23,9 @@ type Limits struct {
 
 	// ReadTime is the longest time until a long answer is read. Then its connection is closed.
 	ReadTime time.Duration
+
+	// ShardOf returns the number of the shard that has a key. It is client.ShardOf if nil.
+	ShardOf func(key string) int
 }
 
 // A shard has the limiter of its keys, and counts its calls under way.
@@ -34,7 +37,7 @@ type shard struct {
 	ownConnections *semaphore.Weighted
 }
 
-func (s *Service) shardOf(key string) *shard { return s.shards[client.ShardOf(key, len(s.shards))] }
+func (s *Service) shardOf(key string) *shard { return s.shards[s.limits.ShardOf(key)] }
 
 // UnderWay returns the number of calls under way.
 func (s *Service) UnderWay() (n int64) {
