@@ -4,7 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
+	"maps"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -38,8 +38,8 @@ func inTransaction(ctx context.Context, db Database, file *File, options Options
 	if err != nil {
 		return nil, err
 	}
-	for _, change := range d.Changes {
-		if err := change.apply(ctx, tx); err != nil {
+	for _, c := range d.calls {
+		if err := c.run(ctx, tx); err != nil {
 			return nil, err
 		}
 	}
@@ -60,96 +60,61 @@ func waitForOthers(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// failed makes a Problem of an error by which the database refuses a value: at the field, if the node has it, else at the position.
-func (c *Change) failed(err error, at Position, node *node) error {
-	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && refusal.Code == "22023" {
-		if field := node.find(strings.TrimPrefix(refusal.Message, "invalid ")); field != nil {
-			at = field.valueAt
-		}
-		return Problems{{at, fmt.Sprintf("the database refuses this: %s: %s %s", refusal.Message, refusal.Detail, refusal.Hint)}}
-	}
-	return failed(c.String(), err)
+// A call of a public SQL function makes a change, or a part of it.
+type call struct {
+	change   *Change
+	function string
+	values   Values
+	at       Position // of the values
+	node     *node    // which has them, or nil
 }
 
-// apply makes the change. An override is removed, and set again by all its parts: a call would leave the numbers that it does not set.
-func (c *Change) apply(ctx context.Context, tx pgx.Tx) error {
-	call := func(function string, args []any, sets []fieldValue) error {
-		var passed []string
-		for i := range args {
-			passed = append(passed, fmt.Sprintf("$%d::text", i+1))
-		}
-		for _, v := range sets {
-			args = append(args, v.sql())
-			passed = append(passed, fmt.Sprintf("%s => $%d::text::%s", v.field, len(args), types[v.field]))
-		}
-		_, err := tx.Exec(ctx, "select "+function+"("+strings.Join(passed, ", ")+")", args...)
-		return err
+// run makes the call. If the database refuses a value, the error is a Problem: at the field, if the node has it.
+func (c call) run(ctx context.Context, tx pgx.Tx) error {
+	args, passed := []any{c.change.Policy}, "$1::text"
+	if c.change.Key != "" {
+		args, passed = append(args, c.change.Key), "$1::text, $2::text"
 	}
-	ofPolicy, ofKey := []any{c.Policy}, []any{c.Policy, c.Key}
-	switch {
-	case c.Key == "" && c.Action != Drop:
-		if err := call("ratelimit_define_policy", ofPolicy, c.sets); err != nil {
-			return c.failed(err, c.at, c.node)
+	for _, field := range fields {
+		value := c.values[field.name]
+		if span, isSpan := value.(Span); isSpan {
+			value = fmt.Sprintf("%d microseconds", int64(span)) // PostgreSQL does not read 1ms1us
 		}
-		return nil
-	case c.Key == "":
-		if err := call("ratelimit_drop_policy", ofPolicy, nil); err != nil {
-			return failed(c.String(), err)
-		}
-		return nil
-	case c.isMade:
-		return nil
-	}
-	if c.existed || c.Action == Drop {
-		if err := call("ratelimit_remove_override", ofKey, nil); err != nil {
-			return failed(c.String(), err)
+		if value != nil {
+			args = append(args, fmt.Sprint(value))
+			passed += fmt.Sprintf(", %s => $%d::text::%s", field.name, len(args), formOf(field).sqlType)
 		}
 	}
-	for _, part := range c.parts {
-		if err := call("ratelimit_override", ofKey, part.fields()); err != nil {
-			return c.failed(err, part.At, part.node)
+	_, err := tx.Exec(ctx, "select "+c.function+"("+passed+")", args...)
+	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && refusal.Code == "22023" && c.values != nil {
+		if field := c.node.find(strings.TrimPrefix(refusal.Message, "invalid ")); field != nil {
+			c.at = field.valueAt
 		}
+		return Problems{{c.at, fmt.Sprintf("the database refuses this: %s: %s %s", refusal.Message, refusal.Detail, refusal.Hint)}}
+	}
+	if err != nil {
+		return failed(c.change.String(), err)
 	}
 	return nil
 }
 
-// IsAs reports whether a policy has the same fields.
-func (p Policy) IsAs(other Policy) bool { return slices.Equal(p.fields(), other.fields()) }
+func (p Policy) define(change *Change) call {
+	return call{change, "ratelimit_define_policy", p.Values, p.At, p.node}
+}
 
 // Define creates or changes the policy.
 func (p Policy) Define(ctx context.Context, tx pgx.Tx) error {
-	change := &Change{Action: Create, Policy: p.Name, at: p.At, node: p.node, sets: p.fields()}
-	return change.apply(ctx, tx)
+	return p.define(&Change{Action: Create, Bucket: Bucket{Policy: p.Name}}).run(ctx, tx)
 }
 
-// Statement is what Define does, for a person. It leaves durable and remember to the database.
+// Statement is what Define does, for a person.
 func (p Policy) Statement() string {
-	text := "select ratelimit_define_policy('" + strings.ReplaceAll(p.Name, "'", "''") + "'"
-	for _, v := range p.fields() {
-		switch value := v.value.(type) {
+	literals := maps.Clone(p.Values)
+	for field, value := range literals {
+		switch value.(type) {
 		case string, Span:
-			if v.field != "remember" {
-				text += fmt.Sprintf(", %s => '%v'", v.field, value)
-			}
-		default:
-			if v.field != "durable" {
-				text += fmt.Sprintf(", %s => %v", v.field, value)
-			}
+			literals[field] = fmt.Sprintf("'%v'", value)
 		}
 	}
-	return text + ");"
-}
-
-// types are those of the arguments of ratelimit_define_policy and ratelimit_override.
-var types = map[string]string{
-	"capacity": "bigint", "refill": "bigint", "every": "interval", "stepped": "boolean", "durable": "boolean", "remember": "interval",
-	"shadow": "boolean", "period": "interval", "time_zone": "text", "anchor": "timestamp", "lease": "interval", "history": "interval", "expires_at": "timestamptz",
-}
-
-// sql writes a value for PostgreSQL, a span exactly.
-func (v fieldValue) sql() string {
-	if span, isSpan := v.value.(Span); isSpan {
-		return fmt.Sprintf("%d microseconds", int64(span))
-	}
-	return fmt.Sprint(v.value)
+	return "select ratelimit_define_policy('" + strings.ReplaceAll(p.Name, "'", "''") + "', " + literals.list("%s => %v") + ");"
 }

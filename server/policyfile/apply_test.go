@@ -569,9 +569,9 @@ func everything(t require.TestingT, text string) string {
 func textOf(rules *policyfile.Rules) string {
 	var all []string
 	for _, p := range rules.Policies {
-		all = append(all, fmt.Sprintf("%s %v %t %t %v %t %s", p.Name, p.Numbers, p.Stepped, p.Durable, p.Remember, p.Shadow, p.Period+p.History))
+		all = append(all, fmt.Sprint(p.Name, " ", p.Values))
 	}
-	for _, o := range rules.Overrides {
+	for _, o := range slices.Concat(rules.Overrides...) {
 		all = append(all, o.String())
 	}
 	return strings.Join(slices.Sorted(slices.Values(all)), "\n")

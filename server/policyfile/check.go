@@ -1,7 +1,6 @@
 package policyfile
 
 import (
-	"bytes"
 	_ "embed"
 	"errors"
 	"fmt"
@@ -10,58 +9,40 @@ import (
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
 	"github.com/santhosh-tekuri/jsonschema/v6/kind"
-	"go.yaml.in/yaml/v4"
 )
 
 //go:embed schema.json
 var schemaText []byte
 
 // The schema of a policy file, and that of a file of Envoy's reference service.
-var fileSchema, domainSchema = compile("schema.json"), compile("schema.json#/$defs/envoyDomain")
+var (
+	schema                   = mustRead("schema.json", schemaText)
+	fileSchema, domainSchema = compile("schema.json"), compile("schema.json#/$defs/envoyDomain")
+)
+
+func mustRead(file string, data []byte) *node {
+	d, err := readDocument(file, data)
+	if err != nil {
+		panic(err)
+	}
+	return d.root
+}
 
 func compile(url string) *jsonschema.Schema {
 	compiler := jsonschema.NewCompiler()
-	for name, isValid := range formats {
+	for name, form := range forms {
 		compiler.RegisterFormat(&jsonschema.Format{Name: name, Validate: func(value any) error {
-			if text, isText := value.(string); isText && !isValid(text) {
+			if text, isText := value.(string); isText && form.read(text) == nil {
 				return errors.New("another format")
 			}
 			return nil
 		}})
 	}
 	compiler.AssertFormat()
-	schema, err := jsonschema.UnmarshalJSON(bytes.NewReader(schemaText))
-	if err == nil {
-		err = compiler.AddResource("schema.json", schema)
-	}
-	if err != nil {
+	if err := compiler.AddResource("schema.json", schema.json); err != nil {
 		panic(err)
 	}
 	return compiler.MustCompile(url)
-}
-
-// Remedies are what the schema says to write in place of a mistake, and fields the names of its objects' fields, by JSON pointer.
-var remedies, fields = make(map[string]string), make(map[string][]string)
-
-func init() {
-	var schema yaml.Node // whose fields are in order
-	if err := yaml.Load(schemaText, &schema); err != nil {
-		panic(err)
-	}
-	var walk func(pointer string, n *yaml.Node)
-	walk = func(pointer string, n *yaml.Node) {
-		for i := 0; n.Kind == yaml.MappingNode && i < len(n.Content); i += 2 {
-			name, value := n.Content[i].Value, n.Content[i+1]
-			if name == "errorMessage" {
-				remedies[pointer] = value.Value
-			}
-			if pointer, isField := strings.CutSuffix(pointer, "/properties"); isField {
-				fields[pointer] = append(fields[pointer], name)
-			}
-			walk(pointer+"/"+name, value)
-		}
-	}
-	walk("", schema.Content[0])
 }
 
 // examples are of fields that an object must have.
@@ -82,11 +63,11 @@ func (n *node) check(schema *jsonschema.Schema) (problems Problems) {
 // explain adds the problems of a validation error. For the same value, the remedy beside a $ref counts before that of the
 // schema it refers to.
 func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, remedy string) {
-	schema, _ := url.Parse(invalid.SchemaURL)
-	pointer := schema.Fragment
+	place, _ := url.Parse(invalid.SchemaURL)
+	refuses := schema.find(strings.Split(place.Fragment, "/")[1:]...)
 	at := n.find(invalid.InstanceLocation...)
 	if remedy == "" {
-		remedy = remedies[pointer]
+		remedy = refuses.find("errorMessage").text()
 	}
 	switch is := invalid.ErrorKind.(type) {
 	case *kind.Schema, *kind.Group, *kind.Reference:
@@ -106,12 +87,13 @@ func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, 
 		}
 		problems.Add(at.nameAt, "%s has no %s: write %s", shorten(at.name), strings.Join(is.Missing, " and no "), and(lines))
 	case *kind.AdditionalProperties:
+		names := refuses.find("properties").names()
 		for _, name := range is.Properties {
 			unknown := at.find(name)
-			if near := nearest(name, fields[pointer]); near != "" {
+			if near := nearest(name, names); near != "" {
 				problems.Add(unknown.nameAt, "unknown field %s: did you mean %s?", quote(name), near)
 			} else {
-				problems.Add(unknown.nameAt, "unknown field %s: the fields here are %s", quote(name), and(fields[pointer]))
+				problems.Add(unknown.nameAt, "unknown field %s: the fields here are %s", quote(name), and(names))
 			}
 		}
 	default:

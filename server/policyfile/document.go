@@ -64,6 +64,14 @@ func (n *node) inOrder() []*node {
 	return slices.SortedFunc(maps.Values(n.children), func(a, b *node) int { return a.nameAt.Compare(b.nameAt) })
 }
 
+// names returns those of the fields, in the order of the file.
+func (n *node) names() (names []string) {
+	for _, field := range n.inOrder() {
+		names = append(names, field.name)
+	}
+	return names
+}
+
 // text returns a text, also of a number or boolean without quotes.
 func (n *node) text() string {
 	if n == nil {

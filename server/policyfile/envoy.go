@@ -87,7 +87,7 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 		case other.domain != domain:
 			problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: "+
 				"give this rule another name", p.Name, other.At)
-		case other.Numbers != p.Numbers || other.Period != p.Period || other.Shadow != p.Shadow:
+		case !other.IsAs(p):
 			problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: "+
 				"give this rule another name", p.Name, other.At)
 		}
@@ -114,17 +114,18 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 	return policies, problems
 }
 
-// policy returns the policy that a rule describes: it refills the requests of a unit in each unit, or has them from its calendar. No
-// rule sets durable and remember.
+// policy returns the policy that a rule describes: it refills the requests of a unit in each unit, or has them from its calendar. It
+// leaves durable and remember to the database.
 func (d *EnvoyDescriptor) policy(path string) Policy {
-	p := Policy{Name: d.Limit.PolicyAt(path), Durable: true, Remember: Day, Shadow: d.Watches, At: d.Limit.At}
-	p.Capacity = int64(d.Limit.RequestsPerUnit)
+	requests := int64(d.Limit.RequestsPerUnit)
+	values := Values{"capacity": requests, "refill": requests, "every": d.Limit.Unit.Span(), "shadow": d.Watches}
 	if d.Limit.Calendar {
-		p.Period, p.TimeZone, p.Anchor = envoyPeriods[d.Limit.Unit], defaultTimeZone, defaultAnchor
-	} else {
-		p.Refill, p.Every = p.Capacity, d.Limit.Unit.Span()
+		values = Values{"capacity": requests, "period": envoyPeriods[d.Limit.Unit], "shadow": d.Watches}
 	}
-	return p
+	values = defaults(values.kind()).with(values)
+	delete(values, "durable")
+	delete(values, "remember")
+	return Policy{Name: d.Limit.PolicyAt(path), Values: values, At: d.Limit.At}
 }
 
 // envoyPeriods are the units that a calendar has.
@@ -267,7 +268,7 @@ func (r *reader) envoyLimit(n *node) *EnvoyLimit {
 	for _, replaced := range n.find("replaces").inOrder() {
 		l.Replaces = append(l.Replaces, replaced.find("name").text())
 	}
-	if r.policies != nil && l.Policy != "" && r.checkPolicy(n.find("policy").valueAt, l.Policy) && r.policies[l.Policy].isSlots() {
+	if r.policies != nil && l.Policy != "" && r.checkPolicy(n.find("policy").valueAt, l.Policy) && r.policies[l.Policy].kind() == "slots" {
 		r.problems.Add(n.find("policy").valueAt, "policy %s lends slots, and has no tokens to take: write another policy", quote(l.Policy))
 	}
 	return l

@@ -148,17 +148,16 @@ environments:
         new: *seven
 `
 
-// The columns are capacity, refill, every, time_zone, anchor and lease.
-const validRules = `api {100 10 1s   0us} false true 1d false 
-days {50 0 0us UTC 2001-01-01 0us} false false 1d false 1 day
-jobs {5 0 0us   5m} false true 0us true 
-llm {1000000 0 30d   0us} true false 7d1h30m5s20ms7us true 
+const validRules = `api map[capacity:100 durable:true every:1s refill:10 remember:1d shadow:false stepped:false]
+days map[anchor:2001-01-01 capacity:50 durable:false period:1 day remember:1d shadow:false time_zone:UTC]
+jobs map[capacity:5 durable:true lease:5m shadow:true]
+llm map[capacity:1000000 durable:false every:30d refill:0 remember:7d1h30m5s20ms7us shadow:true stepped:true]
 override "42" of "llm": refill 7, every 1h
 override "user:42" of "jobs": capacity 0, lease 1h
 override "user:42" of "llm": capacity 0, expires_at 2999-12-31T22:59:59.123456Z
 override "user:42" of "plan": time_zone America/New_York
 override "user:43" of "plan": capacity 0, anchor 2024-02-29T09:30:00.5
-plan {10000 0 0us Europe/Berlin 2024-01-31 0us} false true 1d false 1 year`
+plan map[anchor:2024-01-31 capacity:10000 durable:true period:1 year remember:1d shadow:false time_zone:Europe/Berlin]`
 
 func TestParse_ReadsWhatIsWritten(t *testing.T) {
 	t.Parallel()
@@ -171,7 +170,7 @@ func TestParse_ReadsWhatIsWritten(t *testing.T) {
 		return policyfile.Position{File: "limits.yaml", Line: line, Column: column}
 	}
 	require.Equal(t, at(3, 3), base.Policies[0].At)
-	require.Equal(t, at(18, 5), base.Overrides[0].At)
+	require.Equal(t, at(18, 5), base.Overrides[0][0].At)
 	require.Equal(t, []policyfile.EnvoyDomain{{Name: "edge", At: at(27, 13), Descriptors: []policyfile.EnvoyDescriptor{
 		{Key: "tenant", At: at(29, 9), Descriptors: []policyfile.EnvoyDescriptor{
 			{Key: "path", Value: "7", At: at(31, 13), Limit: &policyfile.EnvoyLimit{Policy: "api", Overdraw: true, At: at(33, 13)}},
@@ -194,8 +193,8 @@ func TestParse_EnvironmentsReplaceFields(t *testing.T) {
 	base := kit.NoError(file.Rules(""))(t)
 	staging := kit.NoError(file.Rules("staging"))(t)
 
-	require.Equal(t, strings.NewReplacer("api {100", "api {5", "every 1h\n", "every 2h\noverride \"new\" of \"extra\": refill 7, every 1h\n",
-		"jobs {", "extra {1 1 1m   0us} false true 1d false \njobs {").Replace(validRules), textOf(staging))
+	require.Equal(t, strings.NewReplacer("capacity:100 ", "capacity:5 ", "every 1h\n", "every 2h\noverride \"new\" of \"extra\": refill 7, every 1h\n",
+		"jobs map", "extra map[capacity:1 durable:true every:1m refill:1 remember:1d shadow:false stepped:false]\njobs map").Replace(validRules), textOf(staging))
 	require.Equal(t, base.Envoy, staging.Envoy)
 
 	_, err := file.Rules("stagin")

@@ -42,19 +42,14 @@ type Difference struct {
 	Expired []ExpiredOverride `json:"expired,omitempty"`
 
 	// Drift are overrides that the file does not have, or has as expired, and that stay.
-	Drift []DriftingOverride `json:"drift,omitempty"`
-}
+	Drift []Bucket `json:"drift,omitempty"`
 
-// A DriftingOverride is not in the file.
-type DriftingOverride struct {
-	Policy string `json:"policy"`
-	Key    string `json:"key"`
+	calls []call // which make the changes
 }
 
 // An ExpiredOverride can be removed from the file.
 type ExpiredOverride struct {
-	Policy    string    `json:"policy"`
-	Key       string    `json:"key"`
+	Bucket
 	ExpiresAt time.Time `json:"expires_at"`
 }
 
@@ -64,10 +59,9 @@ func (d *Difference) Empty() bool { return len(d.Changes) == 0 }
 // A Change creates, changes or drops a policy or an override.
 type Change struct {
 	Action Action `json:"action"`
-	Policy string `json:"policy"`
 
-	// Key is the key of an override, and empty for a policy.
-	Key string `json:"key,omitempty"`
+	// Bucket has no key if a policy changes.
+	Bucket
 
 	// Fields are the fields that change; all fields of what is created, and of an override that is removed. An override changes by parts:
 	// that with expires_at is the part that ends.
@@ -75,14 +69,6 @@ type Change struct {
 
 	// Lost counts what is dropped with a policy. It is nil if the role may not count it.
 	Lost *Lost `json:"lost,omitempty"`
-
-	at   Position
-	node *node // nil if a rule of Envoy's describes the policy
-	sets []fieldValue
-
-	parts   []Override // of an override: all that the key has after the change
-	existed bool       // the key had an override before
-	isMade  bool       // with the change of the key's other part, which is before this one
 }
 
 // An Action is what happens to a policy or an override.
@@ -126,11 +112,6 @@ func plan(ctx context.Context, tx pgx.Tx, file *File, options Options) (*Differe
 	}
 	d := &Difference{Changes: []Change{}}
 	described, _ := EnvoyPolicies(rules.Envoy) // without problems, since the file has none
-	for i := range described {
-		if old, ok := s.policies[described[i].Name]; ok {
-			described[i].Durable, described[i].Remember = old.Durable, old.Remember
-		}
-	}
 	all := slices.Concat(rules.Policies, described)
 	if problems := d.policies(s, all); problems != nil {
 		return nil, problems.sorted()
@@ -151,117 +132,115 @@ func (d *Difference) policies(s *state, policies []Policy) (problems Problems) {
 		old, exists := s.policies[p.Name]
 		if exists && old.kind() != p.kind() {
 			problems.Add(p.At, "policy %s %s in the database, and cannot become one that %s: drop the policy first, with all its buckets",
-				quote(p.Name), old.kind(), p.kind())
+				quote(p.Name), does[old.kind()], does[p.kind()])
 			continue
 		}
-		old.History = cmp.Or(old.History, noHistory)
-		if p.History == "" {
-			old.History = "" // it stays as it is
+		p = p.Over(old)
+		if exists && p.Values["history"] != nil {
+			old.Values = Values{"history": noHistory}.with(old.Values)
 		}
-		d.add(Change{Policy: p.Name, at: p.At, node: p.node, sets: p.fields()}, exists, old.fields())
+		if change := d.add(Bucket{Policy: p.Name}, old.Values, p.Values); change != nil {
+			d.calls = append(d.calls, p.define(change))
+		}
 	}
 	return problems
 }
 
-// overrides adds the changes of overrides. The two parts of a key are next to each other in the list.
-func (d *Difference) overrides(s *state, overrides []Override, has func(key string) bool) {
-	for i, o := range overrides {
-		if has != nil && !has(o.Key) || i > 0 && overrides[i-1].Policy == o.Policy && overrides[i-1].Key == o.Key {
+// overrides adds the changes of overrides.
+func (d *Difference) overrides(s *state, overrides [][]Override, has func(key string) bool) {
+	for _, parts := range overrides {
+		of := parts[0].Bucket
+		if has != nil && !has(of.Key) {
 			continue
 		}
-		var parts []Override
-		for _, part := range overrides[i:min(i+2, len(overrides))] {
-			switch {
-			case part.Policy != o.Policy || part.Key != o.Key:
-			case !part.ExpiresAt.IsZero() && !part.ExpiresAt.After(s.now):
-				d.Expired = append(d.Expired, ExpiredOverride{o.Policy, o.Key, part.ExpiresAt})
-			default:
-				parts = append(parts, part)
+		parts = slices.DeleteFunc(slices.Clone(parts), func(part Override) bool {
+			at, err := time.Parse(time.RFC3339Nano, fmt.Sprint(part.Values["expires_at"]))
+			if err != nil || at.After(s.now) {
+				return false
 			}
-		}
-		if parts == nil {
-			continue
-		}
-		of, n := bucket{o.Policy, o.Key}, len(d.Changes)
-		before := s.overrides[of]
-		delete(s.overrides, of)
-		for _, ends := range []bool{false, true} {
-			isPart := func(o Override) bool { return o.ExpiresAt.IsZero() != ends }
-			wasAt, isAt := slices.IndexFunc(before, isPart), slices.IndexFunc(parts, isPart)
-			switch {
-			case isAt >= 0:
-				part, old := parts[isAt], []fieldValue(nil)
-				if wasAt >= 0 {
-					old = before[wasAt].fields()
-				}
-				d.add(Change{Policy: o.Policy, Key: o.Key, at: part.At, node: part.node, sets: part.fields()}, wasAt >= 0, old)
-			case wasAt >= 0:
-				d.remove(before[wasAt])
-			}
-		}
-		for i := range d.Changes[n:] {
-			d.Changes[n+i].parts, d.Changes[n+i].existed, d.Changes[n+i].isMade = parts, before != nil, i > 0
+			d.Expired = append(d.Expired, ExpiredOverride{of, at})
+			return true
+		})
+		if len(parts) > 0 {
+			d.override(of, s.overrides[of], parts)
+			delete(s.overrides, of)
 		}
 	}
 }
 
-// add adds a change, unless no field changes.
-func (d *Difference) add(change Change, exists bool, before []fieldValue) {
-	change.Action = Alter
-	if !exists {
-		change.Action, before = Create, nil
-	}
-	valueOf := func(values []fieldValue, field string) any {
-		if i := slices.IndexFunc(values, func(v fieldValue) bool { return v.field == field }); i >= 0 {
-			return values[i].value
+// override adds the changes between the parts that a key has and is to have. It is removed, and set again by all its parts: a call
+// would leave the numbers that it does not set.
+func (d *Difference) override(of Bucket, old, parts []Override) {
+	find := func(parts []Override, ends bool) Values {
+		for _, part := range parts {
+			if (part.Values["expires_at"] != nil) == ends {
+				return part.Values
+			}
 		}
 		return nil
 	}
-	for _, after := range change.sets {
-		if was := valueOf(before, after.field); was != after.value {
-			change.Fields = append(change.Fields, FieldChange{after.field, was, after.value})
-		}
+	stays := d.add(of, find(old, false), find(parts, false))
+	change := cmp.Or(stays, d.add(of, find(old, true), find(parts, true)))
+	if change == nil {
+		return
 	}
-	for _, was := range before {
-		if valueOf(change.sets, was.field) == nil {
-			change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.value})
-		}
+	if old != nil {
+		d.calls = append(d.calls, call{change: change, function: "ratelimit_remove_override"})
 	}
-	if change.Fields != nil {
-		d.Changes = append(d.Changes, change)
+	for _, part := range parts {
+		d.calls = append(d.calls, call{change, "ratelimit_override", part.Values, part.At, part.node})
 	}
 }
 
-func (d *Difference) remove(o Override) {
-	change := Change{Action: Drop, Policy: o.Policy, Key: o.Key}
-	for _, was := range o.fields() {
-		change.Fields = append(change.Fields, FieldChange{Field: was.field, Old: was.value})
+// add adds a change and returns it, or nil if all values are the same. What is created has no old values, and what is dropped no new ones.
+func (d *Difference) add(of Bucket, old, values Values) *Change {
+	change := Change{Action: Alter, Bucket: of}
+	switch {
+	case old == nil:
+		change.Action = Create
+	case values == nil:
+		change.Action = Drop
+	}
+	var unset []FieldChange
+	for _, field := range fields {
+		switch was, is := old[field.name], values[field.name]; {
+		case was == is:
+		case is == nil:
+			unset = append(unset, FieldChange{field.name, was, is})
+		default:
+			change.Fields = append(change.Fields, FieldChange{field.name, was, is})
+		}
+	}
+	change.Fields = append(change.Fields, unset...)
+	if change.Fields == nil {
+		return nil
 	}
 	d.Changes = append(d.Changes, change)
+	return &change
 }
 
 func (d *Difference) prune(ctx context.Context, tx pgx.Tx, s *state, policies []Policy) error {
 	for _, p := range policies {
 		delete(s.policies, p.Name)
 	}
-	maps.DeleteFunc(s.overrides, func(of bucket, _ []Override) bool { return s.policies[of.policy].Name != "" }) // they go with their policy
+	maps.DeleteFunc(s.overrides, func(of Bucket, _ []Override) bool { return s.policies[of.Policy].Values != nil }) // they go with their policy
 	names := slices.Sorted(maps.Keys(s.policies))
 	counts, err := readLost(ctx, tx, names)
 	for _, name := range names {
-		d.Changes = append(d.Changes, Change{Action: Drop, Policy: name, Lost: counts[name]})
+		change := Change{Action: Drop, Bucket: Bucket{Policy: name}, Lost: counts[name]}
+		d.Changes = append(d.Changes, change)
+		d.calls = append(d.calls, call{change: &change, function: "ratelimit_drop_policy"})
 	}
 	return err
 }
 
 // drift lists the overrides that the file does not have, or removes them.
 func (d *Difference) drift(s *state, prune bool) {
-	for _, o := range s.overridesInOrder() {
-		drifting := DriftingOverride{o.Policy, o.Key}
-		switch {
-		case prune:
-			d.remove(o)
-		case !slices.Contains(d.Drift, drifting):
-			d.Drift = append(d.Drift, drifting)
+	for _, of := range s.keys() {
+		if prune {
+			d.override(of, s.overrides[of], nil)
+		} else {
+			d.Drift = append(d.Drift, of)
 		}
 	}
 }

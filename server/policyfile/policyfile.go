@@ -9,8 +9,7 @@
 // schema.json says what a file may have. Its errorMessage, which is ours, says what to do about a mistake: one that begins with write
 // is about the value, and any other about the field. An empty enum forbids a field; const false forbids it but for false.
 //
-// A new field of a policy is in schema.json; in Policy, fields and policy (rules.go); in ReadPolicies and defaults (state.go); and in
-// types (apply.go).
+// Fields, their order and defaults are in schema.json alone. A field that refers to a new definition needs its form: fields.go.
 //
 // The path of a file, which ends after the first step that finds mistakes:
 //
@@ -24,8 +23,8 @@
 //
 //   - state.go: the policies and overrides of the database are read. [Export] writes such a state as a file.
 //   - plan.go: rules are compared with the state. What differs is a [Difference], whose text is what pgratelimit apply prints.
-//   - apply.go: each [Change] is a call of a public SQL function, which checks the numbers once more. The place of a field that the
-//     database refuses is in the node of the change.
+//   - apply.go: calls of public SQL functions make the changes. They check the numbers once more. The place of a field that the
+//     database refuses is in the node of the call.
 package policyfile
 
 import (
@@ -46,7 +45,7 @@ type File struct {
 // Rules has the contents of a file for one environment, each kind in the order of the file.
 type Rules struct {
 	Policies  []Policy
-	Overrides []Override
+	Overrides [][]Override // by key: the part that stays, and the part that ends
 	Envoy     []EnvoyDomain
 }
 

@@ -1,7 +1,6 @@
 package policyfile
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -15,7 +14,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
-	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
@@ -23,13 +21,11 @@ import (
 type state struct {
 	now       time.Time
 	policies  map[string]Policy
-	overrides map[bucket][]Override // their parts
+	overrides map[Bucket][]Override // their parts
 }
 
-type bucket struct{ policy, key string }
-
 func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
-	s := &state{policies: make(map[string]Policy), overrides: make(map[bucket][]Override)}
+	s := &state{policies: make(map[string]Policy), overrides: make(map[Bucket][]Override)}
 	if err := tx.QueryRow(ctx, "select clock_timestamp()").Scan(&s.now); err != nil {
 		return nil, failed("read the clock", err)
 	}
@@ -40,89 +36,52 @@ func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
 	for _, p := range policies {
 		s.policies[p.Name] = p
 	}
-	if err := s.readOverrides(ctx, tx); err != nil {
+	parts, err := ReadOverrides(ctx, tx, "ratelimit_overrides(max_rows => $1::integer)", math.MaxInt32)
+	if err != nil {
 		return nil, failed("list overrides", err)
+	}
+	for _, o := range parts {
+		s.overrides[o.Bucket] = append(s.overrides[o.Bucket], o)
 	}
 	return s, nil
 }
 
-// numberColumns go into Numbers.columns. What a policy does not have is null in the database.
-const numberColumns = `
-	capacity, coalesce(refill, 0), coalesce((extract(epoch from every) * 1000000.0)::bigint, 0), coalesce(time_zone, ''),
-	coalesce(to_char(anchor, 'YYYY-MM-DD"T"HH24:MI:SS.US'), ''), coalesce((extract(epoch from lease) * 1000000.0)::bigint, 0)`
-
-func (n *Numbers) columns() []any {
-	return []any{&n.Capacity, &n.Refill, &n.Every, &n.TimeZone, &n.Anchor, &n.Lease}
-}
-
 // ReadPolicies lists the policies of a database, by name.
 func ReadPolicies(ctx context.Context, db inspect.Querier) (policies []Policy, err error) {
-	rows, err := db.Query(ctx, `
-		select policy, coalesce(stepped, false), durable, coalesce((extract(epoch from remember) * 1000000.0)::bigint, 0), shadow,
-		       coalesce((extract(year from period) * 12.0 + extract(month from period))::integer, 0), coalesce(extract(day from period)::integer, 0),
-		       coalesce((extract(year from history) * 12.0 + extract(month from history))::integer, 0), coalesce(extract(day from history)::integer, 0),
-		       `+numberColumns+`
-		  from ratelimit_policies()`)
-	if err != nil {
-		return nil, err
+	rows, err := readValues(ctx, db, "policy", "''", "ratelimit_policies()")
+	for _, row := range rows {
+		policies = append(policies, Policy{Name: row.Policy, Values: row.Values})
 	}
-	var p Policy
-	var period, history client.Period
-	columns := []any{&p.Name, &p.Stepped, &p.Durable, &p.Remember, &p.Shadow, &period.Months, &period.Days, &history.Months, &history.Days}
-	_, err = pgx.ForEachRow(rows, append(columns, p.columns()...), func() error {
-		p.Period, p.History, p.Anchor = period.String(), history.String(), parseAnchor(p.Anchor)
-		policies = append(policies, p)
-		return nil
-	})
 	return policies, err
 }
 
-func (s *state) readOverrides(ctx context.Context, tx pgx.Tx) error {
-	parts, err := ReadOverrides(ctx, tx, "ratelimit_overrides(max_rows => $1::integer)", math.MaxInt32)
-	for _, o := range parts {
-		of := bucket{o.Policy, o.Key}
-		s.overrides[of] = append(s.overrides[of], o)
-	}
-	return err
+// ReadOverrides lists the parts of overrides that a function returns.
+func ReadOverrides(ctx context.Context, db inspect.Querier, from string, args ...any) ([]Override, error) {
+	return readValues(ctx, db, "override", "key", from, args...)
 }
 
-// ReadOverrides lists the parts of overrides that a function returns.
-func ReadOverrides(ctx context.Context, db inspect.Querier, from string, args ...any) (parts []Override, err error) {
-	rows, err := db.Query(ctx, `
-		select policy, key, (extract(epoch from expires_at) * 1000000.0)::bigint, capacity, refill, (extract(epoch from every) * 1000000.0)::bigint,
-		       time_zone, to_char(anchor, 'YYYY-MM-DD"T"HH24:MI:SS.US'), (extract(epoch from lease) * 1000000.0)::bigint
-		  from `+from, args...)
+// readValues reads the columns of a function that are fields of a definition of the schema. What is null has no value.
+func readValues(ctx context.Context, db inspect.Querier, definition, key, from string, args ...any) ([]Override, error) {
+	read := schema.find("$defs", definition, "properties").inOrder()
+	columns := make([]string, len(read))
+	for i, field := range read {
+		columns[i] = fmt.Sprintf(formOf(field).column, field.name)
+	}
+	rows, err := db.Query(ctx, "select policy, "+key+", array["+strings.Join(columns, ", ")+"] from "+from, args...)
 	if err != nil {
 		return nil, err
 	}
-	var o Override
-	var expires, capacity, refill *int64
-	var every, lease *Span
-	var zone, anchor *string
-	_, err = pgx.ForEachRow(rows, []any{&o.Policy, &o.Key, &expires, &capacity, &refill, &every, &zone, &anchor, &lease}, func() error {
-		o.ExpiresAt, o.sets = time.Time{}, nil
-		if expires != nil {
-			o.ExpiresAt = time.UnixMicro(*expires).UTC()
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (Override, error) {
+		o := Override{Values: make(Values)}
+		var texts []*string
+		err := row.Scan(&o.Policy, &o.Key, &texts)
+		for i, text := range texts {
+			if text != nil {
+				o.add(read[i], *text)
+			}
 		}
-		if anchor != nil {
-			anchor = new(parseAnchor(*anchor))
-		}
-		addValue(&o, "capacity", capacity)
-		addValue(&o, "refill", refill)
-		addValue(&o, "every", every)
-		addValue(&o, "time_zone", zone)
-		addValue(&o, "anchor", anchor)
-		addValue(&o, "lease", lease)
-		parts = append(parts, o)
-		return nil
+		return o, err
 	})
-	return parts, err
-}
-
-func addValue[T any](o *Override, field string, value *T) {
-	if value != nil {
-		o.sets = append(o.sets, fieldValue{field, *value})
-	}
 }
 
 // Lost counts what is dropped with a policy.
@@ -226,11 +185,6 @@ func stateOf(ctx context.Context, db Database) (*state, error) {
 	return readState(ctx, tx)
 }
 
-// defaults are those of a policy in a file.
-var defaults = map[string]any{
-	"stepped": false, "durable": true, "remember": Day, "shadow": false, "time_zone": defaultTimeZone, "anchor": defaultAnchor,
-}
-
 // write omits default values of policies. A key whose override has both parts has a list of them.
 func (s *state) write() []byte {
 	if len(s.policies) == 0 {
@@ -238,44 +192,32 @@ func (s *state) write() []byte {
 	}
 	var text strings.Builder
 	text.WriteString("policies:\n")
-	for _, p := range slices.SortedFunc(maps.Values(s.policies), func(a, b Policy) int { return cmp.Compare(a.Name, b.Name) }) {
-		fmt.Fprintf(&text, "  %q: %s\n", p.Name, inline(p.fields(), defaults))
+	for _, name := range slices.Sorted(maps.Keys(s.policies)) {
+		values, usual := s.policies[name].Values, defaults(s.policies[name].kind())
+		maps.DeleteFunc(values, func(field string, value any) bool { return value == usual[field] })
+		fmt.Fprintf(&text, "  %q: {%s}\n", name, values.list("%s: %v"))
 	}
-	of := ""
-	for _, o := range s.overridesInOrder() {
-		parts := s.overrides[bucket{o.Policy, o.Key}]
-		if len(parts) == 2 && !o.ExpiresAt.IsZero() {
-			continue // written with the other
-		}
-		if of == "" {
+	before := ""
+	for _, of := range s.keys() {
+		if before == "" {
 			text.WriteString("\noverrides:\n")
 		}
-		if of != o.Policy {
-			fmt.Fprintf(&text, "  %q:\n", o.Policy)
+		if before != of.Policy {
+			fmt.Fprintf(&text, "  %q:\n", of.Policy)
 		}
-		of = o.Policy
-		entries := inline(parts[0].fields(), nil)
-		if len(parts) == 2 {
-			entries = "[" + entries + ", " + inline(parts[1].fields(), nil) + "]"
+		before = of.Policy
+		var parts []string
+		for _, part := range s.overrides[of] {
+			parts = append(parts, "{"+part.list("%s: %v")+"}")
 		}
-		fmt.Fprintf(&text, "    %q: %s\n", o.Key, entries)
+		entry := strings.Join(parts, ", ")
+		if len(parts) > 1 {
+			entry = "[" + entry + "]"
+		}
+		fmt.Fprintf(&text, "    %q: %s\n", of.Key, entry)
 	}
 	return []byte(text.String())
 }
 
-// inline writes the fields that differ from the defaults in one line.
-func inline(fields []fieldValue, defaults map[string]any) string {
-	var written []string
-	for _, f := range fields {
-		if usual, isThere := defaults[f.field]; !isThere || usual != f.value {
-			written = append(written, fmt.Sprintf("%s: %v", f.field, f.value))
-		}
-	}
-	return "{" + strings.Join(written, ", ") + "}"
-}
-
-func (s *state) overridesInOrder() []Override {
-	all := slices.Concat(slices.Collect(maps.Values(s.overrides))...)
-	slices.SortStableFunc(all, func(a, b Override) int { return cmp.Or(cmp.Compare(a.Policy, b.Policy), cmp.Compare(a.Key, b.Key)) })
-	return all
-}
+// keys returns the keys with overrides, in order.
+func (s *state) keys() []Bucket { return slices.SortedFunc(maps.Keys(s.overrides), Bucket.compare) }

@@ -238,21 +238,19 @@ func (p *program) policies() *cobra.Command {
 				return err
 			}
 			slices.SortStableFunc(rows, func(a, b policyfile.Policy) int { return cmp.Compare(a.Name, b.Name) })
-			rows = slices.Compact(rows) // shards have the same ones
+			rows = slices.CompactFunc(rows, policyfile.Policy.IsAs) // shards have the same ones
 			if len(rows) == 0 {
 				return p.print(c, rows, "There is no policy yet.")
 			}
 			return p.print(c, rows, columns(func(table io.Writer) {
-				fmt.Fprintln(table, "POLICY\tCAPACITY\tREFILL\tEVERY\tSTEPPED\tDURABLE\tREMEMBER\tSHADOW\tPERIOD\tTIME_ZONE\tANCHOR\tLEASE")
+				fields := strings.Fields("capacity refill every stepped durable remember shadow period time_zone anchor lease")
+				fmt.Fprintln(table, strings.ToUpper("policy\t"+strings.Join(fields, "\t")))
 				for _, r := range rows {
-					gains, remember, calendar, lease := fmt.Sprintf("%d\t%v\t%t", r.Refill, r.Every, r.Stepped), r.Remember.String(), "-\t-\t-", "-"
-					switch {
-					case r.Lease != 0:
-						gains, remember, lease = calendar, "-", r.Lease.String()
-					case r.Period != "":
-						gains, calendar = calendar, r.Period+"\t"+r.TimeZone+"\t"+r.Anchor
+					fmt.Fprint(table, inspect.Printable(r.Name))
+					for _, field := range fields {
+						fmt.Fprint(table, "\t", cmp.Or[any](r.Values[field], "-"))
 					}
-					fmt.Fprintf(table, "%s\t%d\t%s\t%t\t%s\t%t\t%s\t%s\n", inspect.Printable(r.Name), r.Capacity, gains, r.Durable, remember, r.Shadow, calendar, lease)
+					fmt.Fprintln(table)
 				}
 			}))
 		},

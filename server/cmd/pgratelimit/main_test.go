@@ -416,7 +416,7 @@ func TestApply_OverridesThatTheFileDoesNotHave(t *testing.T) {
 		require.True(t, strings.HasSuffix(r.out, "  … and 5 more\nThe database has 25 overrides that the file does not have: --prune=overrides removes them.\n"), r.out)
 		require.Equal(t, code, r.code)
 	}
-	var told struct{ Drift []policyfile.DriftingOverride }
+	var told struct{ Drift []policyfile.Bucket }
 	require.NoError(t, json.Unmarshal([]byte(applied(t, db.URL, onePolicy, "--json").out), &told))
 	require.Len(t, told.Drift, 25, "programs are told of all")
 	r := applied(t, db.URL, onePolicy, "--prune=overrides", "--dry-run")

@@ -310,14 +310,12 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, there map[string]policyfi
 	var problems policyfile.Problems
 	for _, want := range r.described {
 		has, isThere := there[want.Name]
-		if isThere { // which no rule sets
-			want.Durable, want.Remember = has.Durable, has.Remember
-		}
+		whole := want.Over(has)
 		switch {
-		case isThere && want.IsAs(has):
+		case isThere && whole.IsAs(has):
 			continue
 		case may:
-			if err = want.Define(ctx, tx); err != nil {
+			if err = whole.Define(ctx, tx); err != nil {
 				return err
 			}
 		default:
@@ -337,10 +335,10 @@ func (r *Rules) settle(ctx context.Context, tx pgx.Tx, there map[string]policyfi
 		if !isThere {
 			problems.Add(rule.At, "there is no policy %q: define it first, or give the rule unit and requests_per_unit", rule.Policy)
 		}
-		if has.Lease != 0 {
+		if has.Values["lease"] != nil {
 			problems.Add(rule.At, "policy %q lends slots, and has no tokens to take: write another policy", rule.Policy)
 		}
-		rule.shadow = has.Shadow
+		rule.shadow = has.Values["shadow"] == true
 	}
 	if problems != nil {
 		return problems
