@@ -104,7 +104,7 @@ func readDocument(file string, data []byte) (*document, error) {
 		return nil, d.problems
 	}
 	loader, err := yaml.NewLoader(bytes.NewReader(data),
-		yaml.WithUniqueKeys(false), // fillFields reports all of them
+		yaml.WithUniqueKeys(false), // addFields reports all of them
 		yaml.WithPlugin(loaderlimits.New(loaderlimits.DepthValue(maxDepth))))
 	if err != nil {
 		return nil, err
@@ -116,8 +116,8 @@ func readDocument(file string, data []byte) (*document, error) {
 	case err != nil:
 		d.addSyntax(start, err)
 	default:
-		d.root = &node{name: "the file", nameAt: d.position(first.Content[0])}
-		d.fill(d.root, first.Content[0], 0)
+		content := first.Content[0]
+		d.root = d.value("the file", d.position(content), content, 0)
 		switch err := loader.Load(&second); {
 		case err == nil:
 			d.problems.Add(d.position(&second), "a second document begins here: remove the line ---, or write it into a file of its own")
@@ -155,45 +155,47 @@ func (d *document) position(n *yaml.Node) Position {
 	return Position{File: d.file, Line: max(1, n.Line), Column: max(1, n.Column)}
 }
 
-func (d *document) fill(into *node, n *yaml.Node, depth int) {
-	into.valueAt = d.position(n)
+// value makes a node of a value.
+func (d *document) value(name string, nameAt Position, n *yaml.Node, depth int) *node {
+	if n.Kind == yaml.AliasNode {
+		n = n.Alias
+	}
+	value := &node{name: name, nameAt: nameAt, valueAt: d.position(n)}
 	switch d.values++; {
 	case d.stopped:
 	case d.values > maxValues:
-		d.stop(into.valueAt, "the file has more than %d values by here, aliases followed: split it, and write fewer aliases", maxValues)
+		d.stop(value.valueAt, "the file has more than %d values by here, aliases followed: split it, and write fewer aliases", maxValues)
 	case depth > maxDepth:
-		d.stop(into.valueAt, "values are nested more than %d deep here: write fewer levels, and no alias inside of its own anchor", maxDepth)
-	case n.Kind == yaml.AliasNode:
-		d.fill(into, n.Alias, depth+1)
+		d.stop(value.valueAt, "values are nested more than %d deep here: write fewer levels, and no alias inside of its own anchor", maxDepth)
 	case n.Kind == yaml.MappingNode:
 		d.checkTag(n, "!!map")
-		d.fillFields(into, n, depth)
+		d.addFields(value, n, depth)
 	case n.Kind == yaml.SequenceNode:
 		d.checkTag(n, "!!seq")
-		into.children = make(map[string]*node, len(n.Content))
+		value.children = make(map[string]*node, len(n.Content))
 		items := make([]any, len(n.Content))
 		for i, item := range n.Content {
-			element := &node{name: "an element of " + strings.TrimPrefix(into.name, "an element of "), nameAt: d.position(item)}
-			d.fill(element, item, depth+1)
-			into.children[strconv.Itoa(i)], items[i] = element, element.json
+			element := d.value("an element of "+strings.TrimPrefix(name, "an element of "), d.position(item), item, depth+1)
+			value.children[strconv.Itoa(i)], items[i] = element, element.json
 		}
-		into.json = items
+		value.json = items
 	default:
-		into.json = d.scalar(n)
+		value.json = d.scalar(n)
 	}
+	return value
 }
 
-func (d *document) fillFields(into *node, n *yaml.Node, depth int) {
-	into.children = make(map[string]*node, len(n.Content)/2)
+func (d *document) addFields(to *node, n *yaml.Node, depth int) {
+	to.children = make(map[string]*node, len(n.Content)/2)
 	fields := make(map[string]any, len(n.Content)/2)
-	into.json = fields
+	to.json = fields
 	for i := 0; i+1 < len(n.Content) && !d.stopped; i += 2 {
 		name := n.Content[i]
 		if name.Kind == yaml.AliasNode {
 			name = name.Alias
 		}
 		at := d.position(n.Content[i])
-		before := into.children[name.Value]
+		before := to.children[name.Value]
 		switch {
 		case name.Kind != yaml.ScalarNode:
 			d.problems.Add(at, "a name is a list or a mapping: write a text")
@@ -208,9 +210,8 @@ func (d *document) fillFields(into *node, n *yaml.Node, depth int) {
 		case before != nil:
 			d.problems.Add(at, "%s is here a second time, after %d:%d: remove one of them", quote(name.Value), before.nameAt.Line, before.nameAt.Column)
 		default:
-			field := &node{name: name.Value, nameAt: at}
-			d.fill(field, n.Content[i+1], depth+1)
-			into.children[name.Value], fields[name.Value] = field, field.json
+			field := d.value(name.Value, at, n.Content[i+1], depth+1)
+			to.children[name.Value], fields[name.Value] = field, field.json
 		}
 	}
 }

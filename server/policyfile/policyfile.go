@@ -65,9 +65,15 @@ func (d *document) parse() (*File, error) {
 		return nil, problems.sorted() // each environment would repeat them
 	}
 	file.rules[""] = rules
-	environments, problems := d.environments()
-	for _, environment := range environments {
-		rules, found := read(environment)
+	shared := &node{json: d.root.json, children: maps.Clone(d.root.children)}
+	delete(shared.children, "environments")
+	environments := d.root.find("environments")
+	if d.values*(1+len(environments.inOrder())) > maxValues {
+		problems.Add(environments.nameAt, "the file with its environments has more than %d values: write several files", maxValues)
+		return nil, problems
+	}
+	for _, environment := range environments.inOrder() {
+		rules, found := read(overlay(shared, environment))
 		for _, p := range found {
 			problems.Add(p.Position, "%s (in environment %s)", p.Message, shorten(environment.name))
 		}
@@ -100,21 +106,6 @@ func (f *File) Rules(environment string) (*Rules, error) {
 		return nil, fmt.Errorf("%s has no environment %q: it has none at all", f.name, environment)
 	}
 	return nil, fmt.Errorf("%s has no environment %q: it has %s", f.name, environment, and(f.environments))
-}
-
-// environments returns what the file has for each environment.
-func (d *document) environments() (merged []*node, problems Problems) {
-	shared := &node{json: d.root.json, children: maps.Clone(d.root.children)}
-	delete(shared.children, "environments")
-	environments := d.root.find("environments").inOrder()
-	if d.values*(1+len(environments)) > maxValues {
-		problems.Add(d.root.find("environments").nameAt, "the file with its environments has more than %d values: write several files", maxValues)
-		return nil, problems
-	}
-	for _, environment := range environments {
-		merged = append(merged, overlay(shared, environment))
-	}
-	return merged, nil
 }
 
 // overlay returns base with the values of over: mappings are merged by field, to any depth, other values replaced. Base may be nil.

@@ -29,7 +29,9 @@ func (p Policy) Over(old Policy) Policy {
 }
 
 // IsAs reports whether a policy has the same name and values.
-func (p Policy) IsAs(other Policy) bool { return p.Name == other.Name && maps.Equal(p.Values, other.Values) }
+func (p Policy) IsAs(other Policy) bool {
+	return p.Name == other.Name && maps.Equal(p.Values, other.Values)
+}
 
 // MarshalJSON writes null for what a quota or slots do not have, as ratelimit_policies lists it.
 func (p Policy) MarshalJSON() ([]byte, error) {
