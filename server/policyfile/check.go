@@ -16,12 +16,12 @@ var schemaText []byte
 
 // The schema of a policy file, and that of a file of Envoy's reference service.
 var (
-	schema                   = mustRead("schema.json", schemaText)
+	schema                   = readSchema()
 	fileSchema, domainSchema = compile("schema.json"), compile("schema.json#/$defs/envoyDomain")
 )
 
-func mustRead(file string, data []byte) *node {
-	d, err := readDocument(file, data)
+func readSchema() *node {
+	d, err := readDocument("schema.json", schemaText)
 	if err != nil {
 		panic(err)
 	}
@@ -89,12 +89,11 @@ func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, 
 	case *kind.AdditionalProperties:
 		names := refuses.find("properties").names()
 		for _, name := range is.Properties {
-			unknown := at.find(name)
+			remedy := "the fields here are " + and(names)
 			if near := nearest(name, names); near != "" {
-				problems.Add(unknown.nameAt, "unknown field %s: did you mean %s?", quote(name), near)
-			} else {
-				problems.Add(unknown.nameAt, "unknown field %s: the fields here are %s", quote(name), and(names))
+				remedy = "did you mean " + near + "?"
 			}
+			problems.Add(at.find(name).nameAt, "unknown field %s: %s", quote(name), remedy)
 		}
 	default:
 		switch {
@@ -135,7 +134,7 @@ func nearest(wrong string, names []string) string {
 		if len(name) > longest {
 			continue
 		}
-		if d := distance(wrong, name); d > 0 && d <= least {
+		if d := distance(wrong, name); d <= least {
 			best, least = name, d-1 // the first of equals
 		}
 	}

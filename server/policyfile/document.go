@@ -82,11 +82,6 @@ func (n *node) text() string {
 
 func (n *node) isTrue() bool { return n != nil && n.json == true }
 
-func (n *node) whole() int64 {
-	whole, _ := strconv.ParseInt(n.text(), 10, 64)
-	return whole
-}
-
 // stop reports a problem that ends the reading.
 func (d *document) stop(at Position, format string, args ...any) {
 	if !d.stopped {
@@ -110,20 +105,18 @@ func readDocument(file string, data []byte) (*document, error) {
 		return nil, err
 	}
 	var first, second yaml.Node
-	switch err := loader.Load(&first); {
+	switch err = loader.Load(&first); {
 	case errors.Is(err, io.EOF):
 		d.stop(start, "the file is empty: write policies, and below it the name of one")
-	case err != nil:
-		d.addSyntax(start, err)
-	default:
+	case err == nil:
 		content := first.Content[0]
 		d.root = d.value("the file", d.position(content), content, 0)
-		switch err := loader.Load(&second); {
-		case err == nil:
+		if err = loader.Load(&second); err == nil {
 			d.problems.Add(d.position(&second), "a second document begins here: remove the line ---, or write it into a file of its own")
-		case !errors.Is(err, io.EOF):
-			d.addSyntax(start, err)
 		}
+	}
+	if err != nil && !errors.Is(err, io.EOF) {
+		d.addSyntax(start, err)
 	}
 	if d.problems != nil {
 		return nil, d.problems.sorted()

@@ -2,6 +2,7 @@ package policyfile
 
 import (
 	"cmp"
+	"strconv"
 	"strings"
 )
 
@@ -75,29 +76,29 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 		domain string
 	}
 	first := make(map[string]rule)
-	add := func(domain string, p Policy) {
-		other, isSecond := first[p.Name]
-		switch {
-		case len(p.Name) > maxName:
-			problems.Add(p.At, "the policy of this rule would be called by its domain and path, which have %d bytes: give the rule a name of up to %d",
-				len(p.Name), maxName)
-		case !isSecond:
-			first[p.Name] = rule{p, domain}
-			policies = append(policies, p)
-		case other.domain != domain:
-			problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: "+
-				"give this rule another name", p.Name, other.At)
-		case !other.IsAs(p):
-			problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: "+
-				"give this rule another name", p.Name, other.At)
-		}
-	}
 	var walk func(domain, path string, descriptors []EnvoyDescriptor)
 	walk = func(domain, path string, descriptors []EnvoyDescriptor) {
 		for _, d := range descriptors {
 			at := path + "." + d.Composite()
-			if d.Limit != nil && d.Limit.Policy == "" && d.Limit.PolicyAt(at) != "" {
-				add(domain, d.policy(at))
+			var p Policy
+			if d.Limit != nil && d.Limit.Policy == "" {
+				p = d.policy(at)
+			}
+			other, isSecond := first[p.Name]
+			switch {
+			case p.Name == "":
+			case len(p.Name) > maxName:
+				problems.Add(p.At, "the policy of this rule would be called by its domain and path, which have %d bytes: give the rule a name of up to %d",
+					len(p.Name), maxName)
+			case !isSecond:
+				first[p.Name] = rule{p, domain}
+				policies = append(policies, p)
+			case other.domain != domain:
+				problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: "+
+					"give this rule another name", p.Name, other.At)
+			case !other.IsAs(p):
+				problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: "+
+					"give this rule another name", p.Name, other.At)
 			}
 			walk(domain, at, d.Descriptors)
 		}
@@ -260,9 +261,10 @@ func (r *reader) envoyLimit(n *node) *EnvoyLimit {
 	if n == nil {
 		return nil
 	}
+	requests, _ := strconv.ParseUint(n.find("requests_per_unit").text(), 10, 32)
 	l := &EnvoyLimit{
 		Policy: n.find("policy").text(), Name: n.find("name").text(), At: n.nameAt,
-		RequestsPerUnit: uint32(n.find("requests_per_unit").whole()), Unit: EnvoyUnit(strings.ToLower(n.find("unit").text())),
+		RequestsPerUnit: uint32(requests), Unit: EnvoyUnit(strings.ToLower(n.find("unit").text())),
 		Calendar: n.find("calendar").isTrue(), Unlimited: n.find("unlimited").isTrue(), Overdraw: n.find("overdraw").isTrue(),
 	}
 	for _, replaced := range n.find("replaces").inOrder() {

@@ -266,51 +266,38 @@ func (d *Difference) String() string {
 
 // Summary counts what was changed, or would be.
 func (d *Difference) Summary(dryRun bool) string {
-	drift := ""
+	made, changes, drift := " made.\n", "", ""
+	if dryRun {
+		made = ", not made: this is a dry run.\n"
+	}
+	if !d.Empty() {
+		changes = count(int64(len(d.Changes)), "change") + made
+	}
 	if d.Drift != nil {
 		drift = "The database has " + count(int64(len(d.Drift)), "override") + " that the file does not have: --prune=overrides removes them.\n"
 	}
-	switch n := count(int64(len(d.Changes)), "change"); {
-	case d.Empty() && drift == "":
-		return "The database is as the file says.\n"
-	case d.Empty():
-		return drift
-	case dryRun:
-		return n + ", not made: this is a dry run.\n" + drift
-	default:
-		return n + " made.\n" + drift
-	}
+	return cmp.Or(changes+drift, "The database is as the file says.\n")
 }
 
 // maxDrift is the number of overrides to list. A program may have set many.
 const maxDrift = 20
 
-var signs = map[Action]string{Create: "+", Alter: "~", Drop: "-"}
+// A sign and the format of a field's name and values before and after.
+var shown = map[Action][2]string{Create: {"+", "%[1]s %[3]v"}, Alter: {"~", "%s %v -> %v"}, Drop: {"-", "%[1]s %[2]v"}}
 
 // String is one line: a sign, what changes, and how.
 func (c *Change) String() string {
-	what := fmt.Sprintf("policy %q", c.Policy)
+	what, how := fmt.Sprintf("policy %q", c.Policy), make([]string, len(c.Fields))
 	if c.Key != "" {
 		what = fmt.Sprintf("override %q of %q", c.Key, c.Policy)
 	}
-	return signs[c.Action] + " " + what + ": " + c.details()
-}
-
-func (c *Change) details() string {
-	if c.Action == Drop && c.Key == "" {
-		return c.Lost.String()
-	}
-	details := make([]string, len(c.Fields))
 	for i, f := range c.Fields {
-		details[i] = f.Field + " " + show(f.New)
-		switch c.Action {
-		case Alter:
-			details[i] = f.Field + " " + show(f.Old) + " -> " + show(f.New)
-		case Drop:
-			details[i] = f.Field + " " + show(f.Old)
-		}
+		how[i] = fmt.Sprintf(shown[c.Action][1], f.Field, cmp.Or[any](f.Old, "unset"), cmp.Or[any](f.New, "unset"))
 	}
-	return strings.Join(details, ", ")
+	if c.Action == Drop && c.Key == "" {
+		how = []string{c.Lost.String()}
+	}
+	return shown[c.Action][0] + " " + what + ": " + strings.Join(how, ", ")
 }
 
 // String describes what is dropped.
@@ -333,11 +320,4 @@ func count(n int64, what string) string {
 		what += "s"
 	}
 	return fmt.Sprint(n, " ", what)
-}
-
-func show(value any) string {
-	if value == nil {
-		return "unset"
-	}
-	return fmt.Sprint(value)
 }

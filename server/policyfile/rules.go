@@ -106,16 +106,13 @@ func (r *reader) override(policy Policy, key *node) []Override {
 	if !key.isMapping() {
 		entries = key.inOrder()
 	}
-	if len(entries) == 2 {
-		first, second := entries[0].find("expires_at"), entries[1].find("expires_at")
-		switch {
-		case first == nil && second == nil:
-			r.problems.Add(entries[1].nameAt, "%s has two entries without expires_at: write one without and one with it", quote(key.name))
-		case first != nil && second != nil:
-			r.problems.Add(entries[1].nameAt, "%s has two entries with expires_at: write one without and one with it", quote(key.name))
-		case first != nil:
-			slices.Reverse(entries)
-		}
+	ends := func(entry *node) bool { return entry.find("expires_at") != nil }
+	if len(entries) == 2 && ends(entries[0]) == ends(entries[1]) {
+		with := map[bool]string{true: "with", false: "without"}[ends(entries[0])]
+		r.problems.Add(entries[1].nameAt, "%s has two entries %s expires_at: write one without and one with it", quote(key.name), with)
+	}
+	if ends(entries[0]) {
+		slices.Reverse(entries)
 	}
 	var parts []Override
 	inherited := policy.Values
@@ -129,7 +126,7 @@ func (r *reader) override(policy Policy, key *node) []Override {
 				}
 			case policy.Values[field.name] == nil:
 				r.problems.Add(field.nameAt, "%s is not for a key of policy %s, which %s: remove it", field.name, quote(policy.Name), does[policy.kind()])
-			case sets["expires_at"] != nil && (field.name == "time_zone" || field.name == "anchor"):
+			case ends(entry) && (field.name == "time_zone" || field.name == "anchor"):
 				r.problems.Add(field.nameAt, "%s does not end: write it into an entry without expires_at", field.name)
 			}
 		}
@@ -145,10 +142,12 @@ func (r *reader) override(policy Policy, key *node) []Override {
 // checkPolicy reports a policy that the file does not have.
 func (r *reader) checkPolicy(at Position, name string) bool {
 	_, isThere := r.policies[name]
-	if near := nearest(name, r.names); !isThere && near != "" {
-		r.problems.Add(at, "unknown policy %s: did you mean %s?", quote(name), quote(near))
-	} else if !isThere {
-		r.problems.Add(at, "unknown policy %s: write it below policies", quote(name))
+	if !isThere {
+		remedy := "write it below policies"
+		if near := nearest(name, r.names); near != "" {
+			remedy = "did you mean " + quote(near) + "?"
+		}
+		r.problems.Add(at, "unknown policy %s: %s", quote(name), remedy)
 	}
 	return isThere
 }

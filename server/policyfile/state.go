@@ -113,13 +113,14 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]*Lo
 		if err != nil {
 			return err
 		}
-		var name string
-		var lost Lost
-		_, err = pgx.ForEachRow(rows, []any{&name, &lost.Buckets, &lost.Overrides, &lost.IdempotencyKeys, &lost.Holders, &lost.Periods}, func() error {
-			counted := lost
-			counts[name] = &counted
-			return nil
-		})
+		type ofPolicy struct {
+			Name string
+			Lost
+		}
+		all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[ofPolicy])
+		for i := range all {
+			counts[all[i].Name] = &all[i].Lost
+		}
 		return err
 	})
 	if refusal, ok := errors.AsType[*pgconn.PgError](err); ok && refusal.Code == "42501" {
