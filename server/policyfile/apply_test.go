@@ -276,10 +276,6 @@ func TestApply_Errors(t *testing.T) {
 			"limits.yaml:4:42: the database refuses this: invalid expires_at: expires_at is 2800-01-01 00:00:00+00. Pass an instant that lies ahead"},
 		"a bucket that never fills": {"", "policies:\n  slow: {capacity: 11, refill: 1, every: 365250d}",
 			"limits.yaml:2:32: the database refuses this: invalid refill: refill is 1 every 8766000:00:00. Refill faster or lower the capacity"},
-		"an override of too many slots": {"", "policies: {jobs: {capacity: 1, lease: 5m}}\noverrides:\n  jobs: {k: {capacity: 10001}}",
-			"limits.yaml:3:24: the database refuses this: invalid capacity: capacity is 10001. Pass 0 to 10000 slots."},
-		"a zone that the server does not know": {"", "policies:\n  plan: {capacity: 1, period: 1 day, time_zone: Europe/Atlantis}",
-			"limits.yaml:2:49: the database refuses this: invalid time_zone: time_zone is Europe/Atlantis. Pass 'UTC', or a name with a slash"},
 		"a policy of the other durability": {"", "policies:\n  stays: {capacity: 1, refill: 1, every: 1s, durable: false}",
 			"limits.yaml:2:55: the database refuses this: invalid durable: Policy 'stays' was created with durable => t. Drop the policy"},
 		"policies of other kinds": {"select ratelimit_define_policy('plan', 1, period => '1 day'), ratelimit_define_policy('jobs', 1, lease => '5 minutes')",
@@ -374,61 +370,42 @@ func TestApply_InEveryExecMode(t *testing.T) {
 	}
 }
 
-const (
-	before = "policies: {a: {capacity: 1, refill: 1, every: 1s}, b: {capacity: 1, refill: 1, every: 1s}}"
-	after  = "policies: {a: {capacity: 2, refill: 1, every: 1s}, b: {capacity: 2, refill: 1, every: 1s}, c: {capacity: 2, refill: 1, every: 1s}}"
-	other  = "policies: {a: {capacity: 3, refill: 1, every: 1s}, b: {capacity: 3, refill: 1, every: 1s}}"
-)
-
-// A stuck is an apply that has changed policy a and waits for policy b.
-type stuck struct {
-	conn   *pgx.Conn
-	holder pgx.Tx
-	done   chan error
-}
-
-func startStuck(t *testing.T, db *pgtest.DB) *stuck {
-	apply(t, db.Pool, before)
-	holder := kit.NoError(db.Connect(t).Begin(t.Context()))(t)
-	require.NoError(t, kit.ErrorOf(holder.Exec(t.Context(), "select from ratelimit.policies where name = 'b' for update")))
-	s := &stuck{conn: db.Connect(t), holder: holder, done: make(chan error, 1)}
-	file := parse(t, after)
-	go func() {
-		_, err := policyfile.Apply(context.Background(), s.conn, file, policyfile.Options{})
-		s.done <- err
-	}()
-	awaitLock(t, db, s.conn, "transactionid")
-	return s
-}
-
-// awaitLock returns when a connection waits for a lock of a kind.
-func awaitLock(t *testing.T, db *pgtest.DB, conn *pgx.Conn, kind string) {
-	db.Await(t, time.Minute, "select exists (select from pg_stat_activity where pid = $1 and wait_event_type = 'Lock' and wait_event = $2)",
-		conn.PgConn().PID(), kind)
-}
-
-var (
-	allAfter = []string{"a 2 1 1000000 f t 86400000000 f", "b 2 1 1000000 f t 86400000000 f", "c 2 1 1000000 f t 86400000000 f"}
-)
-
-// The second waits, and compares with what the first has left.
+// The second waits, no longer than it is told, and compares with what the first has left.
 func TestApply_OneAfterTheOther(t *testing.T) {
 	db := kit.ParallelDB(t).DB
-	s := startStuck(t, db)
-	conn := db.Connect(t)
+	policies := func(capacity int, names ...string) string {
+		text := "policies:\n"
+		for _, name := range names {
+			text += fmt.Sprintf("  %s: {capacity: %d, refill: 1, every: 1s}\n", name, capacity)
+		}
+		return text
+	}
+	apply(t, db.Pool, policies(1, "a", "b"))
+	holder := kit.NoError(db.Connect(t).Begin(t.Context()))(t)
+	require.NoError(t, kit.ErrorOf(holder.Exec(t.Context(), "select from ratelimit.policies where name = 'b' for update")))
 	type answer struct {
 		*policyfile.Difference
 		err error
 	}
-	second := make(chan answer, 1)
-	file := parse(t, other)
-	go func() {
-		d, err := policyfile.Apply(context.Background(), conn, file, policyfile.Options{Prune: true})
-		second <- answer{d, err}
-	}()
-	awaitLock(t, db, conn, "advisory")
-	require.NoError(t, s.holder.Rollback(t.Context()))
-	require.NoError(t, <-s.done)
+	start := func(text string, options policyfile.Options, waitsFor string) chan answer {
+		conn, file, done := db.Connect(t), parse(t, text), make(chan answer, 1)
+		go func() {
+			d, err := policyfile.Apply(context.Background(), conn, file, options)
+			done <- answer{d, err}
+		}()
+		db.Await(t, time.Minute, "select exists (select from pg_stat_activity where pid = $1 and wait_event_type = 'Lock' and wait_event = $2)",
+			conn.PgConn().PID(), waitsFor)
+		return done
+	}
+	first := start(policies(2, "a", "b", "c"), policyfile.Options{}, "transactionid") // has changed a
+	second := start(policies(3, "a", "b"), policyfile.Options{Prune: true}, "advisory")
+	impatient := db.Connect(t)
+	require.NoError(t, kit.ErrorOf(impatient.Exec(t.Context(), "set lock_timeout = '10ms'")))
+	_, err := policyfile.Apply(t.Context(), impatient, parse(t, policies(4, "a")), policyfile.Options{})
+	require.ErrorContains(t, err, "another session holds this, so try again when it has ended")
+
+	require.NoError(t, holder.Rollback(t.Context()))
+	require.NoError(t, (<-first).err)
 	d := <-second
 	require.NoError(t, d.err)
 	require.Equal(t, `~ policy "a": capacity 2 -> 3
@@ -436,18 +413,6 @@ func TestApply_OneAfterTheOther(t *testing.T) {
 - policy "c": dropped with 0 buckets, 0 overrides and 0 idempotency keys
 `, d.String())
 	require.Equal(t, []string{"a 3 1 1000000 f t 86400000000 f", "b 3 1 1000000 f t 86400000000 f"}, policiesIn(t, db))
-}
-
-func TestApply_WaitsNoLongerThanTold(t *testing.T) {
-	db := kit.ParallelDB(t).DB
-	s := startStuck(t, db)
-	conn := db.Connect(t)
-	require.NoError(t, kit.ErrorOf(conn.Exec(t.Context(), "set lock_timeout = '10ms'")))
-	_, err := policyfile.Apply(t.Context(), conn, parse(t, other), policyfile.Options{})
-	require.ErrorContains(t, err, "another session holds this, so try again when it has ended")
-	require.NoError(t, s.holder.Rollback(t.Context()))
-	require.NoError(t, <-s.done)
-	require.Equal(t, allAfter, policiesIn(t, db))
 }
 
 func TestExport_OfShards(t *testing.T) {
