@@ -25,7 +25,7 @@ type form struct {
 	sqlType string // of the argument
 	column  string // writes a column as a file may, whatever the session's DateStyle, IntervalStyle and TimeZone
 
-	// read returns the value of a text, or nil if it has none. What the schema refuses without it may have one.
+	// read returns the value of a text, or nil. It may read texts that the schema's pattern refuses.
 	read func(text string) any
 }
 

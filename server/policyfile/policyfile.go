@@ -98,14 +98,10 @@ func (f *File) Environments() []string { return f.environments }
 
 // Rules returns the rules of an environment, or for "" the rules outside of environments.
 func (f *File) Rules(environment string) (*Rules, error) {
-	rules := f.rules[environment]
-	switch {
-	case rules != nil:
+	if rules := f.rules[environment]; rules != nil {
 		return rules, nil
-	case f.environments == nil:
-		return nil, fmt.Errorf("%s has no environment %q: it has none at all", f.name, environment)
 	}
-	return nil, fmt.Errorf("%s has no environment %q: it has %s", f.name, environment, and(f.environments))
+	return nil, fmt.Errorf("%s has no environment %q: it has %s", f.name, environment, cmp.Or(and(f.environments), "none at all"))
 }
 
 // overlay returns base with the values of over: mappings are merged by field, to any depth, other values replaced. Base may be nil.

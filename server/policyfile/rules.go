@@ -8,7 +8,8 @@ import (
 	"slices"
 )
 
-// A Policy has the values of its kind, with the defaults of a file. What a file or rule leaves to the database it does not have.
+// A Policy has the values of its kind, but for those that stay as the database has them: history, if a file has none, and durable and
+// remember, if a rule of Envoy's describes it.
 type Policy struct {
 	Name string
 	Values
@@ -19,7 +20,7 @@ type Policy struct {
 	node *node
 }
 
-// Over returns the policy with what it leaves to the database: the values of the old one, or defaults if that has none.
+// Over adds the values that stay, from the old policy, or for a new one from the defaults.
 func (p Policy) Over(old Policy) Policy {
 	if old.Values == nil {
 		old.Values = defaults(p.kind())
@@ -76,11 +77,10 @@ type reader struct {
 }
 
 func (n *node) rules() (*Rules, Problems) {
-	r, rules := &reader{policies: make(map[string]Policy)}, &Rules{}
+	r, rules := &reader{policies: make(map[string]Policy), names: n.find("policies").names()}, &Rules{}
 	for _, child := range n.find("policies").inOrder() {
 		p := policy(child)
 		r.policies[p.Name] = p
-		r.names = append(r.names, p.Name)
 		rules.Policies = append(rules.Policies, p)
 	}
 	for _, keys := range n.find("overrides").inOrder() {

@@ -130,27 +130,23 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]*Lo
 }
 
 // failed adds the failed step and a remedy to an error.
-func failed(what string, err error) error { return fmt.Errorf("%s: %s%w", what, remedy(err), err) }
-
-func remedy(err error) string {
-	refusal, ok := errors.AsType[*pgconn.PgError](err)
-	if !ok {
-		return ""
-	}
+func failed(what string, err error) error {
+	refusal, remedy := &pgconn.PgError{}, ""
+	errors.As(err, &refusal)
 	switch refusal.Code {
 	case "42883", "3F000", "42P01":
-		return "the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "
+		remedy = "the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "
 	case "42501":
+		remedy = "the role may not do this, so grant it, or connect as the owner of the functions: "
 		if function, ok := strings.CutPrefix(refusal.Message, "permission denied for function "); ok {
-			return "the role may not do this, so connect as the owner of the functions, or run as the owner " + inspect.Grant(inspect.SomeRole, function) + " the error is: "
+			remedy = "the role may not do this, so connect as the owner of the functions, or run as the owner " + inspect.Grant(inspect.SomeRole, function) + " the error is: "
 		}
-		return "the role may not do this, so grant it, or connect as the owner of the functions: "
 	case "55P03":
-		return "another session holds this, so try again when it has ended: "
+		remedy = "another session holds this, so try again when it has ended: "
 	case "0A000": // which a standby answers to the begin of a transaction that writes
-		return "the database is read-only, so connect to the primary: "
+		remedy = "the database is read-only, so connect to the primary: "
 	}
-	return ""
+	return fmt.Errorf("%s: %s%w", what, remedy, err)
 }
 
 // Export writes the policies and overrides of a database as a file. To [Apply] this file changes nothing. Shards have the same
