@@ -116,11 +116,11 @@ overrides:
   llm:
     "user:42": {capacity: 0, expires_at: 2999-12-31T23:59:59.123456+01:00}
     "42": &seven {refill: 7, every: 1h}
+    "43": [{refill: 9, expires_at: 2999-01-01T00:00:00Z}, {every: 3h}]
   plan:
     "user:42": {time_zone: America/New_York}
     "user:43": {capacity: 0, anchor: 2024-02-29T09:30:00.5}
-  jobs:
-    "user:42": {capacity: 0, lease: 1h}
+  jobs: {"user:42": {capacity: 0, lease: 1h}}
 
 envoy:
   - domain: edge
@@ -153,6 +153,8 @@ days map[anchor:2001-01-01 capacity:50 durable:false period:1 day remember:1d sh
 jobs map[capacity:5 durable:true lease:5m shadow:true]
 llm map[capacity:1000000 durable:false every:30d refill:0 remember:7d1h30m5s20ms7us shadow:true stepped:true]
 override "42" of "llm": refill 7, every 1h
+override "43" of "llm": refill 0, every 3h
+override "43" of "llm": refill 9, every 3h, expires_at 2999-01-01T00:00:00Z
 override "user:42" of "jobs": capacity 0, lease 1h
 override "user:42" of "llm": capacity 0, expires_at 2999-12-31T22:59:59.123456Z
 override "user:42" of "plan": time_zone America/New_York
@@ -193,7 +195,8 @@ func TestParse_EnvironmentsReplaceFields(t *testing.T) {
 	base := kit.NoError(file.Rules(""))(t)
 	staging := kit.NoError(file.Rules("staging"))(t)
 
-	require.Equal(t, strings.NewReplacer("capacity:100 ", "capacity:5 ", "every 1h\n", "every 2h\noverride \"new\" of \"extra\": refill 7, every 1h\n",
+	require.Equal(t, strings.NewReplacer("capacity:100 ", "capacity:5 ", "every 1h\n", "every 2h\n",
+		"override \"user:42\" of \"jobs\"", "override \"new\" of \"extra\": refill 7, every 1h\noverride \"user:42\" of \"jobs\"",
 		"jobs map", "extra map[capacity:1 durable:true every:1m refill:1 remember:1d shadow:false stepped:false]\njobs map").Replace(validRules), textOf(staging))
 	require.Equal(t, base.Envoy, staging.Envoy)
 
