@@ -56,8 +56,7 @@ func TestStock_KeepsItsInvariants(t *testing.T) {
 		}
 		require.Zero(t, d.stock.left, "nothing is forgotten")
 	})
-	for _, what := range []string{"granted", "refused", "over", "taken", "partly", "denied", "silent", "dropped", "doubt", "not refunded", "refunded", "shrunk",
-		"taken beside a doubt"} {
+	for _, what := range []string{"granted", "refused", "over", "taken", "denied", "silent", "dropped", "refunded", "shrunk"} {
 		require.NotZero(t, saw[what], "%s: %v", what, saw)
 	}
 }
@@ -76,10 +75,8 @@ type drivenStock struct {
 	seen       sight
 	silent     bool
 	watches    bool // of the policy
-	doubt      bool
 	bucket     int64
 	left       int64
-	charged    int64         // in truth, since nothing was left
 	isAsked    bool          // since the last look
 	lastDemand time.Duration // the first look after the last request
 }
@@ -165,12 +162,6 @@ func (d *drivenStock) work() {
 
 func (d *drivenStock) take() {
 	d.looks()
-	switch {
-	case d.left == 0:
-		d.doubt, d.charged = false, 0
-	case d.doubt:
-		d.saw["taken beside a doubt"]++
-	}
 	changing := d.IntN(10) == 0
 	d.asking, d.sent = d.stock.take(d.now, changing), d.now
 	if d.asking == 0 {
@@ -192,18 +183,20 @@ func (d *drivenStock) answer() {
 	d.state, d.calling = resting, false
 	switch d.IntN(12) {
 	case 0:
-		d.stock.took(PartialDecision{}, ErrUnknownPolicy, false, d.sent, d.now)
+		d.stock.took(PartialDecision{}, ErrUnknownPolicy, d.sent, d.now)
 		d.left, d.silent = 0, true
 		d.saw["dropped"]++
 		return
 	case 1:
-		d.stock.took(PartialDecision{}, errors.New("no answer"), false, d.sent, d.now)
+		d.stock.took(PartialDecision{}, errors.New("no answer"), d.sent, d.now)
 		d.silent = true
 		d.saw["silent"]++
 		return
 	}
-	answer := PartialDecision{Taken: min(d.asking, d.bucket)}
-	d.charged += answer.Taken
+	var answer PartialDecision
+	if d.bucket >= d.asking {
+		answer.Taken = d.asking
+	}
 	d.bucket -= answer.Taken
 	answer.Decision = d.sight().Decision
 	answer.Shadowed = d.watches && answer.Taken == 0
@@ -211,8 +204,7 @@ func (d *drivenStock) answer() {
 	if d.watches {
 		answer.Taken = d.asking
 	}
-	doubt := d.watches && answer.Taken == d.asking && d.bucket == 0
-	d.stock.took(answer, nil, doubt, d.sent, d.now)
+	d.stock.took(answer, nil, d.sent, d.now)
 	d.seen = sight{answer.Decision, d.now}
 	if !answer.Allowed || answer.Shadowed {
 		d.saw["denied"]++
@@ -221,13 +213,6 @@ func (d *drivenStock) answer() {
 	d.left += answer.Taken
 	d.until = d.sent + stockLife
 	d.saw["taken"]++
-	if answer.Taken < d.asking {
-		d.saw["partly"]++
-	}
-	if doubt {
-		d.doubt = true
-		d.saw["doubt"]++
-	}
 }
 
 func (d *drivenStock) refund() {
@@ -242,13 +227,7 @@ func (d *drivenStock) refund() {
 		require.LessOrEqual(d, keep, d.left)
 		d.saw["shrunk"]++
 	}
-	if d.doubt && d.left > 0 {
-		require.Zero(d, n, "it may not have been charged")
-		d.saw["not refunded"]++
-	} else {
-		require.Equal(d, d.left-keep, n)
-	}
-	require.LessOrEqual(d, n, d.charged)
+	require.Equal(d, d.left-keep, n)
 	d.left = keep
 	if n > 0 {
 		d.saw["refunded"]++

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"hash/maphash"
 	"maps"
-	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -335,16 +334,8 @@ func (l *Prefetcher) refill(b *hotBucket) {
 	}
 	ctx, cancel := context.WithTimeout(l.working, stockLife) // a later reply would bring tokens that are too old to grant
 	defer cancel()
-	d, err := l.quiet.AcquireUpTo(ctx, b.policy.Policy, b.key, n)
-	doubt := err == nil && d.Taken == n && d.Remaining <= 0 && l.mayBeShadow(ctx, b)
-	b.do(func(s *stock) { s.took(d, err, doubt, sent, l.now()) })
-}
-
-// mayBeShadow reports whether the policy grants more than any bucket has. Only a shadow policy does. Its Taken is what was asked for,
-// also when the bucket had less. After an error it may be one.
-func (l *Prefetcher) mayBeShadow(ctx context.Context, b *hotBucket) bool {
-	d, err := l.quiet.AcquireUpTo(ctx, b.policy.Policy, b.key, math.MaxInt64, AtLeast(math.MaxInt64))
-	return err != nil || d.Allowed
+	d, err := l.quiet.AcquireUpTo(ctx, b.policy.Policy, b.key, n, AtLeast(n)) // else a shadow policy might report more than it took
+	b.do(func(s *stock) { s.took(d, err, sent, l.now()) })
 }
 
 // watch looks at all stocks every prefetchTick, and forgets the counts of requests every hotTicks.

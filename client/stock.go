@@ -41,8 +41,7 @@ const (
 //  3. Grants stop stockLife after the last call that brought tokens was sent.
 //  4. take never asks for more tokens than the stock lacks. It leaves the bucket at least as many tokens as the stock then has, by
 //     the last sight of the bucket.
-//  5. Tokens in doubt are not refunded. The doubt ends when no token is left.
-//  6. After a refill that failed, take returns 0 until a caller has had an answer.
+//  5. After a refill that failed, take returns 0 until a caller has had an answer.
 type stock struct {
 	Prefetch // the settings, with defaults
 	state    state
@@ -53,7 +52,6 @@ type stock struct {
 	seen    sight         // the last decision about the bucket
 	lacking int64         // tokens missing from the full size at the last take
 	silent  bool          // the last refill failed, and no caller has had an answer since
-	doubt   bool          // the server may have charged less than it returned, as a shadow policy does
 
 	demand     demand
 	asked      int64         // tokens requested since the last look, granted or not
@@ -145,7 +143,6 @@ func (s *stock) look(now time.Duration) stockSize {
 // take returns how many tokens to take from the server. At 0, as while the policy is changing, the stock rests.
 func (s *stock) take(now time.Duration, changing bool) int64 {
 	size := s.look(now)
-	s.doubt = s.doubt && s.left > 0
 	s.low = -1
 	s.lacking = size.full - s.left
 	n := size.refill(s.left, s.seen.level(now))
@@ -156,8 +153,8 @@ func (s *stock) take(now time.Duration, changing bool) int64 {
 	return n
 }
 
-// took uses the reply to a call of take, made at the time sent. doubt is true if the policy may be a shadow policy.
-func (s *stock) took(d PartialDecision, err error, doubt bool, sent, now time.Duration) {
+// took uses the reply to a call of take, made at the time sent.
+func (s *stock) took(d PartialDecision, err error, sent, now time.Duration) {
 	s.rest()
 	if err != nil {
 		s.silent = true
@@ -170,7 +167,6 @@ func (s *stock) took(d PartialDecision, err error, doubt bool, sent, now time.Du
 	if !d.Allowed || d.Shadowed {
 		return
 	}
-	s.doubt = s.doubt || doubt
 	s.until = sent + stockLife
 	s.left += d.Taken
 	if d.Taken == s.lacking { // otherwise the bucket has few tokens, and the next refill waits for a visit
@@ -178,7 +174,7 @@ func (s *stock) took(d PartialDecision, err error, doubt bool, sent, now time.Du
 	}
 }
 
-// refund removes from left the tokens that the stock does not keep, and returns how many to refund: none in doubt.
+// refund removes from left the tokens that the stock does not keep, and returns how many to refund.
 func (s *stock) refund(now time.Duration) int64 {
 	keep := int64(0)
 	if s.state == shrinking {
@@ -186,9 +182,6 @@ func (s *stock) refund(now time.Duration) int64 {
 	}
 	n := s.left - keep
 	s.left = keep
-	if s.doubt {
-		return 0
-	}
 	return n
 }
 
