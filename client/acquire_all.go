@@ -234,25 +234,18 @@ func (l *Prefetcher) AcquireMany(ctx context.Context, requests []Request) []Answ
 	}
 	begin := time.Now()
 	answers := make([]Answer, len(requests))
-	found := make([]candidate, len(requests))
 	var rest []int
-	for i := range requests {
-		r := requests[i].request()
-		found[i] = l.find(r)
-		if d, ok := l.grantFrom(ctx, found[i], r); ok {
-			answers[i] = Answer{Operation: verbAcquire, Policy: r.policy, Decision: d, Duration: time.Since(begin)}
+	var asked []Request
+	for i, r := range requests {
+		if d, ok := l.grant(ctx, r.request()); ok {
+			answers[i] = Answer{Operation: verbAcquire, Policy: r.Policy, Decision: d, Duration: time.Since(begin)}
 		} else {
-			rest = append(rest, i)
+			rest, asked = append(rest, i), append(asked, r)
 		}
 	}
-	asked := make([]Request, len(rest))
-	for i, n := range rest {
-		asked[i] = requests[n]
-	}
 	for i, a := range l.combiner.AcquireMany(ctx, asked) {
-		n := rest[i]
-		if answers[n] = a; a.Err == nil {
-			l.learn(found[n], requests[n].request(), a.Decision)
+		if answers[rest[i]] = a; a.Err == nil {
+			l.learn(asked[i].request(), a.Decision)
 		}
 	}
 	return answers

@@ -23,7 +23,6 @@ const (
 	// maxHotBuckets of one policy.
 	maxHotBuckets = 10_000
 
-	hotMaps       = 256     // maps of stocks in a policy, each with a mutex
 	requestCounts = 1 << 16 // counts of requests in a policy
 	prefetchCalls = 2       // refills and refunds at a time
 	closingCalls  = 8       // refunds at a time while stocks must end
@@ -137,11 +136,11 @@ func NewPrefetcher(pool Pool, opts ...Option) *Prefetcher {
 	return l
 }
 
-// A prefetchedPolicy has the hot buckets of one policy. Its maps are copied when they change, so that reading takes no lock.
+// A prefetchedPolicy has the hot buckets of one policy.
 type prefetchedPolicy struct {
 	Prefetch
 	seed maphash.Seed
-	maps [hotMaps]hotMap
+	hot  sync.Map     // a *hotBucket by its key
 	size atomic.Int64 // hot buckets
 
 	// changing counts calls under way that must find no stock, such as Reset. Meanwhile no tokens are taken.
@@ -152,36 +151,10 @@ type prefetchedPolicy struct {
 	counted atomic.Bool
 }
 
-type hotMap struct {
-	buckets atomic.Pointer[map[string]*hotBucket]
-	writing sync.Mutex
-}
-
-func (m *hotMap) find(key string) *hotBucket {
-	buckets := m.buckets.Load()
-	if buckets == nil {
-		return nil
-	}
-	return (*buckets)[key]
-}
-
-// change replaces the map by a changed copy.
-func (m *hotMap) change(change func(map[string]*hotBucket)) {
-	m.writing.Lock()
-	defer m.writing.Unlock()
-	buckets := make(map[string]*hotBucket)
-	if old := m.buckets.Load(); old != nil {
-		maps.Copy(buckets, *old)
-	}
-	change(buckets)
-	m.buckets.Store(&buckets)
-}
-
 // A hotBucket has a stock, and the mutex that serialises its methods.
 type hotBucket struct {
 	policy *prefetchedPolicy
 	key    string
-	hash   uint64
 
 	mu    sync.Mutex
 	stock stock
@@ -208,60 +181,47 @@ func (b *hotBucket) do(method func(*stock)) {
 // Errors: as Combiner.Acquire.
 func (l *Prefetcher) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
 	r := newRequest("Acquire", policy, key, opts)
-	at := l.find(r)
-	if d, ok := l.grantFrom(ctx, at, r); ok {
+	if d, ok := l.grant(ctx, r); ok {
 		return d, nil
 	}
 	d, err := l.acquire(ctx, r, l.combinePlain)
 	if err == nil {
-		l.learn(at, r, d)
+		l.learn(r, d)
 	}
 	return d, err
 }
 
-// A candidate is the bucket of a request that a stock may answer. It has no policy if none may.
-type candidate struct {
-	policy *prefetchedPolicy
-	bucket *hotBucket // nil unless it is hot
-	hash   uint64
-}
-
-func (l *Prefetcher) find(r request) candidate {
+// find returns no policy if no stock may answer, and no bucket unless it is hot.
+func (l *Prefetcher) find(r request) (*prefetchedPolicy, *hotBucket) {
 	p := l.policies[r.policy]
 	if p == nil || r.keyed() || r.cost < 1 || r.err != nil {
-		return candidate{}
+		return nil, nil
 	}
-	hash := maphash.String(p.seed, r.key)
-	return candidate{p, p.maps[hash%hotMaps].find(r.key), hash}
+	hot, _ := p.hot.Load(r.key)
+	b, _ := hot.(*hotBucket)
+	return p, b
 }
 
-// grantFrom takes from the stock of the bucket, if there is one that has as much.
-func (l *Prefetcher) grantFrom(ctx context.Context, at candidate, r request) (Decision, bool) {
-	if at.bucket != nil && ctx.Err() == nil {
-		begin := l.hooks.begin()
-		if d, ok := l.grant(at.bucket, r.cost); ok {
-			l.hooks.answered(ctx, verbAcquire, r.policy, begin, d, nil)
-			return d, true
-		}
+// grant takes from the stock of the bucket, if there is one that has as much.
+func (l *Prefetcher) grant(ctx context.Context, r request) (d Decision, ok bool) {
+	_, b := l.find(r)
+	if b == nil || ctx.Err() != nil {
+		return Decision{}, false
 	}
-	return Decision{}, false
-}
-
-// grant takes from the stock, if it has as much.
-func (l *Prefetcher) grant(b *hotBucket, cost int64) (Decision, bool) {
-	now := l.now()
-	b.mu.Lock()
-	d, ok, hasWork := b.stock.grant(cost, now)
-	b.mu.Unlock()
+	begin, now, hasWork := l.hooks.begin(), l.now(), false
+	b.do(func(s *stock) { d, ok, hasWork = s.grant(r.cost, now) })
 	if hasWork {
 		l.startWork(b)
+	}
+	if ok {
+		l.hooks.answered(ctx, verbAcquire, r.policy, begin, d, nil)
 	}
 	return d, ok
 }
 
 // learn uses the answer that a caller got, of the server or of a DenialCache: for the stock, or to begin one.
-func (l *Prefetcher) learn(at candidate, r request, d Decision) {
-	p, b, hash := at.policy, at.bucket, at.hash
+func (l *Prefetcher) learn(r request, d Decision) {
+	p, b := l.find(r)
 	if p == nil {
 		return
 	}
@@ -271,18 +231,13 @@ func (l *Prefetcher) learn(at candidate, r request, d Decision) {
 		return
 	}
 	p.counted.Store(true)
-	if p.counts[hash%requestCounts].Add(1) < hotRequests || !d.Allowed || !seen.isPrefetchable() || p.size.Load() >= maxHotBuckets {
+	count := &p.counts[maphash.String(p.seed, r.key)%requestCounts]
+	if count.Add(1) < hotRequests || !d.Allowed || !seen.isPrefetchable() || p.size.Load() >= maxHotBuckets {
 		return
 	}
-	p.maps[hash%hotMaps].change(func(buckets map[string]*hotBucket) {
-		if buckets[r.key] != nil {
-			return
-		}
-		b = &hotBucket{policy: p, key: strings.Clone(r.key), hash: hash, stock: newStock(p.Prefetch, r.cost, seen)}
-		buckets[b.key] = b
+	b = &hotBucket{policy: p, key: strings.Clone(r.key), stock: newStock(p.Prefetch, r.cost, seen)}
+	if _, isHot := p.hot.LoadOrStore(b.key, b); !isHot {
 		p.size.Add(1)
-	})
-	if b != nil {
 		l.startWork(b)
 	}
 }
@@ -349,12 +304,12 @@ func (l *Prefetcher) watch(ctx context.Context) {
 		case <-ticker.C:
 		}
 		for _, p := range l.policies {
-			p.each(func(b *hotBucket) {
-				hasWork := false
+			for _, b := range p.hot.Range {
+				b, hasWork := b.(*hotBucket), false
 				if b.do(func(s *stock) { hasWork = s.visit(l.now()) }); hasWork {
 					l.startWork(b)
 				}
-			})
+			}
 			if n%hotTicks == 0 && p.counted.Swap(false) {
 				for i := range p.counts {
 					p.counts[i].Store(0)
@@ -364,28 +319,11 @@ func (l *Prefetcher) watch(ctx context.Context) {
 	}
 }
 
-func (p *prefetchedPolicy) each(visit func(*hotBucket)) {
-	if p.size.Load() == 0 {
-		return
-	}
-	for i := range p.maps {
-		if buckets := p.maps[i].buckets.Load(); buckets != nil {
-			for _, b := range *buckets {
-				visit(b)
-			}
-		}
-	}
-}
-
 // end refunds all tokens that are left. Only then the bucket may have another stock: the two together could have more than one may.
 func (l *Prefetcher) end(ctx context.Context, b *hotBucket) {
 	l.refundRest(ctx, b)
-	b.policy.maps[b.hash%hotMaps].change(func(buckets map[string]*hotBucket) {
-		if buckets[b.key] == b {
-			delete(buckets, b.key)
-			b.policy.size.Add(-1)
-		}
-	})
+	b.policy.hot.Delete(b.key)
+	b.policy.size.Add(-1)
 	b.do((*stock).end)
 }
 
@@ -410,7 +348,9 @@ func (l *Prefetcher) Close() {
 	l.endAll(ctx, slices.Collect(maps.Values(l.policies)), "")
 	l.background.Wait()
 	for _, p := range l.policies {
-		p.each(func(b *hotBucket) { b.do((*stock).lose) }) // stocks for which the time was too short grant no more
+		for _, b := range p.hot.Range {
+			b.(*hotBucket).do((*stock).lose) // stocks for which the time was too short grant no more
+		}
 	}
 	l.combiner.Close()
 }
@@ -422,9 +362,10 @@ func (l *Prefetcher) endAll(ctx context.Context, policies []*prefetchedPolicy, k
 	var ends sync.WaitGroup
 	free := make(chan struct{}, closingCalls)
 	for _, p := range policies {
-		p.each(func(b *hotBucket) {
+		for _, b := range p.hot.Range {
+			b := b.(*hotBucket)
 			if key != "" && b.key != key {
-				return
+				continue
 			}
 			free <- struct{}{}
 			ends.Go(func() {
@@ -433,7 +374,7 @@ func (l *Prefetcher) endAll(ctx context.Context, policies []*prefetchedPolicy, k
 					l.end(ctx, b)
 				}
 			})
-		})
+		}
 	}
 	ends.Wait()
 }
@@ -444,7 +385,7 @@ func (l *Prefetcher) seize(ctx context.Context, b *hotBucket) (seized bool) {
 		if ctx.Err() == nil {
 			b.do(func(s *stock) { seized = s.enter(ending) })
 		}
-		if seized || b.policy.maps[b.hash%hotMaps].find(b.key) != b {
+		if now, _ := b.policy.hot.Load(b.key); seized || now != b {
 			return seized
 		}
 		if sleep(ctx, time.Millisecond) != nil {
