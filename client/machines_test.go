@@ -47,7 +47,7 @@ func TestStock_KeepsItsInvariants(t *testing.T) {
 			}
 			d.check()
 		}
-		for n := 0; d.state != ended; n++ {
+		for n := 0; !d.removed; n++ {
 			require.Less(t, n, 200, "nobody asks, and it ends")
 			d.now += prefetchTick
 			d.visit()
@@ -70,6 +70,7 @@ type drivenStock struct {
 	now, until time.Duration
 	state      state
 	calling    bool // for the state
+	removed    bool
 	asking     int64
 	sent       time.Duration
 	seen       sight
@@ -141,7 +142,7 @@ func (d *drivenStock) visit() {
 // work begins or ends a call.
 func (d *drivenStock) work() {
 	switch {
-	case d.state == resting || d.state == ended:
+	case d.state == resting || d.removed:
 	case !d.calling && d.IntN(10) == 0 && d.state != ending: // there was no time for it
 		d.stock.rest()
 		d.state = resting
@@ -155,8 +156,7 @@ func (d *drivenStock) work() {
 		d.stock.rest()
 		d.state, d.calling = resting, false
 	default:
-		d.stock.end()
-		d.state, d.calling = ended, false
+		d.removed = true
 	}
 }
 

@@ -4,8 +4,6 @@ import (
 	"context"
 	"fmt"
 	"hash/maphash"
-	"maps"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -101,11 +99,6 @@ type Prefetcher struct {
 	calls    chan struct{}   // has an element for each refill or refund under way
 	closed   context.Context // ends when Close begins
 	close    context.CancelFunc
-	working  context.Context // of refills and refunds: ends when Close has no more time
-	stop     context.CancelFunc
-
-	background sync.WaitGroup // watch, and the goroutines that refill and refund
-	starting   sync.Mutex     // so that no goroutine starts once Close waits for them
 }
 
 // NewPrefetcher returns a Prefetcher. The role needs the rights that [NewCombiner] names, and EXECUTE on ratelimit_acquire_up_to and on
@@ -120,7 +113,6 @@ func NewPrefetcher(pool Pool, opts ...Option) *Prefetcher {
 		calls:    make(chan struct{}, prefetchCalls),
 	}
 	l.closed, l.close = context.WithCancel(context.Background())
-	l.working, l.stop = context.WithCancel(context.Background())
 	l.quiet = l.combiner.limiter
 	l.quiet.hooks.Answered = nil
 	l.combiner.endStocksOf = l.endStocksOf
@@ -131,7 +123,7 @@ func NewPrefetcher(pool Pool, opts ...Option) *Prefetcher {
 		l.policies[prefetch.Policy] = &prefetchedPolicy{Prefetch: prefetch.withDefaults(), seed: maphash.MakeSeed()}
 	}
 	if len(l.policies) > 0 {
-		l.background.Go(func() { l.watch(l.closed) })
+		go l.watch()
 	}
 	return l
 }
@@ -245,38 +237,27 @@ func (l *Prefetcher) learn(r request, d Decision) {
 // now is the time on the Prefetcher's own clock.
 func (l *Prefetcher) now() time.Duration { return time.Since(l.start) }
 
-// startWork begins the work that the stock's state names, in a goroutine. While the Prefetcher closes, the stock rests.
+// startWork makes the call of the stock's state, in a goroutine. Once Close has begun, the stock rests: Close refunds its tokens.
 func (l *Prefetcher) startWork(b *hotBucket) {
-	l.starting.Lock()
-	defer l.starting.Unlock()
-	if l.closed.Err() != nil {
-		b.do((*stock).rest)
-		return
-	}
-	l.background.Go(func() {
+	go func() {
 		select {
 		case l.calls <- struct{}{}:
 			defer func() { <-l.calls }()
-			l.work(b)
-		case <-l.closed.Done(): // then Close refunds the tokens
-			b.do((*stock).rest)
+		case <-l.closed.Done():
 		}
-	})
-}
-
-// work makes the calls of the stock's state, and with them brings the stock back to resting, or to ended.
-func (l *Prefetcher) work(b *hotBucket) {
-	var work state
-	b.do(func(s *stock) { work = s.state })
-	switch work {
-	case refilling:
-		l.refill(b)
-	case shrinking:
-		l.refundRest(l.working, b)
-		b.do((*stock).rest)
-	default:
-		l.end(l.working, b)
-	}
+		if l.closed.Err() != nil {
+			b.do((*stock).rest)
+			return
+		}
+		var refills bool
+		if b.do(func(s *stock) { refills = s.state == refilling }); refills {
+			l.refill(b)
+			return
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
+		defer cancel()
+		l.refund(ctx, b)
+	}()
 }
 
 // refill takes tokens for the stock, unless a call under way must find no stock.
@@ -287,19 +268,19 @@ func (l *Prefetcher) refill(b *hotBucket) {
 	if n == 0 {
 		return
 	}
-	ctx, cancel := context.WithTimeout(l.working, stockLife) // a later reply would bring tokens that are too old to grant
+	ctx, cancel := context.WithTimeout(context.Background(), stockLife) // a later reply would bring tokens that are too old to grant
 	defer cancel()
 	d, err := l.quiet.AcquireUpTo(ctx, b.policy.Policy, b.key, n, AtLeast(n)) // else a shadow policy might report more than it took
 	b.do(func(s *stock) { s.took(d, err, sent, l.now()) })
 }
 
 // watch looks at all stocks every prefetchTick, and forgets the counts of requests every hotTicks.
-func (l *Prefetcher) watch(ctx context.Context) {
+func (l *Prefetcher) watch() {
 	ticker := time.NewTicker(prefetchTick)
 	defer ticker.Stop()
 	for n := 0; ; n++ {
 		select {
-		case <-ctx.Done():
+		case <-l.closed.Done():
 			return
 		case <-ticker.C:
 		}
@@ -319,62 +300,49 @@ func (l *Prefetcher) watch(ctx context.Context) {
 	}
 }
 
-// end refunds all tokens that are left. Only then the bucket may have another stock: the two together could have more than one may.
-func (l *Prefetcher) end(ctx context.Context, b *hotBucket) {
-	l.refundRest(ctx, b)
-	b.policy.hot.Delete(b.key)
-	b.policy.size.Add(-1)
-	b.do((*stock).end)
-}
-
-// refundRest refunds the tokens that the stock does not keep. A refund without an answer is not sent again: it might count twice.
-func (l *Prefetcher) refundRest(ctx context.Context, b *hotBucket) {
-	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
-	defer cancel()
+// refund refunds the tokens that the stock does not keep. A refund without an answer is not sent again: it might count twice.
+func (l *Prefetcher) refund(ctx context.Context, b *hotBucket) {
 	var n int64
-	if b.do(func(s *stock) { n = s.refund(l.now()) }); n > 0 {
+	var ends bool
+	if b.do(func(s *stock) { n, ends = s.refund(l.now()), s.state == ending }); n > 0 {
 		_, _ = l.quiet.Refund(ctx, b.policy.Policy, b.key, n)
 	}
+	if !ends {
+		b.do((*stock).rest)
+		return
+	}
+	b.policy.hot.Delete(b.key) // only now: with a stock that begins, the two could have more than one may
+	b.policy.size.Add(-1)
 }
 
-// Close refunds the tokens that stocks have left, for up to 5 seconds, and then closes as [Combiner.Close] does.
+// Close refunds the tokens that stocks have left, for up to 5 seconds, and then closes as [Combiner.Close] does. By then all refills and
+// refunds have ended, because their time is no longer, and stocks that have tokens left are past stockLife.
 func (l *Prefetcher) Close() {
-	l.starting.Lock()
 	l.close()
-	l.starting.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
 	defer cancel()
-	context.AfterFunc(ctx, l.stop)
-	l.endAll(ctx, slices.Collect(maps.Values(l.policies)), "")
-	l.background.Wait()
 	for _, p := range l.policies {
-		for _, b := range p.hot.Range {
-			b.(*hotBucket).do((*stock).lose) // stocks for which the time was too short grant no more
-		}
+		l.endAll(ctx, p, "")
 	}
 	l.combiner.Close()
 }
 
-// endAll ends the stocks of policies, of one key or of all keys. When ctx ends, it leaves the remaining stocks.
-func (l *Prefetcher) endAll(ctx context.Context, policies []*prefetchedPolicy, key string) {
-	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
-	defer cancel()
+// endAll ends the stocks of a policy, of one key or of all keys. When ctx ends, it leaves the remaining stocks.
+func (l *Prefetcher) endAll(ctx context.Context, p *prefetchedPolicy, key string) {
 	var ends sync.WaitGroup
 	free := make(chan struct{}, closingCalls)
-	for _, p := range policies {
-		for _, b := range p.hot.Range {
-			b := b.(*hotBucket)
-			if key != "" && b.key != key {
-				continue
-			}
-			free <- struct{}{}
-			ends.Go(func() {
-				defer func() { <-free }()
-				if l.seize(ctx, b) {
-					l.end(ctx, b)
-				}
-			})
+	for _, b := range p.hot.Range {
+		b := b.(*hotBucket)
+		if key != "" && b.key != key {
+			continue
 		}
+		free <- struct{}{}
+		ends.Go(func() {
+			defer func() { <-free }()
+			if l.seize(ctx, b) {
+				l.refund(ctx, b)
+			}
+		})
 	}
 	ends.Wait()
 }
@@ -401,6 +369,8 @@ func (l *Prefetcher) endStocksOf(ctx context.Context, policy, key string) (done 
 		return func() {}
 	}
 	p.changing.Add(1) // before the stocks are listed: a refill that takes tokens since has seen it
-	l.endAll(ctx, []*prefetchedPolicy{p}, key)
+	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
+	defer cancel()
+	l.endAll(ctx, p, key)
 	return func() { p.changing.Add(-1) }
 }

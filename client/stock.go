@@ -29,7 +29,7 @@ const (
 //
 //	resting ──grant, visit──> refilling ──take────> (call) ──took──> resting
 //	resting ──visit─────────> shrinking ──refund──> (call) ──rest──> resting
-//	resting ──visit, enter──> ending ─────refund──> (call) ──end───> ended
+//	resting ──visit, enter──> ending ─────refund──> (call), and it is removed
 //
 // grant, visit and enter return true if the stock has left the state resting. The owner then does the work of the new state, at
 // once or later, or skips it and calls rest. grant grants in every state: from refund on, an ending stock has no token.
@@ -67,7 +67,6 @@ const (
 	refilling       // takes tokens
 	shrinking       // refunds the excess
 	ending          // refunds all
-	ended
 )
 
 // newStock returns the stock of a bucket that hotRequests of this cost have just made hot. Its state is refilling.
@@ -120,12 +119,6 @@ func (s *stock) enter(work state) bool {
 // rest ends the work, done or skipped.
 func (s *stock) rest() { s.state = resting }
 
-// end ends the stock, which has no token left.
-func (s *stock) end() { s.state = ended }
-
-// lose forgets the tokens left: their bucket is gone, or Close has no time to refund them.
-func (s *stock) lose() { s.left = 0 }
-
 // look measures the demand since the last look, and returns the size that the stock should have. It keeps the present size while
 // the server is silent.
 func (s *stock) look(now time.Duration) stockSize {
@@ -159,7 +152,7 @@ func (s *stock) took(d PartialDecision, err error, sent, now time.Duration) {
 	if err != nil {
 		s.silent = true
 		if errors.Is(err, ErrUnknownPolicy) {
-			s.lose()
+			s.left = 0
 		}
 		return
 	}
