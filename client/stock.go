@@ -46,12 +46,11 @@ type stock struct {
 	Prefetch // the settings, with defaults
 	state    state
 
-	left    int64         // tokens to grant
-	until   time.Duration // grants stop then
-	low     int64         // a grant that leaves fewer begins a refill; below zero, none does
-	seen    sight         // the last decision about the bucket
-	lacking int64         // tokens missing from the full size at the last take
-	silent  bool          // the last refill failed, and no caller has had an answer since
+	left   int64         // tokens to grant
+	until  time.Duration // grants stop then
+	low    int64         // a grant that leaves fewer begins a refill; below zero, none does
+	seen   sight         // the last decision about the bucket
+	silent bool          // the last refill failed, and no caller has had an answer since
 
 	demand     demand
 	asked      int64         // tokens requested since the last look, granted or not
@@ -136,12 +135,14 @@ func (s *stock) look(now time.Duration) stockSize {
 // take returns how many tokens to take from the server. At 0, as while the policy is changing, the stock rests.
 func (s *stock) take(now time.Duration, changing bool) int64 {
 	size := s.look(now)
-	s.low = -1
-	s.lacking = size.full - s.left
 	n := size.refill(s.left, s.seen.level(now))
+	s.low = -1
 	if n == 0 || changing {
 		s.rest()
 		return 0
+	}
+	if n == size.full-s.left { // otherwise the bucket has few tokens, and the next refill waits for a visit
+		s.low = size.low
 	}
 	return n
 }
@@ -162,9 +163,6 @@ func (s *stock) took(d PartialDecision, err error, sent, now time.Duration) {
 	}
 	s.until = sent + stockLife
 	s.left += d.Taken
-	if d.Taken == s.lacking { // otherwise the bucket has few tokens, and the next refill waits for a visit
-		s.low = s.size(s.demand, s.seen).low
-	}
 }
 
 // refund removes from left the tokens that the stock does not keep, and returns how many to refund.
