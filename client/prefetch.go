@@ -211,7 +211,7 @@ func (l *Prefetcher) grant(ctx context.Context, r request) (d Decision, ok bool)
 	return d, ok
 }
 
-// learn uses the answer that a caller got, of the server or of a DenialCache: for the stock, or to begin one.
+// learn uses the answer that a caller got: for the stock, or to begin one.
 func (l *Prefetcher) learn(r request, d Decision) {
 	p, b := l.find(r)
 	if p == nil {
@@ -219,7 +219,9 @@ func (l *Prefetcher) learn(r request, d Decision) {
 	}
 	seen := sight{d, l.now()}
 	if b != nil {
-		b.do(func(s *stock) { s.learn(seen) })
+		if d.Allowed || l.denialCache == nil { // a cached denial is old, and says nothing of the server
+			b.do(func(s *stock) { s.learn(seen) })
+		}
 		return
 	}
 	p.counted.Store(true)

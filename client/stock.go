@@ -41,7 +41,7 @@ const (
 //  3. Grants stop stockLife after the last call that brought tokens was sent.
 //  4. take never asks for more tokens than the stock lacks. It leaves the bucket at least as many tokens as the stock then has, by
 //     the last sight of the bucket.
-//  5. After a refill that failed, take returns 0 until a caller has had an answer.
+//  5. After a refill that failed, take returns 0 until a caller has had an answer of the server.
 type stock struct {
 	Prefetch // the settings, with defaults
 	state    state
@@ -50,7 +50,7 @@ type stock struct {
 	until  time.Duration // grants stop then
 	low    int64         // a grant that leaves fewer begins a refill; below zero, none does
 	seen   sight         // the last decision about the bucket
-	silent bool          // the last refill failed, and no caller has had an answer since
+	silent bool          // the last refill failed, and learn was not called since
 
 	demand     demand
 	asked      int64         // tokens requested since the last look, granted or not
@@ -85,7 +85,7 @@ func (s *stock) grant(cost int64, now time.Duration) (d Decision, ok, hasWork bo
 	return d, ok, s.left < s.low && s.enter(refilling)
 }
 
-// learn uses the decision that a caller got.
+// learn uses a decision that a caller got of the server.
 func (s *stock) learn(seen sight) { s.seen, s.silent = seen, false }
 
 // visit makes a resting stock enter the state that it needs: to end when idle, cold or too old, to shrink, or to refill.

@@ -251,6 +251,27 @@ func TestPrefetcher_GrantsNothingOnceItsSecondIsOver(t *testing.T) {
 	}
 }
 
+// Nor does a denial of a DenialCache have it take tokens again: it says nothing of the server.
+func TestPrefetcher_ACachedDenialIsNoAnswerOfTheServer(t *testing.T) {
+	withPrefetcher(t, client.Prefetch{Policy: "p", Idle: time.Hour}, func(t *testing.T, l *prefetching) {
+		l.ask("p", "hot", 1000, time.Millisecond)
+		deny := func() {
+			require.False(t, noError(l.Acquire(t.Context(), "p", "hot", client.Cost(10_000)))(t).Allowed)
+			time.Sleep(time.Millisecond)
+		}
+		deny()
+		l.fake.FailAll(errors.New("gone"))
+		for l.made(); l.made()["ratelimit_acquire_up_to"] == 0; {
+			l.ask("p", "hot", 1, time.Millisecond)
+		}
+		for range 100 {
+			deny()
+		}
+		require.Zero(t, l.made()["ratelimit_acquire_up_to"])
+		require.True(t, noError(l.Acquire(t.Context(), "p", "hot"))(t).Estimated, "the stock was there all the time")
+	}, client.DenialCache())
+}
+
 // A policy that others drop, an override and a block take effect within a second.
 func TestPrefetcher_NoticesChangesWithinASecond(t *testing.T) {
 	t.Parallel()
