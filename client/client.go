@@ -45,17 +45,7 @@ type limiter struct {
 	denialCache *denialCache // nil without DenialCache
 	place       *place       // nil for any database
 	hooks       Hooks        // of Observe
-
-	// endStocksOf is nil but in a Prefetcher: see withoutStocks.
-	endStocksOf func(ctx context.Context, policy, key string) (done func())
-}
-
-// withoutStocks has a Prefetcher refund what it has of a key, or of all keys if key is empty, and take nothing until done is called.
-func (l *limiter) withoutStocks(ctx context.Context, policy, key string) (done func()) {
-	if l.endStocksOf == nil {
-		return func() {}
-	}
-	return l.endStocksOf(ctx, policy, key)
+	prefetcher  *Prefetcher  // nil but in its own limiter
 }
 
 // New returns a Limiter that calls the functions installed in db. Whether db is a transaction is guessed
@@ -173,7 +163,7 @@ func (l *limiter) Refund(ctx context.Context, policy, key string, amount int64) 
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Pause(ctx context.Context, policy, key string, pauseFor time.Duration) (Decision, error) {
-	defer l.withoutStocks(ctx, policy, key)()
+	defer l.prefetcher.withoutStocks(ctx, policy, key)()
 	defer l.denialCache.forget(policy, key)
 	if rest := pauseFor % time.Microsecond; rest > 0 {
 		pauseFor += time.Microsecond - rest
@@ -187,7 +177,7 @@ func (l *limiter) Pause(ctx context.Context, policy, key string, pauseFor time.D
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) Reset(ctx context.Context, policy, key string) error {
-	defer l.withoutStocks(ctx, policy, key)()
+	defer l.prefetcher.withoutStocks(ctx, policy, key)()
 	defer l.denialCache.forget(policy, key)
 	return l.run(ctx, tokenCall("reset", "ratelimit_reset($1::text, $2::text)", policy, key))
 }
@@ -205,7 +195,7 @@ func (l *limiter) Reset(ctx context.Context, policy, key string) error {
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) ResetAll(ctx context.Context, policy string) error {
-	defer l.withoutStocks(ctx, policy, "")()
+	defer l.prefetcher.withoutStocks(ctx, policy, "")()
 	defer l.denialCache.forgetAll()
 	err := l.query(ctx, newCall("reset all", "ratelimit_reset_all($1::text)", policy))
 	if errors.Is(err, pgx.ErrNoRows) { // a procedure returns no row

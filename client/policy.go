@@ -162,7 +162,7 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 	if err := checkAnchor(p.Anchor); err != nil {
 		return failed(verbDefine, err)
 	}
-	defer l.withoutStocks(ctx, p.Name, "")()
+	defer l.prefetcher.withoutStocks(ctx, p.Name, "")()
 	defer l.denialCache.forgetAll()
 	return l.run(ctx, call{
 		verb: verbDefine,
@@ -188,7 +188,7 @@ func (l *limiter) DefinePolicy(ctx context.Context, p Policy) error {
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument].
 func (l *limiter) DropPolicy(ctx context.Context, name string) error {
-	defer l.withoutStocks(ctx, name, "")()
+	defer l.prefetcher.withoutStocks(ctx, name, "")()
 	defer l.denialCache.forgetAll()
 	return l.run(ctx, newCall("drop policy", "ratelimit_drop_policy($1::text)", name))
 }
@@ -359,7 +359,7 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 	if err := checkAnchor(o.Anchor); err != nil {
 		return failed(verbOverride, err)
 	}
-	defer l.withoutStocks(ctx, o.Policy, o.Key)()
+	defer l.prefetcher.withoutStocks(ctx, o.Policy, o.Key)()
 	defer l.denialCache.forget(o.Policy, o.Key)
 	return l.run(ctx, call{
 		verb: verbOverride,
@@ -377,7 +377,7 @@ func (l *limiter) Override(ctx context.Context, o Override) error {
 //
 // Errors: [ErrUnknownPolicy], [ErrInvalidArgument], [ErrLocked].
 func (l *limiter) RemoveOverride(ctx context.Context, policy, key string) (removed bool, err error) {
-	defer l.withoutStocks(ctx, policy, key)()
+	defer l.prefetcher.withoutStocks(ctx, policy, key)()
 	defer l.denialCache.forget(policy, key)
 	c := newCall("remove override", "ratelimit_remove_override($1::text, $2::text)", policy, key)
 	c.columns = "ratelimit_remove_override"

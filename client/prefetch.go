@@ -115,7 +115,7 @@ func NewPrefetcher(pool Pool, opts ...Option) *Prefetcher {
 	l.closed, l.close = context.WithCancel(context.Background())
 	l.quiet = l.combiner.limiter
 	l.quiet.hooks.Answered = nil
-	l.combiner.endStocksOf = l.endStocksOf
+	l.combiner.prefetcher = l
 	for _, prefetch := range config.prefetches {
 		if l.policies[prefetch.Policy] != nil {
 			panic(fmt.Sprintf("client: NewPrefetcher: two Prefetches for policy %q", prefetch.Policy))
@@ -364,12 +364,13 @@ func (l *Prefetcher) seize(ctx context.Context, b *hotBucket) (seized bool) {
 	}
 }
 
-// endStocksOf ends the stocks of a key, or of all keys, and takes no tokens for the policy until the returned function is called.
-func (l *Prefetcher) endStocksOf(ctx context.Context, policy, key string) (done func()) {
-	p := l.policies[policy]
-	if p == nil {
+// withoutStocks ends the stocks of a key, or of all keys if key is empty, and takes no tokens for the policy until done is called. It
+// works on nil.
+func (l *Prefetcher) withoutStocks(ctx context.Context, policy, key string) (done func()) {
+	if l == nil || l.policies[policy] == nil {
 		return func() {}
 	}
+	p := l.policies[policy]
 	p.changing.Add(1) // before the stocks are listed: a refill that takes tokens since has seen it
 	ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
 	defer cancel()
