@@ -14,19 +14,15 @@ const (
 	// prefetchTick is the time between two looks at all stocks.
 	prefetchTick = 50 * time.Millisecond
 
-	// hotRequests within a window make a bucket hot.
-	hotRequests = 5
-	hotTicks    = 4 // of a window
-
-	// maxHotBuckets of one policy.
-	maxHotBuckets = 10_000
-
-	requestCounts = 1 << 16 // counts of requests in a policy
+	hotRequests   = 5       // make a bucket hot, within hotTicks
+	hotTicks      = 4       // a fifth of a second
+	maxHotBuckets = 10_000  // of one policy
+	requestCounts = 1 << 16 // likewise
 	prefetchCalls = 2       // refills and refunds at a time
 	closingCalls  = 8       // refunds at a time while stocks must end
 )
 
-// A Prefetch lets a [Prefetcher] take tokens of the hot buckets of one policy. A Prefetcher has one for a policy at most.
+// A Prefetch lets a [Prefetcher] take tokens of the hot buckets of one policy.
 type Prefetch struct {
 	Policy string
 
@@ -62,48 +58,46 @@ func (p Prefetch) withDefaults() Prefetch {
 
 type combiner = Combiner // so that only this package names the field of a Prefetcher
 
-// A Prefetcher is a [Combiner] that answers requests for hot buckets by itself, from tokens that it has taken before: their stocks.
-// It does so for the policies that have a [Prefetch], and for requests of Acquire and AcquireMany without an idempotency key. The
-// Combiner answers all other requests.
+// A Prefetcher is a [Combiner] that grants requests for hot buckets by itself, from tokens that it has taken before: their stocks.
+// It does so for the policies that have a [Prefetch], and for requests of Acquire and AcquireMany without an idempotency key.
 //
 // A bucket is hot when five requests for it come within a fifth of a second. Its stock has the tokens of 0.8 seconds, at the
-// rate of the last moments, but no more than Prefetch.MaxTokens and than Prefetch.MaxShare of the capacity. As far as the Prefetcher last
-// saw, the bucket keeps at least as many tokens for other processes. With a quarter left, the Prefetcher refills in the background.
+// rate of the last moments, but no more than MaxTokens and than MaxShare of the capacity. The bucket, as last seen, keeps at least as
+// many. With a quarter left, the stock is refilled in the background.
 //
-// It uses 2 more connections than [CallsInFlight], and up to 8 besides while Close, Reset, ResetAll, Pause, Override,
-// RemoveOverride, DefinePolicy or DropPolicy refunds stocks.
+// It uses 2 more connections than [CallsInFlight], and up to 8 besides while Close, or a call named below, refunds stocks.
 //
 // Guarantees:
 //
 //   - A grant is charged before it is given. So all processes together never grant more than the server has charged.
-//   - Every denial comes from the server, or from a [DenialCache]. When the stock has fewer tokens than a request costs, the Combiner asks.
-//   - Unspent tokens are refunded after Prefetch.Idle without a request, when the rate falls, and by Close. Tokens that are
-//     refunded to a full bucket are lost, as they would have been without the stock.
+//   - Every denial comes from the server, or from a [DenialCache]. The Combiner asks when a request costs more than the stock has.
+//   - Unspent tokens are refunded after Idle without a request, when the rate falls, and by Close. Those refunded to a full bucket
+//     are lost, as they would have been without the stock.
 //   - A process that is killed loses the tokens of its stocks: at most MaxShare of the capacity last seen, and MaxTokens, for each
 //     hot bucket. Each refill or refund without an answer may lose as many again.
-//   - A stock is used for at most a second after the last call that brought tokens was sent. So a policy that is changed or dropped,
-//     an override and a block take effect for it within a second, and when the database is away, grants go on for so long.
+//   - A stock is used for at most a second after the last call that brought tokens was sent. So changes of a policy, overrides
+//     and blocks take effect within a second, and when the database is away, grants go on for so long.
 //     Reset, ResetAll, Pause, Override, RemoveOverride, DefinePolicy and DropPolicy through this Prefetcher refund stocks first, for
 //     up to 5 seconds. It takes no tokens for the policy until they are done. After a reset by another program, prefetched tokens can
 //     be spent, or refunded, besides the full bucket.
 //
-// In a [Decision] from a stock, Remaining and ResetAfter are estimates, and it is marked [Decision.Estimated]. A bucket is not
-// prefetched if it refills nothing, or if a shadow policy would have denied.
+// A [Decision] from a stock is [Decision.Estimated]. A bucket is not prefetched if it refills nothing, or if a shadow policy would have
+// denied.
 //
 // Close it when it is no longer used: else its stocks are lost.
 type Prefetcher struct {
 	*combiner
-	quiet    limiter // for refills and refunds: no caller made them, so Hooks.Answered is not called
+	quiet    limiter // without Hooks.Answered, for refills and refunds: no caller made them
 	policies map[string]*prefetchedPolicy
 	start    time.Time       // of the Prefetcher's clock
-	calls    chan struct{}   // has an element for each refill or refund under way
+	calls    chan struct{}   // an element for each refill or refund under way
 	closed   context.Context // ends when Close begins
 	close    context.CancelFunc
 }
 
-// NewPrefetcher returns a Prefetcher. The role needs the rights that [NewCombiner] names, and EXECUTE on ratelimit_acquire_up_to and on
-// ratelimit_refund. Options are those of NewCombiner and one [Prefetch] for each policy to prefetch for. Panics if two
-// Prefetches are for the same policy, if a Prefetch is out of range, and where NewCombiner does.
+// NewPrefetcher returns a Prefetcher. The role needs the rights that [NewCombiner] names, and EXECUTE on ratelimit_acquire_up_to and
+// ratelimit_refund. Options are those of NewCombiner and one [Prefetch] for each policy to prefetch for. Panics at a second
+// for a policy, at one out of range, and where NewCombiner does.
 func NewPrefetcher(pool Pool, opts ...Option) *Prefetcher {
 	config := newConfig("NewPrefetcher", aPrefetcher, opts)
 	l := &Prefetcher{
@@ -138,12 +132,12 @@ type prefetchedPolicy struct {
 	// changing counts calls under way that must find no stock, such as Reset. Meanwhile no tokens are taken.
 	changing atomic.Int64
 
-	// counts count the requests for buckets without a stock. Buckets that share a count are prefetched a little early.
+	// counts are of the requests for buckets without a stock. Buckets that share one are prefetched a little early.
 	counts  [requestCounts]atomic.Uint32
-	counted atomic.Bool
+	counted atomic.Bool // since watch has cleared them
 }
 
-// A hotBucket has a stock, and the mutex that serialises its methods.
+// A hotBucket serialises the methods of a stock.
 type hotBucket struct {
 	policy *prefetchedPolicy
 	key    string
@@ -152,23 +146,21 @@ type hotBucket struct {
 	stock stock
 }
 
-// do calls a method of the stock.
 func (b *hotBucket) do(method func(*stock)) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	method(&b.stock)
 }
 
-// Goroutines of four kinds meet at a hotBucket. All decisions about its tokens are those of its [stock].
+// Goroutines of four kinds meet at a hotBucket. Its [stock] decides about its tokens.
 //
-//   - The caller of Acquire takes from the stock: find, grantFrom. If that fails, the Combiner asks, and learn has the stock see the
-//     server's answer. The request that makes a bucket hot begins its stock.
-//   - watch visits each stock every prefetchTick, to refill it early, to shrink it, or to end it.
-//   - When a grant or a visit says so, startWork has a goroutine of its own make the call: refill, refundRest or end.
-//   - Close, and the calls that change a policy, seize each stock, and end it.
+//   - The caller of Acquire has the stock grant. If it cannot, the Combiner asks, and learn has the stock see the answer, or begins one.
+//   - watch visits each stock every prefetchTick.
+//   - When a grant or a visit says so, startWork has a goroutine of its own make the call: refill or refund.
+//   - Close, and the calls that change a policy, seize each stock, and refund it.
 
-// Acquire is [Limiter.Acquire]. A hot bucket's stock grants without a call to the server. Requests that it cannot grant, and all
-// other requests, go the way of [Combiner.Acquire].
+// Acquire is [Limiter.Acquire]. A hot bucket's stock grants without a call to the server. All other requests go the way of
+// [Combiner.Acquire].
 //
 // Errors: as Combiner.Acquire.
 func (l *Prefetcher) Acquire(ctx context.Context, policy, key string, opts ...CallOption) (Decision, error) {
@@ -194,7 +186,6 @@ func (l *Prefetcher) find(r request) (*prefetchedPolicy, *hotBucket) {
 	return p, b
 }
 
-// grant takes from the stock of the bucket, if there is one that has as much.
 func (l *Prefetcher) grant(ctx context.Context, r request) (d Decision, ok bool) {
 	_, b := l.find(r)
 	if b == nil || ctx.Err() != nil {
@@ -211,7 +202,7 @@ func (l *Prefetcher) grant(ctx context.Context, r request) (d Decision, ok bool)
 	return d, ok
 }
 
-// learn uses the answer that a caller got: for the stock, or to begin one.
+// learn has the stock see the answer that a caller got, or begins one.
 func (l *Prefetcher) learn(r request, d Decision) {
 	p, b := l.find(r)
 	if p == nil {
@@ -236,10 +227,9 @@ func (l *Prefetcher) learn(r request, d Decision) {
 	}
 }
 
-// now is the time on the Prefetcher's own clock.
 func (l *Prefetcher) now() time.Duration { return time.Since(l.start) }
 
-// startWork makes the call of the stock's state, in a goroutine. Once Close has begun, the stock rests: Close refunds its tokens.
+// startWork makes the call of the stock's state, in a goroutine. Once Close has begun, the stock rests, and Close refunds it.
 func (l *Prefetcher) startWork(b *hotBucket) {
 	go func() {
 		select {
@@ -262,7 +252,6 @@ func (l *Prefetcher) startWork(b *hotBucket) {
 	}()
 }
 
-// refill takes tokens for the stock, unless a call under way must find no stock.
 func (l *Prefetcher) refill(b *hotBucket) {
 	var n int64
 	sent := l.now()
@@ -276,7 +265,6 @@ func (l *Prefetcher) refill(b *hotBucket) {
 	b.do(func(s *stock) { s.took(d, err, sent, l.now()) })
 }
 
-// watch looks at all stocks every prefetchTick, and forgets the counts of requests every hotTicks.
 func (l *Prefetcher) watch() {
 	ticker := time.NewTicker(prefetchTick)
 	defer ticker.Stop()
@@ -317,10 +305,9 @@ func (l *Prefetcher) refund(ctx context.Context, b *hotBucket) {
 	b.policy.size.Add(-1)
 }
 
-// Close refunds the tokens that stocks have left, for up to 5 seconds, and then closes as [Combiner.Close] does. By then all refills and
-// refunds have ended, because their time is no longer, and stocks that have tokens left are past stockLife.
+// Close refunds the tokens that stocks have left, for up to 5 seconds, and then closes as [Combiner.Close] does.
 func (l *Prefetcher) Close() {
-	l.close()
+	l.close() // what has begun before has no more time than ctx, and stocks that ctx leaves are past stockLife
 	ctx, cancel := context.WithTimeout(context.Background(), giveBackTimeout)
 	defer cancel()
 	for _, p := range l.policies {
@@ -329,7 +316,7 @@ func (l *Prefetcher) Close() {
 	l.combiner.Close()
 }
 
-// endAll ends the stocks of a policy, of one key or of all keys. When ctx ends, it leaves the remaining stocks.
+// endAll ends the stocks of one key, or of all keys if key is empty. When ctx ends, it leaves the rest.
 func (l *Prefetcher) endAll(ctx context.Context, p *prefetchedPolicy, key string) {
 	var ends sync.WaitGroup
 	free := make(chan struct{}, closingCalls)
@@ -364,8 +351,7 @@ func (l *Prefetcher) seize(ctx context.Context, b *hotBucket) (seized bool) {
 	}
 }
 
-// withoutStocks ends the stocks of a key, or of all keys if key is empty, and takes no tokens for the policy until done is called. It
-// works on nil.
+// withoutStocks is endAll, and no tokens are taken for the policy until done is called. It works on nil.
 func (l *Prefetcher) withoutStocks(ctx context.Context, policy, key string) (done func()) {
 	if l == nil || l.policies[policy] == nil {
 		return func() {}

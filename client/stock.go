@@ -7,7 +7,7 @@ import (
 )
 
 const (
-	// stockFor is how long a stock should last at the rate of the last moments. A quarter of that is left when it is refilled.
+	// stockFor is how long a stock should last at the rate of the last moments.
 	stockFor = 800 * time.Millisecond
 
 	// stockLife is how long a stock grants tokens after the last call that brought some was sent.
@@ -24,8 +24,8 @@ const (
 )
 
 // A stock is the tokens of one bucket that the server has charged and that are not yet granted. It decides which requests are
-// granted, when to take more tokens, and when to refund some. It is a state machine without SQL, goroutines, clock or lock: its
-// owner serialises the methods, makes the calls, and passes the time.
+// granted, when to take more tokens, and when to refund some. It has no SQL, goroutines, clock or lock: its owner serialises the
+// methods, makes the calls, and passes the time.
 //
 //	resting ──grant, visit──> refilling ──take────> (call) ──took──> resting
 //	resting ──visit─────────> shrinking ──refund──> (call) ──rest──> resting
@@ -39,8 +39,7 @@ const (
 //  1. left is never below zero. The tokens granted, refunded and lost are never more than the server has charged.
 //  2. At most one call is under way, and none in the state resting.
 //  3. Grants stop stockLife after the last call that brought tokens was sent.
-//  4. take never asks for more tokens than the stock lacks. It leaves the bucket at least as many tokens as the stock then has, by
-//     the last sight of the bucket.
+//  4. take never asks for more tokens than the stock lacks. It leaves the bucket, as last seen, at least as many as the stock then has.
 //  5. After a refill that failed, take returns 0 until a caller has had an answer of the server.
 type stock struct {
 	Prefetch // the settings, with defaults
@@ -75,7 +74,7 @@ func newStock(p Prefetch, cost int64, seen sight) stock {
 	return s
 }
 
-// grant takes cost from left. ok is false if left is less or grants have stopped. hasWork is true if a refill is due.
+// grant takes cost from left, unless left is less or grants have stopped.
 func (s *stock) grant(cost int64, now time.Duration) (d Decision, ok, hasWork bool) {
 	s.asked += cost
 	if ok = s.left >= cost && now < s.until; ok {
@@ -85,10 +84,10 @@ func (s *stock) grant(cost int64, now time.Duration) (d Decision, ok, hasWork bo
 	return d, ok, s.left < s.low && s.enter(refilling)
 }
 
-// learn uses a decision that a caller got of the server.
+// learn sees a decision that a caller got of the server.
 func (s *stock) learn(seen sight) { s.seen, s.silent = seen, false }
 
-// visit makes a resting stock enter the state that it needs: to end when idle, cold or too old, to shrink, or to refill.
+// visit makes a resting stock end when it is idle, cold or too old, shrink, or refill.
 func (s *stock) visit(now time.Duration) (hasWork bool) {
 	if s.state != resting {
 		return false
@@ -106,7 +105,6 @@ func (s *stock) visit(now time.Duration) (hasWork bool) {
 	return false
 }
 
-// enter changes the state from resting to work. It returns false if the stock was not resting.
 func (s *stock) enter(work state) bool {
 	if s.state != resting {
 		return false
@@ -147,7 +145,7 @@ func (s *stock) take(now time.Duration, changing bool) int64 {
 	return n
 }
 
-// took uses the reply to a call of take, made at the time sent.
+// took ends a call of take, made at the time sent.
 func (s *stock) took(d PartialDecision, err error, sent, now time.Duration) {
 	s.rest()
 	if err != nil {
@@ -212,8 +210,8 @@ func (s sight) with(left int64) Decision {
 	return d
 }
 
-// isPrefetchable reports whether tokens of the bucket may be taken in advance. Tokens of a bucket that refills nothing would be lost for
-// good with a process. A shadow policy must see each request that it would deny.
+// isPrefetchable is false for a bucket that refills nothing, whose tokens would be lost for good with a process, and for a shadow policy
+// that would deny: it must see each such request.
 func (s sight) isPrefetchable() bool { return !s.NeverFull() && !s.Shadowed }
 
 // A stockSize is how many tokens a stock should have.
@@ -232,12 +230,12 @@ func (p Prefetch) size(d demand, s sight) stockSize {
 }
 
 // refill is how many tokens to take for a stock that has so many left: up to its full size, but never so many that the stock has
-// more than the bucket. The bucket's tokens are for other processes.
+// more than the bucket, whose tokens are for other processes.
 func (s stockSize) refill(left, level int64) int64 {
 	return max(0, min(s.full-left, (level-left)/2))
 }
 
-// excess is how many tokens to refund: the tokens above the full size, if they are so many that they are worth a call.
+// excess is how many tokens to refund: those above the full size, if they are worth a call.
 func (s stockSize) excess(left int64) int64 {
 	if left <= 2*s.full {
 		return 0
