@@ -307,20 +307,15 @@ func (h *Hold) keep() {
 			break
 		}
 		h.renew()
-		h.endIfOver()
 	}
 	h.timer.Stop()
 }
 
-// renew makes a call if it is time for one.
 func (h *Hold) renew() {
 	h.mu.Lock()
 	sent := h.now()
-	begins, patience := h.tenure.begin(sent), h.tenure.patience(sent)
+	patience := h.tenure.patience(sent)
 	h.mu.Unlock()
-	if !begins {
-		return
-	}
 	ctx, cancel := context.WithTimeout(h.calls, patience)
 	defer cancel()
 	heldFor, err := h.limiter.Renew(ctx, h.policy, h.key, h.holder)
@@ -332,7 +327,7 @@ func (h *Hold) renew() {
 		h.tenure.renewed(sent, heldFor)
 		h.timer.Reset(h.tenure.until - now)
 	case err == nil || errors.Is(err, ErrUnknownPolicy) || errors.Is(err, ErrInvalidArgument): // it was reset or dropped, or has ended
-		h.tenure.end() // keep ends the context
+		h.tenure.end() // keep ends the context at once: due is over
 	default:
 		h.tenure.failed(now)
 	}
@@ -543,11 +538,9 @@ func (l *limiter) Holders(ctx context.Context, opts ...CallOption) ([]Holder, er
 //     answer. A lease ends earlier if the server's clock steps forward, if the slots are reset or their policy dropped, and if
 //     the policy's lease was shortened and a renewal learned that whose answer was lost.
 //  2. From until on the tenure is over, whether or not a timer has fired. One that was seen to be over stays over.
-//  3. At most one renewal is under way. None begins at until or later, or after the end.
-//  4. A renewal begins when a third of the lease is over, and after one that failed when a pause is over.
+//  3. A renewal is due when a third of the lease is over, and after one that failed when a pause is over. It ends at until.
 type tenure struct {
 	lease, until, due time.Duration
-	isRenewing        bool
 	isOver            bool
 }
 
@@ -567,15 +560,6 @@ func (t *tenure) over(now time.Duration) bool {
 	return t.isOver
 }
 
-// begin reports whether the owner must renew now. After true it calls renewed, failed or end.
-func (t *tenure) begin(now time.Duration) bool {
-	if t.over(now) || t.isRenewing || now < t.due {
-		return false
-	}
-	t.isRenewing = true
-	return true
-}
-
 // patience is how long a renewal that begins now may take: so long that another can follow, or until the end.
 func (t *tenure) patience(now time.Duration) time.Duration {
 	return min(max(t.lease/3, leastPatience), t.until-now)
@@ -583,7 +567,6 @@ func (t *tenure) patience(now time.Duration) time.Duration {
 
 // renewed is the answer to a renewal that was sent at that time. What is over stays over.
 func (t *tenure) renewed(sent, heldFor time.Duration) {
-	t.isRenewing = false
 	if !t.isOver {
 		t.extend(sent, heldFor)
 	}
@@ -592,10 +575,9 @@ func (t *tenure) renewed(sent, heldFor time.Duration) {
 // failed is a renewal without an answer. The next begins after a pause that is random, so that many holders of a database
 // that was away do not ask at once.
 func (t *tenure) failed(now time.Duration) {
-	t.isRenewing = false
 	pause := min(maxAskPause, t.lease/10)
 	t.due = now + pause/2 + mathrand.N(pause/2+1)
 }
 
 // end is the answer to a renewal that the holder does not hold.
-func (t *tenure) end() { t.isRenewing, t.isOver = false, true }
+func (t *tenure) end() { t.isOver = true }
