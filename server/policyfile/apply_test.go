@@ -361,7 +361,9 @@ func TestApply_InEveryExecMode(t *testing.T) {
 	for mode := pgx.QueryExecModeCacheStatement; mode <= pgx.QueryExecModeSimpleProtocol; mode++ {
 		t.Run(mode.String(), func(t *testing.T) {
 			db := pgtest.Parallel(t)
-			conn := db.Connect(t, func(config *pgx.ConnConfig) { config.DefaultQueryExecMode = mode })
+			conn := db.Connect(t, func(config *pgx.ConnConfig) {
+				config.DefaultQueryExecMode, config.RuntimeParams["datestyle"] = mode, "German"
+			})
 
 			require.Len(t, apply(t, conn, twoPolicies).Changes, 3)
 			require.True(t, apply(t, conn, twoPolicies).Empty())

@@ -26,9 +26,11 @@ type state struct {
 
 func readState(ctx context.Context, tx pgx.Tx) (*state, error) {
 	s := &state{policies: make(map[string]Policy), overrides: make(map[Bucket][]Override)}
-	if err := tx.QueryRow(ctx, "select clock_timestamp()").Scan(&s.now); err != nil {
+	var now int64 // whatever the DateStyle
+	if err := tx.QueryRow(ctx, "select (extract(epoch from clock_timestamp()) * 1000000)::bigint").Scan(&now); err != nil {
 		return nil, failed("read the clock", err)
 	}
+	s.now = time.UnixMicro(now)
 	policies, err := ReadPolicies(ctx, tx)
 	if err != nil {
 		return nil, failed("list policies", err)

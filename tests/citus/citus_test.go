@@ -239,7 +239,8 @@ func testCitusServer(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	}, kit.Patience, 10*kit.Ms)
 	for worker := 1; worker <= 2; worker++ {
 		key, _, _ := keyOn(c, db, worker, "served ")
-		response := kit.NoError(http.Post("http://"+address+"/v1/acquire", "", strings.NewReader(fmt.Sprintf(`{"policy":"served","key":%q,"cost":3}`, key))))(t)
+		response, err := http.Post("http://"+address+"/v1/acquire", "", strings.NewReader(fmt.Sprintf(`{"policy":"served","key":%q,"cost":3}`, key)))
+		require.NoError(t, err)
 		require.Contains(t, string(kit.NoError(io.ReadAll(response.Body))(t)), `"remaining":7`)
 		require.NoError(t, response.Body.Close())
 		require.Equal(t, int64(1), db[worker].Number("select count(*) from pg_stat_activity where application_name = 'pgratelimit'"), "worker %d", worker)
