@@ -3,7 +3,7 @@ package client
 import (
 	"context"
 	"encoding/binary"
-	"fmt"
+	"errors"
 	"math/bits"
 	"slices"
 	"sync"
@@ -19,36 +19,36 @@ const placesEvery = 5 * time.Second
 // A Citus sends calls to the nodes of a Citus cluster that have their keys. Each shard has a Combiner, or with a [Prefetch] a
 // [Prefetcher]. A shard that moves is followed.
 //
-// [Citus.On] has all calls about a key. The embedded Limiter asks the coordinator: for definitions, lists and clean-up.
+// [Citus.On] has all calls about a key. Definitions, lists and clean-up are those of a [Limiter] on the coordinator.
 //
 // Close it when it is no longer used.
 type Citus struct {
-	*Limiter
-	from   []int32 // the least hash of each shard, in order
-	shards []*Prefetcher
-	places []*placed // parallel to it
-	open   func(ctx context.Context, host string, port int) (Pool, error)
-	pools  map[string]Pool // by node; of follow alone, once it runs
-	moved  chan struct{}   // a call has met a move
-	stop   context.CancelFunc
-	ended  sync.WaitGroup
+	coordinator limiter
+	outer       Pool    // of it
+	from        []int32 // the least hash of each shard, in order
+	shards      []*Prefetcher
+	places      []*placed // parallel to it
+	open        func(ctx context.Context, host string, port int) (Pool, error)
+	pools       map[node]Pool // of follow alone, once it runs
+	moved       chan struct{} // a call has met a move
+	stop        context.CancelFunc
+	ended       sync.WaitGroup
 }
 
-// NewCitus returns a Citus on the cluster of a coordinator. It opens a pool for each node that has shards, with as many connections
-// as its shards have calls in flight, and Close closes these. A node without a pool, because open failed, is asked through the coordinator.
-// The role needs EXECUTE on ratelimit_nodes, and the rights that [NewCombiner] names, or with a [Prefetch] [NewPrefetcher]. Options are
-// the options of NewPrefetcher, for each of the shards. Panics where NewPrefetcher does.
+// NewCitus returns a Citus on the cluster of a coordinator. It opens a pool for each node that has shards, and Close closes these. A node is
+// asked through the coordinator while open fails, while the node does not answer, or answers with other nodes than the coordinator, and if
+// Citus calls it localhost. The role needs EXECUTE on ratelimit_nodes, and the rights that [NewCombiner] names, or with a [Prefetch]
+// [NewPrefetcher]. Options are the options of NewPrefetcher, for each of the shards. Panics where NewPrefetcher does.
 func NewCitus(ctx context.Context, coordinator Pool, open func(ctx context.Context, host string, port int) (Pool, error), opts ...Option) (*Citus, error) {
 	config := newConfig("NewCitus", aPrefetcher, opts)
-	c := &Citus{Limiter: &Limiter{newLimiter(coordinator, config)}, open: open, pools: make(map[string]Pool), moved: make(chan struct{}, 1)}
-	from, nodes, err := c.nodes(ctx)
+	c := &Citus{coordinator: newLimiter(coordinator, config), outer: coordinator, open: open, pools: make(map[node]Pool), moved: make(chan struct{}, 1)}
+	from, nodes, err := c.coordinator.nodes(ctx)
 	if err != nil {
 		return nil, err
 	}
 	c.from = from
 	for range from {
 		place := &placed{of: c}
-		place.pool.Store(&coordinator)
 		c.places = append(c.places, place)
 		c.shards = append(c.shards, NewPrefetcher(place, opts...))
 	}
@@ -74,10 +74,11 @@ func (c *Citus) Acquire(ctx context.Context, policy, key string, opts ...CallOpt
 
 // AcquireAll is [Combiner.AcquireAll]. The cluster refuses charges of several keys with 0A000.
 func (c *Citus) AcquireAll(ctx context.Context, charges []Charge, opts ...CallOption) (JointDecision, error) {
-	if len(charges) == 0 {
-		return c.Limiter.AcquireAll(ctx, charges, opts...)
+	on := c.shards[0] // without charges, any shard returns the error
+	if len(charges) > 0 {
+		on = c.On(charges[0].Key)
 	}
-	return c.On(charges[0].Key).AcquireAll(ctx, charges, opts...)
+	return on.AcquireAll(ctx, charges, opts...)
 }
 
 // Close closes the limiters of all shards at the same time, as [Prefetcher.Close] does, and the pools of the nodes.
@@ -104,7 +105,7 @@ func (c *Citus) follow(ctx context.Context) {
 		case <-time.After(placesEvery):
 		}
 		reading, cancel := context.WithTimeout(ctx, placesEvery)
-		if from, nodes, err := c.nodes(reading); err == nil { // else the places stay as they are
+		if from, nodes, err := c.coordinator.nodes(reading); err == nil { // else the places stay as they are
 			c.place(reading, from, nodes)
 		}
 		cancel()
@@ -118,38 +119,60 @@ type node struct {
 }
 
 // nodes reads the least hash of each shard, in order, and parallel to it the node that has the shard.
-func (c *Citus) nodes(ctx context.Context) (from []int32, nodes []node, err error) {
+func (l *limiter) nodes(ctx context.Context) (from []int32, nodes []node, err error) {
 	var hosts []string
 	var ports []int
-	err = c.query(ctx, call{
+	err = l.query(ctx, call{
 		verb: "find the nodes", function: "ratelimit_nodes()", repeatable: true,
 		columns: "pg_catalog.array_agg(from_hash order by from_hash), pg_catalog.array_agg(host order by from_hash), pg_catalog.array_agg(port order by from_hash)",
 	}, &from, &hosts, &ports)
 	for i, host := range hosts {
 		nodes = append(nodes, node{host, ports[i]})
 	}
+	if err == nil && len(nodes) == 0 {
+		err = failed("find the nodes", errors.New("ratelimit.buckets is not distributed: run make install-citus, or citus.sql of the release"))
+	}
 	return from, nodes, err
 }
 
 // place has each shard ask the node that has it. Where shards were split, that is the node of their first part.
 func (c *Citus) place(ctx context.Context, from []int32, nodes []node) {
+	pools := make(map[node]*Pool)
+	for _, at := range nodes {
+		if pools[at] == nil {
+			pools[at] = new(c.poolOf(ctx, at, nodes))
+		}
+	}
 	for i, place := range c.places {
 		n, isThere := slices.BinarySearch(from, c.from[i])
 		if !isThere {
 			n--
 		}
-		at := nodes[max(0, n)]
-		name := fmt.Sprintf("%s:%d", at.host, at.port)
-		pool := c.pools[name]
-		if pool == nil {
-			var err error
-			if pool, err = c.open(ctx, at.host, at.port); err != nil {
-				continue
-			}
-			c.pools[name] = pool
-		}
-		place.pool.Store(&pool)
+		place.pool.Store(pools[nodes[max(0, n)]])
 	}
+}
+
+// poolOf returns the pool of a node, or the coordinator's if it cannot be asked.
+func (c *Citus) poolOf(ctx context.Context, at node, nodes []node) Pool {
+	if pool, isThere := c.pools[at]; isThere {
+		return pool
+	} else if at.host == "localhost" {
+		return c.outer
+	}
+	asking, cancel := context.WithTimeout(ctx, placesEvery/5)
+	defer cancel()
+	pool, err := c.open(ctx, at.host, at.port)
+	if err != nil || pool == nil {
+		return c.outer
+	}
+	asks := c.coordinator
+	asks.db = pool
+	if _, its, err := asks.nodes(asking); err != nil || !slices.Equal(its, nodes) {
+		pool.Close()
+		return c.outer
+	}
+	c.pools[at] = pool
+	return pool
 }
 
 // A placed is the Pool of a shard: that of the node that has it.
@@ -168,7 +191,7 @@ func (p *placed) BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, er
 
 func (p *placed) Close() {}
 
-// A placedRow tells its Citus of a move.
+// A placedRow tells its Citus of a move. One in a transaction of NoFlush does not.
 type placedRow struct {
 	pgx.Row
 	of *Citus

@@ -210,7 +210,7 @@ func (l *Prefetcher) learn(r request, d Decision) {
 	}
 	seen := sight{d, l.now()}
 	if b != nil {
-		if d.Allowed || l.denialCache == nil { // a cached denial is old, and says nothing of the server
+		if d.Allowed || l.denialCache == nil { // a denial may be a cached one, which is old
 			b.do(func(s *stock) { s.learn(seen) })
 		}
 		return

@@ -73,7 +73,8 @@ comment on function ratelimit_refund(text, text, bigint) is
 Refunded tokens can be taken again: do not let a role refund that is itself to be limited.
 amount: whole tokens, 0 or more. An amount above the capacity counts as the capacity. A quota gets back at most what is used,
   and a paused bucket what pays its debt.
-Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction.
+Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-only transaction, 0A000 for an ephemeral policy on a
+  standby.
 Locks: the bucket row until the transaction ends. A bucket without a row is full, and nothing is locked or written.
 Writes: the bucket.
 Role: application.';

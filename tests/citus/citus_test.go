@@ -211,12 +211,16 @@ func testCitusProgram(t *testing.T, c *kit.Citus, db kit.CitusDB) {
 	require.Equal(t, int64(7), kit.NoError(citus.AcquireAll(t.Context(), []client.Charge{{Policy: "program", Key: key, Cost: client.Cost(3)}}))(t).Remaining)
 	db.Coordinator().Execute(c.Move(shard, 1, other))
 	require.Eventually(t, func() bool { return asks(key) == other }, kit.Patience, 10*kit.Ms)
-	require.NoError(t, citus.DefinePolicy(t.Context(), client.Policy{Name: "program", Capacity: 20, Refill: 0, Every: time.Hour}))
+	db.Coordinator().DefinePolicy("program", 20, 0, time.Hour)
 	require.Equal(t, int64(7), kit.NoError(citus.On(key).Peek(t.Context(), "program", key))(t).Remaining)
 	citus.Close()
 	moveBack(c, db, shard, other)
 
-	citus = kit.NoError(client.NewCitus(t.Context(), db.Coordinator().Pool, func(context.Context, string, int) (client.Pool, error) { return nil, errors.New("refused") }))(t)
+	nowhere := db.Coordinator().Pool.Config()
+	nowhere.ConnConfig.Host = "/nowhere"
+	citus = kit.NoError(client.NewCitus(t.Context(), db.Coordinator().Pool, func(context.Context, string, int) (client.Pool, error) {
+		return pgxpool.NewWithConfig(t.Context(), nowhere)
+	}))(t)
 	defer citus.Close()
 	require.Equal(t, int64(6), kit.NoError(citus.Acquire(t.Context(), "program", key))(t).Remaining)
 }
@@ -510,6 +514,12 @@ func testCitusTransactions(t *testing.T, db kit.CitusDB) {
 		_, err = node.Pool.Exec(t.Context(), "do $$ begin perform ratelimit_acquire('tx', 'a"+fmt.Sprint(n)+"', 2); raise exception 'no'; exception when others then null; end $$")
 		require.NoError(t, err)
 		remaining(6)
+		// A denial writes nothing, on one node after the other.
+		s.Execute("begin read only")
+		for _, key := range slices.Concat(keys, keys) {
+			require.False(t, kit.NoError(kit.Acquire(s, "tx", key, 7))(t).Allowed)
+		}
+		s.Execute("rollback")
 		// Others wait for who has a bucket locked, and the wait ends with its transaction.
 		other := db[(n+1)%3].Session()
 		s.Execute("begin")

@@ -114,6 +114,7 @@ func (db CitusDB) StopClock() {
 func (db CitusDB) MovesDuring(c *Citus, key func() string, load func()) (moves int) {
 	over := make(chan struct{})
 	go func() { defer close(over); load() }()
+	defer func() { <-over }()
 	for ; ; moves++ {
 		select {
 		case <-over:

@@ -241,15 +241,15 @@ class _Async(ABC):
         text = statement.partition("%" if self.percent else "$")[0]
         if self.percent:
             sql = re.sub(r"\$\d", "%s", sql)
-        seen, pause = None, SHORTEST_LOOK
+        is_seen, transaction, pause = False, None, SHORTEST_LOOK
         with suppress(Exception):  # without an answer it is not known
             while not self.is_closed() and (row := await self._send(_Statement(), sql, [process, text, is_closed and pause < 1])):
-                if seen not in (None, row[0]):
+                if None not in (transaction, row[0]) and transaction != row[0]:
                     break
-                seen = row[0]
+                is_seen, transaction = True, row[0] or transaction
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_LOOK)
-            return seen is not None
+            return is_seen
         return False
 
 

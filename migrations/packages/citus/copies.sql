@@ -333,6 +333,7 @@ create or replace function ratelimit.commit_together(key text)
   volatile
 as $$
 begin
+  if pg_catalog.current_setting('transaction_read_only') = 'on' then return; end if;
   delete from ratelimit.buckets as b where b.key = commit_together.key and b.policy_id = 0;
   if commit_together.key is not null then perform pg_catalog.set_config('ratelimit.elsewhere', 'done', true); end if;
 end;

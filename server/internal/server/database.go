@@ -2,10 +2,10 @@ package server
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -36,6 +36,7 @@ const startTimeout = 5 * time.Second
 type databases struct {
 	pools  []*pgxpool.Pool
 	shards bool
+	nodes  sync.Map // of Citus: their pools, which the limiters close
 	log    *slog.Logger
 	down   []atomic.Bool // which were when they were checked last
 }
@@ -87,8 +88,7 @@ func (d *databases) limiters(ctx context.Context, c config.Config, options []cli
 		_ = sharded.Each(func(n int, on *client.Prefetcher) error { limiters[n] = on; return nil })
 		return limiters, nil, sharded.Close, nil
 	}
-	var ofCitus int
-	err = d.pools[0].QueryRow(ctx, "select count(*) from ratelimit_nodes()").Scan(&ofCitus)
+	_, err = d.pools[0].Exec(ctx, "select from ratelimit_nodes()")
 	switch {
 	case isRefusedBy(err, "42501"):
 		d.log.Warn("all calls go through the coordinator of Citus: its owner can run: " + inspect.Grant(inspect.SomeRole, "ratelimit_nodes"))
@@ -96,9 +96,11 @@ func (d *databases) limiters(ctx context.Context, c config.Config, options []cli
 		return nil, nil, nil, err
 	case err == nil:
 		citus, err := client.NewCitus(ctx, d.pools[0], func(ctx context.Context, host string, port int) (client.Pool, error) {
-			node := c
-			node.URLs, node.DatabaseCalls = []string{urlOf(c.URLs[0], host, port)}, c.DatabaseCalls*ofCitus
-			return openPool(ctx, node, 0)
+			pool, err := openPool(ctx, c, 0, func(config *pgxpool.Config) { sendTo(config.ConnConfig, host, uint16(port)) })
+			if err == nil {
+				d.nodes.Store(fmt.Sprint(host, ":", port), pool)
+			}
+			return pool, err
 		}, options...)
 		if err != nil {
 			return nil, nil, nil, err
@@ -112,17 +114,19 @@ func (d *databases) limiters(ctx context.Context, c config.Config, options []cli
 	return []service.Limiter{prefetcher}, nil, prefetcher.Close, nil
 }
 
-// urlOf returns the URL, or the keywords and values, of the same database on another node.
-func urlOf(database, host string, port int) string {
-	u, err := url.Parse(database)
-	if err != nil || u.Scheme == "" {
-		return fmt.Sprintf("%s host='%s' port=%d", database, host, port)
+// sendTo has connections lead to another host, with TLS as before.
+func sendTo(config *pgx.ConnConfig, host string, port uint16) {
+	of := func(at *tls.Config) *tls.Config {
+		if at != nil && at.ServerName != "" {
+			at = at.Clone()
+			at.ServerName = host
+		}
+		return at
 	}
-	query := u.Query()
-	query.Set("host", host)
-	query.Set("port", strconv.Itoa(port))
-	u.RawQuery = query.Encode()
-	return u.String()
+	config.Host, config.Port, config.TLSConfig = host, port, of(config.TLSConfig)
+	for _, other := range config.Fallbacks {
+		other.Host, other.Port, other.TLSConfig = host, port, of(other.TLSConfig)
+	}
 }
 
 // of adds the number of the shard to an error.
@@ -198,12 +202,15 @@ func (d *databases) connections(count func(*pgxpool.Stat) int32) (sum int64) {
 	for _, pool := range d.pools {
 		sum += int64(count(pool.Stat()))
 	}
+	for _, pool := range d.nodes.Range {
+		sum += int64(count(pool.(*pgxpool.Pool).Stat()))
+	}
 	return sum
 }
 
-func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error) {
-	database := c.URLs[n]
-	p, err := pgxpool.ParseConfig(database)
+func openPool(ctx context.Context, c config.Config, n int, changes ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
+	url := c.URLs[n]
+	p, err := pgxpool.ParseConfig(url)
 	if err != nil {
 		name := "DATABASE_URL"
 		if c.AreShards {
@@ -211,7 +218,7 @@ func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error
 		}
 		return nil, fmt.Errorf("%s: %w", name, err)
 	}
-	if !strings.Contains(database, "pool_max_conns") {
+	if !strings.Contains(url, "pool_max_conns") {
 		p.MaxConns = connections
 	}
 	p.MaxConns = max(p.MaxConns, int32(c.SharedConnections())+1)
@@ -228,6 +235,9 @@ func openPool(ctx context.Context, c config.Config, n int) (*pgxpool.Pool, error
 	p.AfterConnect = inspect.CheckAlone
 	if c.AreShards {
 		p.AfterConnect = client.CheckShard(n, len(c.URLs))
+	}
+	for _, change := range changes {
+		change(p)
 	}
 	return pgxpool.NewWithConfig(ctx, p)
 }

@@ -33,12 +33,12 @@ type Service struct {
 
 // New returns a Service on the limiters of all shards, in the order of their numbers. It passes each call to observe after the answer.
 func New(limiters []Limiter, limits Limits, observe func(Call)) *Service {
-	if limits.ShardOf == nil {
-		limits.ShardOf = func(key string) int { return client.ShardOf(key, len(limiters)) }
-	}
 	s := &Service{limits: limits, observe: observe}
+	own := semaphore.NewWeighted(int64(limits.OwnConnections))
 	for n, limiter := range limiters {
-		own := semaphore.NewWeighted(int64(limits.OwnConnections))
+		if n > 0 && limits.ShardOf == nil { // shards of Citus share the connections to a node
+			own = semaphore.NewWeighted(int64(limits.OwnConnections))
+		}
 		s.shards = append(s.shards, &shard{Limiter: limiter, limits: limits, number: n, of: len(limiters), ownConnections: own})
 	}
 	return s
@@ -87,7 +87,10 @@ func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err 
 		switch {
 		case o == AcquireMany:
 			requests = append(requests, client.Request{Policy: c.policy(), Key: c.Key, Cost: c.cost(), IdempotencyKey: c.IdempotencyKey})
-		case s.limits.ShardOf(c.Key) == s.number: // one transaction, and so of one database
+		case s.limits.ShardOf != nil && c.Key != r.Key:
+			return a, Invalid("several keys in one request", fmt.Sprintf("Charge %d has another key than charge 0, and the database is a Citus cluster.", i),
+				"Use one key under several policies, or ask for each key alone.")
+		case s.limits.ShardOf != nil, client.ShardOf(c.Key, s.of) == s.number: // one transaction, and so of one database
 			charges = append(charges, client.Charge{Policy: c.policy(), Key: c.Key, Cost: c.cost()})
 		case o == SettleAll:
 			return a, Invalid("the settlements belong to several shards", fmt.Sprintf("Settlement %d is of another shard than settlement 0.", i),
@@ -95,7 +98,7 @@ func (s *shard) ask(ctx context.Context, o Operation, r Request) (a Answer, err 
 		default:
 			return a, fmt.Errorf("acquire all: %w: charge 0 to shard %d and charge %d to shard %d of %d, and a request is one transaction in "+
 				"one database. Give limits that are asked for together the same key, under different policies; or ask for each alone, and "+
-				"refund when a later one is denied", client.ErrSeveralShards, s.number, i, s.limits.ShardOf(c.Key), s.of)
+				"refund when a later one is denied", client.ErrSeveralShards, s.number, i, client.ShardOf(c.Key, s.of), s.of)
 		}
 	}
 	if r.canShare(o) {
@@ -196,8 +199,8 @@ func (s *Service) acquireMany(ctx context.Context, requests []Request) []client.
 // A Call has been answered.
 type Call struct {
 	Operation Operation
-	// Policy may be unknown. Of several charges it is the policy of the one that decided. It is empty without a charge, of refunds of
-	// several, and after an error about several.
+	// Policy may be unknown. Of several charges it is the policy of the one that decided. It is empty without a charge, of Envoy's
+	// refunds, and after an error about several.
 	Policy     string
 	Result     client.Result
 	Prefetched bool   // granted from tokens that were taken before

@@ -24,7 +24,7 @@ type Limits struct {
 	// ReadTime is the longest time until a long answer is read. Then its connection is closed.
 	ReadTime time.Duration
 
-	// ShardOf returns the number of the shard that has a key. It is client.ShardOf if nil.
+	// ShardOf returns the number of the shard of Citus that has a key. It is nil for shards that are databases.
 	ShardOf func(key string) int
 }
 
@@ -37,7 +37,12 @@ type shard struct {
 	ownConnections *semaphore.Weighted
 }
 
-func (s *Service) shardOf(key string) *shard { return s.shards[s.limits.ShardOf(key)] }
+func (s *Service) shardOf(key string) *shard {
+	if s.limits.ShardOf != nil {
+		return s.shards[s.limits.ShardOf(key)]
+	}
+	return s.shards[client.ShardOf(key, len(s.shards))]
+}
 
 // UnderWay returns the number of calls under way.
 func (s *Service) UnderWay() (n int64) {
