@@ -62,7 +62,7 @@ func NewCitus(ctx context.Context, coordinator Pool, open func(ctx context.Conte
 func (c *Citus) Shards() []*Prefetcher { return c.shards }
 
 // ShardOf returns the number of the shard that has a key, from 0, among Shards.
-func (c *Citus) ShardOf(key string) int { return shardFrom(c.from, key) }
+func (c *Citus) ShardOf(key string) int { return shardFrom(c.from, hashText(key)) }
 
 // On returns the limiter of the shard that has a key.
 func (c *Citus) On(key string) *Prefetcher { return c.shards[c.ShardOf(key)] }
@@ -144,11 +144,7 @@ func (c *Citus) place(ctx context.Context, from []int32, nodes []node) {
 		}
 	}
 	for i, place := range c.places {
-		n, isThere := slices.BinarySearch(from, c.from[i])
-		if !isThere {
-			n--
-		}
-		place.pool.Store(pools[nodes[max(0, n)]])
+		place.pool.Store(pools[nodes[shardFrom(from, c.from[i])]])
 	}
 }
 
@@ -208,9 +204,9 @@ func (r placedRow) Scan(dest ...any) error {
 	return err
 }
 
-// shardFrom returns the number of the shard that has a key, given the least hash of each.
-func shardFrom(from []int32, key string) int {
-	n, isThere := slices.BinarySearch(from, hashText(key))
+// shardFrom returns the number of the shard that has a hash, given the least hash of each.
+func shardFrom(from []int32, hash int32) int {
+	n, isThere := slices.BinarySearch(from, hash)
 	if !isThere {
 		n--
 	}

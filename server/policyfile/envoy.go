@@ -123,7 +123,7 @@ func (d *EnvoyDescriptor) policy(path string) Policy {
 	if d.Limit.Calendar {
 		values = Values{"capacity": requests, "period": envoyPeriods[d.Limit.Unit], "shadow": d.Watches}
 	}
-	values = defaults(values.kind()).with(values)
+	values = defaults[values.kind()].with(values)
 	delete(values, "durable")
 	delete(values, "remember")
 	return Policy{Name: d.Limit.PolicyAt(path), Values: values, At: d.Limit.At}

@@ -100,8 +100,10 @@ func (v Values) kind() string {
 // does says in messages what policies of each kind do.
 var does = map[string]string{"bucket": "refills", "quota": "is a quota", "slots": "lends slots"}
 
-// defaults returns those of the schema, for fields that it does not forbid to a kind.
-func defaults(kind string) Values {
+// defaults are those of the schema, by kind, for fields that it does not forbid to the kind.
+var defaults = map[string]Values{"bucket": defaultsOf("bucket"), "quota": defaultsOf("quota"), "slots": defaultsOf("slots")}
+
+func defaultsOf(kind string) Values {
 	forbidden := regexp.MustCompile(schema.find("$defs", kind, "patternProperties").inOrder()[0].name)
 	values := make(Values)
 	for _, field := range fields {

@@ -23,7 +23,7 @@ type Policy struct {
 // Over adds the values that stay, from the old policy, or for a new one from the defaults.
 func (p Policy) Over(old Policy) Policy {
 	if old.Values == nil {
-		old.Values = defaults(p.kind())
+		old.Values = defaults[p.kind()]
 	}
 	p.Values = old.with(p.Values)
 	return p
@@ -96,7 +96,7 @@ func (n *node) rules() (*Rules, Problems) {
 
 func policy(n *node) Policy {
 	said := n.values()
-	return Policy{Name: n.name, Values: defaults(said.kind()).with(said), At: n.nameAt, node: n}
+	return Policy{Name: n.name, Values: defaults[said.kind()].with(said), At: n.nameAt, node: n}
 }
 
 // override reads the parts of a key: the one that stays, and the one that ends. A part inherits what it omits from the one that stays,

@@ -192,7 +192,7 @@ func (s *state) write() []byte {
 	var text strings.Builder
 	text.WriteString("policies:\n")
 	for _, name := range slices.Sorted(maps.Keys(s.policies)) {
-		values, usual := s.policies[name].Values, defaults(s.policies[name].kind())
+		values, usual := s.policies[name].Values, defaults[s.policies[name].kind()]
 		maps.DeleteFunc(values, func(field string, value any) bool { return value == usual[field] })
 		fmt.Fprintf(&text, "  %q: {%s}\n", name, values.list("%s: %v"))
 	}

@@ -308,9 +308,7 @@ func waitsOn(db kit.CitusDB, p *kit.Pending, sessions int64, lock string) bool {
 
 // moveBack moves a shard to worker 1, once Citus has dropped what was left there.
 func moveBack(c *kit.Citus, db kit.CitusDB, shard int64, from int) {
-	for db.Coordinator().Number("select count(*) from pg_dist_cleanup") > 0 {
-		db.Coordinator().Execute("call citus_cleanup_orphaned_resources()")
-	}
+	db.DropWhatMovesLeft()
 	db.Coordinator().Execute(c.Move(shard, from, 1))
 }
 

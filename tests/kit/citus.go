@@ -123,10 +123,15 @@ func (db CitusDB) MovesDuring(c *Citus, key func() string, load func()) (moves i
 		}
 		from, shard := db.ShardOf(c, key())
 		db.Coordinator().Execute(c.Move(shard, from, 3-from))
-		// A call that reads the old placement when a move ends leaves it behind, and a move back fails until Citus has dropped it.
-		for db.Coordinator().Number("select count(*) from pg_dist_cleanup") > 0 {
-			db.Coordinator().Execute("call citus_cleanup_orphaned_resources()")
-		}
+		db.DropWhatMovesLeft()
+	}
+}
+
+// DropWhatMovesLeft lets shards move back: a call that reads the old placement when a move ends leaves it behind, and a move back fails
+// until Citus has dropped it.
+func (db CitusDB) DropWhatMovesLeft() {
+	for db.Coordinator().Number("select count(*) from pg_dist_cleanup") > 0 {
+		db.Coordinator().Execute("call citus_cleanup_orphaned_resources()")
 	}
 }
 

@@ -88,23 +88,19 @@ func (d *databases) limiters(ctx context.Context, c config.Config, options []cli
 		_ = sharded.Each(func(n int, on *client.Prefetcher) error { limiters[n] = on; return nil })
 		return limiters, nil, sharded.Close, nil
 	}
-	_, err = d.pools[0].Exec(ctx, "select from ratelimit_nodes()")
+	citus, err := client.NewCitus(ctx, d.pools[0], func(ctx context.Context, host string, port int) (client.Pool, error) {
+		pool, err := openPool(ctx, c, 0, func(config *pgxpool.Config) { sendTo(config.ConnConfig, host, uint16(port)) })
+		if err == nil {
+			d.nodes.Store(fmt.Sprint(host, ":", port), pool)
+		}
+		return pool, err
+	}, options...)
 	switch {
 	case isRefusedBy(err, "42501"):
 		d.log.Warn("all calls go through the coordinator of Citus: its owner can run: " + inspect.Grant(inspect.SomeRole, "ratelimit_nodes"))
 	case err != nil && !isRefusedBy(err, "42883"):
 		return nil, nil, nil, err
 	case err == nil:
-		citus, err := client.NewCitus(ctx, d.pools[0], func(ctx context.Context, host string, port int) (client.Pool, error) {
-			pool, err := openPool(ctx, c, 0, func(config *pgxpool.Config) { sendTo(config.ConnConfig, host, uint16(port)) })
-			if err == nil {
-				d.nodes.Store(fmt.Sprint(host, ":", port), pool)
-			}
-			return pool, err
-		}, options...)
-		if err != nil {
-			return nil, nil, nil, err
-		}
 		for _, on := range citus.Shards() {
 			limiters = append(limiters, on)
 		}

@@ -34,9 +34,9 @@ type Service struct {
 // New returns a Service on the limiters of all shards, in the order of their numbers. It passes each call to observe after the answer.
 func New(limiters []Limiter, limits Limits, observe func(Call)) *Service {
 	s := &Service{limits: limits, observe: observe}
-	own := semaphore.NewWeighted(int64(limits.OwnConnections))
+	var own *semaphore.Weighted
 	for n, limiter := range limiters {
-		if n > 0 && limits.ShardOf == nil { // shards of Citus share the connections to a node
+		if n == 0 || limits.ShardOf == nil { // shards of Citus share the connections to a node
 			own = semaphore.NewWeighted(int64(limits.OwnConnections))
 		}
 		s.shards = append(s.shards, &shard{Limiter: limiter, limits: limits, number: n, of: len(limiters), ownConnections: own})
