@@ -52,6 +52,7 @@ func TestCitus(t *testing.T) {
 	t.Run("vectors", func(t *testing.T) { testCitusVectors(t, still.In(t)) })
 	t.Run("cleans up", func(t *testing.T) { testCitusCleansUp(t, still.In(t)) })
 	t.Run("cleans up slots", func(t *testing.T) { testCitusCleansUpSlots(t, still.In(t)) })
+	t.Run("a shard that comes meanwhile", func(t *testing.T) { testCitusComes(t, c, db.In(t)) })
 	t.Run("two nodes commit together", func(t *testing.T) { testCitusTwoNodes(t, c, db.In(t)) })
 	t.Run("a worker down", func(t *testing.T) { testCitusWorkerDown(t, c, db.In(t)) })
 	t.Run("shards change", func(t *testing.T) { testCitusShardsChange(t, c, db.In(t)) })
@@ -527,6 +528,30 @@ func testCitusTransactions(t *testing.T, db kit.CitusDB) {
 		<-waiting.Done
 		require.NoError(t, waiting.Err)
 		require.True(t, waiting.Decision.Allowed)
+	}
+}
+
+// A call that does not see its shard here has Citus call the function of the node that has it. Meanwhile that may be this node: then the
+// call is to be repeated.
+func testCitusComes(t *testing.T, c *kit.Citus, db kit.CitusDB) {
+	db.Coordinator().DefinePolicy("comes", 10, 0, time.Hour)
+	here, shard, _ := keyOn(c, db, 1, "comes ")
+	elsewhere, _, _ := keyOn(c, db, 2, "comes ")
+	for _, call := range []string{
+		"acquire_here('comes', v_key, 1, null)",
+		"acquire_all_here(v_key, '{comes}', array[v_key], null, null)",
+		fmt.Sprintf("acquire_batch_here(v_ring, %d, '{comes}', array[v_key], '{1}', null, null)", shard),
+	} {
+		s := db[1].Begin().Take("comes", elsewhere, 1)
+		_, err := s.StartExec(fmt.Sprintf(`do $$
+			declare
+				v_key  text collate "C" := '%s';
+				v_ring text collate "C" := ratelimit.ring_of(%d);
+			begin
+				perform d.* from ratelimit.%s as d;
+			end $$`, here, shard, call)).Result()
+		require.True(t, kit.HasMoved(err), "%s: %v", call, err)
+		s.Execute("rollback")
 	}
 }
 

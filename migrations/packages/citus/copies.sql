@@ -231,7 +231,7 @@ declare
   v_shard bigint := ratelimit.shard_of(%1$I.key);
   v_seen  tid    := (%4$s);
 begin
-  if v_seen is null then perform ratelimit.refuse_shard(v_shard); end if;
+  if v_seen is null%8$s then perform ratelimit.refuse_shard(v_shard); end if;
   %5$s;
 end;
 $here$;
@@ -243,7 +243,8 @@ comment on function ratelimit.%1$I(%2$s) is 'What %6$I does, on the node that ha
                     when v_function.result = 'void' then 'perform ratelimit.%1$I(v_shard, v_seen, %2$s)'
                     else 'return ratelimit.%1$I(v_shard, v_seen, %2$s)' end,
                v_function.own || '_at', v_function.received, replace(v_function.outs, v_function.own || '_at.', v_function.own || '_here.')),
-        v_function.name, v_function.settings);
+        v_function.name, v_function.settings,
+        case when v_function.volatility = 'volatile' then ' or ratelimit.has_left()' else '' end);
     end if;
     continue when v_function.name <> all (v_keyed);
     execute format($text$
@@ -355,6 +356,16 @@ $$;
 comment on function ratelimit.leave_node() is
   'Called before a call on another node.';
 
+-- Whether this session has called on another node. If Citus then calls the function of the node that has a shard in this session, the
+-- shard has come meanwhile, and the statement of commit_together would fail: Citus allows none but about the key of that call.
+create or replace function ratelimit.has_left()
+  returns boolean language sql stable
+as $$
+  select pg_catalog.current_setting('ratelimit.elsewhere', true) <> ''
+$$;
+comment on function ratelimit.has_left() is
+  'Whether the transaction has called on another node.';
+
 create or replace function ratelimit_node(key text)
   returns text
   language sql
@@ -403,7 +414,7 @@ begin
   if exists (select from pg_catalog.pg_dist_shard as s where s.shardid = shard and s.logicalrelid = 'ratelimit.buckets'::pg_catalog.regclass) then
     raise exception 'the shard has moved' using
       errcode = 'XX000',
-      detail  = format('Shard %s is on another node.', shard),
+      detail  = format('Shard %s was on another node a moment ago, or is now.', shard),
       hint    = 'Nothing was taken. Repeat the call in a new transaction.';
   end if;
   raise exception 'the shards have changed' using
@@ -449,7 +460,7 @@ as $$
 declare
   v_seen tid := seen_here(shard);
 begin
-  if v_seen is null then perform refuse_shard(shard); end if;
+  if v_seen is null or has_left() then perform refuse_shard(shard); end if;
   return acquire_batch_at(shard, v_seen, policies, keys, costs, sizes, idempotency_keys);
 end;
 $$;
