@@ -220,8 +220,10 @@ bench-page: ## Write the figures of docs/performance.md anew, from tests/bench/r
 bench-slots: ## Measure holds and releases, beside Redis and beside a snapshot that is held for a minute, in half an hour
 	@go run ./tests/bench -only 'held_*'
 
-bench-citus: ## Measure the CPU of Citus beside one PostgreSQL, in five minutes; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
-	@RATELIMIT_TEST_CITUS=1 RATELIMIT_TEST_REQUIRE=local go test ./tests/citus -run '^$$' -bench '^BenchmarkCitus$$' -benchtime 1x -timeout 0
+CITUS := 1
+
+bench-citus: ## Measure the CPU of Citus beside one PostgreSQL, in five minutes; CITUS=tls has TLS between nodes; RATELIMIT_PG_BIN names a PostgreSQL that has Citus
+	@RATELIMIT_TEST_CITUS=$(CITUS) RATELIMIT_TEST_REQUIRE=local go test ./tests/citus -run '^$$' -bench '^BenchmarkCitus$$' -benchtime 1x -timeout 0
 
 bench-quick: ## Measure the core of it in two minutes
 	@go run ./tests/bench -only 'acquire_to_bare_update,denied_to_bare_select,keyed_to_unkeyed,combined_*,joint-*,prefetch/prefetcher/hot/64'

@@ -111,6 +111,7 @@ func BenchmarkCitus(b *testing.B) {
 		slices.Sort(ratios)
 		fmt.Printf("%-45s %5.2f  (%.2f to %.2f)\n", m.name, ratios[rounds/2], ratios[0], ratios[rounds-1])
 	}
+	require.Equal(b, c.TLS, db[2].Number("select count(*) from pg_stat_ssl where ssl") > 0, "TLS between nodes")
 }
 
 // perDecision is the CPU time of servers for each of the decisions that do makes.

@@ -29,6 +29,7 @@ func (db *TestDB) As(role string) *pgx.Conn {
 type Citus struct {
 	T     testing.TB
 	Nodes []*pgtest.Server // the coordinator is the first
+	TLS   bool             // between nodes, as Citus has it where they connect by TCP; else they connect by sockets
 }
 
 // NewCitus starts a cluster of the PostgreSQL that the tests run on. Where that has no Citus, the test is skipped, unless
@@ -43,20 +44,30 @@ func NewCitus(t testing.TB, settings ...string) *Citus {
 		t.Skip("this PostgreSQL has no Citus: make test-citus runs these tests")
 	}
 	require.True(t, there, "no Citus in %s: RATELIMIT_PG_BIN names a PostgreSQL that has it", pgtest.Shared(t))
-	c := &Citus{T: t}
+	c := &Citus{T: t, TLS: os.Getenv("RATELIMIT_TEST_CITUS") == "tls"}
 	for range 3 {
 		c.Nodes = append(c.Nodes, pgtest.Private(t, append([]string{"shared_preload_libraries=citus", "wal_level=logical", "max_prepared_transactions=200",
 			"citus.shard_count=8", "citus.enable_statistics_collection=off", "citus.node_connection_timeout=5s"}, settings...)...))
 	}
 	for n, node := range c.Nodes { // they connect to themselves, too
+		if c.TLS {
+			OnServer(t, node, "", "alter system set listen_addresses = '"+c.NodeName(n)+"'")
+			OnServer(t, node, "", "alter system set citus.node_conninfo = 'sslmode=require sslcert=none'") // of this user's HOME it may read nothing
+			OnServer(t, node, "", "copy (select 'host all all 127.0.0.0/8 trust') to program 'cat >> pg_hba.conf'")
+			require.NoError(t, node.Stop(t.Context(), false))
+			require.NoError(t, node.Start(t.Context()))
+		}
 		OnServer(t, node, "", "alter system set citus.local_hostname = '"+c.NodeName(n)+"'")
 		OnServer(t, node, "", "select pg_reload_conf()")
 	}
 	return c
 }
 
-// NodeName is what Citus calls a node: the directory of its socket.
+// NodeName is what Citus calls a node: the directory of its socket, or its address.
 func (c *Citus) NodeName(n int) string {
+	if c.TLS {
+		return fmt.Sprint("127.0.0.", 2+n)
+	}
 	return NoError(url.Parse(c.Nodes[n].URL("")))(c.T).Query().Get("host")
 }
 
