@@ -162,8 +162,6 @@ var bugsOfSlots = map[string]plantedBug{
 	"a grant keeps the leases that have ended": {"ratelimit_hold",
 		`delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, "$0 false and"},
 	"a wait by the override that ends": {"ratelimit.look_at_slots", `u\.ends_at >= v_ends_at`, "u.ends_at > v_ends_at"},
-	"a wait a microsecond short": {"ratelimit.look_at_slots",
-		`time_until\(v_first, v_now\)`, "time_until(v_first, v_now) - 1"},
 	"a renewal is denied when capacity was lowered": {"ratelimit_hold",
 		`exit when v_own_cost = v_cost or`, "exit when"},
 }
@@ -238,9 +236,6 @@ var bugsOfHistories = map[string][]plantedBug{
 		{"ratelimit_acquire_up_to",
 			`(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1"},
 		pauseBefore("ratelimit_acquire_up_to", `update buckets as b set level = v_level`),
-	},
-	"a denial of many by the clock before the wait": {
-		{"ratelimit.decide_left", `costs, places, clock\(\)`, "costs, places, statement_timestamp()"},
 	},
 	"a reservation by a stale row": {
 		{"ratelimit_reserve", `(update buckets as b set level = v_level[^;]*?)and b.level = v_seen_level and b.refilled_at = v_seen_at`, "$1"},
