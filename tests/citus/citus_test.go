@@ -24,7 +24,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
-	"github.com/pgratelimit/pgratelimit/tests/vectors"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 )
@@ -49,7 +48,6 @@ func TestCitus(t *testing.T) {
 	still := c.Create(t, "still")
 	still.StopClock()
 	t.Run("answers as one server does", func(t *testing.T) { testCitusParity(t, still.In(t)) })
-	t.Run("vectors", func(t *testing.T) { testCitusVectors(t, still.In(t)) })
 	t.Run("cleans up", func(t *testing.T) { testCitusCleansUp(t, still.In(t)) })
 	t.Run("cleans up slots", func(t *testing.T) { testCitusCleansUpSlots(t, still.In(t)) })
 	t.Run("a shard that comes meanwhile", func(t *testing.T) { testCitusComes(t, c, db.In(t)) })
@@ -776,13 +774,6 @@ func testCitusParity(t *testing.T, db kit.CitusDB) {
 	require.Equal(t, "0A000", kit.SQLState(err))
 	require.Equal(t, int64(10), node.Must(kit.Peek(node.Pool, "p", "a", 1)).Remaining)
 	node.DropPolicy("p")
-}
-
-func testCitusVectors(t *testing.T, db kit.CitusDB) {
-	for n, v := range vectors.Buckets {
-		kit.ReplayVector(t, db[n%3], v, []kit.PolicyOption{kit.Durable, kit.Ephemeral}[n/3%2])
-		db[(n+1)%3].DropPolicy(v.Name)
-	}
 }
 
 func testCitusCleansUp(t *testing.T, db kit.CitusDB) {

@@ -20,7 +20,6 @@ import (
 func TestExtension(t *testing.T) {
 	t.Parallel()
 	onExtensionServer(t, newExtensionServer(t, "../.."), map[string]func(*testing.T, extensionServer){
-		"Vectors":               testExtensionVectors,
 		"AsEveryKindOfRole":     testExtensionRoles,
 		"IntoASchema":           testExtensionSchemas,
 		"RestoredByASuperuser":  testExtensionRestoredBySuperuser,
@@ -54,12 +53,6 @@ func onExtensionServer(t *testing.T, s extensionServer, tests map[string]func(*t
 			test(t, s)
 		})
 	}
-}
-
-func testExtensionVectors(t *testing.T, s extensionServer) {
-	db := s.with(t, "create extension pgratelimit")
-	require.Equal(t, []string{kit.Releases[kit.NewestMigration(t)]}, kit.Column(t, db.DB, "select ratelimit_version()"))
-	replayVectors(t, db)
 }
 
 // The catalog is that of make install by the same role, and nothing is left when the extension is dropped.

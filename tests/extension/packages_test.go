@@ -22,7 +22,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
-	"github.com/pgratelimit/pgratelimit/tests/vectors"
 	"github.com/stretchr/testify/require"
 )
 
@@ -78,8 +77,6 @@ func TestPackages_MigrationTools(t *testing.T) {
 			require.NoError(t, tool.run(t, db, dir, migration))
 			db.Execute(forget)
 			require.Equal(t, kit.FingerprintOf(t, want), kit.FingerprintOf(t, db.DB))
-			replayVectors(t, db)
-			db.Execute("drop table public.test_clock")
 
 			// Nor does it harm where another way has installed the same, and over anything else it changes nothing.
 			other := kit.NewDB(t)
@@ -187,23 +184,16 @@ func TestPackages_PgTLEItself(t *testing.T) {
 		}), "\n")
 	}
 	before := kit.FingerprintOf(t, db.DB)
-	for _, statements := range [][]string{
-		{"create extension pgratelimit", "grant execute on function ratelimit_acquire to app"},
-	} {
-		conn := kit.NoError(pgx.Connect(t.Context(), db.URL))(t)
-		for _, statement := range statements {
-			kit.Execute(t, conn, statement)
-		}
-		require.NoError(t, conn.Close(t.Context()))
-		db.Await(t, kit.Patience, noTemporaryFunctions)
-		require.Equal(t, withoutScripts(want), withoutScripts(db))
-		for _, line := range membership(t, db) {
-			require.NotRegexp(t, "^granted ", line)
-		}
-		replayVectors(t, db)
-		db.Execute("drop table public.test_clock; drop extension pgratelimit")
-		require.Equal(t, withoutExtension(before), withoutExtension(kit.FingerprintOf(t, db.DB)))
+	db.Execute("create extension pgratelimit")
+	db.Execute("grant execute on function ratelimit_acquire to app")
+	db.Pool.Reset()
+	db.Await(t, kit.Patience, noTemporaryFunctions)
+	require.Equal(t, withoutScripts(want), withoutScripts(db))
+	for _, line := range membership(t, db) {
+		require.NotRegexp(t, "^granted ", line)
 	}
+	db.Execute("drop extension pgratelimit")
+	require.Equal(t, withoutExtension(before), withoutExtension(kit.FingerprintOf(t, db.DB)))
 }
 
 func TestPackages_PGXN(t *testing.T) {
@@ -327,16 +317,6 @@ func membership(t *testing.T, db *kit.TestDB) []string {
 		union all
 		select format('version %s in %s of %s', extversion, extnamespace::regnamespace, extowner::regrole) from extension
 		 order by 1`)
-}
-
-// replayVectors replays the public vectors, for both kinds of policy.
-func replayVectors(t *testing.T, db *kit.TestDB) {
-	for _, durability := range []kit.PolicyOption{kit.Durable, kit.Ephemeral} {
-		for _, v := range vectors.Buckets {
-			kit.ReplayVector(t, db.In(t), v, durability)
-			db.DropPolicy(v.Name)
-		}
-	}
 }
 
 // statements cuts SQL at the semicolons that end a statement.
