@@ -393,57 +393,6 @@ func TestSecurity_NothingIsInjectedThroughTheClient(t *testing.T) {
 	require.Greater(t, answered, len(sessions)*len(texts))
 }
 
-// No setting of a session changes a decision.
-func TestHostileSession_GetsTheSameAnswers(t *testing.T) {
-	t.Parallel()
-	settings := map[string]string{
-		"nothing":                          "",
-		"search_path, without the package": "set search_path = pg_temp",
-		"IntervalStyle":                    "set intervalstyle = sql_standard",
-		"IntervalStyle iso":                "set intervalstyle = iso_8601",
-		"DateStyle":                        "set datestyle = 'SQL, DMY'",
-		"DateStyle german":                 "set datestyle = 'German'",
-		"TimeZone":                         "set timezone = 'Europe/Berlin'",
-		"TimeZone of halves":               "set timezone = 'Australia/Lord_Howe'",
-		"TimeZone across the date line":    "set timezone = 'Pacific/Kiritimati'",
-		"extra_float_digits":               "set extra_float_digits = -15",
-		"backslashes":                      "set standard_conforming_strings = off; set escape_string_warning = off; set backslash_quote = off",
-		"null comparisons":                 "set transform_null_equals = on; set array_nulls = off; set quote_all_identifiers = on",
-		"formats":                          "set lc_numeric = 'C'; set lc_monetary = 'C'; set lc_time = 'C'; set bytea_output = 'escape'; set xmlbinary = 'hex'",
-		"plans":                            "set plan_cache_mode = force_generic_plan; set enable_indexscan = off; set enable_bitmapscan = off; set work_mem = '64kB'; set jit = off",
-		"custom plans":                     "set plan_cache_mode = force_custom_plan; set enable_seqscan = off; set enable_nestloop = off; set jit = off",
-		"plpgsql extra errors":             "set plpgsql.extra_errors = 'all'; set plpgsql.print_strict_params = on; set plpgsql.check_asserts = off",
-		"row security":                     "set row_security = off; set check_function_bodies = off; set default_transaction_deferrable = on",
-		"repeatable read":                  "set default_transaction_isolation = 'repeatable read'",
-		"serializable":                     "set default_transaction_isolation = 'serializable'; set synchronous_commit = off",
-	}
-	for _, conflict := range []string{"error", "use_variable", "use_column"} { // which only a superuser may set
-		settings["plpgsql.variable_conflict = "+conflict] = "reset role; set plpgsql.variable_conflict = " + conflict + "; set role %s"
-	}
-
-	caller := kit.NewRole(t)
-	db := kit.NewDB(t)
-	db.SetClock(kit.T0)
-	grantTranscript(db, caller)
-
-	transcript := func(t *testing.T, name string) []string {
-		conn := kit.ConnectAs(t, db.DB, caller)
-		kit.Execute(t, conn, strings.ReplaceAll(settings[name], "%s", caller), pgx.QueryExecModeSimpleProtocol)
-		return hostileTranscript(t, db, conn, name)
-	}
-	want := transcript(t, "a session like any other")
-	require.Greater(t, len(slices.Compact(slices.Sorted(slices.Values(want)))), 15, "answers that differ tell more")
-	for name := range settings {
-		t.Run(name, func(t *testing.T) {
-			got := transcript(t, name)
-			require.Len(t, got, len(want))
-			for i := range want {
-				require.Equal(t, want[i], got[i])
-			}
-		})
-	}
-}
-
 // grantTranscript lets a role make the calls of hostileTranscript.
 func grantTranscript(db *kit.TestDB, role string) {
 	for name := range kit.Functions {

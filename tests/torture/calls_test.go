@@ -85,7 +85,6 @@ type caller struct {
 	inputs   *tally
 	setClock string // a statement, with the instant for %s
 	pathless bool   // statements name the schema of functions, and go by the simple protocol
-	played   int    // scripts
 	citus    bool   // a request of several keys is refused, and the rows of a dropped policy are left to clean-up
 }
 

@@ -159,13 +159,11 @@ func newSettingsCaller(t *testing.T, role string) *caller {
 	c.db.Execute(fmt.Sprintf(`
 		grant execute on all functions in schema public to %[1]s; grant execute on all procedures in schema public to %[1]s;
 		grant usage on schema ratelimit to %[1]s; grant select on all tables in schema ratelimit to %[1]s;
-		grant execute on function ratelimit.cleanup_batch to %[1]s`, role), pgx.QueryExecModeSimpleProtocol)
+		grant execute on function ratelimit.cleanup_batch, ratelimit.reset_batch to %[1]s`, role), pgx.QueryExecModeSimpleProtocol)
 	return c
 }
 
-var scriptsOfSettings = []string{"answers", "quotas", "slots"}
-
-// playUnder plays two scripts in a session of the role with settings, one of them in turn with others. It returns those that the server accepted, and as an error the first
+// playUnder plays scripts in a session of the role with settings. It returns those that the server accepted, and as an error the first
 // answer that is not the model's.
 func (c *caller) playUnder(t *testing.T, role string, assignment []setting) (made []setting, err error) {
 	c.wire = c.db.Wire(t)
@@ -185,8 +183,7 @@ func (c *caller) playUnder(t *testing.T, role string, assignment []setting) (mad
 			made, written = append(made, s), append(written, r.Rows[0])
 		}
 	}
-	c.played++
-	for _, script := range []string{"a day of 23 hours", scriptsOfSettings[c.played%len(scriptsOfSettings)]} {
+	for _, script := range []string{"a day of 23 hours", "answers", "quotas", "slots", "usage", "settlements of several"} {
 		if err := c.play(scripts[script]); err != nil {
 			return made, err
 		}
