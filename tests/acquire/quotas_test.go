@@ -215,23 +215,6 @@ func TestUsage_Rules(t *testing.T) {
 			{april, "select remaining from ratelimit_acquire('q', 'k', 1)", "9"},
 			{april, listed, "k 03-01 00 to 04-01 00: 6 closed; k 04-01 00 to 05-01 00: 1"},
 		},
-		"a key that sleeps, and clean-up that is first": {
-			{0, quota, ""},
-			{0, "select anchor::date from ratelimit_override('q', 'k', anchor => '2024-01-15')", "2024-01-15"},
-			{0, "select remaining from ratelimit_acquire('q', 'k', 4)", "6"},
-			{july, listed, "k 03-15 00 to 04-15 00: 4"},
-			{july, "select buckets_deleted from ratelimit_cleanup()", "1"},
-			{july, listed, "k 03-15 00 to 04-15 00: 4 closed"},
-			{july, "select remaining from ratelimit_acquire('q', 'k', 1)", "9"},
-			{july, listed, "k 03-15 00 to 04-15 00: 4 closed; k 06-15 00 to 07-15 00: 1"},
-		},
-		"a key that sleeps three periods, and a write that is first": {
-			{0, quota, ""},
-			{0, "select anchor::date from ratelimit_override('q', 'k', anchor => '2024-01-15')", "2024-01-15"},
-			{0, "select remaining from ratelimit_acquire('q', 'k', 4)", "6"},
-			{july, "select remaining from ratelimit_acquire('q', 'k', 1)", "9"},
-			{july, listed, "k 03-15 00 to 04-15 00: 4 closed; k 06-15 00 to 07-15 00: 1"},
-		},
 		"a clock that was ahead": {
 			{0, quota, ""},
 			{june, "select remaining from ratelimit_acquire('q', 'k', 2)", "8"},
@@ -242,15 +225,6 @@ func TestUsage_Rules(t *testing.T) {
 			{june, "select remaining from ratelimit_acquire('q', 'k', 5)", "5"},
 			{july, "select remaining from ratelimit_acquire('q', 'k', 3)", "7"},
 			{july, listed, "k 06-01 00 to 07-01 00: 11 closed; k 07-01 00 to 08-01 00: 3"},
-		},
-		"a history that is ended, and again": {
-			{0, quota, ""},
-			{0, "select remaining from ratelimit_acquire('q', 'k', 3)", "7"},
-			{0, "select ratelimit_define_policy('q', history => '0')", ""},
-			{april, "select remaining from ratelimit_acquire('q', 'k', 2)", "8"},
-			{april, "select ratelimit_define_policy('q', history => '1 year')", ""},
-			{may, "select remaining from ratelimit_acquire('q', 'k', 1)", "9"},
-			{may, listed, "k 04-01 00 to 05-01 00: 2 closed; k 05-01 00 to 06-01 00: 1"},
 		},
 	}, func(_ *testing.T, db *kit.TestDB, steps []kit.Step) { db.CleanUpAtOnce().RunSteps(steps) })
 }

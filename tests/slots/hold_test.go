@@ -125,13 +125,6 @@ func TestSlots_Rules(t *testing.T) {
 	t.Parallel()
 	const define = "select ratelimit_define_policy('p', 2, lease => '60 s', durable => (durable))"
 	kit.RunSteps(t, map[string][]kit.Step{
-		"a renewal by a shorter lease counts to its end, and no longer": {
-			{0, define, ""},
-			{0, "select remaining, held_for from ratelimit_hold('p', 'k', 'a')", "1,00:01:00"},
-			{0, "select ratelimit_define_policy('p', lease => '10 s')", ""},
-			{5 * kit.Second, "select ratelimit_renew('p', 'k', 'a')", "00:00:10"},
-			{20 * kit.Second, "select remaining, renewed from ratelimit_hold('p', 'k', 'a')", "1,f"},
-		},
 		"slots that were released are cleaned up before the lease would have ended": {
 			{0, define, ""},
 			{0, "select ratelimit_define_policy('p', lease => '365250 days')", ""},
