@@ -3,49 +3,17 @@ package acquire
 import (
 	"context"
 	"fmt"
-	"math"
 	"math/rand/v2"
 	"sync"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
-	"github.com/pgratelimit/pgratelimit/tests/vectors"
 	"github.com/stretchr/testify/require"
 )
-
-// A quota denies one microsecond before its turn, and is full at it. The settings of the session have no say.
-func TestQuota_TurnsToTheMicrosecond(t *testing.T) {
-	db := kit.ParallelDB(t)
-	session := db.Session()
-	for i, c := range vectors.Turns {
-		session.Execute("reset all")
-		session.Execute([]string{"set timezone = 'Asia/Kathmandu'", "set datestyle = 'German'; set intervalstyle = 'iso_8601'", "set timezone = 'Pacific/Kiritimati'"}[i%3])
-		quota, name := fmt.Sprint("quota ", i), fmt.Sprintf("%+v", c)
-		session.Execute("select ratelimit_define_policy($1, 10, period => $2, time_zone => $3, anchor => $4)", quota, periodOf(c.Period), c.Zone, c.Anchor)
-		calendar := model.Calendar{Period: model.Period(c.Period), Zone: c.Zone, Anchor: c.Anchor}
-		length := calendar.Next(c.At).Sub(c.At)
-
-		db.SetClock(c.At.Add(-time.Microsecond))
-		require.Equal(t, kit.Allowed(0, time.Microsecond, 10), session.Acquire(quota, "k", 10), name)
-		require.Equal(t, kit.Denied(0, time.Microsecond, time.Microsecond, 10), session.Acquire(quota, "k", 1), name)
-		db.SetClock(c.At)
-		require.Equal(t, kit.Allowed(10, 0, 10), db.Must(kit.Peek(session, quota, "k", 10)), name)
-		granted := session.Acquire(quota, "k", 1)
-		require.True(t, granted.Allowed, name)
-		if length < math.MaxInt64 { // a Duration cannot hold a period of 1,000 years
-			require.Equal(t, kit.Allowed(9, length, 10), granted, name)
-		}
-	}
-}
-
-func periodOf(p vectors.Period) pgtype.Interval {
-	return pgtype.Interval{Months: int32(p.Months), Days: int32(p.Days), Valid: true}
-}
 
 // Turns agree with the model, which finds them by a search over the time package's rules, in all zones that both know. They are of the
 // past: servers and machines have releases of the time zone data that foresee different things.
