@@ -123,41 +123,27 @@ func describe(value any) string {
 	return shorten(fmt.Sprint(value))
 }
 
-// nearest returns the name that is most like a misspelled one, or nothing. It does not search for long names, or among many names.
+// nearest returns the name that is most like a misspelled one, or nothing. It does not search among many names.
 func nearest(wrong string, names []string) string {
-	const longest, most = 40, 100
-	if len(wrong) > longest || len(names) > most {
+	if len(names) > 100 {
 		return ""
 	}
-	best, least := "", 1+len(wrong)/3
+	best, least := "", 2+len(wrong)/3
 	for _, name := range names {
-		if len(name) > longest {
-			continue
-		}
-		if d := distance(wrong, name); d <= least {
-			best, least = name, d-1 // the first of equals
+		if d := difference(wrong, name); d < least {
+			best, least = name, d // the first of equals
 		}
 	}
 	return best
 }
 
-// distance returns the number of bytes to insert, remove or replace to make b of a.
-func distance(a, b string) int {
-	row := make([]int, len(b)+1)
-	for j := range row {
-		row[j] = j
+// difference returns the bytes between what two names have in common at their beginnings and at their ends.
+func difference(a, b string) int {
+	for a != "" && b != "" && a[0] == b[0] {
+		a, b = a[1:], b[1:]
 	}
-	for i := range len(a) {
-		diagonal := row[0]
-		row[0] = i + 1
-		for j := range len(b) {
-			replace := diagonal
-			if a[i] != b[j] {
-				replace++
-			}
-			diagonal = row[j+1]
-			row[j+1] = min(replace, row[j]+1, row[j+1]+1)
-		}
+	for a != "" && b != "" && a[len(a)-1] == b[len(b)-1] {
+		a, b = a[:len(a)-1], b[:len(b)-1]
 	}
-	return row[len(b)]
+	return max(len(a), len(b))
 }

@@ -31,9 +31,8 @@ const maxName = 512 // bytes
 type document struct {
 	file     string
 	root     *node
-	values   int
+	values   int      // so far
 	problems Problems // of YAML, of which the schema knows nothing
-	stopped  bool
 }
 
 // A node is a value of the file and where it stands. Aliases are followed.
@@ -82,21 +81,12 @@ func (n *node) text() string {
 
 func (n *node) isTrue() bool { return n != nil && n.json == true }
 
-// stop reports a problem that ends the reading.
-func (d *document) stop(at Position, format string, args ...any) {
-	if !d.stopped {
-		d.problems.Add(at, format, args...)
-	}
-	d.stopped = true
-}
-
 // readDocument reads the one document of a file. Its error is [Problems].
 func readDocument(file string, data []byte) (*document, error) {
 	d := &document{file: file}
 	start := Position{File: file, Line: 1, Column: 1}
 	if len(data) > MaxBytes {
-		d.stop(start, "the file is larger than %d bytes: split it", MaxBytes)
-		return nil, d.problems
+		return nil, Problems{{start, fmt.Sprintf("the file is larger than %d bytes: split it", MaxBytes)}}
 	}
 	loader, err := yaml.NewLoader(bytes.NewReader(data),
 		yaml.WithUniqueKeys(false), // addFields reports all of them
@@ -107,7 +97,7 @@ func readDocument(file string, data []byte) (*document, error) {
 	var first, second yaml.Node
 	switch err = loader.Load(&first); {
 	case errors.Is(err, io.EOF):
-		d.stop(start, "the file is empty: write policies, and below it the name of one")
+		d.problems.Add(start, "the file is empty: write policies, and below it the name of one")
 	case err == nil:
 		content := first.Content[0]
 		d.root = d.value("the file", d.position(content), content, 0)
@@ -128,7 +118,7 @@ func readDocument(file string, data []byte) (*document, error) {
 func (d *document) addSyntax(at Position, err error) {
 	var syntax *yaml.LoadError
 	if !errors.As(err, &syntax) {
-		d.stop(at, "this is no YAML: %v", err)
+		d.problems.Add(at, "this is no YAML: %v", err)
 		return
 	}
 	if syntax.Mark.Line > 0 {
@@ -141,7 +131,7 @@ func (d *document) addSyntax(at Position, err error) {
 			message += fmt.Sprintf(" that begins at %d:%d", begin.Line, begin.Column)
 		}
 	}
-	d.stop(at, "this is no YAML: %s", message)
+	d.problems.Add(at, "this is no YAML: %s", message)
 }
 
 func (d *document) position(n *yaml.Node) Position {
@@ -155,11 +145,12 @@ func (d *document) value(name string, nameAt Position, n *yaml.Node, depth int) 
 	}
 	value := &node{name: name, nameAt: nameAt, valueAt: d.position(n)}
 	switch d.values++; {
-	case d.stopped:
+	case d.values > maxValues+1: // nothing more is read
 	case d.values > maxValues:
-		d.stop(value.valueAt, "the file has more than %d values by here, aliases followed: split it, and write fewer aliases", maxValues)
+		d.problems.Add(value.valueAt, "the file has more than %d values by here, aliases followed: split it, and write fewer aliases", maxValues)
 	case depth > maxDepth:
-		d.stop(value.valueAt, "values are nested more than %d deep here: write fewer levels, and no alias inside of its own anchor", maxDepth)
+		d.problems.Add(value.valueAt, "values are nested more than %d deep here: write fewer levels, and no alias inside of its own anchor", maxDepth)
+		d.values = maxValues + 1
 	case n.Kind == yaml.MappingNode:
 		d.checkTag(n, "!!map")
 		d.addFields(value, n, depth)
@@ -182,7 +173,7 @@ func (d *document) addFields(to *node, n *yaml.Node, depth int) {
 	to.children = make(map[string]*node, len(n.Content)/2)
 	fields := make(map[string]any, len(n.Content)/2)
 	to.json = fields
-	for i := 0; i+1 < len(n.Content) && !d.stopped; i += 2 {
+	for i := 0; i+1 < len(n.Content); i += 2 {
 		name := n.Content[i]
 		if name.Kind == yaml.AliasNode {
 			name = name.Alias
