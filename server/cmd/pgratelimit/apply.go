@@ -124,19 +124,16 @@ func (p *program) failedToApply(c *cobra.Command, err error) error {
 }
 
 func (p *program) showDifference(c *cobra.Command, db database, d *policyfile.Difference, dryRun bool) error {
-	name, heading := "", ""
-	if db.of > 0 {
-		name, heading = db.String(), db.String()+": "
-		if !d.Empty() || d.Drift != nil {
-			heading += "\n"
-		}
+	heading := db.prefix()
+	if heading != "" && (!d.Empty() || d.Drift != nil) {
+		heading += "\n"
 	}
 	if p.json {
 		return encode(c.OutOrStdout(), struct {
 			Database string `json:"database,omitempty"`
 			Applied  bool   `json:"applied"`
 			*policyfile.Difference
-		}{name, !dryRun, d}, "  ")
+		}{strings.TrimSuffix(db.prefix(), ": "), !dryRun, d}, "  ")
 	}
 	_, err := fmt.Fprint(c.OutOrStdout(), heading, d, d.Summary(dryRun))
 	return err

@@ -84,37 +84,15 @@ func inWords(d client.Decision) string {
 	return "allowed: " + left
 }
 
-func (p *program) status() *cobra.Command {
-	var maxRows int32
-	c := &cobra.Command{Use: "status [POLICY]", Short: "List the emptiest buckets; reads every bucket"}
-	c.Flags().Int32Var(&maxRows, "max-rows", 100, "how many to list")
-	c.RunE = func(c *cobra.Command, args []string) error {
-		var policy *string
-		if len(args) > 0 {
-			policy = &args[0]
-		}
-		buckets, err := askAll(p, c, func(db database) ([]inspect.Bucket, error) {
-			return inspect.Buckets(c.Context(), db.Conn, policy, nil, maxRows)
-		})
-		if err != nil {
-			return err
-		}
-		slices.SortStableFunc(buckets, func(a, b inspect.Bucket) int { return cmp.Compare(a.Share(), b.Share()) }) // those of several shards
-		buckets = buckets[:min(len(buckets), int(maxRows))]
-		return p.print(c, buckets, tableOf(buckets, "Every bucket is full."))
-	}
-	return c
-}
-
 // tableOf has the columns of the rows, or says that there are none.
-func tableOf[R interface{ All() []inspect.Column }](rows []R, none string) string {
+func tableOf(rows []inspect.Row, none string) string {
 	if len(rows) == 0 {
 		return none
 	}
 	return columns(func(table io.Writer) {
 		for i, row := range rows {
 			var names, cells []string
-			for _, c := range row.All() {
+			for _, c := range row {
 				cell := fmt.Sprint(c.Value)
 				switch value := c.Value.(type) {
 				case nil:
@@ -136,9 +114,9 @@ func tableOf[R interface{ All() []inspect.Column }](rows []R, none string) strin
 
 // listing lists the rows of a statement from all shards. Its arguments are the policy and the key, each perhaps null, the flag for the
 // number of rows, and the values of more flags.
-func (p *program) listing(c *cobra.Command, sql, none string, order func(a, b inspect.Row) int, flags ...func() any) *cobra.Command {
+func (p *program) listing(c *cobra.Command, most int32, sql, none string, order func(a, b inspect.Row) int, flags ...func() any) *cobra.Command {
 	var maxRows int32
-	c.Flags().Int32Var(&maxRows, "max-rows", 1000, "how many to list")
+	c.Flags().Int32Var(&maxRows, "max-rows", most, "how many to list")
 	c.RunE = func(c *cobra.Command, args []string) error {
 		asked := make([]*string, 2)
 		for i := range args {
@@ -170,8 +148,15 @@ func byTexts(first int) func(a, b inspect.Row) int {
 	return func(a, b inspect.Row) int { return strings.Compare(textOf(a), textOf(b)) }
 }
 
+func (p *program) status() *cobra.Command {
+	share := func(r inspect.Row) float64 { return float64(r[2].Value.(int64)) / float64(max(1, r[5].Value.(int64))) } // remaining of capacity
+	return p.listing(&cobra.Command{Use: "status [POLICY]", Short: "List the emptiest buckets; reads every bucket"}, 100,
+		"select * from ratelimit_status(policy => $1::text, key => $2::text, max_rows => $3::integer)", "Every bucket is full.",
+		func(a, b inspect.Row) int { return cmp.Compare(share(a), share(b)) })
+}
+
 func (p *program) holders() *cobra.Command {
-	return p.listing(&cobra.Command{Use: "holders [POLICY] [KEY]", Short: "List who holds slots, and how long each lease lasts"},
+	return p.listing(&cobra.Command{Use: "holders [POLICY] [KEY]", Short: "List who holds slots, and how long each lease lasts"}, 1000,
 		"select * from ratelimit_holders(policy => $1::text, key => $2::text, max_rows => $3::integer)", "Nobody holds slots.", byTexts(0))
 }
 
@@ -182,7 +167,7 @@ func (p *program) grants() *cobra.Command {
 	c.Flags().BoolVar(&unsettled, "unsettled", false, "only those that are not")
 	c.MarkFlagsMutuallyExclusive("settled", "unsettled")
 	expiresIn := func(r inspect.Row) jsonapi.Seconds { return *r[len(r)-1].Value.(*jsonapi.Seconds) }
-	return p.listing(c, "select * from ratelimit_grants(policy => $1::text, key => $2::text, max_rows => $3::integer, settled => $4::boolean)",
+	return p.listing(c, 1000, "select * from ratelimit_grants(policy => $1::text, key => $2::text, max_rows => $3::integer, settled => $4::boolean)",
 		"No idempotency key is live.", func(a, b inspect.Row) int { return cmp.Compare(expiresIn(a), expiresIn(b)) },
 		func() any {
 			if settled || unsettled {
@@ -197,7 +182,7 @@ func (p *program) usage() *cobra.Command {
 	c := &cobra.Command{Use: "usage POLICY [KEY]", Short: "List what the keys of a quota have used in its periods"}
 	c.Flags().StringVar(&since, "since", "", "list periods that end after this, such as 2026-10-01T00:00:00Z")
 	c.Flags().StringVar(&until, "until", "", "list periods that begin before this")
-	return p.listing(c, "select * from ratelimit_usage(policy => $1::text, key => $2::text, max_rows => $3::integer,"+
+	return p.listing(c, 1000, "select * from ratelimit_usage(policy => $1::text, key => $2::text, max_rows => $3::integer,"+
 		" since => nullif($4::text, '')::timestamptz, until => nullif($5::text, '')::timestamptz)",
 		"Nothing was used.", byTexts(1), func() any { return since }, func() any { return until })
 }
@@ -208,13 +193,7 @@ func (p *program) doctor() *cobra.Command {
 		Short: "Say what makes limits slow or tables large, and what helps",
 		RunE: func(c *cobra.Command, _ []string) error {
 			findings, err := askAll(p, c, func(db database) ([]inspect.Finding, error) {
-				findings, err := inspect.Findings(c.Context(), db.Conn)
-				for i := range findings {
-					if db.of > 0 {
-						findings[i].Finding = db.String() + ": " + findings[i].Finding
-					}
-				}
-				return findings, err
+				return inspect.Findings(c.Context(), db.Conn, db.prefix())
 			})
 			if err != nil {
 				return err
@@ -441,10 +420,7 @@ func (p *program) uninstall() *cobra.Command {
 
 // printOf prints the result for one database. With --json each database has a line.
 func (p *program) printOf(c *cobra.Command, db database, value any, text string) error {
-	if db.of > 0 {
-		text = db.String() + ": " + text
-	}
-	return p.print(c, value, text)
+	return p.print(c, value, db.prefix()+text)
 }
 
 // installShards creates the databases of shards, and installs into each.

@@ -30,14 +30,20 @@ type database struct {
 	shard, of int // of is 0 where there are no shards
 }
 
-func (db database) String() string { return fmt.Sprintf("shard %d of %d", db.shard, db.of) }
+// prefix names a shard before what is said of it.
+func (db database) prefix() string {
+	if db.of == 0 {
+		return ""
+	}
+	return fmt.Sprintf("shard %d of %d: ", db.shard, db.of)
+}
 
 // failed adds the number of the shard to an error.
 func (db database) failed(err error) error {
-	if err == nil || db.of == 0 {
-		return err
+	if err == nil {
+		return nil
 	}
-	return fmt.Errorf("%s: %w", db, err)
+	return fmt.Errorf("%s%w", db.prefix(), err)
 }
 
 // databases returns the databases of the command line, or else of the environment.

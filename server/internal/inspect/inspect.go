@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"math"
 	"regexp"
 	"slices"
 	"strconv"
@@ -72,16 +71,6 @@ func CheckAlone(ctx context.Context, conn *pgx.Conn) error {
 	return client.CheckAlone()(ctx, conn)
 }
 
-// A Bucket is a row of ratelimit_status. Times are nil for never.
-type Bucket struct {
-	Policy, Key            string
-	Remaining, Capacity    int64
-	RetryAfter, ResetAfter *jsonapi.Seconds // RetryAfter is for one token
-	Overridden             bool
-
-	Row // all of it
-}
-
 // A Row has the columns that the database returns, which may be newer than this program.
 type Row []Column
 
@@ -100,9 +89,6 @@ func (r Row) MarshalJSON() ([]byte, error) {
 	return json.Marshal(object)
 }
 
-// All returns the columns.
-func (r Row) All() []Column { return r }
-
 // Rows returns what a statement selects.
 func Rows(ctx context.Context, db Querier, sql string, args ...any) ([]Row, error) {
 	rows, _ := db.Query(ctx, sql, args...)
@@ -111,7 +97,8 @@ func Rows(ctx context.Context, db Querier, sql string, args ...any) ([]Row, erro
 		for i, value := range values {
 			switch is := value.(type) {
 			case pgtype.Interval:
-				value = secondsOf(is)
+				seconds := new(jsonapi.Seconds)
+				value, err = seconds, seconds.ScanInterval(is)
 			case time.Time:
 				value = is.UTC().Format(time.RFC3339Nano)
 			}
@@ -121,45 +108,23 @@ func Rows(ctx context.Context, db Querier, sql string, args ...any) ([]Row, erro
 	})
 }
 
+// A Bucket is a row of ratelimit_status. Times are nil for never.
+type Bucket struct {
+	Policy, Key            string
+	Remaining, Capacity    int64
+	RetryAfter, ResetAfter *jsonapi.Seconds // RetryAfter is for one token
+	Overridden             bool
+}
+
 // Share is the part of the capacity that the bucket holds, below 0 in debt.
 func (b Bucket) Share() float64 { return float64(b.Remaining) / float64(max(1, b.Capacity)) }
 
 // Buckets returns the emptiest buckets, of one policy or of all, and of one key or of all. Without a key the database reads every
 // bucket.
 func Buckets(ctx context.Context, db Querier, policy, key *string, atMost int32) ([]Bucket, error) {
-	rows, err := Rows(ctx, db, "select * from ratelimit_status($1::text, $2::integer, $3::text)", policy, atMost, key)
-	buckets := make([]Bucket, len(rows))
-	for i, row := range rows {
-		b := &buckets[i]
-		b.Row = row
-		for _, c := range row {
-			switch c.Name {
-			case "policy":
-				b.Policy, _ = c.Value.(string)
-			case "key":
-				b.Key, _ = c.Value.(string)
-			case "remaining":
-				b.Remaining, _ = c.Value.(int64)
-			case "capacity":
-				b.Capacity, _ = c.Value.(int64)
-			case "retry_after":
-				b.RetryAfter, _ = c.Value.(*jsonapi.Seconds)
-			case "reset_after":
-				b.ResetAfter, _ = c.Value.(*jsonapi.Seconds)
-			case "overridden":
-				b.Overridden, _ = c.Value.(bool)
-			}
-		}
-	}
-	return buckets, err
-}
-
-// secondsOf converts an interval without months, which may be longer than a [time.Duration].
-func secondsOf(interval pgtype.Interval) *jsonapi.Seconds {
-	const most = math.MaxInt64 / int64(time.Microsecond)
-	days := min(int64(interval.Days), most/(24*time.Hour).Microseconds())
-	micros := days*(24*time.Hour).Microseconds() + min(interval.Microseconds, most-days*(24*time.Hour).Microseconds())
-	return new(jsonapi.Seconds(time.Duration(micros) * time.Microsecond))
+	rows, _ := db.Query(ctx, `select policy, key, remaining, capacity, retry_after, reset_after, overridden
+		from ratelimit_status($1::text, $2::integer, $3::text)`, policy, atMost, key)
+	return pgx.CollectRows(rows, pgx.RowToStructByPos[Bucket])
 }
 
 // A Finding is a row of ratelimit_doctor.
@@ -169,9 +134,9 @@ type Finding struct {
 	Remedy   string `json:"remedy"`
 }
 
-// Findings returns what is wrong.
-func Findings(ctx context.Context, db Querier) ([]Finding, error) {
-	rows, _ := db.Query(ctx, "select severity, finding, remedy from ratelimit_doctor()")
+// Findings returns what is wrong. Each begins with the prefix, which names a shard.
+func Findings(ctx context.Context, db Querier, prefix string) ([]Finding, error) {
+	rows, _ := db.Query(ctx, "select severity, $1::text || finding, remedy from ratelimit_doctor()", prefix)
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[Finding])
 }
 

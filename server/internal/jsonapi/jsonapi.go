@@ -18,6 +18,7 @@ import (
 
 	"github.com/go-json-experiment/json"
 	"github.com/go-json-experiment/json/jsontext"
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/auth"
@@ -471,4 +472,13 @@ func (s Seconds) MarshalJSON() ([]byte, error) {
 		text = text[:len(text)-1]
 	}
 	return text, nil
+}
+
+// ScanInterval reads an interval of the database without months, which may be longer than a [time.Duration].
+func (s *Seconds) ScanInterval(interval pgtype.Interval) error {
+	const most = math.MaxInt64 / int64(time.Microsecond)
+	days := min(int64(interval.Days), most/(24*time.Hour).Microseconds())
+	micros := days*(24*time.Hour).Microseconds() + min(interval.Microseconds, most-days*(24*time.Hour).Microseconds())
+	*s = Seconds(time.Duration(micros) * time.Microsecond)
+	return nil
 }
