@@ -39,27 +39,18 @@ var formats = []format{
 	{"pg_tle", pgTLE, false},
 }
 
-// All makes every package, from the files of the repository.
-func All(repository fs.FS) (Files, error) { return some(repository, func(format) bool { return true }) }
+// All makes every package, each in its directory, from the files of the repository.
+func All(repository fs.FS) (Files, error) { return One(repository, "") }
 
-// One makes one package of those of All.
+// One makes the package of one directory, or of "" all.
 func One(repository fs.FS, dir string) (Files, error) {
-	files, err := some(repository, func(f format) bool { return f.dir == dir })
-	if err == nil && len(files) == 0 {
-		err = fmt.Errorf("there is no package %s", dir)
-	}
-	return files, err
-}
-
-// some makes packages, each in its directory.
-func some(repository fs.FS, isWanted func(format) bool) (Files, error) {
 	s, err := open(repository)
 	if err != nil {
 		return nil, err
 	}
 	all := Files{}
 	for _, format := range formats {
-		if !isWanted(format) {
+		if dir != "" && dir != format.dir {
 			continue
 		}
 		files, err := format.of(s)
@@ -69,6 +60,9 @@ func some(repository fs.FS, isWanted func(format) bool) (Files, error) {
 		for name, text := range files {
 			all[path.Join(format.dir, name)] = text
 		}
+	}
+	if len(all) == 0 {
+		return nil, fmt.Errorf("there is no package %s", dir)
 	}
 	return all, nil
 }
