@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	"github.com/pgratelimit/pgratelimit/server/internal/service"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
@@ -161,14 +162,6 @@ func TestHTTP_OtherPathsAndMethods(t *testing.T) {
 	}
 }
 
-// Envoy's call is there with rules only.
-func TestHTTP_WithoutRulesForEnvoy(t *testing.T) {
-	_, s := parallel(t)
-	a := s.mustPost("/json", `{"domain":"edge"}`)
-	requireProblem(t, a, http.StatusNotFound, "")
-	require.Contains(t, a.body["detail"], "set ENVOY_RULES")
-}
-
 // A page of another site can reach the server through a browser, and must not spend tokens.
 func TestHTTP_NotForPagesOfOtherSites(t *testing.T) {
 	_, s := parallel(t)
@@ -179,20 +172,13 @@ func TestHTTP_NotForPagesOfOtherSites(t *testing.T) {
 
 func TestMessages_TooLarge(t *testing.T) {
 	_, s := parallel(t, "MAX_MESSAGE_BYTES=2000")
-	charges := func(n int) string {
-		charge := `{"policy":"api","key":"` + strings.Repeat("k", 500) + `"}`
-		return `{"charges":[` + charge + strings.Repeat(","+charge, n-1) + `]}`
-	}
-	require.NoError(t, kit.ErrorOf(s.call(t.Context(), "acquire_all", charges(3))))
-	require.Equal(t, http.StatusOK, s.mustPost("/v1/acquire_all", charges(3)).status)
-
-	_, err := s.call(t.Context(), "acquire_all", charges(4))
+	body := func(key int) string { return `{"policy":"api","key":"` + strings.Repeat("k", key) + `"}` }
+	_, err := s.call(t.Context(), "acquire", body(2000))
 	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
-	requireProblem(t, s.mustPost("/v1/acquire_all", charges(4)), http.StatusRequestEntityTooLarge, "")
-	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 2001)), http.StatusRequestEntityTooLarge, "")
-	requireProblem(t, s.mustPost("/v1/acquire", strings.Repeat(" ", 1_000_000)), http.StatusRequestEntityTooLarge, "")
-
-	s.acquire("api", "k") // the connection goes on
+	for _, length := range []int{2000, 1_000_000} {
+		requireProblem(t, s.mustPost("/v1/acquire", body(length)), http.StatusRequestEntityTooLarge, "")
+	}
+	_, _ = requireError(t, s, "acquire", body(1900), service.InvalidArgument, "22023") // it is read, and the connection goes on
 }
 
 // Connections without a complete request delay no caller, and are closed.

@@ -325,7 +325,9 @@ func TestEnvoy_OffWithoutRules(t *testing.T) {
 	db, s := parallel(t)
 	_, err := envoypb.NewRateLimitServiceClient(s.conn).ShouldRateLimit(t.Context(), &envoypb.RateLimitRequest{})
 	require.Equal(t, codes.Unimplemented, status.Code(err))
-	requireProblem(t, s.mustPost("/json", `{}`), 404, "")
+	a := s.mustPost("/json", `{}`)
+	requireProblem(t, a, 404, "")
+	require.Contains(t, a.body["detail"], "set ENVOY_RULES")
 	require.NoError(t, s.Reload(t.Context()))
 
 	e := newEdge(t, db, "ENVOY_RULES="+rulesFile(t, edgeRules))

@@ -382,6 +382,7 @@ func TestPage_WithAndWithoutTheDatabase(t *testing.T) {
 	}, time.Minute, 50*time.Millisecond)
 	require.Regexp(t, `>allowed<.*[1-9]</bdi></td></tr>`, page)
 	require.Regexp(t, `>error<.*>0</bdi></td></tr>`, page)
+	require.NotContains(t, page, "in advance", "without PREFETCH nothing is")
 
 	require.NoError(t, postgres.Stop(t.Context(), true))
 	require.Eventually(t, func() bool { return s.get("/healthz").status == http.StatusServiceUnavailable }, 20*time.Second, 10*time.Millisecond)

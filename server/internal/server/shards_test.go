@@ -182,15 +182,3 @@ func TestPrefetch_NeedsGrants(t *testing.T) {
 	db.Exec(t, "grant execute on function ratelimit_acquire_up_to to "+role)
 	start(t, url, "PREFETCH=api")
 }
-
-func TestPrefetch_IsOffUnlessAskedFor(t *testing.T) {
-	db := parallelDB(t)
-	db.Exec(t, busy)
-	s := start(t, db.URL, "STATUS_PAGE=true")
-	for range 100 {
-		require.NotContains(t, s.mustPost("/v1/acquire", `{"policy":"busy","key":"k"}`).body, "estimated")
-	}
-	require.NotContains(t, s.get("/metrics").text, "ratelimit_prefetched")
-	require.NotContains(t, s.get("/?refresh=on").text, "in advance")
-	require.EqualValues(t, 100, spent(t, db, "k"))
-}
