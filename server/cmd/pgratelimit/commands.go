@@ -218,20 +218,14 @@ func (p *program) policies() *cobra.Command {
 			}
 			slices.SortStableFunc(rows, func(a, b policyfile.Policy) int { return cmp.Compare(a.Name, b.Name) })
 			rows = slices.CompactFunc(rows, policyfile.Policy.IsAs) // shards have the same ones
-			if len(rows) == 0 {
-				return p.print(c, rows, "There is no policy yet.")
-			}
-			return p.print(c, rows, columns(func(table io.Writer) {
-				fields := strings.Fields("capacity refill every stepped durable remember shadow period time_zone anchor lease")
-				fmt.Fprintln(table, strings.ToUpper("policy\t"+strings.Join(fields, "\t")))
-				for _, r := range rows {
-					fmt.Fprint(table, inspect.Printable(r.Name))
-					for _, field := range fields {
-						fmt.Fprint(table, "\t", cmp.Or[any](r.Values[field], "-"))
-					}
-					fmt.Fprintln(table)
+			table := make([]inspect.Row, len(rows))
+			for i, r := range rows {
+				table[i] = inspect.Row{{Name: "policy", Value: r.Name}}
+				for _, field := range strings.Fields("capacity refill every stepped durable remember shadow period time_zone anchor lease") {
+					table[i] = append(table[i], inspect.Column{Name: field, Value: cmp.Or[any](r.Values[field], "-")})
 				}
-			}))
+			}
+			return p.print(c, rows, tableOf(table, "There is no policy yet."))
 		},
 	}
 }

@@ -159,17 +159,13 @@ func TestAdministration(t *testing.T) {
 	require.NoError(t, os.WriteFile(file, []byte(on(t, db, "export").out), 0o600))
 	require.Equal(t, ran{out: "The database is as the file says.\n"}, on(t, db, "apply", file, "--dry-run", "--prune=policies,overrides"))
 
-	for args, says := range map[string]string{
+	requireRefusals(t, db, exitUsage, map[string]string{
 		"reset api":                            "which buckets? Write the KEY of one, or --all",
 		"reset api k --all":                    "which buckets?",
 		"override api k":                       "which numbers? Write --capacity, --refill, --every, --time-zone, --anchor or --lease, or --expires-at alone, or --remove",
 		"override api k --remove --capacity 1": "--remove takes no numbers",
-	} {
-		r := on(t, db, strings.Fields(args)...)
-		require.Equal(t, exitUsage, r.code, args)
-		require.Contains(t, r.errors, says, args)
-	}
-	for args, says := range map[string]string{
+	})
+	requireRefusals(t, db, exitError, map[string]string{
 		"reset nobody k":                                           "unknown policy",
 		"reset nobody --all":                                       "unknown policy",
 		"override nobody k --capacity 1":                           "unknown policy",
@@ -179,10 +175,15 @@ func TestAdministration(t *testing.T) {
 		"override api k --expires-at 2031-01-01":                   "invalid expires_at",
 		"override api k --every never":                             "invalid input syntax for type interval",
 		"override api k --every 1s --expires-at 2029-01-01T00:00Z": "invalid expires_at",
-	} {
+	})
+}
+
+// requireRefusals checks what commands end with and say.
+func requireRefusals(t *testing.T, db *pgtest.DB, code int, says map[string]string) {
+	for args, want := range says {
 		r := on(t, db, strings.Fields(args)...)
-		require.Equal(t, exitError, r.code, args)
-		require.Contains(t, r.errors, says, args)
+		require.Equal(t, code, r.code, args)
+		require.Contains(t, r.errors, want, args)
 	}
 }
 
@@ -301,11 +302,7 @@ func TestStatusAndDoctor(t *testing.T) {
 	require.Equal(t, ran{out: `[{"cost":2,"held_for":90,"holder":"job:1/2","key":"k","policy":"jobs"}]` + "\n"}, on(t, db, "holders", "jobs", "--max-rows", "1", "--json"))
 	require.Equal(t, 3, strings.Count(on(t, db, "holders", "jobs").out, "\n"))
 	require.Regexp(t, `^POLICY .*\nstreams  k .*\n$`, on(t, db, "holders", "streams", "k").out)
-	for args, says := range map[string]string{"holders nobody": "unknown policy", "holders jobs --max-rows 0": "invalid max_rows"} {
-		r = on(t, db, strings.Fields(args)...)
-		require.Equal(t, exitError, r.code)
-		require.Contains(t, r.errors, says)
-	}
+	requireRefusals(t, db, exitError, map[string]string{"holders nobody": "unknown policy", "holders jobs --max-rows 0": "invalid max_rows"})
 	db.Exec(t, "select ratelimit_drop_policy('jobs'), ratelimit_drop_policy('streams')")
 
 	require.Equal(t, ran{out: "No idempotency key is live.\n"}, on(t, db, "grants", "api"))
@@ -477,21 +474,27 @@ limits.yaml:3:1: ` + limits},
 // Shards from nothing, by the commands that a user runs.
 func TestShards(t *testing.T) { // not parallel: it sets the environment
 	db := pgtest.Empty(t)
-	r := on(t, db, "install", "--shards", "4")
-	require.Equal(t, exitDone, r.code, r.errors)
+	ends := func(code int, args ...string) string {
+		r := command(t, args...)
+		require.Equal(t, code, r.code, "%s: %s", args, r.errors)
+		return r.out + r.errors
+	}
+	done := func(args ...string) string { return ends(exitDone, args...) }
+	t.Setenv("DATABASE_URL", db.URL)
+	installed := done("install", "--shards", "4")
 	t.Cleanup(func() {
 		for n := range 4 {
 			db.Exec(t, fmt.Sprintf("drop database if exists %s with (force)", pgx.Identifier{fmt.Sprintf("%s_%d", db.Name, n)}.Sanitize()))
 		}
 	})
-	require.Contains(t, r.out, "shard 3 of 4: pgratelimit 0.3.0 is installed in schema public; its schema version is 1.\n")
-	list := regexp.MustCompile(`SHARD_URLS="(.*)"`).FindStringSubmatch(r.out)
-	require.NotNil(t, list, r.out)
-	require.Equal(t, r, on(t, db, "install", "--shards", "4"), "once more")
+	require.Contains(t, installed, "shard 3 of 4: pgratelimit 0.3.0 is installed in schema public; its schema version is 1.\n")
+	list := regexp.MustCompile(`SHARD_URLS="(.*)"`).FindStringSubmatch(installed)
+	require.NotNil(t, list, installed)
+	require.Equal(t, installed, done("install", "--shards", "4"), "once more")
 
 	t.Setenv("DATABASE_URL", "")
 	t.Setenv("SHARD_URLS", list[1])
-	require.Equal(t, exitDone, command(t, "install").code)
+	done("install")
 	urls := strings.Fields(list[1])
 	keys := make([]string, 4)
 	for n := range keys {
@@ -499,67 +502,47 @@ func TestShards(t *testing.T) { // not parallel: it sets the environment
 	}
 
 	file := filepath.Join(t.TempDir(), "limits.yaml")
-	limits := "policies:\n  api: {capacity: 10, refill: 0, every: 1d}\noverrides:\n  api:\n    " + keys[2] + ": {capacity: 20}\n"
-	limits = strings.Replace(limits, keys[2], `"`+keys[2]+`"`, 1)
+	limits := fmt.Sprintf("policies: {api: {capacity: 10, refill: 0, every: 1d}}\noverrides: {api: {%q: {capacity: 20}}}\n", keys[2])
 	require.NoError(t, os.WriteFile(file, []byte(limits), 0o600))
-	r = command(t, "apply", file, "--dry-run")
-	require.Equal(t, exitNo, r.code, r.errors)
-	require.Equal(t, 4, strings.Count(r.out, `+ policy "api"`))
-	require.Equal(t, 1, strings.Count(r.out, "+ override"), r.out)
-	require.Regexp(t, `(?s)shard 2 of 4: \n\+ policy[^\n]*\n\+ override`, r.out)
-	require.Equal(t, exitDone, command(t, "apply", file).code)
-	r = command(t, "apply", file)
-	require.Equal(t, exitDone, r.code)
-	require.Equal(t, 4, strings.Count(r.out, "The database is as the file says."))
-	require.Equal(t, exitDone, command(t, "override", "api", keys[0], "--capacity", "7").code)
-	r = command(t, "apply", file, "--dry-run")
-	require.Equal(t, exitNo, r.code, "a difference of any shard is one, also if those after it have none")
-	require.Equal(t, 3, strings.Count(r.out, "The database is as the file says."))
-	require.Equal(t, exitDone, command(t, "override", "api", keys[0], "--remove").code)
+	says := ends(exitNo, "apply", file, "--dry-run")
+	require.Equal(t, 4, strings.Count(says, `+ policy "api"`))
+	require.Equal(t, 1, strings.Count(says, "+ override"), says)
+	require.Regexp(t, `(?s)shard 2 of 4: \n\+ policy[^\n]*\n\+ override`, says)
+	done("apply", file)
+	require.Equal(t, 4, strings.Count(done("apply", file), "The database is as the file says."))
+	done("override", "api", keys[0], "--capacity", "7")
+	says = ends(exitNo, "apply", file, "--dry-run") // a difference of any shard is one, also if those after it have none
+	require.Equal(t, 3, strings.Count(says, "The database is as the file says."))
+	done("override", "api", keys[0], "--remove")
 
 	for n, key := range keys {
-		left := 9
-		if n == 2 {
-			left = 19
-		}
-		require.Equal(t, exitDone, command(t, "acquire", "api", key).code)
-		require.Contains(t, command(t, "peek", "api", key).out, fmt.Sprintf("allowed: %d of ", left))
+		left := map[bool]int{false: 9, true: 19}[n == 2]
+		done("acquire", "api", key)
+		require.Contains(t, done("peek", "api", key), fmt.Sprintf("allowed: %d of ", left))
 		for _, args := range [][]string{{"peek", "api", key}, {"status"}, {"doctor"}, {"apply", file}} {
-			r = command(t, append(args, "--database-url", urls[n])...)
-			require.Equal(t, exitError, r.code, args)
-			require.Contains(t, r.errors, fmt.Sprintf("is shard %d of 4", n), args)
-			require.Contains(t, r.errors, "List all 4 databases, in SHARD_URLS", args)
-			require.Empty(t, r.out)
+			says = ends(exitError, append(args, "--database-url", urls[n])...)
+			require.Contains(t, says, fmt.Sprintf("is shard %d of 4", n), args)
+			require.Contains(t, says, "List all 4 databases, in SHARD_URLS", args)
 		}
 	}
-	r = command(t, "acquire", "api", keys[1], "--cost", "5")
-	require.Equal(t, exitDone, r.code)
-	r = command(t, "status", "--max-rows", "2")
-	require.Regexp(t, `^POLICY .*\napi +`+keys[1]+` +4 .*\napi +user:\d+ +9 .*\n$`, r.out)
-	require.Equal(t, exitDone, command(t, "override", "api", keys[3], "--capacity", "7").code)
-	require.Equal(t, exitDone, command(t, "reset", "api", "--all").code)
-	require.Contains(t, command(t, "peek", "api", keys[3]).out, "allowed: 7 of 7 ")
-	require.Contains(t, command(t, "peek", "api", keys[0]).out, "allowed: 10 of 10 ")
-	require.Equal(t, 2, strings.Count(command(t, "policies").out, "\n"), "the policies of all shards, once")
-	r = command(t, "export")
-	require.Contains(t, r.out, fmt.Sprintf("%q: {capacity: 20}", keys[2]))
-	require.Contains(t, r.out, fmt.Sprintf("%q: {capacity: 7}", keys[3]))
-	for n, key := range keys {
-		db := &pgtest.DB{URL: urls[n]}
-		_, err := db.Connect(t).Exec(t.Context(), "select ratelimit_define_policy('jobs', 5, lease => '1 hour'), ratelimit_hold('jobs', $1, 'h')", key)
-		require.NoError(t, err)
-	}
-	require.Equal(t, 5, strings.Count(command(t, "holders").out, "\n"))
-	require.Regexp(t, `^POLICY .*\njobs +`+keys[1]+` .*\n$`, command(t, "holders", "jobs", keys[1]).out)
-	r = command(t, "doctor")
+	done("acquire", "api", keys[1], "--cost", "5")
+	require.Regexp(t, `^POLICY .*\napi +`+keys[1]+` +4 .*\napi +user:\d+ +9 .*\n$`, done("status", "--max-rows", "2"))
+	done("override", "api", keys[3], "--capacity", "7")
+	done("reset", "api", "--all")
+	require.Contains(t, done("peek", "api", keys[3]), "allowed: 7 of 7 ")
+	require.Contains(t, done("peek", "api", keys[0]), "allowed: 10 of 10 ")
+	require.Equal(t, 2, strings.Count(done("policies"), "\n"), "the policies of all shards, once")
+	says = done("export")
+	require.Contains(t, says, fmt.Sprintf("%q: {capacity: 20}", keys[2]))
+	require.Contains(t, says, fmt.Sprintf("%q: {capacity: 7}", keys[3]))
+	r := command(t, "doctor")
 	require.Equal(t, r.code == exitDone, r.out == "All is well.\n", r.out)
 
 	t.Setenv("SHARD_URLS", strings.Join([]string{urls[0], urls[2], urls[1], urls[3]}, " "))
 	for _, args := range [][]string{{"status"}, {"doctor"}, {"apply", file}, {"acquire", "api", keys[1]}, {"install"}} {
-		r = command(t, args...)
-		require.Equal(t, exitError, r.code, args)
-		require.Contains(t, r.errors, "shard 1 of 4", args)
-		require.Contains(t, r.errors, "shard 2 of 4", args)
+		says = ends(exitError, args...)
+		require.Contains(t, says, "shard 1 of 4", args)
+		require.Contains(t, says, "shard 2 of 4", args)
 	}
 	t.Setenv("SHARD_URLS", list[1])
 	require.Equal(t, 4, strings.Count(command(t, "uninstall").out, "pgratelimit is removed."))

@@ -357,46 +357,37 @@ func NewDecision(d client.Decision) Decision {
 
 func newDecision(a service.Answer) any { return NewDecision(a.Decision) }
 
-// A partialDecision is client.PartialDecision in JSON.
-type partialDecision struct {
-	Decision
-	Taken int64 `json:"taken"`
-}
-
 func newPartialDecision(a service.Answer) any {
-	return partialDecision{NewDecision(a.Decision), a.Taken}
-}
-
-// A reservation is client.Reservation in JSON.
-type reservation struct {
-	Allowed    bool     `json:"allowed"`
-	Wait       *Seconds `json:"wait"`
-	Remaining  int64    `json:"remaining"`
-	ResetAfter *Seconds `json:"reset_after"`
-	Capacity   int64    `json:"capacity"`
-	Replayed   bool     `json:"replayed"`
-	Shadowed   bool     `json:"shadowed"`
+	return struct {
+		Decision
+		Taken int64 `json:"taken"`
+	}{NewDecision(a.Decision), a.Taken}
 }
 
 func newReservation(a service.Answer) any {
 	d := NewDecision(a.Decision)
-	return reservation{d.Allowed, d.RetryAfter, d.Remaining, d.ResetAfter, d.Capacity, d.Replayed, d.Shadowed}
-}
-
-// A holdDecision is client.HoldDecision in JSON.
-type holdDecision struct {
-	Allowed    bool     `json:"allowed"`
-	Remaining  int64    `json:"remaining"`
-	RetryAfter *Seconds `json:"retry_after"`
-	HeldFor    Seconds  `json:"held_for"`
-	Capacity   int64    `json:"capacity"`
-	Renewed    bool     `json:"renewed"`
-	Shadowed   bool     `json:"shadowed"`
+	return struct {
+		Allowed    bool     `json:"allowed"`
+		Wait       *Seconds `json:"wait"`
+		Remaining  int64    `json:"remaining"`
+		ResetAfter *Seconds `json:"reset_after"`
+		Capacity   int64    `json:"capacity"`
+		Replayed   bool     `json:"replayed"`
+		Shadowed   bool     `json:"shadowed"`
+	}{d.Allowed, d.RetryAfter, d.Remaining, d.ResetAfter, d.Capacity, d.Replayed, d.Shadowed}
 }
 
 func newHoldDecision(a service.Answer) any {
 	d := NewDecision(a.Decision)
-	return holdDecision{d.Allowed, d.Remaining, d.RetryAfter, Seconds(a.HeldFor), d.Capacity, d.Replayed, d.Shadowed}
+	return struct {
+		Allowed    bool     `json:"allowed"`
+		Remaining  int64    `json:"remaining"`
+		RetryAfter *Seconds `json:"retry_after"`
+		HeldFor    Seconds  `json:"held_for"`
+		Capacity   int64    `json:"capacity"`
+		Renewed    bool     `json:"renewed"`
+		Shadowed   bool     `json:"shadowed"`
+	}{d.Allowed, d.Remaining, d.RetryAfter, Seconds(a.HeldFor), d.Capacity, d.Replayed, d.Shadowed}
 }
 
 func newRenewal(a service.Answer) any {
@@ -426,25 +417,19 @@ func newAnswers(a service.Answer) any {
 	return map[string][]answer{"answers": all}
 }
 
-// A jointDecision is client.JointDecision in JSON.
-type jointDecision struct {
-	Decision
-	Binding   int        `json:"binding"`
-	Decisions []Decision `json:"decisions"`
-}
-
 func newJointDecision(a service.Answer) any {
-	return jointDecision{NewDecision(a.Decision), a.Binding, newDecisions(a.Decisions)}
-}
-
-// A jointSettlement is client.JointSettlement in JSON.
-type jointSettlement struct {
-	Replayed  bool       `json:"replayed"`
-	Decisions []Decision `json:"decisions"`
+	return struct {
+		Decision
+		Binding   int        `json:"binding"`
+		Decisions []Decision `json:"decisions"`
+	}{NewDecision(a.Decision), a.Binding, newDecisions(a.Decisions)}
 }
 
 func newJointSettlement(a service.Answer) any {
-	return jointSettlement{a.Replayed, newDecisions(a.Decisions)}
+	return struct {
+		Replayed  bool       `json:"replayed"`
+		Decisions []Decision `json:"decisions"`
+	}{a.Replayed, newDecisions(a.Decisions)}
 }
 
 func newDecisions(list []client.Decision) []Decision {

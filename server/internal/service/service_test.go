@@ -231,13 +231,6 @@ func (s stuck) Acquire(ctx context.Context, policy, key string, opts ...client.C
 	return s.Fake.Acquire(ctx, policy, key, opts...)
 }
 
-func (s stuck) Refund(ctx context.Context, policy, key string, amount int64) (client.Decision, error) {
-	if err := s.wait(ctx); err != nil {
-		return client.Decision{}, err
-	}
-	return s.Fake.Refund(ctx, policy, key, amount)
-}
-
 func (s stuck) Peek(ctx context.Context, policy, key string, opts ...client.CallOption) (client.Decision, error) {
 	if err := s.wait(ctx); err != nil {
 		return client.Decision{}, err
@@ -399,27 +392,4 @@ func TestAdmit_AnErrorDecidesNothing(t *testing.T) {
 	}
 	require.EqualValues(t, 8, left(t, fake, "api", "k"), "the last one had taken them")
 	require.EqualValues(t, 10, left(t, fake, "default", "o"))
-}
-
-// A step with its own connection waits for one, until the deadline of the call.
-func TestAdmit_WaitsForAConnection(t *testing.T) {
-	t.Parallel()
-	limiter := newStuck(t)
-	s := service.New([]service.Limiter{limiter}, service.Limits{Calls: 10, OwnConnections: 1, Time: time.Minute}, func(service.Call) {})
-	var callers sync.WaitGroup
-	callers.Go(func() {
-		assert.NoError(t, kit.ErrorOf(s.RefundAll(t.Context(), []service.GateCharge{{Policy: "api", Key: "k", Cost: 1}})))
-	})
-	<-limiter.asked
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
-	defer cancel()
-	d, err := s.Admit(ctx, []service.GateCharge{{Policy: "default", Key: "k", Cost: 20, Overdraw: true}}, false)
-	require.Zero(t, d)
-	requireKind(t, service.DeadlineExceeded, err)
-	callers.Go(func() {
-		assert.NoError(t, kit.ErrorOf(s.Admit(t.Context(), []service.GateCharge{{Policy: "api", Key: "j", Cost: 1}}, false)))
-	})
-	<-limiter.asked // this shares a connection
-	close(limiter.let)
-	callers.Wait()
 }
