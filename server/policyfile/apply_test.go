@@ -265,7 +265,7 @@ limits.yaml:4:3: policy "jobs" lends slots in the database, and cannot become on
 				"policies: {p: {capacity: 1, period: 1 day}}",
 			`limits.yaml:1:44: policy "stays" refills in the database, and cannot become one that is a quota`},
 		"no function": {"alter function ratelimit_overrides rename to gone", twoPolicies,
-			"list overrides: the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "},
+			"(SQLSTATE 42883). Run pgratelimit install, or put the schema of the functions on search_path."},
 	}, func(t *testing.T, test testCase) {
 		db := pgtest.New(t)
 		db.Exec(t, `select ratelimit_define_policy('stays', 1, 1, '1 second')`)
@@ -307,8 +307,7 @@ func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
 	const one = "policies: {api: {capacity: 100, refill: 10, every: 1s}}"
 	_, err := policyfile.Apply(t.Context(), conn, parse(t, one), policyfile.Options{Prune: true})
 	require.ErrorContains(t, err, `- policy "llm": dropped with its buckets, overrides, idempotency keys, holders and usage, which this role may not count: `+
-		"the role may not do this, so connect as the owner of the functions, or run as the owner grant execute on function ratelimit_drop_policy to <role>; the error is: "+
-		"ERROR: permission denied for function ratelimit_drop_policy")
+		"ERROR: permission denied for function ratelimit_drop_policy (SQLSTATE 42501). Its owner can run: grant execute on function ratelimit_drop_policy to <role>;")
 	require.Len(t, policiesIn(t, db), 2)
 
 	db.Exec(t, "grant execute on function ratelimit_drop_policy to "+role)
@@ -323,7 +322,7 @@ func TestApply_OnAStandbyNamesThePrimary(t *testing.T) {
 	require.NoError(t, server.Stop(t.Context(), false))
 	require.NoError(t, server.Start(t.Context()))
 	_, err := policyfile.Apply(t.Context(), kit.Connect(t, server), parse(t, twoPolicies), policyfile.Options{})
-	require.ErrorContains(t, err, "the database is read-only, so connect to the primary: ")
+	require.ErrorContains(t, err, "The database is read-only: connect to the primary.")
 }
 
 // A pooler in transaction mode may need another mode than pgx's default.
@@ -375,7 +374,7 @@ func TestApply_OneAfterTheOther(t *testing.T) {
 	impatient := db.Connect(t)
 	require.NoError(t, kit.ErrorOf(impatient.Exec(t.Context(), "set lock_timeout = '10ms'")))
 	_, err := policyfile.Apply(t.Context(), impatient, parse(t, policies(4, "a")), policyfile.Options{})
-	require.ErrorContains(t, err, "another session holds this, so try again when it has ended")
+	require.ErrorContains(t, err, "Another session holds this: try again when it has ended.")
 
 	require.NoError(t, holder.Rollback(t.Context()))
 	require.NoError(t, (<-first).err)

@@ -132,24 +132,7 @@ func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]*Lo
 }
 
 // failed adds the failed step and a remedy to an error.
-func failed(what string, err error) error {
-	refusal, remedy := &pgconn.PgError{}, ""
-	errors.As(err, &refusal)
-	switch refusal.Code {
-	case "42883", "3F000", "42P01":
-		remedy = "the database lacks a function of pgratelimit, so install or upgrade it there, or set search_path: "
-	case "42501":
-		remedy = "the role may not do this, so grant it, or connect as the owner of the functions: "
-		if function, ok := strings.CutPrefix(refusal.Message, "permission denied for function "); ok {
-			remedy = "the role may not do this, so connect as the owner of the functions, or run as the owner " + inspect.Grant(inspect.SomeRole, function) + " the error is: "
-		}
-	case "55P03":
-		remedy = "another session holds this, so try again when it has ended: "
-	case "0A000": // which a standby answers to the begin of a transaction that writes
-		remedy = "the database is read-only, so connect to the primary: "
-	}
-	return fmt.Errorf("%s: %s%w", what, remedy, err)
-}
+func failed(step string, err error) error { return fmt.Errorf("%s: %w", step, inspect.Described(err)) }
 
 // Export writes the policies and overrides of a database as a file. To [Apply] this file changes nothing. Shards have the same
 // policies, and each shard has some of the overrides.

@@ -38,12 +38,19 @@ func Described(err error) error {
 	function := nameOf.FindString(pgErr.Message)
 	database, isOfDatabase := strings.CutPrefix(pgErr.Message, "permission denied for database ")
 	switch {
-	case pgErr.Code == "42883": // undefined_function
+	case pgErr.Code == "42883" || pgErr.Code == "3F000" || pgErr.Code == "42P01": // no such function, schema or table
 		hint = "Run pgratelimit install, or put the schema of the functions on search_path."
 	case pgErr.Code == "42501" && isOfDatabase:
 		hint = "Its owner can run: grant create on database " + pgx.Identifier{database}.Sanitize() + " to " + SomeRole + ";"
 	case pgErr.Code == "42501" && function != "": // insufficient_privilege
 		hint = "Its owner can run: " + Grant(SomeRole, function)
+	case hint != "":
+	case pgErr.Code == "42501":
+		hint = "Grant it to the role, or connect as the owner of the functions."
+	case pgErr.Code == "55P03": // lock_not_available
+		hint = "Another session holds this: try again when it has ended."
+	case pgErr.Code == "0A000": // which a standby answers to the begin of a transaction that writes
+		hint = "The database is read-only: connect to the primary."
 	}
 	more := strings.Join(slices.DeleteFunc([]string{pgErr.Detail, hint}, func(s string) bool { return s == "" }), " ")
 	if more == "" {
