@@ -243,8 +243,8 @@ func TestErrors_HaveTheRemedy(t *testing.T) {
 	for want, err := range map[string]*pgconn.PgError{
 		": permission denied for function ratelimit_status (SQLSTATE 42501). Its owner can run: grant execute on function ratelimit_status to <role>;": {Code: "42501", Message: "permission denied for function ratelimit_status"},
 		": permission denied for database app (SQLSTATE 42501). Its owner can run: grant create on database \"app\" to <role>;":                        {Code: "42501", Message: "permission denied for database app"},
-		": permission denied for schema a (SQLSTATE 42501)":             {Code: "42501", Message: "permission denied for schema a"},
-		": unknown policy (SQLSTATE RL001). It is not here. Define it.": {Code: "RL001", Message: "unknown policy", Detail: "It is not here.", Hint: "Define it."},
+		": permission denied for schema a (SQLSTATE 42501). Grant it to the role, or connect as the owner of the functions.":                           {Code: "42501", Message: "permission denied for schema a"},
+		": unknown policy (SQLSTATE RL001). It is not here. Define it.":                                                                                {Code: "RL001", Message: "unknown policy", Detail: "It is not here.", Hint: "Define it."},
 	} {
 		require.EqualError(t, inspect.Described(err), want)
 	}
@@ -344,11 +344,7 @@ func TestVersionHelpAndCompletion(t *testing.T) {
 	t.Parallel()
 	require.Regexp(t, `^pgratelimit 0\.3\.0, built with go1\.`, command(t, "version").out)
 	require.Regexp(t, `^\{"version":"0\.3\.0","go":"go1\..*"\}\n$`, command(t, "version", "--json").out)
-	for _, shell := range []string{"bash", "zsh", "fish", "powershell"} {
-		r := command(t, "completion", shell)
-		require.Zero(t, r.code)
-		require.Contains(t, r.out, "pgratelimit")
-	}
+	require.Contains(t, command(t, "completion", "bash").out, "pgratelimit")
 	help := command(t)
 	require.Zero(t, help.code)
 	require.Equal(t, help, command(t, "--help"))
