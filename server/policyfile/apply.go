@@ -11,8 +11,11 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// applyLock is the advisory lock of a transaction that applies a file: the bytes of "rlapply\n".
-const applyLock = 0x726c_6170_706c_790a
+// takeTurns waits until no other transaction applies a file, by a lock whose number is the bytes of "rlapply\n". Unless lock_timeout is
+// set, no lock of the transaction is waited for longer than 30 s.
+const takeTurns = `
+	select set_config('lock_timeout', '30s', true) where current_setting('lock_timeout') = '0';
+	select pg_advisory_xact_lock(x'726c6170706c790a'::bigint)`
 
 // Apply changes a database to what a file says, and returns the changes. It changes everything, or nothing and returns an error. Of
 // two that apply at the same time, the second compares with what the first has left.
@@ -31,7 +34,7 @@ func inTransaction(ctx context.Context, db Database, file *File, options Options
 		return nil, failed("begin", err)
 	}
 	defer tx.Rollback(ctx)
-	if err := waitForOthers(ctx, tx); err != nil {
+	if _, err = tx.Exec(ctx, takeTurns); err != nil {
 		return nil, failed("wait for others who apply a file", err)
 	}
 	d, err := plan(ctx, tx, file, options)
@@ -47,17 +50,6 @@ func inTransaction(ctx context.Context, db Database, file *File, options Options
 		return nil, failed("commit", err)
 	}
 	return d, nil
-}
-
-// waitForOthers waits until no other transaction applies a file. Unless lock_timeout is set, no lock of the transaction is waited for
-// longer than 30 s.
-func waitForOthers(ctx context.Context, tx pgx.Tx) error {
-	_, err := tx.Exec(ctx, "select set_config('lock_timeout', '30s', true) where current_setting('lock_timeout') = '0'")
-	if err != nil {
-		return err
-	}
-	_, err = tx.Exec(ctx, "select pg_advisory_xact_lock($1)", int64(applyLock))
-	return err
 }
 
 // A call of a public SQL function makes a change, or a part of it.
