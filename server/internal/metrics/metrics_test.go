@@ -1,7 +1,6 @@
 package metrics_test
 
 import (
-	"context"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -9,9 +8,6 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
-	"go.opentelemetry.io/otel/attribute"
-	sdk "go.opentelemetry.io/otel/sdk/metric"
-	"go.opentelemetry.io/otel/sdk/metric/metricdata"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/server/internal/metrics"
@@ -98,24 +94,5 @@ func TestOTLP_Variables(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, test.isOn, options != nil)
 		})
-	}
-}
-
-func TestOTLP_TheEnvironmentNamesTheService(t *testing.T) {
-	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-	t.Setenv("OTEL_SERVICE_NAME", "limits of the edge")
-	t.Setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=pod-7")
-	options := kit.NoError(metrics.OTLP(t.Context()))(t)
-	reader := sdk.NewManualReader()
-	provider := sdk.NewMeterProvider(append(options, sdk.WithReader(reader))...)
-	ended, cancel := context.WithCancel(t.Context())
-	cancel()
-	defer provider.Shutdown(ended) //nolint:errcheck // nobody listens
-	var collected metricdata.ResourceMetrics
-	require.NoError(t, reader.Collect(t.Context(), &collected))
-	for name, want := range map[string]string{"service.name": "limits of the edge", "service.instance.id": "pod-7"} {
-		value, ok := collected.Resource.Set().Value(attribute.Key(name))
-		require.True(t, ok, name)
-		require.Equal(t, want, value.AsString())
 	}
 }

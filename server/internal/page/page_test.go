@@ -2,7 +2,6 @@ package page
 
 import (
 	"bytes"
-	"context"
 	"crypto/sha256"
 	"encoding/base64"
 	"log/slog"
@@ -12,7 +11,6 @@ import (
 	"regexp"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -209,23 +207,6 @@ func TestPage_RatesAndHealth(t *testing.T) {
 	require.Equal(t, []string{"Healthy"}, text(t, page, "health"), "the errors are long ago")
 	require.Regexp(t, `^denied221\.[01]$`, rows(t, page, "Requests a second")[1])
 	require.Len(t, p.history.samples, samples)
-}
-
-func TestPage_SamplesByItself(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		n := int64(0)
-		p := New(nil, State{Counts: func() metrics.Counts {
-			n += 20
-			return counts(map[client.Result]int64{client.ResultAllowed: n, "no_rule": 7})
-		}}, slog.New(slog.DiscardHandler))
-		ctx, cancel := context.WithCancel(t.Context())
-		defer cancel()
-		go p.Run(ctx)
-		time.Sleep(2 * sampleEvery)
-		synctest.Wait()
-		require.Equal(t, [len(results)]float64{4}, p.history.last(samples))
-	})
 }
 
 func TestWords(t *testing.T) {
