@@ -80,10 +80,7 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 	walk = func(domain, path string, descriptors []EnvoyDescriptor) {
 		for _, d := range descriptors {
 			at := path + "." + d.Composite()
-			var p Policy
-			if d.Limit != nil && d.Limit.Policy == "" {
-				p = d.policy(at)
-			}
+			p := d.policy(at)
 			other, isSecond := first[p.Name]
 			switch {
 			case p.Name == "":
@@ -93,12 +90,9 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 			case !isSecond:
 				first[p.Name] = rule{p, domain}
 				policies = append(policies, p)
-			case other.domain != domain:
-				problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: "+
-					"give this rule another name", p.Name, other.At)
-			case !other.IsAs(p):
-				problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: "+
-					"give this rule another name", p.Name, other.At)
+			case other.domain != domain || !other.IsAs(p):
+				problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, which is of another domain or has other "+
+					"numbers: give this rule another name", p.Name, other.At)
 			}
 			walk(domain, at, d.Descriptors)
 		}
@@ -115,9 +109,12 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 	return policies, problems
 }
 
-// policy returns the policy that a rule describes: it refills the requests of a unit in each unit, or has them from its calendar. It
-// leaves durable and remember to the database.
+// policy returns the policy that a rule describes, if it names none: it refills the requests of a unit in each unit, or has them from
+// its calendar. It leaves durable and remember to the database.
 func (d *EnvoyDescriptor) policy(path string) Policy {
+	if d.Limit == nil || d.Limit.Policy != "" {
+		return Policy{}
+	}
 	requests := int64(d.Limit.RequestsPerUnit)
 	values := Values{"capacity": requests, "refill": requests, "every": d.Limit.Unit.Span(), "shadow": d.Watches}
 	if d.Limit.Calendar {
