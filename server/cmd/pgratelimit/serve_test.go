@@ -174,7 +174,7 @@ func TestHealth_TLS(t *testing.T) {
 	require.Equal(t, exitError, asksHealth(t, "HTTP_ADDR="+address).code, "in the clear")
 }
 
-// SIGHUP reads Envoy's rules again. Rules with a mistake change nothing.
+// SIGHUP reads Envoy's rules again, also after a mistake. TestEnvoyRules_Reload has mistakes.
 func TestServe_SIGHUP(t *testing.T) {
 	t.Parallel()
 	rules := filepath.Join(t.TempDir(), "rules.yaml")
@@ -188,18 +188,12 @@ func TestServe_SIGHUP(t *testing.T) {
 		code, _ := p.ask(t, "/json", `{"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": "ann"}]}]}`)
 		return code
 	}
-	hangUp := func(logs string) {
-		before := strings.Count(p.logged(), logs)
-		require.NoError(t, p.Process.Signal(syscall.SIGHUP))
-		require.Eventually(t, func() bool { return strings.Count(p.logged(), logs) > before }, 30*time.Second, 5*time.Millisecond)
-	}
 	require.Equal(t, 429, status())
 	write("many")
-	hangUp("the rules stay as they are")
-	require.Contains(t, p.logged(), "rules.yaml:1:85: requests_per_unit is")
-	require.Equal(t, 429, status())
+	require.NoError(t, p.Process.Signal(syscall.SIGHUP))
+	require.Eventually(t, func() bool { return strings.Contains(p.logged(), "the rules stay as they are") }, 30*time.Second, 5*time.Millisecond)
 	write("1")
-	hangUp("rules read")
+	require.NoError(t, p.Process.Signal(syscall.SIGHUP))
 	require.Eventually(t, func() bool { return status() == 200 }, 30*time.Second, 5*time.Millisecond)
 	require.Equal(t, 429, status())
 }
@@ -293,13 +287,6 @@ func (p *process) ask(t *testing.T, path, body string) (status int, text string)
 	return response.StatusCode, string(answer)
 }
 
-// An encoded message is sent as it is, and an answer is not decoded.
-type encoded struct{}
-
-func (encoded) Marshal(v any) ([]byte, error) { return *v.(*[]byte), nil }
-func (encoded) Unmarshal([]byte, any) error   { return nil }
-func (encoded) Name() string                  { return "proto" }
-
 // live returns the megabytes that were in use when the collector looked, at most; with GODEBUG=gctrace=1 it says so each time. Garbage
 // does not count, which a busy machine collects late.
 func (p *process) live(t *testing.T) (most int) {
@@ -322,7 +309,6 @@ func TestServe_AnswersThatNobodyReadsTakeBoundedMemory(t *testing.T) {
 		for range 500 {
 			q.Requests = append(q.Requests, &pb.Request{Policy: strings.Repeat("p", length), LogicalKey: strings.Repeat("k", length)})
 		}
-		message := kit.NoError(proto.Marshal(q))(t)
 		p := serveBy(t, program, "DATABASE_URL="+db.URL, "GRPC_ADDR=127.0.0.1:0", "GODEBUG=gctrace=1")
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
@@ -332,9 +318,9 @@ func TestServe_AnswersThatNobodyReadsTakeBoundedMemory(t *testing.T) {
 			defer conn.Close()
 			for range streams {
 				clients.Go(func() {
-					stream, err := conn.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, pb.RateLimiter_AcquireStream_FullMethodName, grpc.ForceCodec(encoded{}))
-					for sent := 0; err == nil && sent < 130_000; sent += len(message) {
-						err = stream.SendMsg(&message) // until the server reads no more, or ends the connection
+					stream, err := pb.NewRateLimiterClient(conn).AcquireStream(ctx)
+					for sent := 0; err == nil && sent < 130_000; sent += proto.Size(q) {
+						err = stream.Send(q) // until the server reads no more, or ends the connection
 					}
 				})
 			}
@@ -360,7 +346,7 @@ func TestServe_AnswersThatNobodyReadsTakeBoundedMemory(t *testing.T) {
 			}
 			time.Sleep(100 * time.Millisecond) // until the next look
 		}
-		t.Logf("%s names: messages of %d bytes, at most %d MB", name, len(message), p.live(t))
+		t.Logf("%s names: messages of %d bytes, at most %d MB", name, proto.Size(q), p.live(t))
 		require.LessOrEqual(t, p.live(t), most)
 		require.Eventually(t, func() bool { // when it has answered what it has read
 			_, text := p.ask(t, "/v1/acquire", `{"policy":"nobody","key":"k"}`)
