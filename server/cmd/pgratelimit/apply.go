@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -15,6 +16,7 @@ import (
 
 func (p *program) apply() *cobra.Command {
 	var options policyfile.Options
+	var prune []string
 	var dryRun bool
 	c := &cobra.Command{
 		Use:   "apply FILE",
@@ -33,10 +35,15 @@ difference, which is also an override that the file does not have. After an erro
 	}
 	flags := c.Flags()
 	flags.StringVar(&options.Environment, "env", "", "apply what this environment of the file replaces, too")
-	flags.Var(prune{&options}, "prune", "drop policies that the file does not have, with all that belongs to them; overrides with --prune=overrides, and both with --prune=policies,overrides")
+	flags.StringSliceVar(&prune, "prune", nil, "drop policies that the file does not have, with all that belongs to them; overrides with --prune=overrides, and both with --prune=policies,overrides")
 	flags.Lookup("prune").NoOptDefVal = "policies"
 	flags.BoolVar(&dryRun, "dry-run", false, "show the difference and change nothing; end with 2 if there is one")
 	c.RunE = func(c *cobra.Command, args []string) error {
+		options.Prune, options.PruneOverrides = slices.Contains(prune, "policies"), slices.Contains(prune, "overrides")
+		isUnknown := func(kind string) bool { return kind != "policies" && kind != "overrides" }
+		if flags.Changed("prune") && (len(prune) == 0 || slices.ContainsFunc(prune, isUnknown)) {
+			return usageOf(c, errors.New("--prune takes policies, overrides, or policies,overrides"))
+		}
 		file, err := readPolicies(c.InOrStdin(), args[0], options.Environment)
 		if err != nil {
 			return p.failedToApply(c, err)
@@ -67,26 +74,6 @@ difference, which is also an override that the file does not have. After an erro
 	}
 	return c
 }
-
-// prune is a flag with the kinds of what is dropped.
-type prune struct{ *policyfile.Options }
-
-func (p prune) Set(value string) error {
-	for kind := range strings.SplitSeq(value, ",") {
-		switch kind {
-		case "policies":
-			p.Prune = true
-		case "overrides":
-			p.PruneOverrides = true
-		default:
-			return errors.New("policies, overrides, or policies,overrides")
-		}
-	}
-	return nil
-}
-
-func (p prune) String() string { return "" }
-func (p prune) Type() string   { return "what" }
 
 // readPolicies reads a file, or standard input, and little more of it than may be parsed.
 func readPolicies(in io.Reader, path, environment string) (*policyfile.File, error) {
