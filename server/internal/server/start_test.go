@@ -89,11 +89,8 @@ func TestStart_TLS(t *testing.T) {
 
 	require.Equal(t, http.StatusBadRequest, s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`).status, "in the clear")
 	s.url = "https://" + s.HTTPAddr().String()
-	transport := s.http.Transport.(*http.Transport)
-	transport.CloseIdleConnections()
-	transport = &http.Transport{TLSClientConfig: trust, ForceAttemptHTTP2: true}
-	defer transport.CloseIdleConnections()
-	s.http = &http.Client{Transport: transport}
+	s.http = &http.Client{Transport: &http.Transport{TLSClientConfig: trust, ForceAttemptHTTP2: true}}
+	defer s.http.CloseIdleConnections()
 	a := s.mustPost("/v1/acquire", `{"policy":"api","key":"k"}`)
 	require.EqualValues(t, 8, a.body["remaining"])
 }
