@@ -81,8 +81,9 @@ def stopped_clock() -> Iterator[Callable[[int], Any]]:
         execute("drop table public.test_clock")
 
 
-def fails_once(test: unittest.TestCase, sqlstate: str, message: str) -> None:
-    """ratelimit_acquire raises once, and works from then on, until "alter sequence fails restart"."""
+@contextmanager
+def fails_once(sqlstate: str, message: str) -> Iterator[None]:
+    """ratelimit_acquire raises once, and works from then on."""
     execute(f"""
         create sequence fails;
         alter function ratelimit_acquire rename to original_acquire;
@@ -92,7 +93,10 @@ def fails_once(test: unittest.TestCase, sqlstate: str, message: str) -> None:
           if nextval('fails') = 1 then raise exception '{message}' using errcode = '{sqlstate}'; end if;
           return original_acquire(policy, key, cost, idempotency_key);
         end $$""")
-    test.addCleanup(execute, "drop function ratelimit_acquire; alter function original_acquire rename to ratelimit_acquire; drop sequence fails")
+    try:
+        yield
+    finally:
+        execute("drop function ratelimit_acquire; alter function original_acquire rename to ratelimit_acquire; drop sequence fails")
 
 
 @asynccontextmanager

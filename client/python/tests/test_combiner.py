@@ -89,16 +89,6 @@ class Answers(Base):
         self.assertEqual([999, 999, 998, 999, 999], [d.remaining for d in answers], "alone it is sent by another function")
         self.assertEqual([999, 998, 997], [d.remaining for d in keyed])
 
-    async def test_a_percent_sign_in_a_statement_and_its_arguments(self):
-        p = self.policy()
-        execute('create schema "100%s $1"; alter function ratelimit_acquire set schema "100%s $1"; alter function ratelimit_acquire_packed set schema "100%s $1"')
-        try:
-            combiner = await self.combiner(schema="100%s $1")
-            answers = [await combiner.acquire(p, "%s"), *await gather(combiner.acquire(p, "%s"), combiner.acquire(p, "%%"))]
-        finally:
-            execute('alter function "100%s $1".ratelimit_acquire set schema public; alter function "100%s $1".ratelimit_acquire_packed set schema public; drop schema "100%s $1"')
-        self.assertEqual([999, 998, 999], [d.remaining for d in answers])
-
 
 class Callers(Base):
     async def test_requests_for_a_bucket_are_answered_in_order(self):

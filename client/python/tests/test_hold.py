@@ -437,21 +437,6 @@ class AsyncTest(EachTest):
             self.assertFalse(driver.is_closed())
         self.assertTrue(driver.is_closed())  # else a call is undone on it for an hour
 
-    async def test_a_hold_that_is_cancelled_during_its_call_holds_nothing(self):
-        async for limiter, p in self.limiters():
-            async with limiter.hold(p, "k"):
-                pass
-            conn = await psycopg.AsyncConnection.connect()
-            await conn.execute("select ratelimit_hold(%s::text, 'k', 'other')", (p,))
-            holding = asyncio.create_task(limiter.hold(p, "k").__aenter__())
-            await until_blocked()
-            holding.cancel()
-            with self.assertRaises(asyncio.CancelledError):
-                await holding
-            await conn.close()
-            await until_blocked(0)
-            self.assertEqual([], holders(p))
-
     async def test_nothing_reports_an_error_that_comes_after_a_cancellation(self):
         async for limiter, p in self.limiters():
             define(f"{p} tokens", 10)
@@ -578,31 +563,6 @@ class AsyncTest(EachTest):
 
             cancelled = [await gather(caller(i), caller(i + 1)) for i in range(0, 400, 2)]  # of 4 connections
             self.assertIn([True, True], cancelled)
-            await until(WITHOUT_LEASE, p)
-
-    async def test_1000_holds_of_which_some_are_cancelled_leave_no_task(self):
-        async for limiter, p in self.limiters():
-            define_slots(p, 1000)
-
-            async def use(i: int, holds: asyncio.Event) -> None:
-                async with limiter.hold(p, f"k{i % 7}") as held:
-                    self.assertTrue(held)
-                    holds.set()
-                    if i % 2:
-                        await asyncio.Event().wait()
-
-            async def caller(i: int) -> None:
-                holds = asyncio.Event()
-                task = asyncio.create_task(use(i, holds))
-                if i % 2:  # during the block: drivers lose connections with callers that wait for one
-                    await holds.wait()
-                    task.cancel()
-                await asyncio.wait({task})
-                self.assertEqual(i % 2 == 1, task.cancelled())
-
-            for begin in range(0, 500, 20):
-                self.assertEqual([None] * 20, await gather(*map(caller, range(begin, begin + 20))))
-            self.assertEqual([], [t for t in asyncio.all_tasks() - {asyncio.current_task()} if "pgratelimit" in repr(t)])
             await until(WITHOUT_LEASE, p)
 
 

@@ -45,13 +45,11 @@ from tests.kit import (
     execute,
     fails_once,
     gather,
-    locked,
     psycopg_pool_of,
     stopped_clock,
     taken,
     transaction,
     until,
-    until_blocked,
     vectors,
 )
 
@@ -241,11 +239,6 @@ class EachTest(AsyncCase):
                     while drivers._kept:
                         await asyncio.wait(drivers._kept)
 
-    async def test_a_renewal_is_none_for_null_only(self):
-        async for limiter in self.limiters():
-            define_slots(self.policy + " slots")
-            self.assertIsNone(await limiter.renew(self.policy + " slots", "k", "nobody"))
-
     async def test_durations_are_seconds_or_a_timedelta(self):
         async for limiter in self.limiters():
             for wrong in (-1, float("nan"), True, "5", None, b"5", -timedelta(1), float("-inf")):
@@ -267,15 +260,12 @@ class EachTest(AsyncCase):
             for key in ("k", "j", "paused"):
                 execute("select ratelimit_reset(%s::text, %s::text)", self.policy, key)
 
-    async def test_a_charge_that_is_no_tuple_is_named(self):
+    async def test_an_argument_that_is_wrong_is_named_with_what_it_is_and_the_remedy(self):
+        define(self.policy, 5)
         async for limiter in self.limiters():
             for wrong in ({"policy": self.policy, "key": "k", "cost": 1}, "pk", {"p", "k"}, None, ("p",), ("p", "k", 1, 2)):
                 with self.assertRaisesRegex(InvalidArgument, f"a {type(wrong).__name__}"):
                     await limiter.acquire_all([wrong])
-
-    async def test_an_argument_that_is_wrong_is_named_with_what_it_is_and_the_remedy(self):
-        define(self.policy, 5)
-        async for limiter in self.limiters():
             for said, policy, key, cost in (
                 ("policy is of type NoneType, not a str; pass a text of 1 to 512 bytes", None, "k", 1),
                 ("key is of type NoneType, not a str; pass a text of 1 to 512 bytes", self.policy, None, 1),
@@ -289,14 +279,6 @@ class EachTest(AsyncCase):
                         await call
                     self.assertEqual(f"pgratelimit: invalid argument: {said}", str(raised.exception))
             self.assertEqual(5, (await limiter.peek(self.policy, "k")).remaining)
-
-    async def test_a_pool_of_the_other_kind_is_told_its_limiter(self):
-        async with psycopg_pool_of(1) as pool:
-            with self.assertRaisesRegex(TypeError, "use an AsyncLimiter or a Combiner for .*AsyncConnectionPool"):
-                Limiter(pool)
-        for handle in (psycopg_pool.ConnectionPool(open=False), "postgresql://"):
-            with self.assertRaisesRegex(TypeError, f"use a Limiter for .*{type(handle).__name__}"):
-                AsyncLimiter(handle)
 
     async def test_a_third_of_all_calls_cancelled_leaves_the_pool_its_connections(self):
         slots = self.policy + " slots"
@@ -365,33 +347,26 @@ class EachTest(AsyncCase):
             conn.commit()
         self.assertEqual(1, taken(self.policy))
 
-    async def test_a_serialization_failure_is_repeated_where_the_call_is_alone(self):
-        await self.is_repeated_where_alone("40001", "made up", asyncpg.SerializationError, psycopg.errors.SerializationFailure)
-
-    async def test_a_call_of_a_function_that_an_upgrade_replaced_is_repeated_where_it_is_alone(self):
-        message = "cache lookup failed for function 16999"
-        await self.is_repeated_where_alone("XX000", message, asyncpg.InternalServerError, psycopg.errors.InternalError_)
-
-    async def test_a_call_about_a_shard_that_has_moved_is_repeated_where_it_is_alone(self):
-        await self.is_repeated_where_alone("XX000", "the shard has moved", asyncpg.InternalServerError, psycopg.errors.InternalError_)
-
-    async def is_repeated_where_alone(self, sqlstate, message, of_asyncpg, of_psycopg):
-        async def fails(limiter, error):
-            execute("alter sequence fails restart")
-            with self.assertRaises(error):
+    async def test_a_conflict_a_replaced_function_and_a_moved_shard_are_repeated_where_the_call_is_alone(self):
+        async def fails(limiter, sqlstate, message):
+            with fails_once(sqlstate, message), self.assertRaises((psycopg.Error, asyncpg.PostgresError)) as raised:
                 await limiter.acquire(self.policy, "k")
+            self.assertEqual(sqlstate, raised.exception.sqlstate)
 
-        fails_once(self, sqlstate, message)
+        errors = ("40001", "made up"), ("XX000", "cache lookup failed for function 16999"), ("XX000", "the shard has moved")
         async for limiter in self.limiters():
-            execute("alter sequence fails restart")
-            self.assertTrue(await limiter.acquire(self.policy, "k"))
-        async with transaction() as conn:
-            await fails(AsyncLimiter(conn), of_asyncpg)
-        with psycopg.connect(autocommit=True) as conn, conn.transaction(force_rollback=True):
-            await fails(Awaited(Limiter(conn)), of_psycopg)
-        with psycopg.connect() as conn:
-            await fails(Awaited(Limiter(conn)), of_psycopg)
-        self.assertEqual(6, taken(self.policy))
+            for error in errors:
+                with fails_once(*error):
+                    self.assertTrue(await limiter.acquire(self.policy, "k"))
+            execute("select ratelimit_reset(%s::text, 'k')", self.policy)
+        for error in errors:
+            async with transaction() as conn:
+                await fails(AsyncLimiter(conn), *error)
+            with psycopg.connect(autocommit=True) as conn, conn.transaction(force_rollback=True):
+                await fails(Awaited(Limiter(conn)), *error)
+            with psycopg.connect() as conn:
+                await fails(Awaited(Limiter(conn)), *error)
+        self.assertEqual(0, taken(self.policy))
 
     async def test_a_cancelled_wait_gives_the_tokens_back(self):
         async for db in self.handles():
@@ -404,32 +379,6 @@ class EachTest(AsyncCase):
                 await waiting
             self.assertEqual(0, execute("select remaining from ratelimit_peek(%s::text, 'k')", self.policy)[0][0])
             execute("select ratelimit_reset(%s::text, 'k')", self.policy)
-
-    async def test_a_cancelled_call_is_stopped_in_the_server(self):
-        for pool in (psycopg_pool_of, asyncpg_pool_of):
-            async with pool(1) as pool, locked(self.policy, "k"):
-                call = asyncio.create_task(AsyncLimiter(pool).acquire(self.policy, "k"))
-                await until_blocked()
-                call.cancel()
-                with self.assertRaises(asyncio.CancelledError):
-                    await call
-                await until_blocked(0)
-                self.assertTrue(await AsyncLimiter(pool).acquire(self.policy, "other"), "the pool has its connection")
-
-    async def test_a_lost_connection_of_a_pool(self):
-        for pool in (psycopg_pool_of, asyncpg_pool_of):
-            async with pool(3) as pool:
-                async with locked(self.policy, "k"):
-                    limiter = AsyncLimiter(pool)
-                    calls = [limiter.acquire(self.policy, "k"), limiter.acquire(self.policy, "k", idempotency_key=repr(pool))]
-                    both = asyncio.gather(*calls, return_exceptions=True)
-                    await until_blocked(2)
-                    execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'test' and wait_event_type = 'Lock'")
-                    await until_blocked(1)
-                plain, keyed = await both
-                self.assertIsInstance(plain, (psycopg.OperationalError, asyncpg.PostgresError))
-                self.assertTrue(keyed)
-        self.assertEqual(4, taken(self.policy), "the locks' two and the keyed two")
 
 
 class SyncTest(unittest.TestCase):
@@ -560,9 +509,13 @@ class SyncTest(unittest.TestCase):
         self.assertEqual(["{}", '{""}'], [texts([]), texts([""])])
 
     def test_another_handle_is_refused(self):
-        for limiter, dbs in ((Limiter, (None, self.pool.connection())), (AsyncLimiter, (None, "postgres://", self.pool.connection()))):
-            for db in dbs:
-                self.assertRaises(TypeError, limiter, db)
+        of_async = psycopg_pool.AsyncConnectionPool(open=False)
+        for limiter, db, said in (
+            (Limiter, None, "not a"), (Limiter, self.pool.connection(), "not a"), (AsyncLimiter, None, "not a"), (AsyncLimiter, self.pool.connection(), "not a"),
+            (Limiter, of_async, "use an AsyncLimiter or a Combiner for .*AsyncConnectionPool"),
+            (AsyncLimiter, self.pool, "use a Limiter for .*ConnectionPool"), (AsyncLimiter, "postgresql://", "use a Limiter for .*str"),
+        ):
+            self.assertRaisesRegex(TypeError, said, limiter, db)
 
 
 class PackageTest(unittest.TestCase):
