@@ -312,6 +312,7 @@ test('an option that is unknown is refused with those that are known', async () 
   assert.throws(() => new Combiner(new Gate(), { callTimeout: 500 }), /callTimeoutMs, callsInFlight, maxWaiting\./)
   assert.throws(() => new Limiter(new Gate(), { maxWaiting: 5 }), InvalidArgument)
   await assert.rejects(limiter.wait('api', 'k', { timeout: 500 }), /Known names are cost, timeoutMs, signal\./)
+  for (const options of [5, null, { cots: 2 }]) await assert.rejects(limiter.acquire('api', 'k', options), InvalidArgument)
 })
 
 test('an argument that is wrong is named, with what it is and the remedy, and nothing is sent', async () => {

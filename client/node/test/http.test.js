@@ -4,9 +4,9 @@ import http from 'node:http'
 import net from 'node:net'
 import { tmpdir } from 'node:os'
 import test from 'node:test'
-import { Closed, Combiner, InvalidArgument, Limiter, Overloaded, translate } from '../index.js'
+import { Closed, Combiner, Limiter, Overloaded, translate } from '../index.js'
 import { addressKey, byIP, byUser, decide, limit, limitFetch, per } from '../http.js'
-import { connect, definePolicy, defineQuota, eventually, left, listening, pool, vectors, withLocked } from './kit.js'
+import { definePolicy, defineQuota, eventually, left, listening, pool, vectors, withLocked } from './kit.js'
 
 /** Serves a handler behind middleware while use asks it, by the headers of a request. */
 const serving = (middleware, use) => listening(
@@ -69,18 +69,6 @@ test('a request without charges passes', async () => {
   for (const none of [[], null, undefined]) {
     const limited = limit(new Limiter(pool), { charges: async () => none, failure: 'closed', observe: () => assert.fail() })
     await serving(limited, async (get) => assert.deepEqual(fields(await get()), [null, null, null, null]))
-  }
-})
-
-test('without a database a request passes or is refused with 503, as chosen', async () => {
-  const nowhere = connect({ host: '/nowhere' })
-  for (const [failure, status] of [['open', 200], ['closed', 503]]) {
-    const errors = []
-    await serving(limit(new Combiner(nowhere), { charges: per('api', byIP()), failure, onError: (error) => errors.push(error.code) }), async (get) => {
-      const answer = await get()
-      assert.deepEqual([answer.status, fields(answer)[0]], [status, null])
-      assert.deepEqual(errors, ['ENOENT'])
-    })
   }
 })
 
@@ -483,13 +471,4 @@ test('a timeoutMs of 30 days, or Infinity, does not end at once', async (t) => {
     assert.equal((await limited({})).outcome, 'allowed')
     assert.equal(mock.calls.at(-1).arguments[1], 86_400_000) // a timer beyond 24.8 days fires at once
   }
-})
-
-test('options that no method knows are refused', async () => {
-  const policy = await definePolicy(2, 1, '1 hour'), limiter = new Limiter(pool)
-  for (const options of [5, null, { cots: 2 }, { idempotency_key: 'i' }]) {
-    await assert.rejects(limiter.acquire(policy, 'k', options), InvalidArgument, JSON.stringify(options))
-  }
-  assert.throws(() => new Combiner(pool, { callTimeOut: 1 }), /has callTimeOut/)
-  assert.equal(await left(policy, 'k'), 2)
 })

@@ -1,8 +1,8 @@
 // The clients on PostgreSQL, with its locks and lost connections.
 import assert from 'node:assert/strict'
 import test from 'node:test'
-import { Combiner, Denied, IdempotencyMismatch, InvalidArgument, Limiter, Locked, TimedOut, TooLate, UnknownPolicy, translate } from '../index.js'
-import { connect, definePolicy, defineQuota, eventually, installation, left, pool, stuck, whileOpen, withLocked } from './kit.js'
+import { Combiner, Denied, IdempotencyMismatch, Limiter, TimedOut, TooLate, UnknownPolicy, translate } from '../index.js'
+import { connect, definePolicy, defineQuota, eventually, left, pool, stuck, whileOpen, withLocked } from './kit.js'
 
 const PACKED = 'ratelimit_acquire_packed'
 
@@ -65,24 +65,6 @@ test('when the connection is lost, a request with an idempotency key is sent aga
   assert.deepEqual([await left(policy, 'free'), await left(policy, 'held')], [999, 998])
 })
 
-test('when an answer is lost after the commit, a request with an idempotency key is a replay', async () => {
-  const policy = await definePolicy()
-  let losses = 1
-  const lossy = { // it loses the first answer
-    async query(...args) {
-      const result = await pool.query(...args)
-      if (losses-- > 0) throw new Error('Connection terminated unexpectedly')
-      return result
-    },
-  }
-  const limiter = new Limiter(lossy, { retry: true })
-  const got = await limiter.acquire(policy, 'k', { idempotencyKey: 'once' })
-  assert.deepEqual([got.replayed, got.remaining, await left(policy, 'k')], [true, 999, 999])
-  losses = 1
-  await assert.rejects(limiter.acquire(policy, 'k'), /terminated unexpectedly/)
-  assert.equal(await left(policy, 'k'), 998)
-})
-
 test('a call that did nothing is tried again on a pool, and not on a connection', async () => {
   const deadlock = ['40P01', 'deadlock detected'], replaced = ['XX000', 'cache lookup failed for function 16999'], bug = ['XX000', 'made up']
   const moved = ['XX000', 'the shard has moved']
@@ -100,15 +82,6 @@ test('a call that did nothing is tried again on a pool, and not on a connection'
   }
 })
 
-test('lock_timeout fails the requests for the locked bucket only', async () => {
-  const policy = await definePolicy(), own = connect({ options: '-c lock_timeout=300' }), combiner = new Combiner(own, { callsInFlight: 1 })
-  await withLocked(policy, 'held', async () => {
-    const got = await Promise.allSettled(['held', 'free', 'held', 'free', 'other'].map((key) => combiner.acquire(policy, key)))
-    assert.deepEqual(got.map((a) => a.value?.remaining ?? a.reason.constructor), [Locked, 999, Locked, 998, 999])
-  })
-  await combiner.close()
-})
-
 test('joint requests are all or nothing, and share calls', async () => {
   const policy = await definePolicy(10), combiner = new Combiner(pool)
   const ask = (key, cost, more) => combiner.acquireAll([{ policy, key: 'all', cost: 2n }, { policy, key, cost }], more)
@@ -122,19 +95,6 @@ test('joint requests are all or nothing, and share calls', async () => {
   assert.deepEqual([await left(policy, 'all'), await left(policy, 'a'), await left(policy, 'b'), await left(policy, 'c')], [6, 7, 10, 9])
   const plain = await new Limiter(pool).acquireAll([{ policy, key: 'all' }, { policy, key: 'b', cost: 2 }])
   assert.deepEqual([plain.allowed, plain.binding, plain.remaining, plain.decisions.map((d) => d.remaining)], [true, 1, 8, [5, 8]])
-  await combiner.close()
-})
-
-test('text that the database cannot hold fails its own request only', async () => {
-  const { rows: [{ name }] } = await pool.query("select current_database() || '_latin1' as name")
-  await pool.query(`create database "${name}" template template0 encoding 'LATIN1' locale 'C'`)
-  const own = connect({ database: name })
-  await own.query(installation())
-  await own.query("select ratelimit_define_policy('api', 10, 1, '1 hour')")
-  const combiner = new Combiner(own)
-  const got = await Promise.allSettled(['é', '🪣', 'é'].map((key) => combiner.acquire('api', key)))
-  assert.deepEqual(got.map((a) => a.value?.remaining ?? a.reason.code), [9, '22P05', 8])
-  assert.ok(got[1].reason instanceof InvalidArgument)
   await combiner.close()
 })
 
