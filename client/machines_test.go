@@ -13,225 +13,46 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Whatever is asked for, answered and missed in whatever order, the invariants of a stock hold after each step, and in the end all
-// of it was granted, refunded or lost. What should hold is worked out from the calls of its methods alone.
-func TestStock_KeepsItsInvariants(t *testing.T) {
+// A stock grants its last token, until its life is over. It ends to the instant when its life does, and when nobody has asked for Idle. Of
+// a policy that is gone it has nothing, and after a refill without an answer it takes nothing until a caller has had one.
+func TestStock_AtItsEnds(t *testing.T) {
 	t.Parallel()
-	saw := map[string]int{}
-	random(t, 300, func(t *testing.T, r *rand.Rand) {
-		d := &drivenStock{T: t, Rand: r, saw: saw, watches: r.IntN(2) == 0, state: refilling, bucket: pick[int64](r, 5, 1000, 100_000)}
-		d.seen = d.sight()
-		l := Prefetch{MaxTokens: pick[int64](r, 10, 1e9), MaxShare: pick(r, 0.1, 1), Idle: pick[time.Duration](r, 100, 500, 2000) * time.Millisecond}
-		d.stock, d.lastDemand = newStock(l, pick[int64](r, 1, 10, 1000), d.seen), d.now
-		for range 200 {
-			switch r.IntN(6) {
-			case 0:
-				d.work()
-			case 1:
-				d.visit()
-			case 2:
-				d.seen = d.sight()
-				d.stock.learn(d.seen)
-				d.silent = false
-			case 3:
-				d.now += pick[time.Duration](r, 1, 10, 50, 400) * time.Millisecond
-				d.bucket += r.Int64N(10)
-			case 4:
-				if r.IntN(10) == 0 && d.stock.enter(ending) {
-					d.begins(ending)
-				}
-			default:
-				for range pick(r, 1, 3, 20) {
-					d.grant(pick[int64](r, 1, 1, 1, 50))
-				}
-			}
-			d.check()
-		}
-		for n := 0; !d.removed; n++ {
-			require.Less(t, n, 200, "nobody asks, and it ends")
-			d.now += prefetchTick
-			d.visit()
-			d.work()
-			d.check()
-		}
-		require.Zero(t, d.stock.left, "nothing is forgotten")
-	})
-	for _, what := range []string{"granted", "refused", "over", "taken", "denied", "silent", "dropped", "refunded", "shrunk"} {
-		require.NotZero(t, saw[what], "%s: %v", what, saw)
+	seen := sight{Decision{Allowed: true, Remaining: 9_900, Capacity: 10_000, ResetAfter: time.Hour}, time.Millisecond}
+	refilled := func(idle time.Duration) *stock {
+		s := newStock(Prefetch{MaxTokens: 100, MaxShare: 1, Idle: idle}, 100, sight{Decision: Decision{Remaining: 10_000, Capacity: 10_000}})
+		require.EqualValues(t, 100, s.take(0, false))
+		s.took(PartialDecision{seen.Decision, 100}, nil, 0, seen.at)
+		require.Equal(t, seen, s.seen)
+		return &s
 	}
-}
+	s := refilled(time.Hour)
+	for cost, now := range map[int64]time.Duration{99: 0, 1: stockLife - 1} {
+		d, ok, _ := s.grant(cost, now)
+		require.True(t, ok && d.Estimated)
+	}
+	_, ok, _ := refilled(time.Hour).grant(1, stockLife)
+	require.False(t, ok)
 
-// A drivenStock knows what its stock was told and what it has answered.
-type drivenStock struct {
-	*testing.T
-	*rand.Rand
-	saw        map[string]int
-	stock      stock
-	now, until time.Duration
-	state      state
-	calling    bool // for the state
-	removed    bool
-	asking     int64
-	sent       time.Duration
-	seen       sight
-	silent     bool
-	watches    bool // of the policy
-	bucket     int64
-	left       int64
-	isAsked    bool          // since the last look
-	lastDemand time.Duration // the first look after the last request
-}
+	const idle = stockLife / 2
+	for _, test := range []struct{ idle, ends time.Duration }{{time.Hour, stockLife}, {idle, idle}} {
+		s := refilled(test.idle)
+		s.visit(test.ends - 1)
+		require.NotEqual(t, ending, s.state)
+		s.rest()
+		s.visit(test.ends)
+		require.Equal(t, ending, s.state)
+	}
 
-func (d *drivenStock) sight() sight {
-	return sight{Decision{Allowed: true, Remaining: d.bucket, Capacity: max(d.bucket, 100), ResetAfter: time.Hour}, d.now}
-}
-
-func (d *drivenStock) check() {
-	require.Equal(d, d.left, d.stock.left)
-	require.GreaterOrEqual(d, d.left, int64(0))
-	require.Equal(d, d.state, d.stock.state)
-}
-
-func (d *drivenStock) begins(work state) {
-	require.Equal(d, resting, d.state, "one call at a time")
-	d.state = work
-}
-
-func (d *drivenStock) looks() {
-	if d.isAsked {
-		d.isAsked, d.lastDemand = false, d.now
-	}
-}
-
-func (d *drivenStock) grant(cost int64) {
-	d.isAsked = true
-	decision, ok, begins := d.stock.grant(cost, d.now)
-	require.Equal(d, cost <= d.left && d.now < d.until, ok)
-	require.Equal(d, ok, decision.Allowed)
-	switch {
-	case ok:
-		d.left -= cost
-		d.saw["granted"]++
-	case cost <= d.left:
-		d.saw["over"]++
-	default:
-		d.saw["refused"]++
-	}
-	if begins {
-		d.begins(refilling)
-	}
-}
-
-func (d *drivenStock) visit() {
-	rested := d.state == resting
-	if rested {
-		d.looks()
-	}
-	begins := d.stock.visit(d.now)
-	if begins {
-		d.begins(d.stock.state)
-	}
-	if rested && d.now-d.lastDemand >= d.stock.Idle {
-		require.Equal(d, ending, d.state, "nobody asks")
-	}
-	if rested && d.left > 0 && d.now >= d.until {
-		require.Equal(d, ending, d.state, "its time is over")
-	}
-}
-
-// work begins or ends a call.
-func (d *drivenStock) work() {
-	switch {
-	case d.state == resting || d.removed:
-	case !d.calling && d.IntN(10) == 0 && d.state != ending: // there was no time for it
-		d.stock.rest()
-		d.state = resting
-	case d.state == refilling && d.calling:
-		d.answer()
-	case d.state == refilling:
-		d.take()
-	case !d.calling:
-		d.refund()
-	case d.state == shrinking:
-		d.stock.rest()
-		d.state, d.calling = resting, false
-	default:
-		d.removed = true
-	}
-}
-
-func (d *drivenStock) take() {
-	d.looks()
-	changing := d.IntN(10) == 0
-	d.asking, d.sent = d.stock.take(d.now, changing), d.now
-	if d.asking == 0 {
-		d.state = resting
-		return
-	}
-	d.calling = true
-	require.False(d, d.silent || changing)
-	held, level := d.left+d.asking, d.seen.level(d.now)
-	require.LessOrEqual(d, held, d.stock.MaxTokens)
-	require.LessOrEqual(d, float64(held), d.stock.MaxShare*float64(d.seen.Capacity))
-	require.LessOrEqual(d, held, level-d.asking, "as much is for others")
-}
-
-// answer is what the server would: it may have fewer tokens than were seen.
-func (d *drivenStock) answer() {
-	d.now += pick[time.Duration](d.Rand, 0, 1, 300, 1100) * time.Millisecond
-	d.bucket = pick(d.Rand, d.bucket, d.bucket, d.asking, d.asking-1, 0)
-	d.state, d.calling = resting, false
-	switch d.IntN(12) {
-	case 0:
-		d.stock.took(PartialDecision{}, ErrUnknownPolicy, d.sent, d.now)
-		d.left, d.silent = 0, true
-		d.saw["dropped"]++
-		return
-	case 1:
-		d.stock.took(PartialDecision{}, errors.New("no answer"), d.sent, d.now)
-		d.silent = true
-		d.saw["silent"]++
-		return
-	}
-	var answer PartialDecision
-	if d.bucket >= d.asking {
-		answer.Taken = d.asking
-	}
-	d.bucket -= answer.Taken
-	answer.Decision = d.sight().Decision
-	answer.Shadowed = d.watches && answer.Taken == 0
-	answer.Allowed = answer.Taken > 0 || d.watches
-	if d.watches {
-		answer.Taken = d.asking
-	}
-	d.stock.took(answer, nil, d.sent, d.now)
-	d.seen = sight{answer.Decision, d.now}
-	if !answer.Allowed || answer.Shadowed {
-		d.saw["denied"]++
-		return
-	}
-	d.left += answer.Taken
-	d.until = d.sent + stockLife
-	d.saw["taken"]++
-}
-
-func (d *drivenStock) refund() {
-	keep := int64(0)
-	if d.state == shrinking {
-		d.looks()
-	}
-	n := d.stock.refund(d.now)
-	d.calling = true
-	if d.state == shrinking {
-		keep = d.stock.left
-		require.LessOrEqual(d, keep, d.left)
-		d.saw["shrunk"]++
-	}
-	require.Equal(d, d.left-keep, n)
-	d.left = keep
-	if n > 0 {
-		d.saw["refunded"]++
-	}
+	s = refilled(time.Hour)
+	s.grant(60, seen.at)
+	s.took(PartialDecision{}, errors.New("no answer"), 0, seen.at)
+	require.EqualValues(t, 40, s.left)
+	require.Zero(t, s.take(seen.at, false))
+	s.learn(seen)
+	require.Zero(t, s.take(seen.at, true), "while the policy changes")
+	require.EqualValues(t, 60, s.take(seen.at, false))
+	s.took(PartialDecision{}, ErrUnknownPolicy, 0, seen.at)
+	require.Zero(t, s.left)
 }
 
 // Whatever the demand and the bucket, a stock keeps within its bounds, and leaves others as much as it has.
