@@ -108,7 +108,14 @@ func (l *limiter) recall(ctx context.Context, r request, ask func(context.Contex
 	if l.denialCache == nil || r.keyed() || r.err != nil || !isAutocommit(l.db) {
 		return ask(ctx, r)
 	}
-	return l.denialCache.acquire(r, func() (Decision, error) { return ask(ctx, r) })
+	asked := time.Now()
+	d, known, changes := l.denialCache.find(r, asked)
+	if known {
+		return d, nil
+	}
+	d, err := ask(ctx, r)
+	l.denialCache.learn(r, d, err, asked, changes)
+	return d, err
 }
 
 // ask sends one request.

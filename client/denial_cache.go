@@ -45,17 +45,6 @@ func newDenialCache() *denialCache {
 	return c
 }
 
-func (c *denialCache) acquire(r request, ask func() (Decision, error)) (Decision, error) {
-	asked := time.Now()
-	d, known, changes := c.find(r, asked)
-	if known {
-		return d, nil
-	}
-	d, err := ask()
-	c.learn(r, d, err, asked, changes)
-	return d, err
-}
-
 // find returns a denial that is known to hold, and the number that learn takes.
 func (c *denialCache) find(r request, now time.Time) (d Decision, known bool, changes uint64) {
 	b := r.bucket()

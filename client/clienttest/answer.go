@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"reflect"
 	"regexp"
 	"slices"
@@ -75,23 +76,21 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 	case "ratelimit_acquire_packed":
 		return db.packed(now, charges(args), args[3], args[4]), nil
 	case "ratelimit_peek":
-		err = cmp.Or(checkBucket(bucket()), checkTokens("cost", number(2)), db.checkPolicy(text(0)))
+		err = cmp.Or(checkBucket(bucket()), checkRange("cost", number(2), 0, math.MaxInt64), db.checkPolicy(text(0)))
 		if err == nil {
 			d, err = db.model.Peek(now, bucket(), number(2))
 		}
 		return columns(d), err
 	case "ratelimit_refund":
-		err = cmp.Or(checkBucket(bucket()), checkTokens("amount", number(2)), db.checkHasBuckets(text(0)))
+		err = cmp.Or(checkBucket(bucket()), checkRange("amount", number(2), 0, math.MaxInt64), db.checkHasBuckets(text(0)))
 		if err == nil {
 			d, err = db.model.Refund(now, bucket(), number(2))
 		}
 		return columns(d), err
 	case "ratelimit_pause":
 		pauseFor := *micros(args[2])
-		if err = checkBucket(bucket()); err == nil && (pauseFor < 1000 || pauseFor > 365*day) {
-			err = invalid("pause_for", pauseFor)
-		}
-		if err = cmp.Or(err, db.checkPolicy(text(0))); err == nil {
+		err = cmp.Or(checkBucket(bucket()), checkRange("pause_for", pauseFor, 1000, 365*day), db.checkPolicy(text(0)))
+		if err == nil {
 			d, err = db.model.Pause(now, bucket(), pauseFor)
 		}
 		if errors.Is(err, model.InvalidArgument) {
@@ -137,7 +136,7 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 		if args[1] != nil {
 			err = cmp.Or(err, checkName("key", text(1)))
 		}
-		err = cmp.Or(err, checkPositive("max_rows", number(2)))
+		err = cmp.Or(err, checkRange("max_rows", number(2), 1, math.MaxInt64))
 		if args[0] != nil {
 			err = cmp.Or(err, db.checkPolicy(text(0)))
 		}
@@ -148,7 +147,7 @@ func (db *database) answer(sql string, args []any) ([]any, error) {
 	case "ratelimit_policies":
 		return []any{db.policies()}, nil
 	case "ratelimit_cleanup":
-		return []any{int64(0), int64(0)}, checkPositive("max_rows", number(0))
+		return []any{int64(0), int64(0)}, checkRange("max_rows", number(0), 1, math.MaxInt64)
 	case "ratelimit_cleanup_all":
 		return nil, pgx.ErrNoRows
 	}
@@ -338,15 +337,8 @@ func checkName(argument, name string) error {
 	return nil
 }
 
-func checkTokens(argument string, n int64) error {
-	if n < 0 {
-		return invalid(argument, n)
-	}
-	return nil
-}
-
-func checkPositive(argument string, n int64) error {
-	if n < 1 {
+func checkRange[N int64 | model.Micros](argument string, n, least, most N) error {
+	if n < least || n > most {
 		return invalid(argument, n)
 	}
 	return nil

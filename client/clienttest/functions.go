@@ -38,7 +38,7 @@ func (db *database) acquire(now time.Time, charges []model.Charge, idempotencyKe
 	key, isKeyed := idempotencyKey.(string)
 	sums := map[model.BucketID]int64{}
 	for i, c := range charges {
-		err = cmp.Or(err, ofElement(charges, i, cmp.Or(checkBucket(c.BucketID), checkTokens("cost", c.Cost))))
+		err = cmp.Or(err, ofElement(charges, i, cmp.Or(checkBucket(c.BucketID), checkRange("cost", c.Cost, 0, math.MaxInt64))))
 		if isKeyed {
 			err = cmp.Or(err, checkName("idempotency_key", key))
 		}
@@ -74,23 +74,21 @@ func ofElement(charges []model.Charge, i int, err error) error {
 
 // joint has the columns of a decision of several charges, in the order of the client's statement.
 func joint(whole model.Whole) []any {
-	var numbers []pgtype.Int8
-	for _, d := range whole.Decisions {
-		numbers = append(numbers, numbersOf(d)...)
-	}
-	return append(columns(whole.Decision), int64(whole.Binding), numbers)
+	return append(columns(whole.Decision), int64(whole.Binding), numbersOf(whole.Decisions))
 }
 
-// numbersOf are the columns of a decision as numbers.
-func numbersOf(d model.Decision) (numbers []pgtype.Int8) {
-	for _, column := range columns(d) {
-		switch column := column.(type) {
-		case bool:
-			numbers = append(numbers, number(one(column)))
-		case int64:
-			numbers = append(numbers, number(column))
-		case nil:
-			numbers = append(numbers, pgtype.Int8{})
+// numbersOf are the columns of decisions as numbers.
+func numbersOf(decisions []model.Decision) (numbers []pgtype.Int8) {
+	for _, d := range decisions {
+		for _, column := range columns(d) {
+			var number pgtype.Int8
+			switch column := column.(type) {
+			case bool:
+				number = pgtype.Int8{Int64: map[bool]int64{true: 1}[column], Valid: true}
+			case int64:
+				number = pgtype.Int8{Int64: column, Valid: true}
+			}
+			numbers = append(numbers, number)
 		}
 	}
 	return numbers
@@ -146,20 +144,11 @@ func (db *database) packed(now time.Time, charges []model.Charge, sizes, idempot
 	return values
 }
 
-func number(n int64) pgtype.Int8 { return pgtype.Int8{Int64: n, Valid: true} }
-
 func waitInt8(m model.Micros) pgtype.Int8 {
 	return pgtype.Int8{Int64: int64(m), Valid: m != model.Never}
 }
 
 func known(text string) pgtype.Text { return pgtype.Text{String: text, Valid: true} }
-
-func one(yes bool) int64 {
-	if yes {
-		return 1
-	}
-	return 0
-}
 
 const maxTokens = 9_000_000_000_000
 
@@ -181,35 +170,31 @@ func (db *database) spend(function string, now time.Time, id model.BucketID, arg
 	switch function {
 	case "ratelimit_charge":
 		cost := number(2)
-		err = cmp.Or(err, checkTokens("cost", cost))
+		err = cmp.Or(err, checkRange("cost", cost, 0, math.MaxInt64))
 		keyed(3)
-		err = cmp.Or(err, checkCharge(cost))
+		err = cmp.Or(err, checkRange("cost", cost, 0, maxTokens))
 		repeat = withCost(cost)
 		call = func() (err error) { d, err = db.model.Charge(now, id, cost, key); return err }
 	case "ratelimit_settle":
 		cost := number(3)
-		err = cmp.Or(err, checkTokens("cost", cost))
+		err = cmp.Or(err, checkRange("cost", cost, 0, math.MaxInt64))
 		keyed(2)
-		err = cmp.Or(err, checkCharge(cost))
+		err = cmp.Or(err, checkRange("cost", cost, 0, maxTokens))
 		repeat = func(_, settled int64) string {
 			return fmt.Sprintf("settled with cost %d and is settled again with cost %d", settled, cost)
 		}
 		call = func() (err error) { d, err = db.model.Settle(now, id, key, cost); return err }
 	case "ratelimit_reserve":
 		longest, cost := *micros(args[2]), number(3)
-		err = cmp.Or(err, checkTokens("cost", cost))
+		err = cmp.Or(err, checkRange("cost", cost, 0, math.MaxInt64))
 		keyed(4)
-		if longest < 0 || longest > 365*day {
-			err = cmp.Or(err, invalid("max_wait", longest))
-		}
+		err = cmp.Or(err, checkRange("max_wait", longest, 0, 365*day))
 		repeat = withCost(cost)
 		call = func() (err error) { d, err = db.model.Reserve(now, id, longest, cost, key); return err }
 	case "ratelimit_acquire_up_to":
 		atMost, atLeast := number(2), number(3)
 		keyed(4)
-		if err = cmp.Or(err, checkPositive("at_most", atMost)); err == nil && (atLeast < 1 || atLeast > atMost) {
-			err = invalid("at_least", atLeast)
-		}
+		err = cmp.Or(err, checkRange("at_most", atMost, 1, math.MaxInt64), checkRange("at_least", atLeast, 1, atMost))
 		repeat = func(cost, _ int64) string {
 			return fmt.Sprintf("granted with cost %d and is requested again for %d to %d", cost, atLeast, atMost)
 		}
@@ -238,7 +223,7 @@ func (db *database) settleAll(now time.Time, settlements []model.Charge, idempot
 		sums[s.BucketID] += min(s.Cost, math.MaxInt64-sums[s.BucketID])
 	}
 	for i, s := range settlements {
-		of := cmp.Or(checkBucket(s.BucketID), checkTokens("cost", s.Cost), checkCharge(s.Cost), db.checkTokensOf(s.Policy))
+		of := cmp.Or(checkBucket(s.BucketID), checkRange("cost", s.Cost, 0, maxTokens), db.checkTokensOf(s.Policy))
 		if of == nil && sums[s.BucketID] > maxTokens {
 			of = failure("22023", "invalid cost", fmt.Sprintf("cost is %d in sum.", sums[s.BucketID]))
 		}
@@ -268,11 +253,7 @@ func (db *database) settleAll(now time.Time, settlements []model.Charge, idempot
 			}))
 		}
 	}
-	var numbers []pgtype.Int8
-	for _, d := range decisions {
-		numbers = append(numbers, numbersOf(d)...)
-	}
-	return []any{replayed, numbers}, err
+	return []any{replayed, numbersOf(decisions)}, err
 }
 
 // A repeated returns how a request differs from the grant under its idempotency key, given the costs of the grant.
@@ -301,13 +282,6 @@ func (db *database) refused(now time.Time, id model.BucketID, idempotencyKey str
 	return err
 }
 
-func checkCharge(cost int64) error {
-	if cost > maxTokens {
-		return invalid("cost", cost)
-	}
-	return nil
-}
-
 // lend answers the functions of a holder.
 func (db *database) lend(function string, now time.Time, id model.BucketID, args []any) ([]any, error) {
 	holder, _ := args[2].(string)
@@ -315,7 +289,7 @@ func (db *database) lend(function string, now time.Time, id model.BucketID, args
 	var cost int64
 	if function == "ratelimit_hold" {
 		cost, _ = args[3].(int64)
-		err = cmp.Or(err, checkPositive("cost", cost))
+		err = cmp.Or(err, checkRange("cost", cost, 1, math.MaxInt64))
 	}
 	if err = cmp.Or(err, db.checkPolicy(id.Policy), db.checkLends(id.Policy)); err != nil {
 		return nil, err
