@@ -3,7 +3,6 @@ import test from 'node:test'
 import { Queue } from '../lib/queue.js'
 
 const request = (bucket, more) => ({ bucket, elements: 1, keyed: false, joint: false, ...more })
-const names = (batch) => batch.map((r) => r.bucket)
 
 /** A queue with requests for buckets 0 to n - 1. */
 function filled(n, { limit = 2, more } = {}) {
@@ -36,18 +35,6 @@ test('the rest of the requests for a bucket are in its call, whatever its share'
   assert.deepEqual(opened(queue).map((batch) => batch.length), [37, 30])
 })
 
-test('requests that are not worth a call beside open calls are held, until a call ends or the owner hurries', () => {
-  const queue = filled(32), first = queue.take()
-  queue.add(request('x'))
-  assert.deepEqual([queue.take(), queue.isLingering], [null, true])
-  assert.deepEqual(names(queue.take(true)), ['x'])
-  queue.add(request('y'))
-  assert.deepEqual([queue.take(), queue.isLingering], [null, false], 'there is no place')
-  queue.finish(first)
-  queue.add(request(0))
-  assert.deepEqual(names(queue.take(true)), ['y', 0])
-})
-
 test('half a share is worth a call beside an open one', () => {
   const queue = filled(32)
   queue.take()
@@ -56,13 +43,6 @@ test('half a share is worth a call beside an open one', () => {
     return queue.take()
   })
   assert.equal(calls.findIndex((batch) => batch !== null), 15)
-})
-
-test('a request for a bucket of an open call is not held: no timer could send it', () => {
-  const queue = filled(1)
-  queue.take()
-  queue.add(request(0))
-  assert.deepEqual([queue.take(), queue.isLingering], [null, false])
 })
 
 test('the rules hold in any order of events', () => {

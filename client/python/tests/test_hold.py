@@ -475,7 +475,7 @@ class AsyncTest(EachTest):
             for is_cancelled in (False, True):
                 begun, may_go_on = asyncio.Event(), asyncio.Event()
                 using = asyncio.create_task(use(is_cancelled, begun, may_go_on))
-                await begun.wait()
+                await asyncio.wait_for(begun.wait(), 60)
                 for _ in range(2):
                     using.cancel()
                     await asyncio.sleep(0)

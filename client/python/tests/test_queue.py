@@ -58,16 +58,6 @@ class QueueTest(unittest.TestCase):
             batch = queue.take()
             self.assertEqual(second, batch and len(batch.requests), waiting)
 
-    def test_few_requests_wait_for_company_beside_an_open_call_and_not_alone(self):
-        queue = filled(Queue(2, 1000), *(request(str(i)) for i in range(32)))
-        first = queue.take()
-        filled(queue, request("more"))
-        self.assertIsNone(queue.take())
-        self.assertTrue(queue.is_lingering)
-        queue.finish(first)
-        self.assertIsNotNone(queue.take())
-        self.assertFalse(queue.is_lingering)
-
     def test_what_is_too_long_for_any_bucket_shares_no_call(self):
         for r, can in (
             (request("x" * 512), True), (request("x" * 513), False), (request("é" * 257), False), (request("k", "x" * 513), False),
