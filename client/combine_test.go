@@ -469,8 +469,9 @@ type gatedPool struct {
 	client.Pool // for the methods that are not called
 	mu          sync.Mutex
 	calls       []*gatedCall // under way
-	total       int
-	over        chan struct{} // closed when the test is over: then calls fail
+	most, total int
+	takes       func(*gatedCall) time.Duration // if calls end by themselves
+	over        chan struct{}                  // closed when the test is over: then calls fail
 }
 
 // gated returns a combiner on a gatedPool, to be called in a bubble. A test that fails leaves nobody waiting.
@@ -575,7 +576,12 @@ func (db *gatedPool) make(call *gatedCall) error {
 	call.answer = make(chan error)
 	db.mu.Lock()
 	db.calls = append(db.calls, call)
+	db.most = max(db.most, len(db.calls))
 	db.total++
+	var ends <-chan time.Time
+	if db.takes != nil {
+		ends = time.After(db.takes(call))
+	}
 	db.mu.Unlock()
 	defer func() {
 		db.mu.Lock()
@@ -585,6 +591,8 @@ func (db *gatedPool) make(call *gatedCall) error {
 	select {
 	case err := <-call.answer:
 		return err
+	case <-ends:
+		return nil
 	case <-call.ctx.Done():
 		return call.ctx.Err()
 	case <-db.over:

@@ -6,11 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -19,10 +17,7 @@ import (
 // A pacedPool is a database whose calls take their time: synctest's, so every figure is exact.
 type pacedPool struct {
 	gatedPool
-	mu             sync.Mutex
-	thaw           time.Time // until then no call ends
-	underWay, most int
-	calls          atomic.Int64
+	thaw time.Time // until then no call ends
 }
 
 const (
@@ -36,26 +31,9 @@ func paceOf(calls int) float64 {
 	return float64(calls*maxBatch) / (perCall + maxBatch*perRequest).Seconds()
 }
 
-func (db *pacedPool) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	call := newGatedCall(ctx, sql, args)
-	db.mu.Lock()
-	db.calls.Add(1)
-	db.underWay++
-	db.most = max(db.most, db.underWay)
+func (db *pacedPool) pace(call *gatedCall) time.Duration {
 	takes := perCall + time.Duration(len(call.keys))*perRequest
-	takes = max(takes, time.Until(db.thaw)+takes)
-	db.mu.Unlock()
-	defer func() {
-		db.mu.Lock()
-		db.underWay--
-		db.mu.Unlock()
-	}()
-	select {
-	case <-time.After(takes):
-		return call.scanner()
-	case <-ctx.Done():
-		return scanner{ctx.Err()}
-	}
+	return max(takes, time.Until(db.thaw)+takes)
 }
 
 func (db *pacedPool) freeze(d time.Duration) {
@@ -63,9 +41,6 @@ func (db *pacedPool) freeze(d time.Duration) {
 	defer db.mu.Unlock()
 	db.thaw = time.Now().Add(d)
 }
-
-// made is how many calls were.
-func (db *pacedPool) made() int { return int(db.calls.Load()) }
 
 // An outcome is what a caller got, and when.
 type outcome struct {
@@ -138,6 +113,7 @@ func (c *crowd) count(from, to time.Time) (granted, refused, late int) {
 func paced(t *testing.T, test func(*testing.T, *pacedPool, *client.Combiner), opts ...client.Option) {
 	inBubble(t, func(t *testing.T) {
 		db := &pacedPool{}
+		db.takes = db.pace
 		limiter := client.NewCombiner(db, opts...)
 		defer limiter.Close()
 		test(t, db, limiter)
@@ -198,9 +174,9 @@ func TestCombiner_AFrozenDatabaseIsNoticed(t *testing.T) {
 		c.arrive(load, time.Second)
 
 		db.freeze(10 * time.Second)
-		before := db.made()
+		before := db.count()
 		frozen := c.arrive(load, 10*time.Second)
-		during := db.made() - before
+		during := db.count() - before
 		noticed := frozen.Add(4 * within)
 		thawed := c.arrive(load, 2*time.Second)
 		c.callers.Wait()
@@ -233,9 +209,9 @@ func TestCombiner_TheQueueIsBounded(t *testing.T) {
 		require.NotErrorIs(t, errOf(limiter.Acquire(ended, "p", "k1")), client.ErrOverloaded, "it has the error of its ctx")
 		require.ErrorIs(t, errOf(limiter.AcquireAll(t.Context(), []client.Charge{{Policy: "p", Key: "k1"}})), client.ErrOverloaded)
 
-		before := db.made()
+		before := db.count()
 		c.callers.Wait()
-		require.LessOrEqual(t, db.made()-before, 4, "what waits is sent in full calls")
+		require.LessOrEqual(t, db.count()-before, 4, "what waits is sent in full calls")
 		granted, _, _ := c.count(frozen, time.Now())
 		require.Equal(t, c.arrivals-refused, granted)
 	}, client.MaxWaiting(300))
