@@ -92,7 +92,7 @@
 //
 // # Guards inside the database
 //
-// The function ratelimit_enforce, or a trigger on a table, can refuse a statement of yours. [Denied] finds the refusal in
+// The function ratelimit_enforce, or a trigger on a table, can refuse a statement of yours. [AsDenial] finds the refusal in
 // the statement's error, and how long to wait.
 //
 // # Retries and idempotency

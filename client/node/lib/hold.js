@@ -12,7 +12,7 @@ const MAX_STRAYS = 10_000
 
 /**
  * The time for which a holder has its slots, as far as the client knows: a state machine without timers, clock or I/O, whose owner makes
- * the calls and passes the time, in ms. It has the rules and names of `tenure` in client/tenure.go.
+ * the calls and passes the time, in ms. It has the rules and names of `tenure` in client/hold.go.
  *
  * Invariants, between any two methods:
  *

@@ -25,7 +25,7 @@ A_DAY = 86400.0
 
 class Tenure:
     """The time for which a holder has its slots, as far as the client knows: a state machine without I/O, threads, clock or lock, whose
-    owner makes the calls and passes the time. It has the rules and names of tenure in client/tenure.go.
+    owner makes the calls and passes the time. It has the rules and names of tenure in client/hold.go.
 
     Between any two methods:
 

@@ -22,7 +22,6 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 MAX_TRIES = 3
-LONGEST_WAIT = 365 * 86400.0  # that the server accepts
 GIVE_BACK_TIMEOUT = 5.0  # for which an interrupted caller waits
 UNDO_PAUSE = 1.0  # after the first try to undo a call, and twice as long after each
 LONGEST_UNDO_PAUSE = 30.0
@@ -481,7 +480,7 @@ def _rounds(driver: drivers.Driver, timeout: Duration | None) -> Iterator[tuple[
     """The longest wait of each reserve, and an idempotency key for giving back."""
     if not driver.is_alone():
         raise InvalidArgument("pgratelimit: invalid argument: wait is for calls outside a transaction, which would keep the bucket locked")
-    left = longest = LONGEST_WAIT if timeout is None else min(calls.length("timeout", timeout, zero=True), LONGEST_WAIT)
+    left = longest = calls.LONGEST if timeout is None else min(calls.length("timeout", timeout, zero=True), calls.LONGEST)
     began = time.monotonic()
     while True:
         yield left, secrets.token_urlsafe()

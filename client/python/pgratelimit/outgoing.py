@@ -20,11 +20,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from .answers import Charge, JointDecision, Reservation
-from .calls import Duration, length, read_charge
+from .calls import LONGEST, Duration, length, read_charge
 from .errors import TooLate
 from .limiter import AsyncLimiter, Limiter
-
-_LONGEST = 365 * 86400.0  # seconds, as a pause of the database
 
 _NUMBER = re.compile(r"[ \t]*([0-9]+(?:\.[0-9]+)?)[ \t]*")
 _DAY_FIRST = re.compile(r"(?:Sun|Mon|Tue|Wed|Thu|Fri|Sat)[a-z]*, ([0-9]{2})([ -])([A-Z][a-z]{2})\2([0-9]{2}|[0-9]{4}) (\S+) GMT")
@@ -56,16 +54,16 @@ def retry_after(status: int, headers: Fields) -> float:
 
     def wait(name: str, text: str) -> float | None:
         n = _number(text)
-        if n is not None and n <= (86400 if name.startswith("x-") else _LONGEST):
+        if n is not None and n <= (86400 if name.startswith("x-") else LONGEST):
             return n  # behind X- no standard says seconds: 600000 has been seen for milliseconds
         instants = [_date(text)] if n is None else [n, n / 1000]
-        return next((max(0.0, at - now) for now in clocks for at in instants if at is not None and abs(at - now) <= _LONGEST), None)
+        return next((max(0.0, at - now) for now in clocks for at in instants if at is not None and abs(at - now) <= LONGEST), None)
 
     if status >= 400:
         if (asked := wait("retry-after", fields.get("retry-after", ""))) is not None:
             return asked
         for name in ("retry-after-ms", "x-ms-retry-after-ms"):
-            if (ms := _number(fields.get(name, ""))) is not None and ms <= _LONGEST * 1000:
+            if (ms := _number(fields.get(name, ""))) is not None and ms <= LONGEST * 1000:
                 return ms / 1000
 
     resets = [(f"{x}-", fields.get(f"{x}-remaining", ""), fields.get(f"{x}-reset", "")) for x in ("ratelimit", "x-ratelimit", "x-rate-limit")]
@@ -88,7 +86,7 @@ class _Limited:
         self, sender: Any, limiter: Any, charges: Charges, *, max_pause: Duration = 3600.0, pause_for: Callable[[int, Fields], float] = retry_after
     ) -> None:
         self._sender, self._limiter, self._charges = sender, limiter, charges
-        self._max_pause, self._pause_for = min(length("max_pause", max_pause), _LONGEST), pause_for
+        self._max_pause, self._pause_for = min(length("max_pause", max_pause), LONGEST), pause_for
         self._lines: dict[tuple[Charge, ...], list[Any]] = {}  # a lock, and how many have it or wait for it, by the buckets
         self._lock = threading.Lock()
 
