@@ -9,7 +9,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -70,34 +69,6 @@ func TestAcquireMany_EqualsOneByOneForNumbersOfEverySize(t *testing.T) {
 		met[size+", "+result]++
 	}
 	t.Log(met)
-}
-
-// Batches take the same buckets in opposite orders, some of them for the first time, all too large for what is there.
-func TestAcquireMany_NeverDeadlocks(t *testing.T) {
-	const callers, batches, buckets = 8, 15, 10
-	db := kit.ParallelDB(t).Policy("p", 30, 1, 1000*time.Hour)
-	db.Warm(callers)
-	var granted atomic.Int64
-	kit.Crowd(t, callers, func(int) error {
-		for batch := range batches {
-			var requests []kit.NullableRequest
-			for i := range 2 * buckets { // each bucket twice, each batch's buckets shared by all callers
-				requests = append(requests, kit.RequestOf("p", fmt.Sprintf("%d/%d", batch, i%buckets), int64(1+i%3)))
-			}
-			rand.Shuffle(len(requests), func(i, j int) { requests[i], requests[j] = requests[j], requests[i] })
-			answers, err := kit.AcquireMany(db.Pool, requests)
-			if err != nil {
-				return err
-			}
-			for i, o := range answers {
-				if o.Decision.Allowed {
-					granted.Add(*requests[i].Cost)
-				}
-			}
-		}
-		return nil
-	})
-	require.Equal(t, granted.Load(), db.Number("select sum(30 - level / 1000000) from ratelimit.buckets"), "what was granted is what is gone")
 }
 
 func TestAcquireMany_WaitsAndDecidesAfresh(t *testing.T) {

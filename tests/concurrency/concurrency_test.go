@@ -3,8 +3,6 @@ package concurrency
 
 import (
 	"fmt"
-	"math/rand/v2"
-	"slices"
 	"testing"
 	"time"
 
@@ -33,51 +31,6 @@ func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
 			require.Zero(t, db.Left("p", key))
 		}
 		db.DropPolicy("p")
-	}
-}
-
-// Requests for random sets of 2 to 5 of 12 buckets. Each grant took from all its buckets, and a denial from none.
-func TestConcurrency_AThousandOverlappingSets(t *testing.T) {
-	t.Parallel()
-	const calls, buckets = 1000, 12
-	for policy, kind := range map[string]kit.PolicyOption{"durable": kit.Durable, "ephemeral": kit.Ephemeral} {
-		for name, capacity := range map[string]int64{"plenty": 10_000, "scarce": 150} {
-			t.Run(policy+" "+name, func(t *testing.T) {
-				t.Parallel()
-				db := kit.NewCrowdDB(t, calls).Policy(policy, capacity, 1, kit.ADay, kind)
-				requests, granted := make([]kit.WholeRequest, calls), make([]kit.Whole, calls)
-				kit.Crowd(t, calls, func(i int) (err error) {
-					for _, n := range rand.Perm(buckets)[:2+rand.IntN(4)] {
-						requests[i].Charges = append(requests[i].Charges, kit.ChargeOf(policy, fmt.Sprint("k", n), 1+rand.Int64N(3)))
-					}
-					granted[i], err = requests[i].AcquireAll(db.Pool)
-					return err
-				})
-				left, denials := map[string]int64{}, 0
-				for i := range buckets {
-					left[fmt.Sprint("k", i)] = capacity
-				}
-				for i, r := range requests {
-					for _, c := range r.Charges {
-						if granted[i].Allowed {
-							left[c.Key] -= c.Cost
-						}
-					}
-				}
-				for key, want := range left {
-					require.Equal(t, want, db.Left(policy, key), key)
-				}
-				for i, r := range requests {
-					if granted[i].Allowed {
-						continue
-					}
-					denials++
-					require.True(t, slices.ContainsFunc(r.Charges, func(c model.Charge) bool { return left[c.Key] < c.Cost }),
-						"denied, and all of it is still there: %+v", r)
-				}
-				require.Equal(t, name == "scarce", denials > 0, "%d denials", denials)
-			})
-		}
 	}
 }
 
