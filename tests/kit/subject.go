@@ -20,11 +20,8 @@ type Subject interface {
 	Of(t testing.TB) Subject // the same for a subtest
 	SetClock(now time.Time)
 	DefinePolicy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption)
-	DropPolicy(name string)
-	PutBucket(policy, key string, b Bucket)
 	Acquire(policy, key string, cost int64, idempotencyKey ...string) Decision
 	AcquireAt(at time.Time, policy, key string, cost int64, idempotencyKey ...string) Decision
-	TryAcquire(policy, key string, cost int64, idempotencyKey ...string) (Decision, error)
 	PeekAt(at time.Time, policy, key string, cost int64) Decision
 	RefundAt(at time.Time, policy, key string, amount int64) Decision
 	Reset(policy, key string)
@@ -81,10 +78,6 @@ func OnEachDurability(t *testing.T, test func(t *testing.T, db Subject, durabili
 
 func (db *TestDB) Of(t testing.TB) Subject { return db.In(t) }
 
-func (db *TestDB) TryAcquire(policy, key string, cost int64, idempotencyKey ...string) (Decision, error) {
-	return Acquire(db.Pool, policy, key, cost, idempotencyKey...)
-}
-
 func (db *TestDB) Spend(s Spending) (Spent, error) { return s.By(db.Pool) }
 
 // A testFake is to the fake what testDB is to a database.
@@ -125,32 +118,17 @@ func ChoiceOf(b *bool) client.Choice {
 	return client.No
 }
 
-func (f *testFake) DropPolicy(name string) {
-	require.NoError(f.T, f.Fake.DropPolicy(f.T.Context(), name))
-}
-
-func (f *testFake) PutBucket(policy, key string, b Bucket) {
-	defer f.SetClock(*f.Now)
-	f.SetClock(b.RefilledAt)
-	require.NoError(f.T, f.Fake.SetLevel(policy, key, float64(b.Level)/1e6))
-}
-
 func (f *testFake) Acquire(policy, key string, cost int64, idempotencyKey ...string) Decision {
-	return NoError(f.TryAcquire(policy, key, cost, idempotencyKey...))(f.T)
+	opts := []client.CallOption{client.Cost(cost)}
+	for _, name := range idempotencyKey {
+		opts = append(opts, client.IdempotencyKey(name))
+	}
+	return DecisionOf(NoError(f.Fake.Acquire(f.T.Context(), policy, key, opts...))(f.T))
 }
 
 func (f *testFake) AcquireAt(at time.Time, policy, key string, cost int64, idempotencyKey ...string) Decision {
 	f.SetClock(at)
 	return f.Acquire(policy, key, cost, idempotencyKey...)
-}
-
-func (f *testFake) TryAcquire(policy, key string, cost int64, idempotencyKey ...string) (Decision, error) {
-	opts := []client.CallOption{client.Cost(cost)}
-	for _, name := range idempotencyKey {
-		opts = append(opts, client.IdempotencyKey(name))
-	}
-	d, err := f.Fake.Acquire(f.T.Context(), policy, key, opts...)
-	return DecisionOf(d), err
 }
 
 func (f *testFake) PeekAt(at time.Time, policy, key string, cost int64) Decision {
