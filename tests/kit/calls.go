@@ -330,15 +330,3 @@ func StartBatch[R, A any](s *Session, send func(Querier, []R) ([]A, error), requ
 		return Decision{}, err
 	}), answers
 }
-
-// Count is how many decisions are so.
-func Count(decisions []Decision, which func(Decision) bool) (n int) {
-	for _, d := range decisions {
-		if which(d) {
-			n++
-		}
-	}
-	return n
-}
-
-func IsAllowed(d Decision) bool { return d.Allowed }

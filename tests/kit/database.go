@@ -30,7 +30,7 @@ const (
 	Day = 24 * 60 * 60 * 1_000_000 // in microseconds
 )
 
-// A TestDB is the private database of one test, as the example of NewDB shows. Its clock is the server's until the test first sets
+// A TestDB is the private database of one test. Its clock is the server's until the test first sets
 // it; from then on it stands still between calls.
 //
 // Its methods fail the test from the test's own goroutine; other goroutines, and tests of errors

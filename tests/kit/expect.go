@@ -41,11 +41,6 @@ func (s *Session) WalRecords(sql string) int64 {
 	return *plans[0].Plan.Records
 }
 
-func Enforce(q Querier, policy, key string, cost int64, idempotencyKey ...string) (Decision, error) {
-	r := RequestOf(policy, key, cost, idempotencyKey...)
-	return Decide(q, "ratelimit_enforce($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
-}
-
 // Guarded creates a table with a guard that counts rows, and one whose rows have costs.
 func (db *TestDB) Guarded(policy, table string) {
 	db.Execute(fmt.Sprintf(`

@@ -45,8 +45,7 @@ func TestEnforce_TellsWhenAndNeverWhose(t *testing.T) {
 		require.NotContains(t, e.Message+e.Detail+e.Hint+e.Where, "secret")
 	}
 	db.SetClock(kit.T0.Add(3_500*kit.Ms + kit.Us))
-	_, err := kit.Enforce(db.Pool, "p", "secret", 6)
-	require.Contains(t, kit.PgError(err).Detail, `"retry_after": 3.499999,`)
+	require.Contains(t, db.Refused("RL429", "select ratelimit_enforce('p', 'secret', 6)").Detail, `"retry_after": 3.499999,`)
 }
 
 func TestGuard_ChargesEachKeyOnce(t *testing.T) {
