@@ -49,7 +49,7 @@ func Described(err error) error {
 		hint = "Grant it to the role, or connect as the owner of the functions."
 	case pgErr.Code == "55P03": // lock_not_available
 		hint = "Another session holds this: try again when it has ended."
-	case pgErr.Code == "0A000": // which a standby answers to the begin of a transaction that writes
+	case pgErr.Code == "0A000" && pgErr.Routine == "call_bool_check_hook": // of a setting: a standby refuses the begin of a transaction that writes
 		hint = "The database is read-only: connect to the primary."
 	}
 	more := strings.Join(slices.DeleteFunc([]string{pgErr.Detail, hint}, func(s string) bool { return s == "" }), " ")
