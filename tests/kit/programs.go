@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -167,8 +168,16 @@ func Execute(t testing.TB, conn *pgx.Conn, sql string, args ...any) {
 // Installs tells whether tests install what they lack. Otherwise they are skipped.
 var Installs = os.Getenv("RATELIMIT_TEST_EXAMPLES") == "all"
 
-// Npm makes a target of the Makefile that takes npm.
+// Npm makes a target of the Makefile that takes npm, while no other process does, so that the others find it made.
 func Npm(target string) error {
+	lock, err := os.Open("../../Makefile")
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
+		return err
+	}
 	if _, err := exec.LookPath("npm"); err != nil && Installs {
 		if err := pgtest.Install(context.Background(), "nodejs", "npm"); err != nil {
 			return err
