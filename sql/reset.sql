@@ -7,7 +7,7 @@ create or replace function ratelimit_reset(policy text, key text)
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_key     text collate "C" := ratelimit_reset.key;
+  v_key     text collate "C" := key;
   v_id      bigint;
   v_durable boolean;
   v_lease   interval;
@@ -74,7 +74,7 @@ comment on function ratelimit.reset_slots(bigint, boolean, text) is
 
 -- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
 -- null. more is true if there may be others.
--- Each bucket is removed by a statement of its own, which keeps the order.
+-- Each is reset as ratelimit_reset does it, which keeps the order.
 --
 -- Locks:  the rows of the buckets, or of the keys of slots, in the order of key, until the caller's transaction ends.
 -- Writes: the buckets, or the leases.
@@ -92,27 +92,18 @@ declare
   v_keys   text[];
 begin
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  if v_policy.lease is not null then
-    v_keys := case when v_policy.durable
-                   then array(select s.key from slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000)
-                   else array(select s.key from ephemeral_slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000) end;
-    foreach v_key in array v_keys loop
-      perform reset_slots(v_policy.id, v_policy.durable, v_key);
-    end loop;
+  if v_policy.lease is not null and v_policy.durable then
+    v_keys := array(select s.key from slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000);
+  elsif v_policy.lease is not null then
+    v_keys := array(select s.key from ephemeral_slots as s where s.policy_id = v_policy.id and s.key > v_after order by s.key limit 1000);
   elsif v_policy.durable then
     v_keys := array(select b.key from buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
-    foreach v_key in array v_keys loop
-      if v_policy.history is not null then
-        perform close_period(v_policy.id, v_key, clock());
-      end if;
-      delete from buckets as b where b.policy_id = v_policy.id and b.key = v_key;
-    end loop;
   else
     v_keys := array(select b.key from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key > v_after order by b.key limit 1000);
-    foreach v_key in array v_keys loop
-      delete from ephemeral_buckets as b where b.policy_id = v_policy.id and b.key = v_key;
-    end loop;
   end if;
+  foreach v_key in array v_keys loop
+    perform reset(policy, v_key);
+  end loop;
   after := v_key;
   more  := cardinality(v_keys) = 1000;
 end;

@@ -1,6 +1,6 @@
 -- Makes the functions of which the text is that of another one: what the functions about durable policies do, on the unlogged tables of
--- ephemeral ones; and ratelimit_acquire and ratelimit_peek for the guards, and ratelimit_settle for ratelimit_settle_all, which do not
--- depend on the schema of the public functions.
+-- ephemeral ones; and ratelimit_acquire and ratelimit_peek for the guards, ratelimit_settle for ratelimit_settle_all, and ratelimit_reset
+-- for ratelimit_reset_all, which do not depend on the schema of the public functions.
 --
 -- The twin of a function about a durable table has ephemeral before the table in its name. That of a public function that ends with a
 -- block for durable policies is that block, with _ephemeral at the end of its name. They are made of functions of the owner of schema
@@ -48,9 +48,9 @@ begin
         from unnest('{acquire, settle}'::text[]) as c (name)
         left join origin as o on o.name = 'ratelimit_' || c.name and not o.is_private
       union all
-      select g.name, 'peek', o.arguments, o.result, o.volatility, o.body, 'What ratelimit_peek does, for the guards.'
-        from (select 'ratelimit_peek') as g (name)
-        left join origin as o on o.name = g.name and not o.is_private
+      select 'ratelimit_' || g.name, g.name, o.arguments, o.result, o.volatility, o.body, format('What ratelimit_%s does, for other functions.', g.name)
+        from unnest('{peek, reset}'::text[]) as g (name)
+        left join origin as o on o.name = 'ratelimit_' || g.name and not o.is_private
     )
     select t.* from twin as t
   loop
@@ -63,7 +63,7 @@ begin
                             v_twin.name, v_twin.arguments, v_twin.result, v_twin.volatility, v_twin.text);
     end if;
 
-    if v_twin.name not in ('acquire', 'settle', 'peek') then
+    if v_twin.name not in ('acquire', 'settle', 'peek', 'reset') then
       v_twin.text := regexp_replace(v_twin.text, '\m((from|join|update|into) (ratelimit\.)?|constraint )(?=' || v_tables || '( as | \(|_pkey ))', '\1ephemeral_', 'g');
       foreach v_name in array v_about loop
         v_twin.text    := regexp_replace(v_twin.text, '\m' || v_name || '\M', regexp_replace(v_name, v_tables || '$', 'ephemeral_\1'), 'g');

@@ -17,7 +17,7 @@ declare
   v_home     text := pg_catalog.current_schema();
   v_tables   constant text := '((?:ephemeral_)?(?:buckets|idempotency_keys|slots|leases)|usage|policies|overrides)';
   v_key      constant text[] := '{acquire, peek, refund, reset, pause, hold, renew, release, charge, settle, reserve, acquire_up_to}';
-  v_keyed    text[];     -- likewise, and acquire, settle and peek of schema ratelimit, for the guards
+  v_keyed    text[];     -- likewise, and those of schema ratelimit that other functions call
   v_roots    text[];     -- and the others that have copies and that something else calls
   v_ids      bigint[];   -- of the shards of buckets, in the order of the hashes of their keys
   v_mins     integer[];  -- parallel to it: the least hash
@@ -32,7 +32,7 @@ declare
 begin
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   perform set_config('check_function_bodies', 'off', true);  -- the tables of shards are on other nodes, and types are found by the path of the caller
-  v_keyed := array(select 'ratelimit_' || k.name from unnest(v_key) as k (name)) || '{acquire, settle, peek}';
+  v_keyed := array(select 'ratelimit_' || k.name from unnest(v_key) as k (name)) || '{acquire, settle, peek, reset}';
   v_roots := v_keyed || '{ratelimit_acquire_all, ratelimit_settle_all, acquire_batch, cleanup_batch}';
   select array_agg(s.shardid order by s.shardminvalue::integer), array_agg(s.shardminvalue::integer order by s.shardminvalue::integer)
     into v_ids, v_mins
