@@ -6,7 +6,6 @@ import (
 	"io"
 	"os"
 	"slices"
-	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -120,7 +119,7 @@ func (p *program) showDifference(c *cobra.Command, db database, d *policyfile.Di
 			Database string `json:"database,omitempty"`
 			Applied  bool   `json:"applied"`
 			*policyfile.Difference
-		}{strings.TrimSuffix(db.prefix(), ": "), !dryRun, d}, "  ")
+		}{db.String(), !dryRun, d}, "  ")
 	}
 	_, err := fmt.Fprint(c.OutOrStdout(), heading, d, d.Summary(dryRun))
 	return err

@@ -193,7 +193,7 @@ func (p *program) doctor() *cobra.Command {
 		Short: "Say what makes limits slow or tables large, and what helps",
 		RunE: func(c *cobra.Command, _ []string) error {
 			findings, err := askAll(p, c, func(db database) ([]inspect.Finding, error) {
-				return inspect.Findings(c.Context(), db.Conn, db.prefix())
+				return inspect.Findings(c.Context(), db.Conn, db.String())
 			})
 			if err != nil {
 				return err

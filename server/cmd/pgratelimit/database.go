@@ -30,12 +30,20 @@ type database struct {
 	shard, of int // of is 0 where there are no shards
 }
 
+// String names the shard; it is empty where there are none.
+func (db database) String() string {
+	if db.of == 0 {
+		return ""
+	}
+	return fmt.Sprintf("shard %d of %d", db.shard, db.of)
+}
+
 // prefix names a shard before what is said of it.
 func (db database) prefix() string {
 	if db.of == 0 {
 		return ""
 	}
-	return fmt.Sprintf("shard %d of %d: ", db.shard, db.of)
+	return db.String() + ": "
 }
 
 // failed adds the number of the shard to an error.

@@ -141,9 +141,9 @@ type Finding struct {
 	Remedy   string `json:"remedy"`
 }
 
-// Findings returns what is wrong. Each begins with the prefix, which names a shard.
-func Findings(ctx context.Context, db Querier, prefix string) ([]Finding, error) {
-	rows, _ := db.Query(ctx, "select severity, $1::text || finding, remedy from ratelimit_doctor()", prefix)
+// Findings returns what is wrong. Each names the shard first, unless that is empty.
+func Findings(ctx context.Context, db Querier, shard string) ([]Finding, error) {
+	rows, _ := db.Query(ctx, "select severity, concat(nullif($1::text, '') || ': ', finding), remedy from ratelimit_doctor()", shard)
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[Finding])
 }
 

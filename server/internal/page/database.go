@@ -35,10 +35,10 @@ const (
 
 // A database is read for the page, by one request at a time.
 type database struct {
-	db     *pgxpool.Pool
-	prefix string // names a shard before what is said of it
-	log    *slog.Logger
-	now    func() time.Time
+	db   *pgxpool.Pool
+	name string // of a shard
+	log  *slog.Logger
+	now  func() time.Time
 
 	patience, limit time.Duration
 
@@ -80,7 +80,7 @@ func (d *database) look(isAway bool) snapshot {
 		return slices.DeleteFunc(buckets, func(b inspect.Bucket) bool { return b.Share() > 0.5 }), err
 	})
 	read(ctx, d, &d.seen.findings, "ratelimit_doctor", func(tx pgx.Tx) ([]inspect.Finding, error) {
-		return inspect.Findings(ctx, tx, d.prefix)
+		return inspect.Findings(ctx, tx, d.name)
 	})
 	end := d.now()
 	d.nextAt = end.Add(max(lookEvery, rest*end.Sub(begin)))

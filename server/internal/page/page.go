@@ -70,7 +70,7 @@ func newPage(databases []*pgxpool.Pool, state State, log *slog.Logger, now func(
 	for n, db := range databases {
 		d := &database{db: db, log: log, now: now, patience: readTime, limit: statementTime}
 		if len(databases) > 1 {
-			d.prefix = fmt.Sprintf("shard %d of %d: ", n, len(databases))
+			d.name = fmt.Sprintf("shard %d of %d", n, len(databases))
 		}
 		p.databases = append(p.databases, d)
 	}
@@ -229,7 +229,7 @@ func (p *Page) view(asked url.Values) view {
 			if p.state.IsDown(n) {
 				state = "down"
 				if !v.IsAway {
-					v.Wrong = append(v.Wrong, strings.TrimSuffix(d.prefix, ": ")+" is down")
+					v.Wrong = append(v.Wrong, d.name+" is down")
 				}
 			}
 			shards.Rows = append(shards.Rows, texts(strconv.Itoa(n), fmt.Sprintf("%s:%d/%s", c.Host, c.Port, c.Database), state))
