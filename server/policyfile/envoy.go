@@ -90,9 +90,12 @@ func EnvoyPolicies(domains []EnvoyDomain) (policies []Policy, problems Problems)
 			case !isSecond:
 				first[p.Name] = rule{p, domain}
 				policies = append(policies, p)
-			case other.domain != domain || !other.IsAs(p):
-				problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, which is of another domain or has other "+
-					"numbers: give this rule another name", p.Name, other.At)
+			case other.domain != domain:
+				problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, and share its buckets: "+
+					"give this rule another name", p.Name, other.At)
+			case !other.IsAs(p):
+				problems.Add(p.At, "the policy of this rule would be called %q, as that of the rule at %s, which has other numbers: "+
+					"give this rule another name", p.Name, other.At)
 			}
 			walk(domain, at, d.Descriptors)
 		}
