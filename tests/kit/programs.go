@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -170,14 +169,11 @@ var Installs = os.Getenv("RATELIMIT_TEST_EXAMPLES") == "all"
 
 // Npm makes a target of the Makefile that takes npm, while no other process does, so that the others find it made.
 func Npm(target string) error {
-	lock, err := os.Open("../../Makefile")
+	lock, err := pgtest.Lock("../../Makefile")
 	if err != nil {
 		return err
 	}
 	defer lock.Close()
-	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
-		return err
-	}
 	if _, err := exec.LookPath("npm"); err != nil && Installs {
 		if err := pgtest.Install(context.Background(), "nodejs", "npm"); err != nil {
 			return err

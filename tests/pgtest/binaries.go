@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -164,6 +165,18 @@ func asRoot(ctx context.Context) ([]string, error) {
 	return sudo, nil
 }
 
+// Lock waits until no other process has the lock of a file or directory. Close ends it.
+func Lock(path string) (io.Closer, error) {
+	lock, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
+		return nil, errors.Join(err, lock.Close())
+	}
+	return lock, nil
+}
+
 // aptInstall installs a Debian package.
 func aptInstall(ctx context.Context, name string) error {
 	if _, err := exec.LookPath("apt-get"); err != nil {
@@ -175,14 +188,11 @@ func aptInstall(ctx context.Context, name string) error {
 	}
 
 	// One process at a time, so that the others find the work done.
-	lock, err := os.Open("/var/lib/dpkg")
+	lock, err := Lock("/var/lib/dpkg")
 	if err != nil {
 		return err
 	}
 	defer lock.Close()
-	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
-		return err
-	}
 
 	fmt.Fprintf(os.Stderr, "pgtest: installing %s with apt-get\n", name)
 	apt := func(args ...string) error {
