@@ -25,8 +25,21 @@ begin
   if v_history is not null then
     perform close_period(v_id, v_key, clock());
   end if;
-  if v_lease is not null then
-    perform reset_slots(v_id, v_durable, v_key);
+  -- Where a key of slots has no row, nobody held by then, and a later lease is none that this call has locked.
+  if v_lease is not null and v_durable then
+    update slots as s
+       set counted_until = '-infinity', due_at = least(s.due_at, clock())
+     where s.policy_id = v_id and s.key = v_key;
+    if found then
+      delete from leases as l where l.policy_id = v_id and l.key = v_key;
+    end if;
+  elsif v_lease is not null then
+    update ephemeral_slots as s
+       set counted_until = '-infinity', due_at = least(s.due_at, clock())
+     where s.policy_id = v_id and s.key = v_key;
+    if found then
+      delete from ephemeral_leases as l where l.policy_id = v_id and l.key = v_key;
+    end if;
   elsif v_durable then
     delete from buckets as b where b.policy_id = v_id and b.key = v_key;
   else
@@ -41,36 +54,6 @@ Errors: 22023 for a bad argument, RL001 for an unknown policy, 25006 in a read-o
 Locks: the row of the bucket or key, if there is one, until the transaction ends.
 Writes: deletes the bucket row, or the leases of the key.
 Role: administrator.';
-
--- Frees all slots of a key. Where the key has no row, nobody held by then, and a later lease is none that this call has locked.
--- Locks and writes: the row of the key; deletes its leases.
-create or replace function ratelimit.reset_slots(policy_id bigint, durable boolean, key text)
-  returns void language plpgsql volatile
-as $$
-declare
-  v_id  alias for policy_id;
-  v_key text collate "C" := key;
-  v_now timestamptz := clock();
-begin
-  if durable then
-    update slots as s
-       set counted_until = '-infinity', due_at = least(s.due_at, v_now)
-     where s.policy_id = v_id and s.key = v_key;
-    if found then
-      delete from leases as l where l.policy_id = v_id and l.key = v_key;
-    end if;
-  else
-    update ephemeral_slots as s
-       set counted_until = '-infinity', due_at = least(s.due_at, v_now)
-     where s.policy_id = v_id and s.key = v_key;
-    if found then
-      delete from ephemeral_leases as l where l.policy_id = v_id and l.key = v_key;
-    end if;
-  end if;
-end;
-$$;
-comment on function ratelimit.reset_slots(bigint, boolean, text) is
-  'The steps of ratelimit_reset for slots.';
 
 -- One batch of ratelimit_reset_all: the buckets of the next 1000 keys after the one of the batch before it; the first passes
 -- null. more is true if there may be others.

@@ -353,7 +353,7 @@ var races = map[string]race{
 	"a reset of a key without a row deletes no lease of later": {
 		steps: func(db *kit.TestDB) string {
 			first := holding(db, "a")
-			gate := db.GateBefore(`delete from leases as l`, "ratelimit.reset_slots")
+			gate := db.GateBefore(`delete from leases as l`, "ratelimit_reset")
 			defer gate.Remove()
 			reset := gate.Session().StartExec("select ratelimit_reset('p', 'k')")
 			reset.AwaitLockOrEnd()
@@ -363,7 +363,7 @@ var races = map[string]race{
 			return fmt.Sprint(db.Holders("p"))
 		},
 		outcome:  "[a:1]",
-		function: "ratelimit.reset_slots",
+		function: "ratelimit_reset",
 		without:  kit.Mutation{Pattern: `if found then delete from leases`, Replacement: "if true then delete from leases"},
 	},
 	"a hold that waits for clean-up counts again, by a clock that went back": {
