@@ -26,19 +26,21 @@ begin
     perform close_period(v_id, v_key, clock());
   end if;
   -- Where a key of slots has no row, nobody held by then, and a later lease is none that this call has locked.
-  if v_lease is not null and v_durable then
-    update slots as s
-       set counted_until = '-infinity', due_at = least(s.due_at, clock())
-     where s.policy_id = v_id and s.key = v_key;
-    if found then
-      delete from leases as l where l.policy_id = v_id and l.key = v_key;
-    end if;
-  elsif v_lease is not null then
-    update ephemeral_slots as s
-       set counted_until = '-infinity', due_at = least(s.due_at, clock())
-     where s.policy_id = v_id and s.key = v_key;
-    if found then
-      delete from ephemeral_leases as l where l.policy_id = v_id and l.key = v_key;
+  if v_lease is not null then
+    if v_durable then
+      update slots as s
+         set counted_until = '-infinity', due_at = least(s.due_at, clock())
+       where s.policy_id = v_id and s.key = v_key;
+      if found then
+        delete from leases as l where l.policy_id = v_id and l.key = v_key;
+      end if;
+    else
+      update ephemeral_slots as s
+         set counted_until = '-infinity', due_at = least(s.due_at, clock())
+       where s.policy_id = v_id and s.key = v_key;
+      if found then
+        delete from ephemeral_leases as l where l.policy_id = v_id and l.key = v_key;
+      end if;
     end if;
   elsif v_durable then
     delete from buckets as b where b.policy_id = v_id and b.key = v_key;
