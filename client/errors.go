@@ -328,7 +328,7 @@ func retry(ctx context.Context, db Querier, repeatable bool, try func() error) e
 	autocommit := isAutocommit(db) // asked first: a failed transaction looks different afterwards
 	for n := 1; ; n++ {
 		err := try()
-		if err == nil || n == maxTries || !(autocommit && isTransient(err) || repeatable && hasOthers && ctx.Err() == nil && isUnknown(err)) {
+		if err == nil || n == maxTries || !(autocommit && isTransient(err) || repeatable && hasOthers && ctx.Err() == nil && isUnknown(err) && !isClosed(err)) {
 			return err
 		}
 		if ended := sleep(ctx, backoff(n)); ended != nil {

@@ -175,6 +175,7 @@ func TestDecision_RetryAfterSeconds(t *testing.T) {
 func TestRetry_WhereItDoesNoHarm(t *testing.T) {
 	t.Parallel()
 	conflict, deadlock, refused, broken := pgError("40001"), pgError("40P01"), pgError("57014"), errors.New("connection reset")
+	closed := errors.New("closed pool")
 	fatal, panicked, internal, replaced, moved := pgError("57P01"), pgError("XX000"), pgError("XX000"), pgError("XX000"), pgError("XX000")
 	fatal.SeverityUnlocalized, panicked.SeverityUnlocalized = "FATAL", "PANIC"
 	replaced.Message, moved.Message = "cache lookup failed for function 16999", "the shard has moved"
@@ -217,6 +218,7 @@ func TestRetry_WhereItDoesNoHarm(t *testing.T) {
 		"an unknown outcome, settled":       {once, []error{broken}, nil},
 		"the end of the session, settled":   {once, []error{fatal}, nil},
 		"the end of the server, settled":    {once, []error{panicked}, nil},
+		"a closed pool":                     {once, []error{closed}, closed},
 		"an unknown outcome, and two again": {once, []error{broken, fatal, broken}, broken},
 	} {
 		for way, send := range sends {

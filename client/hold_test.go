@@ -317,7 +317,7 @@ func TestHold_ReleasesWhatMayBeHeld(t *testing.T) {
 		"still not carried out":             {replies{"hold": {lost}, "release": {row{false}}, "activity": {row{true}}}, 120, 300, time.Hour},
 		"carried out late":                  {replies{"hold": {lost}, "release": times(3, refused, row{false}, row{true})}, 5, 5, 10 * time.Second},
 		"a policy without slots":            {replies{"hold": {lost}, "release": times(3, refused, pgError("22023"))}, 4, 4, 10 * time.Second},
-		"a closed pool":                     {replies{"hold": {lost}, "release": {errors.New("closed pool")}}, 3, 6, 10 * time.Second},
+		"a closed pool":                     {replies{"hold": {lost}, "release": {errors.New("closed pool")}}, 2, 2, 2 * time.Second},
 		"away for good":                     {replies{"hold": {lost}, "release": {refused}}, 300, 1000, time.Hour},
 		"asked for again":                   {replies{"hold": {lost, row{true, int64(1), int64(0), tenSeconds, int64(2), true, false}}}, 1, 1, time.Second},
 		"a release fails":                   {replies{"release": times(3, lost, row{true})}, 4, 4, 10 * time.Second},

@@ -30,6 +30,8 @@ export class Database {
     this.#prepares = this.#isPool // on a connection the error of a pooler would end a transaction
   }
 
+  get isClosed() { return this.#isPool && this.#db.ending }
+
   /** How many connections it has, if that is known. */
   get connections() { return this.#isPool ? this.#db.options.max : Infinity }
 
@@ -58,7 +60,7 @@ export class Database {
           continue
         }
         if (isUnknown(error)) unended.push(Promise.resolve())
-        if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error)))) throw withHint(translate(error), call)
+        if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error) && !this.isClosed))) throw withHint(translate(error), call)
         await sleep(Math.random() * MAX_BACKOFF * tries) // so that calls that collided do not meet again
         continue
       }

@@ -217,7 +217,7 @@ export class Strays {
       stray.isAnswered = true
       return isReleased || mayEnd
     } catch (error) {
-      return isGone(error) || error instanceof TypeError || /^(42|3F)/.test(error.code) // no grant, or no function
+      return this.#database.isClosed || isGone(error) || error instanceof TypeError || /^(42|3F)/.test(error.code) // no grant, or no function
     }
   }
 }

@@ -352,6 +352,19 @@ test('1,000 holds, of which some are given up, leave nothing behind', async (t) 
   await eventually(() => !process.getActiveResourcesInfo().includes('Timeout'))
 })
 
+test('a pool that was closed is asked once', async (t) => {
+  const own = connect({ max: 1 }), limiter = new Limiter(own), timers = t.mock.method(globalThis, 'setTimeout').mock
+  await own.end()
+  const asked = t.mock.method(own, 'query').mock
+  await assert.rejects(limiter.peek('p', 'k'), /after calling end/)
+  assert.equal(asked.callCount(), 1)
+  const before = timers.callCount()
+  await assert.rejects(limiter.hold('p', 'k'), /after calling end/)
+  await eventually(() => asked.callCount() === 3) // the hold may hold, and is released
+  await turn()
+  assert.deepEqual(timers.calls.slice(before).filter(({ arguments: [, ms] }) => ms > 5), [], 'nor later')
+})
+
 test('a hold that is forgotten, and one whose answer was lost, keep no process alive', async () => {
   const policy = await defineSlots()
   const program = `import pg from 'pg'

@@ -447,7 +447,8 @@ class _Tries:
         """The seconds to wait before another try; random, so that calls that collided do not meet again. Raises the error if there is
         none."""
         self._n += 1
-        is_harmless = self._alone and errors.is_transient(error) or self._call.once and self._driver.is_pool and errors.is_lost(error)
+        is_harmless = self._alone and errors.is_transient(error) or (
+            self._call.once and self._driver.is_pool and errors.is_lost(error) and not self._driver.is_closed())
         if is_harmless and self._n < MAX_TRIES:
             return random.uniform(0, 0.05 * 2 ** (self._n - 1))
         known = errors.of_driver(self._call.verb, self._call.function, error)

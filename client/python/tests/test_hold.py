@@ -433,9 +433,13 @@ class AsyncTest(EachTest):
 
     async def test_a_pool_that_was_closed_is_known_as_closed(self):
         async with BOTH_POOLS[self.driver](1) as pool:
-            driver = AsyncLimiter(pool)._driver
+            limiter = AsyncLimiter(pool)
+            driver = limiter._driver
             self.assertFalse(driver.is_closed())
         self.assertTrue(driver.is_closed())  # else a call is undone on it for an hour
+        with mock.patch.object(driver, "fetch", wraps=driver.fetch) as fetch, self.assertRaises(Exception):
+            await limiter.peek("p", "k")
+        self.assertEqual(1, fetch.call_count)
 
     async def test_nothing_reports_an_error_that_comes_after_a_cancellation(self):
         async for limiter, p in self.limiters():
