@@ -237,13 +237,5 @@ func TestHold_LeaksNothing(t *testing.T) {
 	require.Eventually(t, func() bool { return len(holders(t, db)) == 0 }, 20*time.Second, 10*time.Millisecond, "the cancelled calls, too")
 	require.Eventually(t, func() bool { return pool.Stat().AcquiredConns() == 0 }, 20*time.Second, time.Millisecond)
 	pool.Close()
-	requireNoLeak(t, before)
-}
-
-// requireNoLeak waits for what cancelled calls of any test have left in the background, which ends within 11 seconds.
-func requireNoLeak(t *testing.T, before goleak.Option) {
-	for began := time.Now(); goleak.Find(before) != nil && time.Since(began) < 20*time.Second; {
-		time.Sleep(time.Millisecond) // they end by and by
-	}
-	goleak.VerifyNone(t, before)
+	kit.RequireNoLeak(t, before) // what cancelled calls left in the background ends within 11 seconds
 }

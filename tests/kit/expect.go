@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 )
 
 // Traces is what the open transaction of a session has left so far.
@@ -232,6 +233,16 @@ func (db *TestDB) Follow(remedy, owner string) {
 	conn := db.Connect(db.T)
 	Execute(db.T, conn, strings.ReplaceAll(sql, "'new_owner'", "'"+owner+"'"), pgx.QueryExecModeSimpleProtocol)
 	require.NoError(db.T, conn.Close(context.Background()))
+}
+
+// RequireNoLeak waits until no goroutine is left but those of before, and does not look again: a call that is tried again is a timer between
+// two tries.
+func RequireNoLeak(t *testing.T, before goleak.Option) {
+	left := goleak.Find(before)
+	for began := time.Now(); left != nil && time.Since(began) < time.Minute; {
+		left = goleak.Find(before) // which pauses
+	}
+	require.NoError(t, left)
 }
 
 // AMinuteAfter is a minute after the instant that a query finds.

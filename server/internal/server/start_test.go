@@ -206,8 +206,5 @@ func TestStop_LeavesNoGoroutines(t *testing.T) {
 			s.get("/metrics")
 		})
 	}
-	for began := time.Now(); goleak.Find(before) != nil && time.Since(began) < time.Minute; {
-		time.Sleep(time.Millisecond) // connections end by and by
-	}
-	goleak.VerifyNone(t, before)
+	kit.RequireNoLeak(t, before)
 }
