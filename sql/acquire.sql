@@ -79,18 +79,11 @@ begin
       <<plain>>
       begin
         if not v_policy.plain or v_idempotency_key is not null then
-          if v_idempotency_key is not null then
-            if (v_cost > 0 and is_name(v_idempotency_key)) is not true then
-              perform check_request(v_policy.name, v_key, v_cost, v_idempotency_key);  -- raises 22023
-              v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
-            end if;
-          end if;
           if v_policy.special then
             if v_policy.kind <> 'tokens' then
-              if not acceptable(v_key, v_cost) then
+              if v_policy.kind = 'slots' or not acceptable(v_key, v_cost) then
                 perform check_request(v_policy.name, v_key, v_cost, v_idempotency_key);  -- raises 22023
-              elsif v_policy.kind = 'slots' then
-                perform refuse_slots(v_policy.name);  -- raises 22023
+                perform refuse_slots(v_policy.name);                                     -- likewise
               end if;
               v_quota := take_quota_of_buckets(v_policy, v_key, v_cost, v_cost, v_idempotency_key);
               return (v_quota.allowed, v_quota.remaining, v_quota.retry_after, v_quota.reset_after, v_quota.capacity, v_quota.replayed,
@@ -104,18 +97,21 @@ begin
               v_policy := with_override(v_policy, v_override, v_now);
             end if;
           end if;
+          exit plain when v_idempotency_key is null;
 
           -- 1. The idempotency key. Its expiry is compared after the row is found: in WHERE, a planner without statistics might
           --    choose the index of expires_at.
-          if v_idempotency_key is not null then
-            v_first := k from idempotency_keys as k
-                        where k.policy_id = v_policy.id and k.key = v_key collate "C" and k.idempotency_key = v_idempotency_key collate "C";
-            if v_first.expires_at > v_now then
-              if v_first.cost = v_cost and v_first.settled is null and v_first.ready_at is null then
-                return (true, v_first.remaining, interval '0', v_first.reset_after, v_first.capacity, true, false)::ratelimit.decision;
-              end if;
-              return answer_again(v_first, v_cost, v_now, v_policy.shadow);
+          if (v_cost > 0 and is_name(v_idempotency_key)) is not true then
+            perform check_request(v_policy.name, v_key, v_cost, v_idempotency_key);  -- raises 22023
+            v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+          end if;
+          v_first := k from idempotency_keys as k
+                      where k.policy_id = v_policy.id and k.key = v_key collate "C" and k.idempotency_key = v_idempotency_key collate "C";
+          if v_first.expires_at > v_now then
+            if v_first.cost = v_cost and v_first.settled is null and v_first.ready_at is null then
+              return (true, v_first.remaining, interval '0', v_first.reset_after, v_first.capacity, true, false)::ratelimit.decision;
             end if;
+            return answer_again(v_first, v_cost, v_now, v_policy.shadow);
           end if;
           exit plain when not v_policy.plain;
         end if;
@@ -166,17 +162,16 @@ begin
         v_has_row := v_level is not null;
       end plain;
 
-      v_wanted := case when v_cost between 1 and v_policy.capacity then microtokens(v_cost) else 0 end;
-
       loop
-        if v_wanted > 0 and v_has_row is not false and current_setting('transaction_read_only') = 'off' then  -- false: the look above has found none
+        if v_cost between 1 and v_policy.capacity and v_has_row is not false  -- false: the look above has found none
+           and current_setting('transaction_read_only') = 'off' then
           update buckets as b
-             set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - v_wanted,
+             set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - microtokens(v_cost),
                  refilled_at = refilled_until(b.refilled_at, v_now, v_policy.tick),
                  room        = null
            where b.policy_id = v_policy.id
              and b.key       = v_key collate "C"
-             and refilled(b.level, b.refilled_at, v_now, v_policy) >= v_wanted
+             and refilled(b.level, b.refilled_at, v_now, v_policy) >= microtokens(v_cost)
           returning b.level, b.refilled_at into v_level, v_refilled_at;
           exit when found;
         end if;
@@ -187,8 +182,8 @@ begin
           if v_policy.special then
             v_numbers := numbers_now(v_policy, v_key, v_now);
             v_policy  := v_numbers.policy;
-            v_wanted  := case when v_cost between 1 and v_policy.capacity then microtokens(v_cost) else 0 end;
           end if;
+          v_wanted := case when v_cost between 1 and v_policy.capacity then microtokens(v_cost) else 0 end;
           select refilled(b.level, b.refilled_at, v_now, v_policy),
                  case
                    when v_wanted > 0 then wait_until(v_wanted, b.level, b.refilled_at, v_now, v_policy)

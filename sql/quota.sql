@@ -40,6 +40,10 @@ begin
 
   -- 1. The idempotency key.
   if v_idempotency_key is not null then
+    if (at_most > 0 and is_name(v_idempotency_key)) is not true then
+      perform check_request(policy.name, v_key, at_most, v_idempotency_key);  -- raises 22023
+      v_idempotency_key := null;  -- nothing is granted, so nothing is remembered
+    end if;
     v_first := k from idempotency_keys as k
                 where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
     if v_first.expires_at > v_now then

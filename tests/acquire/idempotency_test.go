@@ -46,7 +46,7 @@ type removal struct {
 }
 
 var (
-	withoutFirstLook    = kit.Mutation{Pattern: kit.FirstLook, Replacement: "end if; exit plain"}
+	withoutFirstLook    = kit.Mutation{Pattern: kit.FirstLook, Replacement: "exit plain"}
 	withoutReadAgain    = kit.Mutation{Pattern: kit.ReadAgain, Replacement: "end if; end if; return denied_by_rate"}
 	withoutLastRead     = kit.Mutation{Pattern: kit.FindKey + ` end if; if v_policy\.shadow and`, Replacement: "end if; if v_policy.shadow and"}
 	withoutGiveBack     = kit.Mutation{Pattern: kit.GiveBack, Replacement: ""}

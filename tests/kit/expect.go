@@ -136,7 +136,7 @@ const (
 	ReadKey   = `v_first := k from idempotency_keys as k [^;]*;`
 	Replay    = ` then return answer_again\(v_first, v_cost, v_now, v_policy\.shadow\); end if;`
 	FindKey   = ReadKey + ` if v_first\.expires_at > v_now` + Replay
-	FirstLook = ReadKey + ` if v_first\.expires_at > v_now then if [^;]*; end if; return answer_again\([^;]*; end if; end if; exit plain`
+	FirstLook = ReadKey + ` if v_first\.expires_at > v_now then if [^;]*; end if; return answer_again\([^;]*; end if; exit plain`
 	AfterLook = `update buckets as b set level = least\(v_policy\.rate_full`
 	FindAgain = ReadKey + ` end if; if v_first\.expires_at > v_now then return answer_again\([^;]*;`
 	Denies    = ` elsif [^;]*;[^;]*; end if; end if; return denied_by_rate`
