@@ -246,10 +246,7 @@ begin
 
         -- 3c. Again. Each repetition but the first is due to another session.
         if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-        v_rounds := coalesce(v_rounds, 0) + 1;
-        if v_rounds = 1000 then
-          perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
-        end if;
+        v_rounds := next_round(v_rounds, v_policy.name, v_key);  -- raises 40001
       end loop;
       if not v_policy.special and v_refilled_at <= v_now then
         v_reset_us := short_wait(v_policy.full_level, v_level, microseconds(v_now - v_refilled_at), v_policy);

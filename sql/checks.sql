@@ -495,18 +495,21 @@ $$;
 comment on function ratelimit.refuse_repeat(ratelimit.idempotency_keys, bigint) is
   'Raises RL002 for a repeat with another cost than the grant under its idempotency key, or else RL004: the grant was settled.';
 
-create or replace function ratelimit.too_many_rounds(policy text, key text)
-  returns void language plpgsql
+create or replace function ratelimit.next_round(round integer, policy text, key text)
+  returns integer language plpgsql stable
 as $$
 begin
-  raise exception 'the bucket changed at every look'
-    using errcode = '40001',
-          detail  = format('Key %L of policy %L.', key, policy),
-          hint    = 'Try again.';
+  if round = 1000 then
+    raise exception 'the bucket changed at every look'
+      using errcode = '40001',
+            detail  = format('Key %L of policy %L.', key, policy),
+            hint    = 'Try again.';
+  end if;
+  return coalesce(round, 0) + 1;
 end;
 $$;
-comment on function ratelimit.too_many_rounds(text, text) is
-  'Raises 40001: other sessions were faster a thousand times.';
+comment on function ratelimit.next_round(integer, text, text) is
+  'Counts the looks at a bucket that other sessions change, from null on, and raises 40001 after a thousand.';
 
 create or replace function ratelimit.refuse_policy(name text, policy ratelimit.policies)
   returns void language plpgsql stable

@@ -136,10 +136,7 @@ begin
         end if;
         exit when v_own_cost = v_cost or v_cost <= v_policy.capacity - v_held;
       end if;
-      v_rounds := coalesce(v_rounds, 0) + 1;
-      if v_rounds = 1000 then
-        perform too_many_rounds(v_policy.name, v_key);  -- raises 40001
-      end if;
+      v_rounds := next_round(v_rounds, v_policy.name, v_key);  -- raises 40001
     end loop;
 
     -- 4. The row of the key, and the leases.

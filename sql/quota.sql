@@ -131,10 +131,7 @@ begin
     end if;
 
     -- Again. Each round but the first is due to another session.
-    v_rounds := coalesce(v_rounds, 0) + 1;
-    if v_rounds = 1000 then
-      perform too_many_rounds(policy.name, v_key);  -- raises 40001
-    end if;
+    v_rounds := next_round(v_rounds, policy.name, v_key);  -- raises 40001
   end loop;
   if v_refilled_at = v_now and (v_turns.turns_at < v_ends_at) is not false then
     v_reset_us := least(microseconds(v_turns.turns_at - v_now), longest_wait())::bigint;
