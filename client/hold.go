@@ -342,11 +342,10 @@ func (h *Hold) Holder() string {
 	return h.holder
 }
 
-// Context is for the work under the slots. It has the values of the ctx of the call, and ends with that ctx, by
-// Release, and when the lease is lost: [context.Cause] is then [ErrLeaseLost]. The lease is counted by this machine's
-// monotonic clock, from before the call that granted or renewed it, so Context ends no later than the lease. A program that was
-// stopped for longer than the lease finds Context ended at its first look, which is Err or Done. Contexts derived
-// from it end a moment later.
+// Context is for the work under the slots. It has the values of the ctx of the call, and ends with that ctx, by Release, and
+// when the lease is lost: [context.Cause] is then [ErrLeaseLost]. The lease is counted by this machine's monotonic clock, from
+// before the call that granted or renewed it, so Context ends no later than the lease. A program that was stopped for longer
+// than the lease finds Context ended at its first look, which is Err or Done. Contexts derived from it end a moment later.
 //
 // Work that goes on afterwards has no slots: another holder may have them. Time in which the whole machine sleeps is not
 // counted on most systems: see [Hold.Holder] for a check that holds.

@@ -29,10 +29,9 @@ const checkTimeout = 5 * time.Second
 // Close it when it is no longer used.
 type Sharded struct{ shards []*Prefetcher }
 
-// NewSharded returns a Sharded on the databases of pools: shard 0, shard 1 and so on, a power of two of them. Each database
-// must have got its shard number, by ratelimit_define_shard. The role needs EXECUTE on ratelimit_shard, and the rights that
-// [NewCombiner] names, or with a [Prefetch] [NewPrefetcher]. Options are the options of NewPrefetcher, for each of the shards. Panics where
-// NewPrefetcher does.
+// NewSharded returns a Sharded on the databases of pools: shard 0, shard 1 and so on, a power of two of them. Each database must have got
+// its shard number, by ratelimit_define_shard. The role needs EXECUTE on ratelimit_shard, and the rights that [NewCombiner] names, or with
+// a [Prefetch] [NewPrefetcher]. Options are the options of NewPrefetcher, for each of the shards. Panics where NewPrefetcher does.
 //
 // It asks every database which shard it is, and fails if a database is another shard, or no shard, or returns an error. A database
 // that cannot be reached within 5 seconds is asked before its first call. So a program can start beside a shard that is down. It

@@ -11,10 +11,9 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// Charge takes tokens from the bucket of key even if it holds fewer, and returns its new state. Missing tokens are
-// debt: Remaining is below zero, and refill pays the debt before anything is granted again. Charge is for usage that is known
-// only when it is over. The cost is whole tokens, 0 to 9,000,000,000,000. The option is [IdempotencyKey]. Allowed is always
-// true.
+// Charge takes tokens from the bucket of key even if it holds fewer, and returns its new state. Missing tokens are debt:
+// Remaining is below zero, and refill pays the debt before anything is granted again. Charge is for usage that is known only
+// when it is over. The cost is whole tokens, 0 to 9,000,000,000,000. The option is [IdempotencyKey]. Allowed is always true.
 //
 // Debt ends at 9,000,000,000,000 tokens, or at the refill of 10,000 years if that is less. Tokens beyond this limit are
 // not charged, and not given back by a settlement.

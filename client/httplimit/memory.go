@@ -13,9 +13,8 @@ import (
 
 // A Memory is a limiter for [Local]: buckets in the memory of this process. It is safe for concurrent use.
 //
-// It is there for as long as the database does not answer, and knows less: each process has buckets of its own,
-// which begin full; it has no overrides; and it takes no notice of an idempotency key, so a request that is sent again is charged
-// again.
+// It is there for as long as the database does not answer, and knows less: each process has buckets of its own, which begin full;
+// it has no overrides; and it takes no notice of an idempotency key, so a request that is sent again is charged again.
 //
 // It holds the buckets that were asked for last, at least 50,000 and at most twice as many. A bucket that was
 // forgotten is full.

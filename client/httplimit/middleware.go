@@ -195,8 +195,7 @@ func Policies(policies ...client.Policy) Option {
 }
 
 // IdempotencyKey is the function that returns the idempotency key under which a request is charged, so that the same
-// request sent again is not charged again: see [client.IdempotencyKey]. An empty string is no key. Defaults to
-// none.
+// request sent again is not charged again: see [client.IdempotencyKey]. An empty string is no key. Defaults to none.
 //
 // The program chooses the key. A function that returns a header of the HTTP client, such as Idempotency-Key,
 // lets that client pass as often as it likes for one charge: it repeats the header, and changes everything else.

@@ -9,11 +9,10 @@ import (
 	"time"
 )
 
-// A Policy is the rules of its buckets: they hold Capacity tokens and gain Refill tokens Every so
-// long, by the microsecond or, Stepped, all at once after each whole interval. A Refill of 0 refills
-// nothing. A quota has turns in place of a refill: its buckets are full at each, and gain nothing in between. Slots have a Lease in place of a
-// refill, and no buckets. A Shadow policy
-// denies nothing: it answers that it would have.
+// A Policy is the rules of its buckets: they hold Capacity tokens and gain Refill tokens Every so long, by the microsecond or, Stepped, all at
+// once after each whole interval. A Refill of 0 refills nothing. A quota has turns in place of a refill: its buckets are full at each, and
+// gain nothing in between. Slots have a Lease in place of a refill, and no buckets. A Shadow policy denies nothing: it answers that it would
+// have.
 type Policy struct {
 	Calendar
 	Capacity, Refill int64
