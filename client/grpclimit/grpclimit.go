@@ -21,6 +21,7 @@ package grpclimit
 import (
 	"context"
 	"math"
+	"slices"
 	"strconv"
 	"time"
 
@@ -143,10 +144,10 @@ const pushback = "grpc-retry-pushback-ms"
 // refuse returns the error of a denial, and sets the trailer.
 func refuse(ctx context.Context, charges []client.Charge, d client.JointDecision) error {
 	quota := &errdetails.QuotaFailure{}
-	named := make(map[string]bool, 1)
+	var refusing []string
 	for i, c := range charges {
-		if !d.Decisions[i].Allowed && !named[c.Policy] {
-			named[c.Policy] = true
+		if !d.Decisions[i].Allowed && !slices.Contains(refusing, c.Policy) {
+			refusing = append(refusing, c.Policy)
 			quota.Violations = append(quota.Violations, &errdetails.QuotaFailure_Violation{
 				Subject:     "policy:" + c.Policy,
 				Description: "The bucket does not hold what the call costs.",
@@ -154,18 +155,16 @@ func refuse(ctx context.Context, charges []client.Charge, d client.JointDecision
 		}
 	}
 	details := []protoadapt.MessageV1{protoadapt.MessageV1Of(quota)}
-	for _, c := range charges {
-		if named[c.Policy] {
-			details = append(details, protoadapt.MessageV1Of(&errdetails.ErrorInfo{
-				Reason: "RATE_LIMITED", Domain: "pgratelimit", Metadata: map[string]string{"policy": c.Policy},
-			}))
-			break
-		}
+	if len(refusing) > 0 {
+		details = append(details, protoadapt.MessageV1Of(&errdetails.ErrorInfo{
+			Reason: "RATE_LIMITED", Domain: "pgratelimit", Metadata: map[string]string{"policy": refusing[0]},
+		}))
 	}
 	wait := "-1"
 	if !d.Never() {
 		details = append(details, protoadapt.MessageV1Of(&errdetails.RetryInfo{RetryDelay: durationpb.New(d.RetryAfter)}))
-		wait = strconv.FormatInt(milliseconds(d.RetryAfter), 10)
+		milliseconds := math.Ceil(float64(d.RetryAfter) / float64(time.Millisecond))
+		wait = strconv.Itoa(int(min(milliseconds, math.MaxInt32))) // clients read 32 bits
 	}
 	// Outside of a call there is no trailer, and nobody to read it.
 	_ = grpc.SetTrailer(ctx, metadata.Pairs(pushback, wait))
@@ -175,13 +174,4 @@ func refuse(ctx context.Context, charges []client.Charge, d client.JointDecision
 		s = detailed
 	}
 	return s.Err()
-}
-
-// milliseconds are rounded up. Clients read 32 bits.
-func milliseconds(d time.Duration) int64 {
-	ms := int64(d / time.Millisecond)
-	if d%time.Millisecond > 0 {
-		ms++
-	}
-	return min(ms, math.MaxInt32)
 }

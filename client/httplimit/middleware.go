@@ -48,6 +48,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -340,11 +341,9 @@ func (e Event) Violated() (policies []string) {
 	if e.Outcome != Denied {
 		return nil
 	}
-	said := make(map[string]bool, 1)
 	for i, c := range e.Charges {
-		if !e.Decision.Decisions[i].Allowed && !said[c.Policy] {
-			said[c.Policy] = true
-			policies = append(policies, public(c.Policy))
+		if name := public(c.Policy); !e.Decision.Decisions[i].Allowed && !slices.Contains(policies, name) {
+			policies = append(policies, name)
 		}
 	}
 	return policies
