@@ -104,11 +104,7 @@ func (p Policy) Peek(b Bucket, now time.Time, cost int64) Decision {
 	if cost == 0 { // allowed even in debt
 		return p.answer(b, now, 0)
 	}
-	return p.answer(b, now, p.retryAfter(b, now, cost))
-}
-
-func (p Policy) retryAfter(b Bucket, now time.Time, cost int64) Micros {
-	return p.pastEnd(b, now, waitFor(now, cost, microtokens(cost)))
+	return p.answer(b, now, p.pastEnd(b, now, waitFor(now, cost, microtokens(cost))))
 }
 
 // waitFor is the wait for a target that a cost needs.

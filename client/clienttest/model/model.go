@@ -351,6 +351,14 @@ func (m *Model) Grants() (n int) {
 	return n
 }
 
+// with is a copy of a map with one more entry.
+func with[V any](of map[string]V, key string, value V) map[string]V {
+	all := map[string]V{}
+	maps.Copy(all, of)
+	all[key] = value
+	return all
+}
+
 func valueOr[T any](p *T, other T) T {
 	if p == nil {
 		return other

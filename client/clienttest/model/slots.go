@@ -117,7 +117,7 @@ func (s Slots) Hold(p Policy, now time.Time, holder string, cost int64) (Slots, 
 	next := s
 	switch {
 	case d.RetryAfter == 0:
-		next = s.Without(now).with(holder, Lease{cost, p.Lease.After(now)})
+		next.leases = with(s.Without(now).leases, holder, Lease{cost, p.Lease.After(now)})
 	case p.Shadow:
 		d.RetryAfter, d.Shadowed = 0, true
 	default:
@@ -134,7 +134,7 @@ func (s Slots) Renew(p Policy, now time.Time, holder string) (next Slots, heldFo
 	l, ok := s.leases[holder]
 	switch {
 	case ok && l.live(now):
-		return s.with(holder, Lease{l.Cost, p.Lease.After(now)}), p.Lease, true
+		return Slots{with(s.leases, holder, Lease{l.Cost, p.Lease.After(now)})}, p.Lease, true
 	case p.Shadow:
 		return s, p.Lease, true
 	}
@@ -155,15 +155,6 @@ func (s Slots) Release(now time.Time, holder string) (next Slots, held bool) {
 func (s Slots) Without(ended time.Time) Slots {
 	leases := maps.Clone(s.leases)
 	maps.DeleteFunc(leases, func(_ string, l Lease) bool { return !l.live(ended) })
-	return Slots{leases}
-}
-
-func (s Slots) with(holder string, l Lease) Slots {
-	leases := maps.Clone(s.leases)
-	if leases == nil {
-		leases = map[string]Lease{}
-	}
-	leases[holder] = l
 	return Slots{leases}
 }
 

@@ -28,12 +28,7 @@ type grant struct {
 }
 
 // left is how long a reserved grant has still to wait.
-func (g grant) left(now time.Time) Micros {
-	if !now.Before(g.ready) {
-		return 0
-	}
-	return Micros(g.ready.UnixMicro() - now.UnixMicro())
-}
+func (g grant) left(now time.Time) Micros { return max(0, until(now, g.ready)) }
 
 // replay is the grant answered again. A reserved one is a denial until its wait is over.
 func (g grant) replay(p Policy, now time.Time) Decision {
@@ -76,12 +71,7 @@ func (s State) remembering(p Policy, now time.Time, idempotencyKey string, g gra
 	if !g.ready.IsZero() {
 		g.expires = p.Remember.After(g.ready)
 	}
-	grants := maps.Clone(s.grants)
-	if grants == nil {
-		grants = map[string]grant{}
-	}
-	grants[idempotencyKey] = g
-	return State{s.bucket, grants}
+	return State{s.bucket, with(s.grants, idempotencyKey, g)}
 }
 
 // Ask answers a charge as Acquire does, and takes nothing: a grant shows the bucket as it is before.
@@ -212,11 +202,10 @@ func (s State) Doubts(idempotencyKey string, now time.Time) []State {
 	if !g.doubtful || !now.Before(g.expires) {
 		return []State{s}
 	}
-	with, without := maps.Clone(s.grants), maps.Clone(s.grants)
-	g.doubtful = false
-	with[idempotencyKey] = g
+	without := maps.Clone(s.grants)
 	delete(without, idempotencyKey)
-	return []State{{s.bucket, with}, {s.bucket, without}}
+	g.doubtful = false
+	return []State{{s.bucket, with(s.grants, idempotencyKey, g)}, {s.bucket, without}}
 }
 
 // Equal reports whether no call could tell the two apart.
@@ -335,14 +324,8 @@ func (s State) Settle(p Policy, now time.Time, idempotencyKey string, cost int64
 		change = least(change, new(big.Int))
 	}
 	bucket, as := p.Move(s.at(p, now), now, change)
-	next := State{&bucket, map[string]grant{}}
-	for key, g := range s.grants {
-		if key == idempotencyKey {
-			g.isSpent, g.spent = true, cost
-		}
-		next.grants[key] = g
-	}
-	return next, as, nil
+	first.isSpent, first.spent = true, cost
+	return State{&bucket, with(s.grants, idempotencyKey, first)}, as, nil
 }
 
 // Reserve takes the cost if the bucket has it within longest. RetryAfter of the answer is the wait: until the bucket without
