@@ -1,4 +1,4 @@
-package clienttest_test
+package clienttest
 
 import (
 	"context"
@@ -13,29 +13,23 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/client"
-	"github.com/pgratelimit/pgratelimit/client/clienttest"
 )
 
 // What the fake answers is compared with the server in tests/: here is what only the fake has.
 
-var _ client.Acquirer = (*clienttest.Fake)(nil)
+var _ client.Acquirer = (*Fake)(nil)
 
 var api = client.Policy{
 	Name: "api", Capacity: 10, Refill: 1, Every: time.Second, Stepped: client.No, Durable: client.Yes, Remember: 24 * time.Hour, Shadow: client.No,
 }
 
-func newFake(t *testing.T, now func() time.Time) *clienttest.Fake {
-	fake := clienttest.New(now)
+func newFake(t *testing.T, now func() time.Time) *Fake {
+	fake := New(now)
 	require.NoError(t, fake.DefinePolicy(t.Context(), api))
 	return fake
 }
 
 func frozen() time.Time { return time.Unix(0, 0) }
-
-// noError returns the value of a call that must not fail.
-func noError[T any](value T, err error) func(testing.TB) T {
-	return func(t testing.TB) T { require.NoError(t, err); return value }
-}
 
 func TestFailNext_FailsAsManyCallsAsItHasErrors(t *testing.T) {
 	t.Parallel()
