@@ -20,10 +20,16 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest"
 )
 
-// newJobs is a fake with 2 slots of each key, for leases of 30 seconds. Its time is the test's.
-func newJobs(t *testing.T, opts ...client.Option) *clienttest.Fake {
+var (
+	jobs  = client.Policy{Name: "jobs", Capacity: 2, Lease: 30 * time.Second}
+	line  = client.Policy{Name: "line", Capacity: 2, Refill: 1, Every: time.Second}
+	daily = client.Policy{Name: "daily", Capacity: 2, Period: client.Period{Days: 1}} // which begins at midnight, as the bubble does
+)
+
+// newFake is a fake with a policy. Its time is the test's.
+func newFake(t *testing.T, p client.Policy, opts ...client.Option) *clienttest.Fake {
 	fake := clienttest.New(time.Now, opts...)
-	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Capacity: 2, Lease: 30 * time.Second}))
+	require.NoError(t, fake.DefinePolicy(t.Context(), p))
 	return fake
 }
 
@@ -49,7 +55,7 @@ func (s *seen) operations() (text string) {
 func TestHold_RenewsAtAThirdOfTheLease(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		var s seen
-		fake := newJobs(t, client.Observe(s.hooks()))
+		fake := newFake(t, jobs, client.Observe(s.hooks()))
 		type name struct{}
 		h, d, err := fake.Hold(context.WithValue(t.Context(), name{}, "value"), "jobs", "k", client.Cost(2))
 		require.NoError(t, err)
@@ -80,7 +86,7 @@ func TestHold_RenewsAtAThirdOfTheLease(t *testing.T) {
 func TestHold_ADenialHoldsNothing(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		var s seen
-		fake := newJobs(t, client.Observe(s.hooks()))
+		fake := newFake(t, jobs, client.Observe(s.hooks()))
 		first := held(t, fake, client.Cost(2))
 		time.Sleep(time.Second)
 		h, d, err := fake.Hold(t.Context(), "jobs", "k")
@@ -109,7 +115,7 @@ func TestHold_EndsWithWhatHappensToItsSlots(t *testing.T) {
 		},
 	} {
 		synctest.Test(t, func(t *testing.T) {
-			fake := newJobs(t)
+			fake := newFake(t, jobs)
 			h, begin := held(t, fake), time.Now()
 			require.NoError(t, lose(t.Context(), fake))
 			<-h.Context().Done()
@@ -278,7 +284,7 @@ func TestHold_ReleaseWaitsForARenewal(t *testing.T) {
 // ends.
 func TestHold_EndsWithTheContextOfTheCall(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		fake := newJobs(t)
+		fake := newFake(t, jobs)
 		ctx, cancel := context.WithCancelCause(t.Context())
 		h, _, err := fake.Hold(ctx, "jobs", "k", client.Cost(2))
 		require.NoError(t, err)
@@ -385,7 +391,7 @@ func TestHold_UndoesTenThousandCallsAtATime(t *testing.T) {
 func TestHold_UnderAPolicyThatWatches(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		var s seen
-		fake := newJobs(t, client.Observe(s.hooks()))
+		fake := newFake(t, jobs, client.Observe(s.hooks()))
 		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "jobs", Shadow: client.Yes}))
 		h, d, err := fake.Hold(t.Context(), "jobs", "k", client.Cost(3))
 		require.NoError(t, err)
@@ -420,7 +426,7 @@ func TestHold_Refusals(t *testing.T) {
 func TestHoldWait(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		var s seen
-		fake := newJobs(t, client.Observe(client.Hooks{Waited: s.hooks().Waited}))
+		fake := newFake(t, jobs, client.Observe(client.Hooks{Waited: s.hooks().Waited}))
 		holdWait := func(ctx context.Context, cost int64) (*client.Hold, client.HoldDecision, time.Duration, error) {
 			begin := time.Now()
 			h, d, err := fake.HoldWait(ctx, "jobs", "k", client.Cost(cost))
@@ -453,16 +459,9 @@ func TestHoldWait(t *testing.T) {
 	})
 }
 
-// newLine is a fake with 2 tokens and one each second. Its time is the test's.
-func newLine(t *testing.T) *clienttest.Fake {
-	fake := clienttest.New(time.Now)
-	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Capacity: 2, Refill: 1, Every: time.Second}))
-	return fake
-}
-
 func TestWait_SleepsAsLongAsTheReservationSays(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		fake := newLine(t)
+		fake := newFake(t, line)
 		start := time.Now()
 		for _, want := range []time.Duration{0, 0, time.Second, 2 * time.Second} {
 			noError(fake.Wait(t.Context(), "line", "k"))(t)
@@ -476,7 +475,7 @@ func TestWait_SleepsAsLongAsTheReservationSays(t *testing.T) {
 
 func TestWait_FailsAtOnceWhenTheDeadlineIsTooNear(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		fake := newLine(t)
+		fake := newFake(t, line)
 		require.NoError(t, fake.SetLevel("line", "k", 0))
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second-time.Microsecond)
 		defer cancel()
@@ -495,7 +494,7 @@ func TestWait_FailsAtOnceWhenTheDeadlineIsTooNear(t *testing.T) {
 
 func TestWait_GivesBackWhenItsContextEnds(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		fake := newLine(t)
+		fake := newFake(t, line)
 		require.NoError(t, fake.SetLevel("line", "k", 0))
 		ctx, cancel := context.WithCancel(t.Context())
 		next := make(chan time.Duration)
@@ -513,17 +512,10 @@ func TestWait_GivesBackWhenItsContextEnds(t *testing.T) {
 	})
 }
 
-// newQuota is a fake with 2 tokens a day, which begins at midnight, as the bubble does.
-func newQuota(t *testing.T, opts ...client.Option) *clienttest.Fake {
-	fake := clienttest.New(time.Now, opts...)
-	require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "daily", Capacity: 2, Period: client.Period{Days: 1}}))
-	return fake
-}
-
 func TestWait_SleepsUntilTheTurnOfAQuota(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		var slept, lates []time.Duration
-		fake := newQuota(t, client.Observe(client.Hooks{Waited: func(_ context.Context, _ string, d time.Duration, err error) {
+		fake := newFake(t, daily, client.Observe(client.Hooks{Waited: func(_ context.Context, _ string, d time.Duration, err error) {
 			require.NoError(t, err)
 			slept = append(slept, d)
 		}}))
@@ -545,7 +537,7 @@ func TestWait_SleepsUntilTheTurnOfAQuota(t *testing.T) {
 
 func TestWait_AtAQuotaKeepsItsDeadline(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		fake := newQuota(t)
+		fake := newFake(t, daily)
 		require.NoError(t, fake.SetLevel("daily", "k", 0))
 		wait := func(timeout time.Duration, opts ...client.CallOption) (client.Reservation, error) {
 			ctx, cancel := context.WithTimeout(t.Context(), timeout)
@@ -573,8 +565,7 @@ func TestWait_AtAQuotaKeepsItsDeadline(t *testing.T) {
 // Without a deadline a Wait that other callers are always ahead of ends after 365 days of sleep.
 func TestWait_AtAQuotaEnds(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		fake := newQuota(t)
-		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "yearly", Capacity: 1, Period: client.Period{Days: 300}}))
+		fake := newFake(t, client.Policy{Name: "yearly", Capacity: 1, Period: client.Period{Days: 300}})
 		require.NoError(t, fake.Override(t.Context(), client.Override{Policy: "yearly", Key: "k", Anchor: time.Now()}))
 		require.NoError(t, fake.SetLevel("yearly", "k", 0))
 		start := time.Now()
@@ -589,10 +580,10 @@ func TestWait_AtAQuotaEnds(t *testing.T) {
 // A block is no turn, so Wait fails at once.
 func TestWait_DoesNotWaitForTheEndOfABlock(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
-		fake := newQuota(t)
-		for policy, fake := range map[string]*clienttest.Fake{"daily": fake, "line": newLine(t)} {
-			require.NoError(t, fake.Override(t.Context(), client.Override{Policy: policy, Key: "k", Capacity: client.Zero, ExpiresAt: time.Now().Add(time.Minute)}))
-			r, err := fake.Wait(t.Context(), policy, "k")
+		for _, p := range []client.Policy{daily, line} {
+			fake := newFake(t, p)
+			require.NoError(t, fake.Override(t.Context(), client.Override{Policy: p.Name, Key: "k", Capacity: client.Zero, ExpiresAt: time.Now().Add(time.Minute)}))
+			r, err := fake.Wait(t.Context(), p.Name, "k")
 			require.ErrorIs(t, err, client.ErrTooLate)
 			require.Equal(t, time.Minute, r.Wait)
 		}

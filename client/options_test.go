@@ -244,8 +244,8 @@ func TestObserve_SeesEachAnswer(t *testing.T) {
 func TestObserve_SeesWaits(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		var s seen
-		fake := clienttest.New(time.Now, client.Observe(s.hooks()))
-		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "line", Capacity: 1, Refill: 1, Every: time.Second}))
+		fake := newFake(t, line, client.Observe(s.hooks()))
+		require.NoError(t, fake.SetLevel("line", "k", 1))
 		for range 2 {
 			noError(fake.Wait(t.Context(), "line", "k"))(t)
 		}
