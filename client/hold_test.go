@@ -459,20 +459,6 @@ func TestHoldWait(t *testing.T) {
 	})
 }
 
-func TestWait_SleepsAsLongAsTheReservationSays(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		fake := newFake(t, line)
-		start := time.Now()
-		for _, want := range []time.Duration{0, 0, time.Second, 2 * time.Second} {
-			noError(fake.Wait(t.Context(), "line", "k"))(t)
-			require.Equal(t, want, time.Since(start))
-		}
-		r := noError(fake.Wait(t.Context(), "line", "k", client.Cost(2)))(t)
-		require.Equal(t, 4*time.Second, time.Since(start))
-		require.Equal(t, 2*time.Second, r.Wait)
-	})
-}
-
 func TestWait_FailsAtOnceWhenTheDeadlineIsTooNear(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		fake := newFake(t, line)
