@@ -90,18 +90,6 @@ func noError[T any](value T, err error) func(testing.TB) T {
 
 var api = client.Policy{Name: "api", Capacity: 100, Refill: 10, Every: time.Second}
 
-func TestMiddleware_AGrantPassesWithFields(t *testing.T) {
-	t.Parallel()
-	l := newLimited(t, charge(client.Charge{Policy: "api", Key: "k", Cost: client.Cost(63)}), httplimit.Closed(time.Second), httplimit.Policies(api))
-	require.Equal(t, answer{http.StatusOK, http.Header{
-		"Ratelimit-Policy": {`"api";q=100;w=10`},
-		"Ratelimit":        {`"api";r=37;t=1`},
-		"Content-Type":     {"text/plain; charset=utf-8"},
-	}, "done"}, l.get())
-	require.Equal(t, httplimit.Allowed, l.event.Outcome)
-	require.Equal(t, int64(37), l.event.Decision.Decisions[0].Remaining)
-}
-
 func TestMiddleware_ADenialIsAProblem(t *testing.T) {
 	t.Parallel()
 	l := newLimited(t, charge(
@@ -181,13 +169,11 @@ func TestFields(t *testing.T) {
 			}
 			response := l.get()
 			require.Equal(t, http.StatusOK, response.StatusCode)
-			if test.policies == "" {
-				require.NotContains(t, response.Header, "Ratelimit-Policy")
-				require.NotContains(t, response.Header, "Ratelimit")
-				return
+			want := http.Header{"Content-Type": {"text/plain; charset=utf-8"}}
+			if test.policies != "" {
+				want["Ratelimit-Policy"], want["Ratelimit"] = []string{`"p"` + test.policies}, []string{`"p"` + test.limit}
 			}
-			require.Equal(t, `"p"`+test.policies, response.Header.Get("RateLimit-Policy"))
-			require.Equal(t, `"p"`+test.limit, response.Header.Get("RateLimit"))
+			require.Equal(t, want, response.Header)
 		})
 	}
 }
