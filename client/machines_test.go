@@ -182,8 +182,8 @@ func StopTimer(h *Hold) { h.timer.Stop() }
 func TestQueue_KeepsItsInvariants(t *testing.T) {
 	t.Parallel()
 	random(t, 100, func(t *testing.T, r *rand.Rand) {
-		d := &drivenQueue{T: t, limit: 1 + r.IntN(4), maxWaiting: pick(r, 1, 20, 300, 10_000), now: time.Unix(0, 0), taken: map[*waiter]*batch{}}
-		d.queue = newQueue(d.limit, d.maxWaiting)
+		d := &drivenQueue{T: t, limit: 1 + r.IntN(4), maxWaiting: pick(r, 1, 20, 300, 10_000), now: time.Unix(0, 0)}
+		d.queue, d.taken, d.claimed = newQueue(d.limit, d.maxWaiting), map[*waiter]*batch{}, map[*batch]request{}
 		arrive := func() {
 			spread := pick(r, 1, 5, 300)
 			for range pick(r, 1, 1, 1, 40, 300) {
@@ -260,11 +260,10 @@ type drivenQueue struct {
 	ended      time.Time       // when the last call did
 	reserved   bool
 	lingering  bool
-	waiting    []*waiter // in order of arrival
-	batches    []*batch  // open
-	claimed    []*batch  // those of batches that claim opened
-	claimedFor []request // the request of each claimed batch
-	abandoned  []*batch  // those of batches whose callers have all left
+	waiting    []*waiter          // in order of arrival
+	batches    []*batch           // open
+	claimed    map[*batch]request // those of batches that claim opened, for it
+	abandoned  []*batch           // those of batches whose callers have all left
 	taken      map[*waiter]*batch
 }
 
@@ -301,7 +300,7 @@ func (d *drivenQueue) arrive(r request, within time.Duration) {
 	if b := d.queue.claim(r, d.now); b != nil {
 		require.False(d, first, "a request that waits and can be taken goes first")
 		require.False(d, d.reserved)
-		d.batches, d.claimed, d.claimedFor = append(d.batches, b), append(d.claimed, b), append(d.claimedFor, r)
+		d.batches, d.claimed[b] = append(d.batches, b), r
 		return
 	}
 	w := &waiter{request: r}
@@ -349,7 +348,7 @@ func (d *drivenQueue) take() {
 	}
 	require.NotEmpty(d, b.waiters)
 	elements := 0
-	passed := map[bucket][2]bool{}
+	passed := map[[2]any]bool{} // by order
 	inBatch := map[*waiter]bool{}
 	for _, w := range b.waiters {
 		require.Less(d, elements, maxBatch, "a full batch takes no more")
@@ -359,14 +358,12 @@ func (d *drivenQueue) take() {
 		inBatch[w] = true
 	}
 	for _, w := range d.waiting {
-		which := map[bool]int{false: 0, true: 1}[w.keyed()]
+		order := [2]any{w.bucket(), w.keyed()}
 		if !inBatch[w] {
-			p := passed[w.bucket()]
-			p[which] = true
-			passed[w.bucket()] = p
+			passed[order] = true
 			continue
 		}
-		require.False(d, passed[w.bucket()][which], "one that arrived before it still waits")
+		require.False(d, passed[order], "one that arrived before it still waits")
 		d.taken[w] = b
 	}
 	left := len(d.waiting) - len(b.waiters)
@@ -405,9 +402,7 @@ func (d *drivenQueue) finish(b *batch) {
 	}
 	d.calls, d.ended = append(d.calls, took), d.now
 	d.batches = slices.DeleteFunc(d.batches, func(o *batch) bool { return o == b })
-	if i := slices.Index(d.claimed, b); i >= 0 {
-		d.claimed, d.claimedFor = slices.Delete(d.claimed, i, i+1), slices.Delete(d.claimedFor, i, i+1)
-	}
+	delete(d.claimed, b)
 	maps.DeleteFunc(d.taken, func(_ *waiter, by *batch) bool { return by == b })
 	d.do(d.queue.finish(b, d.now))
 }
@@ -478,8 +473,8 @@ func (d *drivenQueue) owners() map[bucket]*batch {
 			owned(b, w.request)
 		}
 	}
-	for i, b := range d.claimed {
-		owned(b, d.claimedFor[i])
+	for b, r := range d.claimed {
+		owned(b, r)
 	}
 	return owners
 }
