@@ -572,24 +572,6 @@ func TestQueue_ExpectsTheNextCallAndThoseThatAreNeeded(t *testing.T) {
 	}
 }
 
-// An abandoned call is cancelled: the pace counts it as twice as long as it lasted.
-func TestQueue_AnAbandonedCallCountsTwice(t *testing.T) {
-	t.Parallel()
-	q, now := newQueue(1, 10), time.Unix(0, 0)
-	for range paceCalls {
-		one, two := &waiter{request: request{key: "1"}}, &waiter{request: request{key: "2"}}
-		require.Equal(t, serve, q.add(one))
-		q.add(two)
-		b := new(batch)
-		require.True(t, q.take(b, now))
-		require.Nil(t, q.leave(one))
-		require.Same(t, b, q.leave(two))
-		now = now.Add(40 * time.Millisecond)
-		q.finish(b, now)
-	}
-	require.Equal(t, 80*time.Millisecond, q.pace.call(now))
-}
-
 // A call has stalled when it has lasted twice as long as usual, and not before: until then it is expected to end at any moment.
 func TestPace_ACallHasStalledAfterTwiceTheUsualTime(t *testing.T) {
 	t.Parallel()
