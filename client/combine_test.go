@@ -511,15 +511,13 @@ type gatedCall struct {
 	costs, sizes         []int64
 	answer               chan error // nil for a decision
 	denied               time.Duration
-	packedAnswer         *packedAnswer // instead of its own
+	change               func(*packedAnswer) // before it is sent, or nil
 }
 
 func (c *gatedCall) grant() { c.answer <- nil }
 
 func (c *gatedCall) grantWith(change func(*packedAnswer)) {
-	packed := c.packed()
-	change(&packed)
-	c.packedAnswer = &packed
+	c.change = change
 	c.grant()
 }
 
@@ -642,8 +640,8 @@ func (c *gatedCall) scanner() scanner {
 	switch {
 	case c.batch:
 		packed := c.packed()
-		if c.packedAnswer != nil {
-			packed = *c.packedAnswer
+		if c.change != nil {
+			c.change(&packed)
 		}
 		return scanner{packed.row()}
 	case c.costs != nil:
@@ -722,12 +720,8 @@ func requests(keys ...string) (list []client.Request) {
 	return list
 }
 
-type manyAcquirer interface {
-	AcquireMany(ctx context.Context, requests []client.Request) []client.Answer
-}
-
 // askMany asks for all in one call, beside the test.
-func askMany(ctx context.Context, limiter manyAcquirer, list []client.Request) <-chan []client.Answer {
+func askMany(ctx context.Context, limiter *client.Combiner, list []client.Request) <-chan []client.Answer {
 	got := make(chan []client.Answer, 1)
 	go func() { got <- limiter.AcquireMany(ctx, list) }()
 	synctest.Wait() // until they wait
