@@ -37,6 +37,7 @@ type limited struct {
 	handler http.Handler
 	ran     int             // how often the handler did
 	event   httplimit.Event // the last
+	calls   int             // of the limiter, in newTable's
 }
 
 // newLimited defines api, and charges what charges says, by default one token of it. It fails closed unless failure says otherwise.
@@ -290,14 +291,13 @@ func TestFailure_AsTheTableOfErrorsSays(t *testing.T) {
 }
 
 // newTable is a handler behind New, with an idempotency key if it is keyed, or behind Slots. It counts the calls of the limiter.
-func newTable(t *testing.T, failure httplimit.Failure, way string) *tabled {
-	l := &tabled{}
+func newTable(t *testing.T, failure httplimit.Failure, way string) *limited {
+	l := &limited{t: t}
 	l.Fake = clienttest.New(nil, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
 		if a.Takes() {
 			l.calls++
 		}
 	}}))
-	l.t = t
 	handler := http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})
 	charges := charge(client.Charge{Policy: "api", Key: "k"})
 	if way == "slots" {
@@ -312,11 +312,6 @@ func newTable(t *testing.T, failure httplimit.Failure, way string) *tabled {
 	}
 	l.handler = httplimit.New(l, charges, failure, opts...)(handler)
 	return l
-}
-
-type tabled struct {
-	limited
-	calls int
 }
 
 // generous is a limiter that allows everything.
