@@ -134,15 +134,10 @@ const (
 
 // String returns keep, yes or no.
 func (c Choice) String() string {
-	switch c {
-	case Keep:
-		return "keep"
-	case Yes:
-		return "yes"
-	case No:
-		return "no"
+	if c < Keep || c > No {
+		return fmt.Sprintf("Choice(%d)", int8(c))
 	}
-	return fmt.Sprintf("Choice(%d)", int8(c))
+	return [...]string{"keep", "yes", "no"}[c]
 }
 
 // DefinePolicy creates a policy, or changes the policy of that name. A change applies to the next acquire:
