@@ -301,7 +301,7 @@ func AsDenial(err error) (d Denial, ok bool) {
 	d.Remaining, d.Capacity, d.RetryAfter = *told.Remaining, *told.Capacity, never
 	if told.RetryAfter != nil {
 		seconds, ok := new(big.Rat).SetString(told.RetryAfter.String())
-		if !ok {
+		if !ok || strings.ContainsAny(told.RetryAfter.String(), "eE") {
 			return Denial{}, false
 		}
 		micros := seconds.Mul(seconds, big.NewRat(1_000_000, 1))

@@ -119,6 +119,7 @@ func TestAsDenial_TellsWhatTheErrorTells(t *testing.T) {
 		"another code":   &pgconn.PgError{Code: "RL001", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": 1, "capacity": 5}`},
 		"no detail":      &pgconn.PgError{Code: "RL429"},
 		"no policy":      &pgconn.PgError{Code: "RL429", Detail: `{"cost": 1, "remaining": 0, "retry_after": 1, "capacity": 5}`},
+		"an exponent":    &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": 1e9, "capacity": 5}`},
 		"another number": &pgconn.PgError{Code: "RL429", Detail: `{"policy": "p", "cost": 1, "remaining": 0, "retry_after": "soon", "capacity": 5}`},
 	} {
 		d, ok := client.AsDenial(err)

@@ -83,7 +83,7 @@ func New(provider metric.MeterProvider) (*Metrics, error) {
 	m.requests, errs[0] = meter.Int64Counter("ratelimit.requests", metric.WithUnit("{request}"),
 		metric.WithDescription("Requests for tokens, by policy and result."))
 	m.prefetched, errs[1] = meter.Int64Counter("ratelimit.prefetched", metric.WithUnit("{request}"),
-		metric.WithDescription("Requests that were granted from a lease, by policy."))
+		metric.WithDescription("Requests that were granted from the stock, by policy."))
 	m.duration, errs[2] = meter.Float64Histogram("ratelimit.acquire.duration", metric.WithUnit("s"),
 		metric.WithDescription("Time until a request for tokens was answered, by result."),
 		metric.WithExplicitBucketBoundaries(.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5))
