@@ -20,37 +20,14 @@ from psycopg.rows import dict_row
 
 import pgratelimit
 from pgratelimit import (
-    AsyncLimiter,
-    Charge,
-    Combiner,
-    Denied,
-    IdempotencyMismatch,
-    InvalidArgument,
-    Limiter,
-    Locked,
-    NoGrant,
-    TooLate,
-    UnknownPolicy,
-    drivers,
+    AsyncLimiter, Charge, Combiner, Denied, IdempotencyMismatch, InvalidArgument, Limiter, Locked, NoGrant, TooLate, UnknownPolicy, drivers
 )
 from pgratelimit.answers import Reservation, seconds
 from pgratelimit.calls import statement, texts
 from pgratelimit.limiter import _pauses
 from tests.kit import (
-    AsyncCase,
-    asyncpg_pool_of,
-    define,
-    define_quota,
-    define_slots,
-    execute,
-    fails_once,
-    gather,
-    psycopg_pool_of,
-    stopped_clock,
-    taken,
-    transaction,
-    until,
-    vectors,
+    AsyncCase, asyncpg_pool_of, define, define_quota, define_slots, execute, fails_once, gather, psycopg_pool_of, stopped_clock, taken, transaction,
+    until, vectors
 )
 
 
