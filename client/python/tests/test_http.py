@@ -1,6 +1,7 @@
 import asyncio
 import datetime
 import email.message
+import itertools
 import json
 import logging
 import unittest
@@ -162,47 +163,19 @@ class WsgiTest(unittest.TestCase):
         self.assertEqual('"a";r=4;t=86400', dict(fields)["RateLimit"], "all that is missing comes at the turn")
 
 
-def raised(make):
-    try:
-        make()
-    except Exception as error:
-        return error
-
-
 def raised_in(module, error):
     """An error that code of a module has raised."""
-    code = compile("raise error", "driver.py", "exec")
-    return raised(lambda: exec(code, {"__name__": module, "error": error}))
+    try:
+        exec(compile("raise error", "driver.py", "exec"), {"__name__": module, "error": error})
+    except Exception as caught:
+        return caught
 
 
-def of_this_package(sqlstate):
-    return errors.of_server("acquire", sqlstate, "made up", None, None)
-
-
-def wrapped(error):
-    def wrap():
-        try:
-            raise error
-        except Exception as cause:
-            raise RuntimeError("wrapped") from cause
-
-    return raised(wrap)
-
-
-def with_orig(error):
-    outer = Exception("of an ORM")
-    outer.orig = error
+def linked(outer, **link):
+    """An error with another one behind it, as raise and an ORM set it."""
+    for name, error in link.items():
+        setattr(outer, name, error)
     return outer
-
-
-def mistake_while_handling(error):
-    def handle():
-        try:
-            raise error
-        except Exception:
-            None.lower()
-
-    return raised(handle)
 
 
 OTHERS = {
@@ -210,7 +183,7 @@ OTHERS = {
         TypeError(), AttributeError(), NameError(), KeyError(), IndexError(), ValueError(), AssertionError(), ZeroDivisionError(),
         pgratelimit.Error("an answer of another shape"), InvalidArgument("found without the server"),
         raised_in("psycopg.adapt", UnicodeEncodeError("latin-1", "\u20ac", 0, 1, "no such character")),
-        mistake_while_handling(psycopg.errors.AdminShutdown()),
+        linked(AttributeError("a mistake in the handling"), __context__=psycopg.errors.AdminShutdown()),
     ],
     "timeout": [TimeoutError(), psycopg_pool.PoolTimeout(), asyncio.TimeoutError()],
     "refused": [ConnectionRefusedError(), psycopg.OperationalError("connection failed"), OSError("no route")],
@@ -230,7 +203,10 @@ def errors_of(row):
         return OTHERS[code]
     of_psycopg = psycopg.errors._sqlcodes.get(code, type("Unknown", (psycopg.DatabaseError,), {"sqlstate": code}))("made up")
     of_asyncpg = asyncpg.PostgresError.new({"C": code, "M": "made up"})
-    return [of_psycopg, of_asyncpg, of_this_package(code), wrapped(of_psycopg), with_orig(of_asyncpg), ExceptionGroup("tasks", [of_psycopg])]
+    return [
+        of_psycopg, of_asyncpg, errors.of_server("acquire", code, "made up", None, None), linked(RuntimeError("wrapped"), __cause__=of_psycopg),
+        linked(Exception("of an ORM"), orig=of_asyncpg), ExceptionGroup("tasks", [of_psycopg]),
+    ]
 
 
 class Failing:
@@ -254,6 +230,24 @@ class AsyncFailing(Failing):
         return super().acquire(*args, **kwargs)
 
 
+def asgi(app=asgi_app, charges=lambda scope: [("p", "k")], **options):
+    limiter = AsyncFailing()
+    return limiter, Asgi(app, limiter, charges, **{"failure": "closed", "timeout": 60} | options)
+
+
+def wsgi(app=wsgi_app, charges=lambda environ: [("p", "k")], **options):
+    limiter = Failing()
+    return limiter, Wsgi(app, limiter, charges, **{"failure": "closed"} | options)
+
+
+async def get(app, **more):
+    """The answer of an application of either kind."""
+    if isinstance(app, Asgi):
+        return await asgi_get(app, **more)
+    status, fields, body = wsgi_get(app, **more)
+    return int(status[:3]), fields, body
+
+
 class TableTest(unittest.TestCase):
     """client/testdata/failures.json."""
 
@@ -261,18 +255,13 @@ class TableTest(unittest.TestCase):
 
     def setUp(self):
         self.enterContext(mock.patch.object(http, "SETUP_PAUSE", 0))
+        self.runner = self.enterContext(asyncio.Runner())
 
     def middlewares(self, failure, has_decided, key):
         """Each with a limiter, and a function that returns the status of an answer."""
-        for limiter in (Failing(), AsyncFailing()):
-            charges = lambda _: [("table", "k")]  # noqa: E731
-            idempotency_key = (lambda _: key) if key else None
-            if isinstance(limiter, AsyncFailing):
-                app = Asgi(asgi_app, limiter, charges, failure=failure, timeout=60, idempotency_key=idempotency_key)
-                status = lambda app=app: asyncio.run(asgi_get(app))[0]  # noqa: E731
-            else:
-                app = Wsgi(wsgi_app, limiter, charges, failure=failure, idempotency_key=idempotency_key)
-                status = lambda app=app: int(wsgi_get(app)[0][:3])  # noqa: E731
+        for make in (asgi, wsgi):
+            limiter, app = make(failure=failure, idempotency_key=(lambda _: key) if key else None)
+            status = lambda app=app: self.runner.run(get(app))[0]  # noqa: E731
             if has_decided:
                 self.assertEqual(200, status())
             limiter.calls = 0
@@ -287,26 +276,21 @@ class TableTest(unittest.TestCase):
 
     def test_each_row_of_the_table(self):
         runs = 0
-        for row in self.rows:
-            if row["error"] == "wrong shard":  # there are no shards in Python
-                continue
-            for failure in ("open", "closed"):
-                for has_decided in (False, True):
-                    for key in (None, "job"):
-                        for error in errors_of(row):
-                            for limiter, app, status in self.middlewares(failure, has_decided, key):
-                                limiter.error, runs, before = error, runs + 1, http.let_pass["table"]
-                                expected = self.expected(row, failure, has_decided, key)
-                                with self.subTest(row=row["error"], error=repr(error), failure=failure, decided=has_decided, key=key, app=app):
-                                    with self.assertLogs("pgratelimit", logging.WARNING) as logged:
-                                        self.assertEqual(expected, status())
-                                        first = len(logged.records)
-                                        self.assertEqual(expected, status())
-                                    self.assertEqual(2 * (expected == 200), http.let_pass["table"] - before)
-                                    self.assertEqual(4 if row["kind"] == "setup" else 2, limiter.calls)
-                                    if row["kind"] == "setup" or row.get("remedy"):
-                                        self.assertIn(errors.remedy(row["error"]), logged.records[0].getMessage())
-                                        self.assertEqual(first, len(logged.records), "once a minute")
+        for row, failure, has_decided, key in itertools.product(self.rows, ("open", "closed"), (False, True), (None, "job")):
+            expected = self.expected(row, failure, has_decided, key)
+            for error in errors_of(row) if row["error"] != "wrong shard" else ():  # there are no shards in Python
+                for limiter, app, status in self.middlewares(failure, has_decided, key):
+                    limiter.error, runs, before = error, runs + 1, http.let_pass["p"]
+                    with self.subTest(row=row["error"], error=repr(error), failure=failure, decided=has_decided, key=key, app=app):
+                        with self.assertLogs("pgratelimit", logging.WARNING) as logged:
+                            self.assertEqual(expected, status())
+                            first = len(logged.records)
+                            self.assertEqual(expected, status())
+                        self.assertEqual(2 * (expected == 200), http.let_pass["p"] - before)
+                        self.assertEqual(4 if row["kind"] == "setup" else 2, limiter.calls)
+                        if row["kind"] == "setup" or row.get("remedy"):
+                            self.assertIn(errors.remedy(row["error"]), logged.records[0].getMessage())
+                            self.assertEqual(first, len(logged.records), "once a minute")
         self.assertGreater(runs, 3000)
 
     def test_what_lacks_is_logged_once_a_minute_and_another_code_too(self):
@@ -338,49 +322,37 @@ class TableTest(unittest.TestCase):
 
 
 class EdgesTest(AsyncCase):
-    def asgi(self, app=asgi_app, charges=lambda scope: [("p", "k")], **options):
-        limiter = AsyncFailing()
-        return limiter, Asgi(app, limiter, charges, **{"failure": "closed", "timeout": 60} | options)
-
-    def wsgi(self, app=wsgi_app, charges=lambda environ: [("p", "k")], **options):
-        limiter = Failing()
-        return limiter, Wsgi(app, limiter, charges, **{"failure": "closed"} | options)
-
     async def test_the_message_of_the_app_stays_its_own(self):
         start = {"type": "http.response.start", "status": 200, "headers": [(b"x-own", b"1")]}
 
         async def constant(scope, receive, send):
             await send(start)
 
-        await asgi_get(self.asgi(constant)[1])
+        await asgi_get(asgi(constant)[1])
         self.assertEqual([(b"x-own", b"1")], start["headers"])
 
     async def test_a_request_without_charges_and_what_is_no_request_pass(self):
-        limiter, app = self.asgi(charges=lambda scope: [] if scope["type"] == "http" else [("p", "k")])
+        limiter, app = asgi(charges=lambda scope: [] if scope["type"] == "http" else [("p", "k")])
         self.assertEqual(200, (await asgi_get(app))[0])
         await app({"type": "lifespan"}, None, lambda message: asyncio.sleep(0))
         self.assertEqual(0, limiter.calls)
 
     async def test_a_refusal_tells_nothing_and_of_head_has_the_length_of_get_and_no_body(self):
-        for limiter, app in (self.asgi(), self.wsgi()):
+        for limiter, app in (asgi(), wsgi()):
             limiter.error = ConnectionRefusedError("secret key")
             with self.assertLogs("pgratelimit"):
-                if isinstance(app, Asgi):
-                    get, head = await asgi_get(app, method="GET"), await asgi_get(app, method="HEAD")
-                else:
-                    get, head = wsgi_get(app), wsgi_get(app, method="HEAD")
-            self.assertEqual({"type": "about:blank", "title": "Service Unavailable", "status": 503}, json.loads(get[2]))
-            self.assertEqual((b"", str(len(get[2]))), (head[2], head[1]["content-length"]))
-            self.assertEqual(get[:2], head[:2])
+                (*answer, body), (*of_head, none) = await get(app, method="GET"), await get(app, method="HEAD")
+            self.assertEqual({"type": "about:blank", "title": "Service Unavailable", "status": 503}, json.loads(body))
+            self.assertEqual((b"", str(len(body)), answer), (none, of_head[1]["content-length"], of_head))
 
     async def test_options_are_checked_at_set_up(self):
-        for make, wrong_limiter in ((self.asgi, Limiter.__new__(Limiter)), (self.wsgi, AsyncLimiter.__new__(AsyncLimiter))):
+        for make, wrong_limiter in ((asgi, Limiter.__new__(Limiter)), (wsgi, AsyncLimiter.__new__(AsyncLimiter))):
             wrong = [
                 ("charges", dict(charges=None)), ("charges", dict(charges=[("p", "k")])), ("failure", dict(failure="maybe")),
                 ("quotas", dict(quotas="api")), ("idempotency_key", dict(idempotency_key="job")), ("observe", dict(observe=1)),
                 ("refuse_with", dict(refuse_with=b"no")),
             ]
-            if make == self.asgi:
+            if make == asgi:
                 wrong += [("timeout", dict(timeout=t)) for t in (0, -1, float("nan"), True, "5", None, datetime.timedelta(0))]
             else:
                 async def charges(environ): ...
@@ -391,10 +363,10 @@ class EdgesTest(AsyncCase):
                     make(**options)
             for limiter in (None, wrong_limiter):
                 with self.assertRaisesRegex(TypeError, "limiter"):
-                    kind = Asgi if make == self.asgi else Wsgi
+                    kind = Asgi if make == asgi else Wsgi
                     kind(None, limiter, print, failure="open", **({"timeout": 1} if kind is Asgi else {}))
         for timeout in (float("inf"), 30 * 86400, datetime.timedelta(days=30)):
-            self.assertEqual(200, (await asgi_get(self.asgi(timeout=timeout)[1]))[0])
+            self.assertEqual(200, (await asgi_get(asgi(timeout=timeout)[1]))[0])
 
     async def test_charges_may_be_async_or_generators(self):
         async def function(scope):
@@ -409,20 +381,19 @@ class EdgesTest(AsyncCase):
             yield "p", "k"
 
         for charges in (function, generator, plain):
-            limiter, app = self.asgi(charges=charges)
+            limiter, app = asgi(charges=charges)
             self.assertEqual((200, 1), ((await asgi_get(app))[0], limiter.calls))
-        limiter, app = self.wsgi(charges=plain)
+        limiter, app = wsgi(charges=plain)
         self.assertEqual(("200 OK", 1), (wsgi_get(app)[0], limiter.calls))
 
     async def test_an_idempotency_key_is_the_programs_and_one_that_does_not_fit_is_400(self):
         for key, status, passed in (("job 7", 200, "job 7"), ("", 200, None), (None, 200, None), ("x" * 513, 400, None), ("\0", 400, None), (7, 400, None)):
-            for make in (self.asgi, self.wsgi):
+            for make in (asgi, wsgi):
                 seen = []
                 limiter, app = make(idempotency_key=lambda _: key)
                 acquire = limiter.acquire
                 limiter.acquire = lambda *args, idempotency_key=None: (seen.append(idempotency_key), acquire(*args))[1]
-                got = (await asgi_get(app))[0] if make == self.asgi else int(wsgi_get(app)[0][:3])
-                self.assertEqual((status, [passed] if status == 200 else []), (got, seen), key)
+                self.assertEqual((status, [passed] if status == 200 else []), ((await get(app))[0], seen), key)
 
     async def test_each_decision_is_observed_and_a_refusal_may_be_written_by_the_program(self):
         denied = Decision(False, 0, 1.5, 10.0, 10, False, False)
@@ -435,21 +406,20 @@ class EdgesTest(AsyncCase):
             start_response("420 Calm", [("X-Own", event.outcome)])
             return [b"calm"]
 
-        for make, refuse_with in ((self.asgi, refuse), (self.wsgi, refuse_wsgi)):
+        for make, refuse_with in ((asgi, refuse), (wsgi, refuse_wsgi)):
             seen = []
             limiter, app = make(observe=lambda _, event: seen.append(event), refuse_with=refuse_with)
-            get = getter(app)
-            self.assertEqual(200, (await get())[0])
+            self.assertEqual(200, (await get(app))[0])
             acquire = limiter.acquire
 
             async def deny_later(*_): return denied
 
-            limiter.acquire = deny_later if make == self.asgi else lambda *_: denied
-            status, fields, body = await get()
+            limiter.acquire = deny_later if make == asgi else lambda *_: denied
+            status, fields, body = await get(app)
             self.assertEqual((420, "denied", "2", b"calm"), (status, fields["x-own"], fields["retry-after"], body))
             limiter.acquire, limiter.error = acquire, TimeoutError("away")
             with self.assertLogs("pgratelimit"):
-                self.assertEqual("failed closed", (await get())[1]["x-own"])
+                self.assertEqual("failed closed", (await get(app))[1]["x-own"])
             self.assertEqual([("allowed", None), ("denied", 429), ("failed closed", 503)], [(e.outcome, e.status) for e in seen])
             self.assertEqual(([Charge("p", "k")], denied, limiter.error), (seen[0].charges, seen[1].decision, seen[2].error))
 
@@ -457,14 +427,14 @@ class EdgesTest(AsyncCase):
         def fail(*_):
             raise ZeroDivisionError
 
-        for make in (self.asgi, self.wsgi):
+        for make in (asgi, wsgi):
             for options in (dict(charges=fail), dict(idempotency_key=fail), dict(app=fail)):
                 _, app = make(failure="open", **options)
                 with self.assertRaises(ZeroDivisionError):
-                    await getter(app)()
+                    await get(app)
             _, app = make(failure="open", observe=fail)
             with self.assertLogs("pgratelimit", "ERROR"):
-                self.assertEqual(200, (await getter(app)())[0])
+                self.assertEqual(200, (await get(app))[0])
 
     async def test_what_an_application_of_wsgi_returns_stays_as_it_is(self):
         class Body(list):
@@ -477,14 +447,14 @@ class EdgesTest(AsyncCase):
             start_response("500 Oh", [("X-Own", "1")], (None, None, None))
             return body
 
-        _, app = self.wsgi(app)
+        _, app = wsgi(app)
         self.assertIs(body, app({"REQUEST_METHOD": "GET"}, lambda *args: started.append(args)))
         self.assertEqual(("500 Oh", (None, None, None)), (started[1][0], started[1][2]))
         self.assertEqual(["X-Own", "RateLimit-Policy", "RateLimit"], [name for name, _ in started[1][1]])
 
     async def test_a_client_that_has_hung_up_is_charged_to_no_bucket(self):
         asked = []
-        limiter, app = self.asgi(charges=lambda scope: [("p", scope_ip(scope))], failure="open", observe=lambda _, e: asked.append(e.outcome))
+        limiter, app = asgi(charges=lambda scope: [("p", scope_ip(scope))], failure="open", observe=lambda _, e: asked.append(e.outcome))
         for server, status, calls in ((("192.0.2.1", 80), 503, 0), (None, 200, 1), (("/run/app.sock", None), 200, 2)):
             got, *_ = await asgi_get(app, client=None, server=server)
             self.assertEqual((status, calls), (got, limiter.calls), server)
@@ -499,7 +469,7 @@ class EdgesTest(AsyncCase):
         async def accept(scope, receive, send):
             await send({"type": "websocket.accept", "headers": [(b"x-own", b"1")]})
 
-        limiter, app = self.asgi(accept)
+        limiter, app = asgi(accept)
         scope = {"type": "websocket", "client": ("192.0.2.1", 5), "headers": []}
         await app(scope, None, send)
         self.assertEqual(("websocket.accept", 3, 1), (sent[0]["type"], len(sent[0]["headers"]), limiter.calls))
@@ -514,18 +484,6 @@ class EdgesTest(AsyncCase):
         await app(scope | {"extensions": {"websocket.http.response": {}}}, None, send)
         self.assertEqual(["websocket.http.response.start", "websocket.http.response.body"], [m["type"] for m in sent])
         self.assertEqual((429, b"2"), (sent[0]["status"], dict(sent[0]["headers"])[b"retry-after"]))
-
-
-def getter(app):
-    """Answers of either kind alike."""
-
-    async def get():
-        if isinstance(app, Asgi):
-            return await asgi_get(app)
-        status, fields, body = wsgi_get(app)
-        return int(status[:3]), fields, body
-
-    return get
 
 
 class RetryAfterTest(unittest.TestCase):
