@@ -196,8 +196,8 @@ func TestNode_ThePageShowsTheFiles(t *testing.T) {
 	}
 }
 
-func times(t *testing.T, db *kit.TestDB, sql string) []time.Time {
-	rows := kit.NoError(db.Pool.Query(t.Context(), sql))(t)
+func times(t testing.TB, db *kit.TestDB, sql string, args ...any) []time.Time {
+	rows := kit.NoError(db.Pool.Query(context.Background(), sql, args...))(t)
 	return kit.NoError(pgx.CollectRows(rows, pgx.RowTo[time.Time]))(t)
 }
 
