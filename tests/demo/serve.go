@@ -146,16 +146,11 @@ func (s served) start(ctx context.Context) (stop func() error, err error) {
 			return nil, errors.Join(ctx.Err(), stop())
 		case <-ticker.C:
 		}
-		if s.answers("/healthz") {
+		response, err := http.Get("http://" + s.http + "/healthz")
+		if err == nil && response.Body.Close() == nil && response.StatusCode == http.StatusOK {
 			return stop, nil
 		}
 	}
-}
-
-// answers reports whether the server answers a path with 200.
-func (s served) answers(path string) bool {
-	response, err := http.Get("http://" + s.http + path)
-	return err == nil && response.Body.Close() == nil && response.StatusCode == http.StatusOK
 }
 
 // explain says what can be tried.

@@ -297,7 +297,6 @@ func run(t *testing.T, db *kit.TestDB, p process, node bool, longest int, gap ti
 		level: [2]float64{2 * requests, 2 * tokens}, processes: map[string]bool{}, allSeen: make(chan struct{})}
 	server := httptest.NewServer(u)
 	defer server.Close()
-	var stops []func()
 	for i := range 3 {
 		p.Name, p.DB, p.Upstream = fmt.Sprint(i), db.URL, server.URL
 		cmd := exec.Command(os.Args[0])
@@ -311,16 +310,11 @@ func run(t *testing.T, db *kit.TestDB, p process, node bool, longest int, gap ti
 		stdin := kit.NoError(cmd.StdinPipe())(t)
 		require.NoError(t, cmd.Start())
 		t.Cleanup(func() { _ = cmd.Process.Kill() })
-		stops = append(stops, func() {
+		defer func() {
 			require.NoError(t, stdin.Close())
 			require.NoError(t, cmd.Wait(), stderr.String())
-		})
+		}()
 	}
-	defer func() {
-		for _, stop := range stops {
-			stop()
-		}
-	}()
 	select {
 	case <-u.allSeen:
 	case <-time.After(kit.Patience):
