@@ -6,7 +6,7 @@ import { tmpdir } from 'node:os'
 import test from 'node:test'
 import { Closed, Combiner, Limiter, Overloaded, translate } from '../index.js'
 import { addressKey, byIP, byUser, decide, limit, limitFetch, per } from '../http.js'
-import { definePolicy, defineQuota, eventually, left, listening, pool, vectors, withLocked } from './kit.js'
+import { definePolicy, defineQuota, eventually, left, listening, pool, vectors } from './kit.js'
 
 /** Serves a handler behind middleware while use asks it, by the headers of a request. */
 const serving = (middleware, use) => listening(
@@ -45,21 +45,13 @@ test('the next tokens of a quota come at its turn', async () => {
   })
 })
 
-test('a denial that no wait helps has no Retry-After', async () => {
-  const policy = await definePolicy(2, 0, '1 hour')
-  await serving(limit(new Limiter(pool), { charges: () => [{ policy, key: 'k', cost: 3 }], failure: 'closed' }), async (get) => {
-    const denied = await get()
-    assert.deepEqual([denied.status, ...fields(denied).slice(0, 3)], [429, `"${policy}";q=2`, `"${policy}";r=2;t=1`, null])
-  })
-})
-
 test('several charges are all or nothing, each policy is shown once, and only those that refused are named', async () => {
   const [few, many] = [await definePolicy(1, 1, '1 day'), await definePolicy(5, 1, '1 day')]
   await pool.query('select ratelimit_acquire($1, $2, 3)', [many, 'b'])
   const charges = () => [{ policy: many, key: 'a' }, { policy: many, key: 'b' }, { policy: few, key: 'k', cost: 2 }]
   await serving(limit(new Combiner(pool), { charges, failure: 'closed' }), async (get) => {
     const denied = await get()
-    assert.equal(denied.headers.get('ratelimit'), `"${many}";r=2;t=86400, "${few}";r=1;t=1`)
+    assert.deepEqual(fields(denied).slice(1, 3), [`"${many}";r=2;t=86400, "${few}";r=1;t=1`, null], 'no wait helps')
     assert.deepEqual((await denied.json())['violated-policies'], [few])
   })
   assert.deepEqual([await left(many, 'a'), await left(few, 'k')], [5, 1])
@@ -70,14 +62,6 @@ test('a request without charges passes', async () => {
     const limited = limit(new Limiter(pool), { charges: async () => none, failure: 'closed', observe: () => assert.fail() })
     await serving(limited, async (get) => assert.deepEqual(fields(await get()), [null, null, null, null]))
   }
-})
-
-test('a database that does not answer in time is as good as none', async () => {
-  const policy = await definePolicy()
-  await withLocked(policy, 'k', () =>
-    serving(limit(new Limiter(pool), { charges: () => [{ policy, key: 'k' }], failure: 'closed', timeoutMs: 50, onError() {} }), async (get) => {
-      assert.equal((await get()).status, 503)
-    }))
 })
 
 test('fetch handlers are limited alike', async () => {

@@ -137,17 +137,6 @@ test('wait sleeps until the turn of a quota', async () => {
   for (const options of [{ cost: 7, timeoutMs: 3_600_000 }, { cost: 11 }]) await assert.rejects(limiter.wait(policy, 'k', options), TooLate)
 })
 
-test('a caller that stops waiting gets its tokens back', async () => {
-  const policy = await definePolicy(10, 1, '1 hour'), limiter = new Limiter(pool), leaving = new AbortController()
-  await limiter.acquire(policy, 'k', { cost: 10 })
-  const waiting = limiter.wait(policy, 'k', { cost: 3, signal: leaving.signal })
-  waiting.catch(() => {})
-  await eventually(async () => await left(policy, 'k') === -3)
-  leaving.abort(new Error('enough'))
-  await assert.rejects(waiting, /enough/)
-  await eventually(async () => await left(policy, 'k') === 0)
-})
-
 test('a caller that stops waiting leaves after 5 seconds, if its bucket is locked, and gets its tokens back later', async (t) => {
   const policy = await definePolicy(10, 1, '1 hour'), leaving = new AbortController(), late = new AbortController(), seen = []
   await pool.query("select ratelimit_charge($1, 'k', 10)", [policy])
