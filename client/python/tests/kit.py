@@ -126,12 +126,12 @@ async def until(condition: str, *args: Any) -> None:
             await asyncio.sleep(0.002)
 
 
+BLOCKED = "select pid from pg_stat_activity where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'"
+"""The sessions of a test that wait for a lock. Other tests run on the same server, in databases of their own."""
+
+
 async def until_blocked(calls: int = 1) -> None:
-    """Waits until so many calls wait for a lock."""
-    await until(
-        "select count(*) = %s from pg_stat_activity where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'",
-        calls,
-    )
+    await until(f"select count(*) = %s from ({BLOCKED}) as blocked", calls)
 
 
 @asynccontextmanager

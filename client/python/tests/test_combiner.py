@@ -8,7 +8,7 @@ import asyncpg
 import psycopg
 
 from pgratelimit import AsyncLimiter, Charge, Closed, Combiner, Decision, InvalidArgument, JointDecision, Locked, Overloaded, UnknownPolicy
-from tests.kit import BOTH_POOLS, AsyncCase, define, execute, gather, locked, taken, until, until_blocked, with_each_driver
+from tests.kit import BLOCKED, BOTH_POOLS, AsyncCase, define, execute, gather, locked, taken, until, until_blocked, with_each_driver
 
 
 class Base(AsyncCase):
@@ -193,7 +193,7 @@ class Failures(Base):
             keyed = [combiner.acquire(p, key, idempotency_key="once") for key in ("warm", "b")]
             plain, keyed = (asyncio.gather(*calls, return_exceptions=True) for calls in (plain, keyed))
             await until_blocked(3)
-            execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'test' and wait_event_type = 'Lock'")
+            execute(f"select pg_terminate_backend(pid) from ({BLOCKED}) as blocked")
             for error in await plain:
                 self.assertIsInstance(error, (psycopg.OperationalError, asyncpg.PostgresConnectionError, asyncpg.AdminShutdownError))
             await until_blocked()
@@ -256,7 +256,7 @@ class Failures(Base):
         answers, storming, storm = 0, asyncio.Lock(), await asyncpg.connect()
         self.assertEqual({None}, set(await gather(*map(caller, range(1000)))))
         await storm.close()
-        await until("select count(*) = 0 from pg_stat_activity where application_name = 'test' and state = 'active'")
+        await until("select count(*) = 0 from pg_stat_activity where application_name = 'test' and datname = current_database() and state = 'active'")
         self.assertEqual(5000, sum(granted.values()) + sum(unknown.values()), "every caller got one answer")
         for kind in granted:
             took = execute("select coalesce(sum(capacity - remaining), 0)::bigint from ratelimit_status(%s::text, 1000) where key like %s", p, kind + "%")[0][0]

@@ -13,12 +13,10 @@ import psycopg_pool
 
 from pgratelimit import AsyncLimiter, Combiner, InvalidArgument, LeaseLost, Limiter, TooLate, UnknownPolicy, hold
 from pgratelimit.hold import Tenure
-from tests.kit import BOTH_POOLS, AsyncCase, define, define_slots, execute, gather, holders, until, until_blocked, with_each_driver
+from tests.kit import BLOCKED, BOTH_POOLS, AsyncCase, define, define_slots, execute, gather, holders, until, until_blocked, with_each_driver
 
 WITHOUT_LEASE = "select count(*) = 0 from ratelimit_holders(%s::text)"
 RENEWED = "select held_for > interval '45 minutes' from ratelimit_holders(%s::text)"
-FAIL_BLOCKED = """select pg_cancel_backend(pid) from pg_stat_activity
-    where application_name = 'test' and datname = current_database() and wait_event_type = 'Lock'"""
 AN_ERROR = psycopg.OperationalError
 
 
@@ -454,7 +452,7 @@ class AsyncTest(EachTest):
                     calling = asyncio.create_task(call())
                     await until_blocked()
                     calling.cancel()
-                    execute(FAIL_BLOCKED)
+                    execute(f"select pg_cancel_backend(pid) from ({BLOCKED}) as blocked")
                     with self.assertRaises(asyncio.CancelledError):
                         await calling
         del calling, call  # leaves_nothing sees what they leave
