@@ -91,11 +91,6 @@ class Answers(Base):
 
 
 class Callers(Base):
-    async def test_requests_for_a_bucket_are_answered_in_order(self):
-        p, combiner = self.policy(), await self.combiner()
-        answers = await gather(*(combiner.acquire(p, "k") for _ in range(600)))
-        self.assertEqual(list(range(999, 399, -1)), [d.remaining for d in answers])
-
     async def test_a_locked_bucket_holds_up_nobody_beside_its_call(self):
         p, combiner = self.policy(), await self.combiner()
         async with locked(p, "hot"):
@@ -210,13 +205,9 @@ class Failures(Base):
         for error in (first, last, all_hot, keyed_hot):
             self.assertIsInstance(error, Locked)
             self.assertEqual("55P03", error.sqlstate)
+            self.assertIn("lock_timeout", error.hint)
         self.assertTrue(all(d.allowed for d in (*free, twice, all_x, keyed_y)))
         self.assertEqual((1, 2, 1, 1), (taken(p, "hot"), taken(p, "0"), taken(p, "j"), taken(p, "y")))
-
-    async def test_a_failed_call_is_an_error_for_each_of_its_callers(self):
-        p, combiner = self.policy(), await self.combiner(schema="no such schema")
-        for error in await gather(*(combiner.acquire(p, str(i)) for i in range(3))):
-            self.assertIn(error.sqlstate, ("3F000", "42883"))
 
     async def test_exact_counts_while_connections_are_killed_and_callers_leave(self):
         """1,000 callers, and again for RATELIMIT_TORTURE_MINUTES. Answers are delayed by a lock."""

@@ -20,7 +20,7 @@ from psycopg.rows import dict_row
 
 import pgratelimit
 from pgratelimit import (
-    AsyncLimiter, Charge, Combiner, Denied, IdempotencyMismatch, InvalidArgument, Limiter, Locked, NoGrant, TooLate, UnknownPolicy, drivers
+    AsyncLimiter, Charge, Combiner, Denied, IdempotencyMismatch, InvalidArgument, Limiter, NoGrant, TooLate, UnknownPolicy, drivers
 )
 from pgratelimit.answers import Reservation, seconds
 from pgratelimit.calls import statement, texts
@@ -384,14 +384,6 @@ class SyncTest(unittest.TestCase):
                 self.assertTrue(limiter.acquire_all([(self.policy, '{"%s", \\')]))
                 prepared = conn.execute("select statement from pg_prepared_statements where statement ~ 'ratelimit_'", prepare=False)
                 self.assertEqual([], prepared.fetchall())
-
-    def test_locked(self):
-        with psycopg.connect(autocommit=True) as conn, self.conn as holder:
-            conn.execute("set lock_timeout = '10ms'")
-            Limiter(conn).acquire(self.policy, "k")
-            Limiter(holder).acquire(self.policy, "k")
-            with self.assertRaisesRegex(Locked, "lock_timeout"):
-                Limiter(conn).acquire(self.policy, "k")
 
     def test_a_call_that_opens_a_transaction_is_warned_about_once(self):
         limiter = Limiter(self.conn)
