@@ -24,9 +24,7 @@ export interface Options {
 }
 
 export interface CombinerOptions extends Options {
-  /**
-   * How many shared calls may be under way, each on a connection. Defaults to 2. Of a Pool of pg, one connection is left for others.
-   */
+  /** How many shared calls may be under way, each on a connection. Defaults to 2. Of a Pool of pg, one connection is left for others. */
   callsInFlight?: number | undefined
   /** How many requests may wait for a call. Further ones fail with Overloaded. Defaults to 10,000. */
   maxWaiting?: number | undefined

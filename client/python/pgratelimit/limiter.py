@@ -145,8 +145,8 @@ class Limiter:
 
         A quota lends nothing: at its next turn, and up to a second later at random, wait reserves again. Its callers are in no order.
         Raises TooLate at once, and takes nothing, if they would come after timeout seconds: 0 is for tokens that are there, and the
-        default is 365 days. When the sleep is
-        interrupted, the tokens are given back. It is for pools, and for connections with autocommit that are in no transaction.
+        default is 365 days. When the sleep is interrupted, the tokens are given back. It is for pools, and for connections with
+        autocommit that are in no transaction.
         """
         rounds = _rounds(self._driver, timeout)
         while True:

@@ -126,7 +126,7 @@ class _Sync(_Limited):
             raise TypeError("pgratelimit: limiter must be a Limiter")
         super().__init__(sender, limiter, charges, **more)
 
-    def _send(self, request: Any, send: Callable[[], Any], status_of: Callable[[Any], int]) -> Any:
+    def _send(self, request: Any, send: Callable[[], Any]) -> Any:
         charges = [read_charge(c) for c in self._charges(request)]
         if not charges:
             return send()
@@ -135,7 +135,7 @@ class _Sync(_Limited):
                 time.sleep(_wait(d))
         response = send()
         try:
-            if seconds := self._pause(status_of(response), response.headers):
+            if seconds := self._pause(int(response.status_code), response.headers):
                 self._limiter.pause(charges[0].policy, charges[0].key, seconds)
         except Exception:  # the response is there
             log.exception("pgratelimit: bucket not paused")
@@ -146,7 +146,7 @@ class LimitedTransport(_Sync):
     """A transport of httpx.Client around another, with the buckets of a Limiter."""
 
     def handle_request(self, request: Any) -> Any:
-        return self._send(request, lambda: self._sender.handle_request(request), lambda response: int(response.status_code))
+        return self._send(request, lambda: self._sender.handle_request(request))
 
     def __enter__(self) -> "LimitedTransport":
         self._sender.__enter__()
@@ -160,7 +160,7 @@ class LimitedAdapter(_Sync):
     """An adapter of requests.Session around another, with the buckets of a Limiter."""
 
     def send(self, request: Any, **more: Any) -> Any:
-        return self._send(request, lambda: self._sender.send(request, **more), lambda response: int(response.status_code))
+        return self._send(request, lambda: self._sender.send(request, **more))
 
 
 class AsyncLimitedTransport(_Limited):

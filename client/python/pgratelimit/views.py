@@ -34,12 +34,6 @@ Key = Callable[[Any], str] | None
 Cost = int | Callable[[Any], int]
 
 
-def _limiter_of(db: Any) -> Any:
-    if hasattr(db, "acquire_all"):
-        return db
-    return Combiner(db) if drivers.is_async(db) else Limiter(db)
-
-
 class _Decider:
     """Decides about requests, without and with asyncio."""
 
@@ -57,13 +51,11 @@ class _Decider:
         def charges(request: Any) -> list[tuple[str, str, int]]:
             return [(policy, key(request), cost(request) if callable(cost) else cost)]
 
-        def nothing(*_: Any) -> Any:
-            raise NotImplementedError
-
-        limiter = _limiter_of(limiter)
+        if not hasattr(limiter, "acquire_all"):
+            limiter = Combiner(limiter) if drivers.is_async(limiter) else Limiter(limiter)
         self.limiter, self.is_async = limiter, isinstance(limiter, AsyncLimiter) or inspect.iscoroutinefunction(limiter.acquire)
         kind: Any = functools.partial(asgi.RateLimit, timeout=timeout) if self.is_async else wsgi.RateLimit
-        self._decide: Callable[[Any], Any] = kind(nothing, limiter, charges, failure=failure)._decide
+        self._decide: Callable[[Any], Any] = kind(None, limiter, charges, failure=failure)._decide
 
     def now(self, request: Any) -> Event:
         return cast(Event, self._decide(request))
