@@ -87,19 +87,6 @@ test('the first decision of a middleware tells what further requests lack', (t) 
   assert.match(lines()[0], /grant execute on function public\.ratelimit_acquire_packed/)
 }))
 
-test('a missing package, a missing grant and a misspelt policy are heard at the first request, which does not pass', (t) => asNobody(async (own) => {
-  const policy = await definePolicy()
-  for (const [limiter, name, line] of [
-    [new Limiter(own), policy, /42501.*grant execute on function ratelimit_acquire/], [new Limiter(pool, { schema: 'none' }), policy, /3F000|42883/],
-    [new Limiter(pool), 'misspelt', /RL001/],
-  ]) {
-    const { events, lines } = await heard(t, decide(limiter, { charges: per(name, () => 'k'), failure: 'open' }), {})
-    assert.equal(events[0].status, 500)
-    assert.match(lines().at(-1), line)
-    t.mock.restoreAll()
-  }
-}))
-
 test('a cost above the capacity, and a proxy that is not configured, are told once', async (t) => {
   const policy = await definePolicy(5), request = { headers: { 'x-forwarded-for': '192.0.2.1' }, socket: { remoteAddress: '127.0.0.1' } }
   const options = (key, cost) => ({ charges: per(policy, key, cost), failure: 'open' })

@@ -80,19 +80,6 @@ class CheckTest(AsyncCase):
         self.assertIn("grant execute on function public.ratelimit_acquire_all", logged.output[0])
         self.assertIn("grant execute on function public.ratelimit_acquire_packed", logged.output[1])
 
-    def test_what_is_missing_is_heard_at_the_first_request_which_does_not_pass(self):
-        owner = psycopg.connect("", autocommit=True)
-        self.addCleanup(owner.close)
-        for limiter, policy, line in (
-            (Limiter(self.as_nobody()), self.id(), "grant execute on function ratelimit_acquire"),
-            (Limiter(owner, schema="none"), self.id(), "Install pgratelimit"),
-            (Limiter(owner), "misspelt", "unknown policy"),
-        ):
-            with self.subTest(line), self.assertLogs("pgratelimit") as logged:
-                app = Wsgi(wsgi_app, limiter, lambda e: [(policy, "k")], failure="open")
-                self.assertEqual("500 Internal Server Error", wsgi_get(app)[0])
-                self.assertIn(line, logged.output[0])
-
     def test_a_cost_above_the_capacity_and_a_proxy_that_is_not_configured_are_told_once(self):
         self.enterContext(mock.patch.object(http, "_told", set()))
         owner = psycopg.connect("", autocommit=True)
