@@ -4,10 +4,7 @@ import { Closed, Locked, Overloaded, invalid, isText, refusal } from './errors.j
 import { Limiter, OPTIONS, ask, known } from './limiter.js'
 import { Queue } from './queue.js'
 
-/**
- * How long a few requests wait for company beside open calls, in ms. Most calls end sooner, which sends them, too; the timer is for
- * calls that are stalled.
- */
+/** For so many ms few requests wait for company beside open calls. Most calls end sooner; the timer is for calls that are stalled. */
 const LINGER = 5
 
 /** How many buckets are asked for at a time after a locked bucket has failed their call. */

@@ -2,10 +2,7 @@
 
 export const microseconds = (column) => `(extract(epoch from ${column}) * 1000000.0)::bigint`
 
-/**
- * Microseconds as seconds; null, which is never, stays null. Where a double cannot hold the quotient it is rounded up, so that
- * `seconds * 1e6` is never less than the wait.
- */
+/** Microseconds as seconds, rounded up where a double cannot hold the quotient: `seconds * 1e6` is never less. null is never. */
 export function seconds(us) {
   if (us === null) return null
   const s = Number(us) / 1e6

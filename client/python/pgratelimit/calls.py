@@ -26,8 +26,7 @@ T = TypeVar("T")
 Duration = float | timedelta
 """Seconds, or a timedelta."""
 
-LONGEST = 365 * 86400.0
-"""Seconds that the server takes for a wait or a pause."""
+LONGEST = 365 * 86400.0  # seconds that the server takes for a wait or a pause
 
 
 @dataclass(slots=True)

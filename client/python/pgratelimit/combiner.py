@@ -13,12 +13,8 @@ from .queue import Batch, Queue, Request
 
 T = TypeVar("T")
 
-LINGER = 0.005
-"""Seconds that few requests wait for company while calls are open. Most calls end sooner. Without a timer they would wait for the end
-of a call, which may be stalled."""
-
-MAX_APART = 8
-"""So many buckets are asked for at a time after a call has failed because of one of them."""
+LINGER = 0.005  # seconds that few requests wait for company while calls are open. Most calls end sooner, but one may be stalled
+MAX_APART = 8  # so many buckets are asked for at a time after a call has failed because of one of them
 
 
 class Combiner(AsyncLimiter):

@@ -13,17 +13,11 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
-POOL_PATIENCE = 0.05
-"""Seconds that a statement of a pool may go on after its caller was cancelled. To stop it costs psycopg's pool a connection."""
-
-PATIENCE = 1.0
-"""The same on a connection."""
-
-SHORTEST_LOOK, LONGEST_LOOK = 0.1, 10.0
-"""Seconds until the server is looked at again that goes on with a statement."""
-
-RELEASE_TIMEOUT = 5.0
-"""Seconds after which a connection of asyncpg that cannot be reset is closed."""
+# In seconds:
+POOL_PATIENCE = 0.05  # that a statement of a pool may go on after its caller was cancelled. To stop it costs psycopg's pool a connection
+PATIENCE = 1.0  # the same on a connection
+SHORTEST_LOOK, LONGEST_LOOK = 0.1, 10.0  # until the server is looked at again that goes on with a statement
+RELEASE_TIMEOUT = 5.0  # after which a connection of asyncpg that cannot be reset is closed
 
 
 class Driver(Protocol):
@@ -44,8 +38,7 @@ class AsyncDriver(Driver, Protocol):
     async def fetch(self, sql: str, args: Sequence[Any], unended: set[asyncio.Future[Any]]) -> Sequence[Any]: ...
 
 
-_pools: dict[str, Any] = {}
-"""Of this process, by their URL."""
+_pools: dict[str, Any] = {}  # of this process, by their URL
 
 
 def sync_driver(db: Any) -> SyncDriver:

@@ -11,15 +11,10 @@ from typing import Any
 from .answers import HoldAnswer, seconds
 from .errors import InvalidArgument, LeaseLost, UnknownPolicy
 
-LEAST_PATIENCE = 1.0
-"""Seconds that a renewal may take even if a third of the lease is less."""
-
-MAX_PAUSE = 1.0
-"""Seconds between two tries to renew, at most."""
-
-RELEASE_TIMEOUT = 5.0
-"""Seconds that a release goes on for after its caller was cancelled."""
-
+# In seconds:
+LEAST_PATIENCE = 1.0  # that a renewal may take even if a third of the lease is less
+MAX_PAUSE = 1.0  # between two tries to renew, at most
+RELEASE_TIMEOUT = 5.0  # that a release goes on for after its caller was cancelled
 A_DAY = 86400.0
 
 

@@ -112,8 +112,7 @@ def decided(charges: Sequence[Charge], d: Decision, quotas: Collection[str] = ()
 
 Outcome = Literal["allowed", "denied", "failed open", "failed closed", "invalid", "abandoned"]
 
-SETUP_PAUSE = 0.1
-"""Seconds after which a call is tried once more that found no function: an upgrade may have been under way."""
+SETUP_PAUSE = 0.1  # seconds after which a call is tried once more that found no function: an upgrade may have been under way
 
 
 class ClientGone(ConnectionError):

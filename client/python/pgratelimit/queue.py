@@ -7,15 +7,9 @@ from typing import Any
 from .answers import Charge
 from .errors import Overloaded
 
-MAX_BATCH = 256
-"""Bounds the elements of one call, and so its locks and the wait of its callers. Below it a call still takes a whole joint request."""
-
-MIN_SHARE = 32
-"""So many requests make a call worth its fixed cost."""
-
-MAX_LENGTH = 512
-"""Of policies, keys and idempotency keys, in bytes."""
-
+MAX_BATCH = 256  # elements of one call, which bounds its locks and the wait of its callers. Below it, it still takes a whole joint request
+MIN_SHARE = 32  # so many requests make a call worth its fixed cost
+MAX_LENGTH = 512  # of policies, keys and idempotency keys, in bytes
 MAX_CHARGES = 1000
 
 
