@@ -202,7 +202,9 @@ func (d *demo) play(script string) {
 		case d.err != nil:
 			return
 		case waits:
-			d.wait(cmp.Or(last[interval], interval))
+			interval = cmp.Or(last[interval], interval)
+			fmt.Printf("   ... %s later\n", interval)
+			d.exec("select pg_sleep_for('" + interval + "')")
 		case line == "" || strings.HasPrefix(line, "--"):
 			fmt.Println(line)
 		default:
@@ -248,17 +250,4 @@ func (d *demo) exec(sql string) *pgconn.Result {
 		return nil
 	}
 	return results[0]
-}
-
-// wait sleeps for an interval of PostgreSQL.
-func (d *demo) wait(interval string) {
-	var micros int64
-	d.err = d.conn.QueryRow(d.ctx, "select (extract(epoch from $1::text::interval) * 1000000)::bigint", interval).Scan(&micros)
-	duration := time.Duration(micros) * time.Microsecond
-	fmt.Printf("   ... %v later\n", duration)
-	select {
-	case <-time.After(duration):
-	case <-d.ctx.Done():
-		d.err = d.ctx.Err()
-	}
 }
