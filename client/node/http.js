@@ -99,15 +99,13 @@ export function byIP(trusted, options) {
     const forwarded = headers.get ? headers.get('x-forwarded-for') : headers['x-forwarded-for']
     if (forwarded && !isTold) {
       isTold = true
-      console.warn(UNTOLD)
+      console.warn('pgratelimit: a request has X-Forwarded-For, and byIP() trusts no proxy. Behind one, all clients share its address: ' +
+        'pass their number, such as byIP(1), or byIP(0) if there is none.')
     }
     const named = trustedProxies > 0 ? keyOf((forwarded ?? '').split(',').at(-trustedProxies) ?? '', prefix) : UNKNOWN
     return named === UNKNOWN ? keyOf(socket?.remoteAddress ?? '', prefix) : named
   }
 }
-
-const UNTOLD = 'pgratelimit: a request has X-Forwarded-For, and byIP() trusts no proxy. Behind one, all clients share its address: ' +
-  'pass their number, such as byIP(1), or byIP(0) if there is none.'
 
 function prefixOf(options) {
   const { ipv6Prefix = 64 } = known(options, 'ipv6Prefix')

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import calls
 from .calls import Call, invalid, texts
-from .errors import Error, InvalidArgument, NotReady, UnknownPolicy
+from .errors import Error, InvalidArgument, UnknownPolicy
 
 _HOLD = ["hold", "renew", "release"]
 _SLOTS = {"hold_wait", *_HOLD}
@@ -82,8 +82,3 @@ def refused(policy: str, methods: Collection[str], error: Error) -> list[str]:
     if not _SLOTS & set(methods):
         return [f'the policy "{policy}" lends slots: call hold']
     return [] if set(methods) - _SLOTS else [f'the policy "{policy}" lends no slots: define it with a lease, or call acquire']
-
-
-def found(lacks: list[str]) -> None:
-    if lacks:
-        raise NotReady(lacks)

@@ -44,12 +44,6 @@ def named(kind: str, text: str) -> str:
     return f"{kind}-sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-_UNTOLD = (
-    "pgratelimit: a request has X-Forwarded-For, and by_ip trusts no proxy. Behind one, all clients share its address: pass "
-    "trusted_proxies=1 for one proxy, or 0 if there is none."
-)
-
-
 def key_of_address(peer: str | None, forwarded: Collection[str], trusted_proxies: int | None, ipv6_prefix: int = 64) -> str:
     """ "ip:" and the address of the client, of IPv6 its network of ipv6_prefix bits: one customer has at least a /64.
 
@@ -60,7 +54,8 @@ def key_of_address(peer: str | None, forwarded: Collection[str], trusted_proxies
     if trusted_proxies is None:
         if forwarded and not _told:
             _told.add("proxies")
-            log.warning(_UNTOLD)
+            log.warning("pgratelimit: a request has X-Forwarded-For, and by_ip trusts no proxy. Behind one, all clients share its address: "
+                        "pass trusted_proxies=1 for one proxy, or 0 if there is none.")
         trusted_proxies = 0
     for name, value, least, most in (("trusted_proxies", trusted_proxies, 0, math.inf), ("ipv6_prefix", ipv6_prefix, 1, 128)):
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -192,12 +187,6 @@ class Rules:
             return Event("invalid", 400, request.charges, error=error)
         return request
 
-    def tell_of_cost(self, charge: Charge, capacity: int) -> None:
-        """Once a minute for each policy."""
-        if self._is_due(f"cost {charge.policy}", 60):
-            text = 'pgratelimit: a request of %d tokens is never allowed: the capacity of the policy "%s" is %d'
-            log.warning(text, charge.cost, charge.policy, capacity)
-
     def is_to_check(self) -> bool:
         """Whether to look now what further requests would lack, which failure="open" would hide: once, after the first decision."""
         is_first, self.has_checked = self.has_decided and not self.has_checked, self.has_checked or self.has_decided
@@ -215,7 +204,7 @@ class Rules:
     def log(self, error: Exception, whose: str, sqlstate: str | None, event: Event) -> None:
         """What has a remedy at most once a minute, of each SQLSTATE, and the rest at most once a second."""
         about, pause = (sqlstate or "", 60) if whose == "setup" or remedy(sqlstate) else ("", 1)
-        if not self._is_due(about, pause):
+        if not self.is_due(about, pause):
             return
         what = str(error).removeprefix("pgratelimit: ") or type(error).__name__
         if whose == "setup":
@@ -227,7 +216,7 @@ class Rules:
         text = f"pgratelimit: a request{policies and ' of '}{policies} {fate}: {what}"
         log.warning("%s", text, exc_info=error if whose == "fault" and sqlstate is None else None)
 
-    def _is_due(self, about: str, pause: float) -> bool:
+    def is_due(self, about: str, pause: float) -> bool:
         """Whether nothing was logged about it for so many seconds, which begin anew now."""
         now = time.monotonic()
         if now - self._logged.get(about, -math.inf) < pause:
@@ -255,8 +244,10 @@ class Request:
         status, fields = decided(self.charges, d, self._rules.quotas)
         self._rules.has_decided = True
         for charge, own in zip(self.charges, d.decisions if isinstance(d, JointDecision) else [d]):
-            if not own.allowed and own.retry_after is None and 0 < own.capacity < charge.cost:
-                self._rules.tell_of_cost(charge, own.capacity)
+            is_never = not own.allowed and own.retry_after is None and 0 < own.capacity < charge.cost
+            if is_never and self._rules.is_due(f"cost {charge.policy}", 60):
+                text = 'pgratelimit: a request of %d tokens is never allowed: the capacity of the policy "%s" is %d'
+                log.warning(text, charge.cost, charge.policy, own.capacity)
         return Event("allowed" if status is None else "denied", status, self.charges, d, fields=fields)
 
     def failed(self, error: Exception) -> Event | None:

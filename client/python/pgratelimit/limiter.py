@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 from . import answers, calls, check, drivers, errors, hold
 from .answers import DECISION, PARTIAL, Charge, Decision, JointDecision, JointSettlement, PartialDecision, Reservation, seconds
 from .calls import Call, Duration, whole
-from .errors import Error, InvalidArgument, Locked, TooLate
+from .errors import Error, InvalidArgument, Locked, NotReady, TooLate
 from .hold import AsyncHeld, Held
 
 T = TypeVar("T")
@@ -263,7 +263,8 @@ class Limiter:
                 self._run(check.of_policy(policy, calls))
             except Error as error:
                 lacks += check.refused(policy, calls, error)
-        check.found(lacks)
+        if lacks:
+            raise NotReady(lacks)
 
     def _run(self, call: Call[T]) -> T:
         tries = _Tries(call, self._driver)
@@ -419,7 +420,8 @@ class AsyncLimiter:
                 await self._run(check.of_policy(policy, calls))
             except Error as error:
                 lacks += check.refused(policy, calls, error)
-        check.found(lacks)
+        if lacks:
+            raise NotReady(lacks)
 
     async def _run(self, call: Call[T], unended: set[asyncio.Future[Any]] | None = None) -> T:
         """The answer. A cancelled caller finds in unended what goes on without it."""
