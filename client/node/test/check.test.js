@@ -3,20 +3,7 @@ import assert from 'node:assert/strict'
 import test from 'node:test'
 import { byIP, decide, per } from '../http.js'
 import { Combiner, Limiter, NotReady } from '../index.js'
-import { connect, definePolicy, defineSlots, eventually, installation, pool } from './kit.js'
-
-/** Runs use with a pool of a role that may do nothing. */
-async function asNobody(use) {
-  const { rows: [{ name }] } = await pool.query("select 'nobody_' || md5(current_database()) as name")
-  await pool.query(`create role "${name}"`)
-  const own = connect({ options: `-c role=${name}` })
-  try {
-    await use(own, name)
-  } finally {
-    await own.end()
-    await pool.query(`drop owned by "${name}"; drop role "${name}"`)
-  }
-}
+import { asNobody, connect, definePolicy, defineSlots, eventually, installation, pool } from './kit.js'
 
 const lacks = (promise) => promise.then(() => [], (error) => {
   assert.ok(error instanceof NotReady, error)

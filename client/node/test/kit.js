@@ -70,6 +70,19 @@ export async function whileOpen(sql, values, use) {
   }
 }
 
+/** Runs use with a pool of a role that may do nothing. */
+export async function asNobody(use) {
+  const { rows: [{ name }] } = await pool.query("select 'nobody_' || md5(current_database()) as name")
+  await pool.query(`create role "${name}"`)
+  const own = connect({ options: `-c role=${name}` })
+  try {
+    await use(own, name)
+  } finally {
+    await own.end()
+    await pool.query(`drop owned by "${name}"; drop role "${name}"`)
+  }
+}
+
 /** Runs use while a server listens on a port, or a path. */
 export async function listening(server, use, path) {
   await new Promise((resolve) => path ? server.listen(path, resolve) : server.listen(0, '127.0.0.1', resolve))

@@ -8,7 +8,7 @@ import test from 'node:test'
 import { fileURLToPath } from 'node:url'
 import typescript from 'typescript'
 import { NestStorage, PostgresStore, fastifyStore } from '../stores.js'
-import { connect, definePolicy, eventually, left, listening, pool } from './kit.js'
+import { asNobody, connect, definePolicy, eventually, left, listening, pool } from './kit.js'
 import { programs } from './limited.js'
 
 const HOUR = 3_600_000
@@ -133,20 +133,17 @@ test('any key is counted, and a limit of 0 denies all', async () => {
   assert.equal((await started(0).increment('k')).totalHits, 1)
 })
 
-test('a role that may not define the policy gets the statement for its owner, and needs only one function then', async () => {
-  const { rows: [{ name }] } = await pool.query("select 'app_' || md5(current_database()) as name"), limit = newLimit()
-  await pool.query(`create role "${name}"; grant execute on function ratelimit_acquire, ratelimit_acquire_packed to "${name}"`)
-  const own = connect({ options: `-c role=${name}` }), store = new PostgresStore(own)
-  store.init({ limit, windowMs: HOUR })
+test('a role that may not define the policy gets the statement for its owner, and needs only one function then', () => asNobody(async (own, name) => {
+  await pool.query(`grant execute on function ratelimit_acquire, ratelimit_acquire_packed to "${name}"`)
+  const store = new PostgresStore(own)
+  store.init({ limit: newLimit(), windowMs: HOUR })
   const { code, hint, cause } = await store.increment('k').catch((error) => error)
   assert.equal(code, 'RL001')
   assert.match(cause.hint, /grant execute on function ratelimit_define_policy to <role>/)
   await pool.query(/^Its owner can run: (select ratelimit_define_policy\(.*\);)$/.exec(hint)[1])
   assert.equal((await store.increment('k')).totalHits, 1)
   await assert.rejects(store.resetKey('k'), { hint: /grant execute on function ratelimit_reset\(text, text\)/ })
-  await own.end()
-  await pool.query(`drop owned by "${name}"; drop role "${name}"`)
-})
+}))
 
 test('express-rate-limit: a failed request is given back, and a denial gives nothing back', async () => {
   const limit = 2, policy = await definePolicy(limit, limit, '1 hour', true)
