@@ -176,6 +176,32 @@ class AsyncCase(unittest.IsolatedAsyncioTestCase):
         self.assertEqual({asyncio.current_task()}, {t for t in asyncio.all_tasks() if "IsolatedAsyncioTestCase" not in repr(t)})
 
 
+class Threads:
+    """A Limiter whose calls are made in threads: what it has in common with an AsyncLimiter is tested once."""
+
+    def __init__(self, limiter: Any) -> None:
+        self.__dict__["of"] = limiter
+
+    def __getattr__(self, name):
+        value = getattr(self.of, name)
+        return functools.partial(asyncio.to_thread, value) if callable(value) and name[0] != "_" and name != "check" else value
+
+    def __setattr__(self, name, value):
+        setattr(self.of, name, value)
+
+    def hold(self, *args, **kwargs):
+        return Threads(self.of.hold(*args, **kwargs))
+
+    def hold_wait(self, *args, **kwargs):
+        return Threads(self.of.hold_wait(*args, **kwargs))
+
+    async def __aenter__(self):
+        return Threads(await asyncio.to_thread(self.of.__enter__))
+
+    async def __aexit__(self, *error):
+        return await asyncio.to_thread(self.of.__exit__, *error)
+
+
 async def gather(*calls: Awaitable[Any]) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 

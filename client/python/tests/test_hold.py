@@ -13,7 +13,7 @@ import psycopg_pool
 
 from pgratelimit import AsyncLimiter, Combiner, InvalidArgument, LeaseLost, Limiter, TooLate, UnknownPolicy, hold
 from pgratelimit.hold import Tenure
-from tests.kit import BLOCKED, BOTH_POOLS, AsyncCase, define, define_slots, execute, gather, holders, until, until_blocked, with_each_driver
+from tests.kit import BLOCKED, BOTH_POOLS, AsyncCase, Threads, define, define_slots, execute, gather, holders, until, until_blocked, with_each_driver
 
 WITHOUT_LEASE = "select count(*) = 0 from ratelimit_holders(%s::text)"
 RENEWED = "select held_for > interval '45 minutes' from ratelimit_holders(%s::text)"
@@ -65,32 +65,6 @@ class Flaky:
             return row
 
         test.enterContext(mock.patch.object(limiter._driver, "fetch", flaky_later if asyncio.iscoroutinefunction(fetch) else flaky))
-
-
-class Threads:
-    """A Limiter whose calls are made in threads: what it has in common with an AsyncLimiter is tested once."""
-
-    def __init__(self, limiter: Any) -> None:
-        self.__dict__["of"] = limiter
-
-    def __getattr__(self, name):
-        value = getattr(self.of, name)
-        return functools.partial(asyncio.to_thread, value) if name in ("renew", "release") else value
-
-    def __setattr__(self, name, value):
-        setattr(self.of, name, value)
-
-    def hold(self, *args, **kwargs):
-        return Threads(self.of.hold(*args, **kwargs))
-
-    def hold_wait(self, *args, **kwargs):
-        return Threads(self.of.hold_wait(*args, **kwargs))
-
-    async def __aenter__(self):
-        return Threads(await asyncio.to_thread(self.of.__enter__))
-
-    async def __aexit__(self, *error):
-        return await asyncio.to_thread(self.of.__exit__, *error)
 
 
 def renews(held: Any) -> Any:

@@ -26,8 +26,8 @@ from pgratelimit.answers import Reservation, seconds
 from pgratelimit.calls import statement, texts
 from pgratelimit.limiter import _pauses
 from tests.kit import (
-    AsyncCase, asyncpg_pool_of, define, define_quota, define_slots, execute, fails_once, gather, psycopg_pool_of, stopped_clock, taken, transaction,
-    until, vectors
+    AsyncCase, Threads, asyncpg_pool_of, define, define_quota, define_slots, execute, fails_once, gather, psycopg_pool_of, stopped_clock, taken,
+    transaction, until, vectors
 )
 
 
@@ -86,19 +86,6 @@ class VectorsTest(unittest.TestCase):
             self.assertIn(raised.exception.hint or "", str(raised.exception))
 
 
-class Awaited:
-    """A Limiter whose methods are awaited: what it has in common with an AsyncLimiter is tested once."""
-
-    def __init__(self, limiter):
-        self._limiter = limiter
-
-    def __getattr__(self, name):
-        async def method(*args, **kwargs):
-            return getattr(self._limiter, name)(*args, **kwargs)
-
-        return method
-
-
 def calls_of(policy, slots):
     """A call of each method."""
     return (
@@ -130,8 +117,8 @@ class EachTest(AsyncCase):
 
     async def limiters(self):
         with psycopg_pool.ConnectionPool(min_size=1, max_size=2) as pool, psycopg.connect(autocommit=True) as conn:
-            yield Awaited(Limiter(pool))
-            yield Awaited(Limiter(conn))
+            yield Threads(Limiter(pool))
+            yield Threads(Limiter(conn))
         async for db in self.handles():
             yield AsyncLimiter(db)
 
@@ -180,14 +167,11 @@ class EachTest(AsyncCase):
 
     async def test_a_row_of_another_shape_is_an_error_and_never_none(self):
         async def call(limiter, name, args):
-            if name != "hold":
-                return await getattr(limiter, name)(*args)
-            if isinstance(limiter, Awaited):
-                return limiter._limiter.hold(*args).__enter__()
-            return await limiter.hold(*args).__aenter__()
+            called = getattr(limiter, name)(*args)
+            return await (called.__aenter__() if name == "hold" else called)
 
         async for limiter in self.limiters():
-            own = getattr(limiter, "_limiter", limiter)
+            own = getattr(limiter, "of", limiter)
             fetch = own._driver.fetch
 
             def wrong(change):
@@ -317,10 +301,10 @@ class EachTest(AsyncCase):
             await use(AsyncLimiter(conn))
             await conn.rollback()
         with psycopg.connect() as conn:  # it opens a transaction by itself
-            await use(Awaited(Limiter(conn)))
+            await use(Threads(Limiter(conn)))
             conn.rollback()
             self.assertEqual(0, taken(self.policy))
-            await use(Awaited(Limiter(conn)))
+            await use(Threads(Limiter(conn)))
             conn.commit()
         self.assertEqual(1, taken(self.policy))
 
@@ -340,9 +324,9 @@ class EachTest(AsyncCase):
             async with transaction() as conn:
                 await fails(AsyncLimiter(conn), *error)
             with psycopg.connect(autocommit=True) as conn, conn.transaction(force_rollback=True):
-                await fails(Awaited(Limiter(conn)), *error)
+                await fails(Threads(Limiter(conn)), *error)
             with psycopg.connect() as conn:
-                await fails(Awaited(Limiter(conn)), *error)
+                await fails(Threads(Limiter(conn)), *error)
         self.assertEqual(0, taken(self.policy))
 
     async def test_a_cancelled_wait_gives_the_tokens_back(self):
