@@ -254,13 +254,9 @@ class Failures(Base):
             self.assertGreaterEqual(took, granted[kind], kind)
             self.assertLessEqual(took, granted[kind] + unknown[kind], kind)
         self.assertTrue(granted["plain"] and granted["keyed"])
-        await combiner_is_idle(combiner)
+        while combiner._tasks:
+            await asyncio.wait(combiner._tasks)
         self.assertEqual((0, set(), set()), (combiner.waiting, combiner._queue.open, combiner._queue.owned))
-
-
-async def combiner_is_idle(combiner: Combiner) -> None:
-    while combiner._tasks:
-        await asyncio.wait(combiner._tasks)
 
 
 class Pooler(Base):
