@@ -112,7 +112,7 @@ TORTURE :=
 MINUTES := 10
 
 torture: ## Run what tries to break it, MINUTES=10 each, and end with a table of figures; TORTURE=Crash picks one
-	@RATELIMIT_TORTURE_MINUTES=$(MINUTES) go test ./tests/torture -v -count=1 -timeout=0 -run '^TestTorture_.*$(TORTURE)'
+	@RATELIMIT_TORTURE_MINUTES=$(MINUTES) go test -p 1 ./tests/torture ./tests/acquire -v -count=1 -timeout=0 -run '^TestTorture_.*$(TORTURE)'
 
 proof: ## Run torture, and keep its figures, its commit and the histories that it has checked in build/proof
 	@rm -rf build/proof && mkdir -p build/proof

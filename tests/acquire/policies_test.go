@@ -194,4 +194,4 @@ func TestVectors(t *testing.T) {
 	})
 }
 
-func TestMain(m *testing.M) { pgtest.Main(m) }
+func TestMain(m *testing.M) { pgtest.Main(kit.MWithFigures{M: m}) }
