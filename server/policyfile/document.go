@@ -27,7 +27,6 @@ const (
 
 const maxName = 512 // bytes
 
-// A document is a YAML file.
 type document struct {
 	file     string
 	root     *node
@@ -63,7 +62,6 @@ func (n *node) inOrder() []*node {
 	return slices.SortedFunc(maps.Values(n.children), func(a, b *node) int { return a.nameAt.Compare(b.nameAt) })
 }
 
-// names returns those of the fields, in the order of the file.
 func (n *node) names() (names []string) {
 	for _, field := range n.inOrder() {
 		names = append(names, field.name)
@@ -138,7 +136,6 @@ func (d *document) position(n *yaml.Node) Position {
 	return Position{File: d.file, Line: max(1, n.Line), Column: max(1, n.Column)}
 }
 
-// value makes a node of a value.
 func (d *document) value(name string, nameAt Position, n *yaml.Node, depth int) *node {
 	if n.Kind == yaml.AliasNode {
 		n = n.Alias

@@ -57,7 +57,6 @@ func (v Values) add(field *node, text string) {
 	v[field.name] = cmp.Or(formOf(field).read(text), any(text))
 }
 
-// values reads the fields of a policy or an override.
 func (n *node) values() Values {
 	values := make(Values)
 	for _, field := range fields {

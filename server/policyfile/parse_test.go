@@ -20,7 +20,6 @@ import (
 // A mistake is a file with one, or some of a kind, and all that is said about it.
 type mistake struct{ name, file, want string }
 
-// mistakes reads testdata/mistakes.txt.
 func mistakes(t testing.TB) (all []mistake) {
 	data := kit.NoError(os.ReadFile("testdata/mistakes.txt"))(t)
 	for _, section := range strings.Split(string(data), "=== ")[1:] {

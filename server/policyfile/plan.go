@@ -146,7 +146,6 @@ func (d *Difference) policies(s *state, policies []Policy) (problems Problems) {
 	return problems
 }
 
-// overrides adds the changes of overrides.
 func (d *Difference) overrides(s *state, overrides [][]Override, has func(key string) bool) {
 	for _, parts := range overrides {
 		of := parts[0].Bucket

@@ -172,7 +172,6 @@ func (p Problems) sorted() Problems {
 	return slices.Compact(p)
 }
 
-// quote writes a text for a message.
 func quote(text string) string { return fmt.Sprintf("%q", shorten(text)) }
 
 func shorten(text string) string {

@@ -17,7 +17,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/server/internal/inspect"
 )
 
-// A state has the policies and overrides of a database.
 type state struct {
 	now       time.Time
 	policies  map[string]Policy
@@ -201,5 +200,4 @@ func (s *state) write() []byte {
 	return []byte(text.String())
 }
 
-// keys returns the keys with overrides, in order.
 func (s *state) keys() []Bucket { return slices.SortedFunc(maps.Keys(s.overrides), Bucket.compare) }

@@ -139,7 +139,6 @@ func TestLatency_IsNeverLessAndChangesNothing(t *testing.T) {
 	require.ErrorIs(t, err, io.EOF)
 }
 
-// newRedis starts a server of the test.
 func newRedis(t *testing.T) *redisServer {
 	if _, err := pgtest.Program(t.Context(), "redis-server"); err != nil {
 		t.Skip(err)

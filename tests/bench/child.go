@@ -58,7 +58,6 @@ func startChild(ctx context.Context, dir string, ready func(context.Context) err
 
 func (c *child) close() error { return errors.Join(c.alive.Close(), c.cmd.Wait()) }
 
-// redisServer is a Redis of this process on a unix socket.
 type redisServer struct {
 	*redis.Client
 	*child

@@ -39,7 +39,6 @@ type task struct {
 	Window  float64 // seconds
 }
 
-// A tale is what a process tells about a run.
 type tale struct {
 	Count float64 // of answers
 	Error string
@@ -101,13 +100,11 @@ func (s *stage) command(ctx context.Context, place, limiter string) (processes i
 	}
 }
 
-// repository returns the folder of the repository.
 func repository(ctx context.Context) string {
 	list := must(exec.CommandContext(ctx, "go", "list", "-f", "{{.Dir}}", "github.com/pgratelimit/pgratelimit/tests/bench").Output())
 	return filepath.Join(strings.TrimSpace(string(list)), "../..")
 }
 
-// help is what a process of place processes does.
 func help(ctx context.Context, redisAddress string, arguments []string) error {
 	limiter, socket, database := arguments[0], arguments[1], arguments[2]
 	if limiter == "redis" {

@@ -245,7 +245,6 @@ func (i *instructions) session(ctx context.Context, statements string, by ...str
 	return out
 }
 
-// calls is how many of them are counted.
 func (c counted) calls() int {
 	if c.keys > 0 {
 		return 2

@@ -102,7 +102,6 @@ type experiment struct {
 
 type measure func(ctx context.Context, cell string) (sample, error)
 
-// of measures a cell.
 func (m measure) of(ctx context.Context, cell string) (s sample, err error) {
 	defer caught(&err)
 	return m(ctx, cell)
@@ -120,7 +119,6 @@ func check(err error) {
 	}
 }
 
-// output is what a command prints.
 func output(cmd *exec.Cmd) string {
 	out, err := cmd.CombinedOutput()
 	if err != nil {
@@ -141,7 +139,6 @@ func caught(err *error) {
 	}
 }
 
-// A sample is what one run of a cell gave, by metric.
 type sample map[string]float64
 
 // The metrics of a cell under load.
@@ -152,7 +149,6 @@ const (
 	cpuClient = "cpu_client"
 )
 
-// A round has the samples of one round by cell.
 type round map[string]sample
 
 func (r round) value(metric string) float64 {
@@ -199,7 +195,6 @@ func (e experiment) measure(ctx context.Context, l *lab, rounds []round, note fu
 	return nil
 }
 
-// String has all metrics.
 func (s sample) String() string {
 	var figures []string
 	for _, name := range slices.Sorted(maps.Keys(s)) {
@@ -208,7 +203,6 @@ func (s sample) String() string {
 	return strings.Join(figures, "  ")
 }
 
-// describe tells what was measured on: the machine and the versions.
 func (l *lab) describe() map[string]string {
 	kernel, _ := os.ReadFile("/proc/sys/kernel/osrelease")
 	cores, _ := os.ReadFile("/proc/cpuinfo")
@@ -242,7 +236,6 @@ func cpuOf(pids ...int) (used float64) {
 	return used
 }
 
-// family returns a process and its children.
 func family(pid int) (list []procfs.ProcStat) {
 	all, _ := procfs.AllProcs()
 	for _, p := range all {

@@ -19,10 +19,8 @@ import (
 // An acquirer takes one token of a key's bucket. No bucket runs dry here, so a denial is an error.
 type acquirer func(ctx context.Context, key string) error
 
-// A manyAcquirer takes one token of each key's bucket.
 type manyAcquirer func(ctx context.Context, keys []string) error
 
-// An opponent is one way to decide.
 type opponent struct {
 	acquire acquirer
 	many    manyAcquirer // in place of acquire: some callers ask in one call
@@ -36,7 +34,6 @@ func cellName(opponent, keys string, callers int) string {
 	return fmt.Sprintf("%s/%s/%d", opponent, keys, callers)
 }
 
-// cellsOf combines opponents, keys and numbers of callers.
 func cellsOf(opponents, keys []string, callers ...int) (cells []string) {
 	for _, keys := range keys {
 		for _, callers := range callers {
@@ -159,7 +156,6 @@ func quantile(sorted []time.Duration, q float64) float64 {
 	return float64(sorted[int(q*float64(len(sorted)-1))].Nanoseconds()) / 1000
 }
 
-// pause waits unless ctx ends.
 func pause(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():
@@ -213,7 +209,6 @@ func (k *keyspace) from(caller int) func() string {
 	}
 }
 
-// askForAll lets every key be asked for once.
 func (k *keyspace) askForAll(ctx context.Context, acquire acquirer) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(64)

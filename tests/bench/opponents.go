@@ -39,7 +39,6 @@ func pgratelimit(limiter client.Acquirer) acquirer {
 	}
 }
 
-// wanted makes an error of a denial.
 func wanted(granted bool, err error) error {
 	if err == nil && !granted {
 		err = errDenied
@@ -117,7 +116,6 @@ func defineDry(count int) []string {
 	return []string{"select ratelimit_define_policy('dry', 1, 1, '1000 days')", fill{policy: "dry", count: count}.sql()}
 }
 
-// dry asks for a token of an empty bucket.
 func dry(limiter client.Acquirer) acquirer {
 	return func(ctx context.Context, key string) error {
 		d, err := limiter.Acquire(ctx, "dry", key)
@@ -133,7 +131,6 @@ func dryRedis(rdb redis.Cmdable) acquirer {
 	}
 }
 
-// emptyRedis takes the only token of a bucket.
 func emptyRedis(rdb redis.Cmdable) acquirer {
 	limiter := redis_rate.NewLimiter(rdb)
 	return func(ctx context.Context, key string) error {
@@ -254,7 +251,6 @@ func cycleSQL(key string) string {
 		"select 1 / ratelimit_release('slots', %[1]s, 'holder:' || :r)::integer;", key)
 }
 
-// held makes cycles of two calls.
 func held(limiter *client.Limiter) acquirer {
 	holder := newNames()
 	return func(ctx context.Context, key string) error {
@@ -272,7 +268,6 @@ var holdLua string
 
 var holdScript = redis.NewScript(holdLua)
 
-// heldRedis makes cycles of a script and a ZREM.
 func heldRedis(rdb redis.Cmdable) acquirer {
 	holder := newNames()
 	return func(ctx context.Context, key string) error {

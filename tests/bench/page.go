@@ -21,7 +21,6 @@ type processor struct {
 	file string
 }
 
-// title is what its column is called.
 func (p processor) title() string {
 	_, name, _ := strings.Cut(p.Machine["machine"], " of ")
 	name, _, _ = strings.Cut(name, ",")
@@ -57,7 +56,6 @@ func readResults(dir string) (all []processor, err error) {
 
 var pageBlock = regexp.MustCompile(`(?s)(<!-- bench:([a-z]+) -->\n)(.*?)(<!-- end -->\n)`)
 
-// renewPage returns a page with its blocks written anew.
 func renewPage(page string, all []processor) (_ string, err error) {
 	if strings.Count(page, "<!-- bench:") != len(pageBlock.FindAllString(page, -1)) {
 		return "", errors.New("a block of the page does not end, or has a name of other than small letters")
@@ -80,7 +78,6 @@ func renewPage(page string, all []processor) (_ string, err error) {
 	return page, err
 }
 
-// rewritePage writes the page anew.
 func rewritePage(file, results string) error {
 	all := must(readResults(results))
 	page := must(os.ReadFile(file))
@@ -250,7 +247,6 @@ func table(title string, columns []pageColumn, rows []pageRow) func(processor) s
 	}
 }
 
-// machine has what was measured on, and when.
 func machine(p processor) string {
 	return fmt.Sprintf("- **%s**, %s: PostgreSQL %s, Redis %s, %s; medians of %d rounds of %s. [All figures](../tests/bench/results/%s.json), [settings](../tests/bench/postgres.go).\n",
 		p.Machine["machine"], p.When.Format("2 January 2006"), firstOf(p.Machine["PostgreSQL"]), firstOf(p.Machine["Redis"]),

@@ -18,7 +18,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// postgres is a server of this process on a unix socket.
 type postgres struct {
 	*pgtest.Server
 	bin  string // where pgbench is
@@ -62,7 +61,6 @@ func (pg *postgres) locate(ctx context.Context) (err error) {
 	return nil
 }
 
-// socket returns the folder of the server's socket.
 func (pg *postgres) socket(database string) string {
 	return must(url.Parse(pg.URL(database))).Query().Get("host")
 }
@@ -80,7 +78,6 @@ func (pg *postgres) program(ctx context.Context, name string) (string, error) {
 	return pgtest.Program(ctx, name)
 }
 
-// database creates a database with the package installed and runs statements in it.
 func (pg *postgres) database(ctx context.Context, name string, statements ...string) {
 	check(pg.exec(ctx, "", "create database "+name+" template template0"))
 	conn := must(pgx.Connect(ctx, pg.URL(name)))

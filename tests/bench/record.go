@@ -117,7 +117,6 @@ func (r record) renewed(server string, counts map[string]writing, reason string)
 	return next, nil
 }
 
-// renewRecord writes the file anew.
 func renewRecord(ctx context.Context, file, reason string) (err error) {
 	var r record
 	if text, err := os.ReadFile(file); err == nil {

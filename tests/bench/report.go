@@ -42,7 +42,6 @@ func newReport(l *lab, o options, rounds []round, chosen []ratio) *report {
 	return r
 }
 
-// medians are those of rounds.
 func medians(rounds []round) round {
 	of := round{}
 	for cell, metrics := range rounds[0] {
@@ -72,7 +71,6 @@ func short(value float64) float64 {
 	return roundTo(value, 5)
 }
 
-// publish writes the file and prints one line for each cell and ratio.
 func (r *report) publish(o options) error {
 	if err := r.write(o.results, o.name); err != nil {
 		return err

@@ -239,12 +239,10 @@ func TestPackages_ReleaseIsReproducible(t *testing.T) {
 	require.Equal(t, len(first)-1, bytes.Count(first["SHA256SUMS"], []byte("\n")))
 }
 
-// allPackages makes all packages.
 func allPackages(t *testing.T) packages.Files {
 	return kit.NoError(packages.All(os.DirFS("../..")))(t)
 }
 
-// unpack writes the files of one package into a directory.
 func unpack(t *testing.T, repository, name, dir string) {
 	for path, text := range kit.NoError(packages.One(os.DirFS(repository), name))(t) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, filepath.Base(path)), text, 0o644))
@@ -265,14 +263,12 @@ func newExtensionServer(t *testing.T, repository string) extensionServer {
 	return extensionServer{server, new(atomic.Int64), nil}
 }
 
-// empty returns a new database.
 func (s extensionServer) empty(t testing.TB) *kit.TestDB {
 	name := "extension_" + string(rune('a'+s.count.Load()/26)) + string(rune('a'+s.count.Add(1)%26))
 	kit.OnServer(t, s.Server, "", "create database "+name+" template template0")
 	return kit.OpenDB(t, s.Server, name)
 }
 
-// with returns a new database in which SQL was run.
 func (s extensionServer) with(t testing.TB, sql string) *kit.TestDB {
 	db := s.empty(t)
 	db.Execute(sql)
@@ -340,7 +336,6 @@ func statements(sql string) (cut []string) {
 	}
 }
 
-// inTransaction runs statements one by one in a transaction.
 func inTransaction(t *testing.T, db *kit.TestDB, statements ...string) error {
 	return pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
 		for _, statement := range statements {

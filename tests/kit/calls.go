@@ -42,7 +42,6 @@ func (db *TestDB) Refused(code, sql string, args ...any) *pgconn.PgError {
 	return PgError(err)
 }
 
-// Take is Acquire in a chain.
 func (s *Session) Take(policy, key string, cost int64, idempotencyKey ...string) *Session {
 	s.Acquire(policy, key, cost, idempotencyKey...)
 	return s
@@ -56,19 +55,16 @@ func (s *Session) StartExec(sql string) *Pending {
 	})
 }
 
-// Policy is DefinePolicy in a chain.
 func (db *TestDB) Policy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) *TestDB {
 	db.DefinePolicy(name, capacity, refill, every, opts...)
 	return db
 }
 
-// Take is Acquire in a chain.
 func (db *TestDB) Take(policy, key string, cost int64, idempotencyKey ...string) *TestDB {
 	db.Acquire(policy, key, cost, idempotencyKey...)
 	return db
 }
 
-// At is SetClock in a chain.
 func (db *TestDB) At(now time.Time) *TestDB { db.SetClock(now); return db }
 
 // SendBatch sends requests in one call, and fails the test if the call fails.
@@ -86,7 +82,6 @@ func Refund(q Querier, policy, key string, amount int64) (Decision, error) {
 	return Decide(q, "ratelimit_refund($1, $2, $3)", policy, key, amount)
 }
 
-// Decide reads the decision of a call.
 func Decide(q Querier, call string, args ...any) (Decision, error) {
 	rows, err := tableRows(q, "select "+Functions["peek"].Reads+" from "+call+" as d", args)
 	if err != nil {
@@ -135,17 +130,14 @@ func PgError(err error) (e *pgconn.PgError) {
 	return e
 }
 
-// A Request asks for tokens of one bucket.
 type Request struct {
 	model.BucketID
 	Cost           int64
 	IdempotencyKey string // empty for none
 }
 
-// Acquire sends the request in SQL.
 func (r Request) Acquire(q Querier) (Decision, error) { return r.Nullable().Acquire(q) }
 
-// By sends the request through a limiter of the client.
 func (r Request) By(ctx context.Context, limiter client.Acquirer) (client.Decision, error) {
 	opts := []client.CallOption{client.Cost(r.Cost)}
 	if r.IdempotencyKey != "" {
@@ -158,7 +150,6 @@ func (r Request) Nullable() NullableRequest {
 	return NullableRequest{&r.Policy, &r.Key, &r.Cost, nullable(r.IdempotencyKey)}
 }
 
-// nullable is null for an empty text.
 func nullable(text string) *string {
 	if text == "" {
 		return nil
@@ -221,7 +212,6 @@ func argsOf(function string, values map[string]any) (args []any) {
 	return args
 }
 
-// tableRows are the rows of a statement as texts.
 func tableRows(q Querier, statement string, args []any) (all [][]string, err error) {
 	sent := []any{pgx.QueryResultFormats{pgx.TextFormatCode}}
 	for _, arg := range args {
@@ -306,7 +296,6 @@ var OddTexts = []string{
 	"🚦", "👩‍👩‍👧‍👧", "\U0010ffff", strings.Repeat("語", 170) + "ab", strings.Repeat("🚦", 128), strings.Repeat("x", 512), "\x01\x7f",
 }
 
-// InMode sends every query in one of pgx's modes.
 type InMode struct {
 	Conn *pgx.Conn
 	Mode pgx.QueryExecMode

@@ -71,7 +71,6 @@ func (c *Citus) NodeName(n int) string {
 	return NoError(url.Parse(c.Nodes[n].URL("")))(c.T).Query().Get("host")
 }
 
-// Create returns a database of the cluster with the package in it, as each node sees it.
 func (c *Citus) Create(t testing.TB, name string) CitusDB {
 	db := c.CreateOn(t, name, len(c.Nodes))
 	c.Install(t, name)
@@ -93,7 +92,6 @@ func (c *Citus) CreateOn(t testing.TB, name string, nodes int) (db CitusDB) {
 	return db
 }
 
-// Add takes a node into the cluster.
 func (c *Citus) Add(t testing.TB, name string, n int) {
 	add := "citus_add_node"
 	if n == 0 {
@@ -146,7 +144,6 @@ func (db CitusDB) DropWhatMovesLeft() {
 	}
 }
 
-// Move is the statement that moves a shard.
 func (c *Citus) Move(shard int64, from, to int) string {
 	return fmt.Sprintf("select citus_move_shard_placement(%d, '%s', 5432, '%s', 5432, 'block_writes')", shard, c.NodeName(from), c.NodeName(to))
 }

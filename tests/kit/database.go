@@ -46,7 +46,6 @@ func NewDB(t testing.TB) *TestDB { return &TestDB{DB: pgtest.New(t), T: t} }
 // In is the same database for a subtest.
 func (db *TestDB) In(t testing.TB) *TestDB { return &TestDB{DB: db.DB, T: t} }
 
-// Execute runs SQL and fails the test when it cannot.
 func (db *TestDB) Execute(sql string, args ...any) { db.Exec(db.T, sql, args...) }
 
 // SetClock stops the clock of every decision at an instant, to the microsecond.
@@ -143,7 +142,6 @@ type Bucket struct {
 	RefilledAt time.Time
 }
 
-// Bucket returns the row of a bucket, nil when it has none.
 func (db *TestDB) Bucket(policy, key string) *Bucket {
 	rows := NoError(db.Pool.Query(context.Background(), `
 		select b.level, b.refilled_at
@@ -172,7 +170,6 @@ func (db *TestDB) PutBucket(policy, key string, b Bucket) {
 		policy, key, b.Level, b.RefilledAt)
 }
 
-// Column returns the texts that a query with one column finds.
 func Column(t testing.TB, db *pgtest.DB, sql string, args ...any) []string {
 	return ColumnOf(t, db.Pool, sql, args...)
 }
@@ -186,17 +183,14 @@ func ColumnOf(t require.TestingT, q Querier, sql string, args ...any) []string {
 	return values
 }
 
-// Left returns the tokens that a bucket holds now.
 func (db *TestDB) Left(policy, key string) int64 {
 	return db.Must(Peek(db.Pool, policy, key, 0)).Remaining
 }
 
-// Number runs a query for one number.
 func (db *TestDB) Number(sql string, args ...any) int64 {
 	return One[int64](db.T, db.Pool, sql, args...)
 }
 
-// One is the only value of a query.
 func One[T any](t testing.TB, q client.Querier, sql string, args ...any) (value T) {
 	require.NoError(t, q.QueryRow(context.Background(), sql, args...).Scan(&value), sql)
 	return value
@@ -233,7 +227,6 @@ func NoError[T any](value T, err error) func(require.TestingT) T {
 // ErrorOf is the error of a call whose result nobody needs.
 func ErrorOf[T any](_ T, err error) error { return err }
 
-// RequireState requires the SQLSTATE of an error.
 func RequireState(t require.TestingT, state string, err error, about ...any) {
 	if SQLState(err) != state {
 		require.FailNow(t, fmt.Sprintf("not %s but %v", state, err), about...)

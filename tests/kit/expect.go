@@ -110,7 +110,6 @@ func createsRow(name string, f Function) bool {
 	})
 }
 
-// All is a request of one token of each bucket.
 func All(policy string, keys ...string) (r WholeRequest) {
 	for _, key := range keys {
 		r.Charges = append(r.Charges, ChargeOf(policy, key, 1))
@@ -148,7 +147,6 @@ const (
 	NotFitted = `v_now := clock\(\); select [^;]* from buckets as b`
 )
 
-// Deleted counts the rows that a clean-up deleted.
 type Deleted struct{ Buckets, Keys int64 }
 
 func (db *TestDB) CleanupAt(at time.Time) Deleted {
@@ -166,7 +164,6 @@ func (db *TestDB) CleanUpAtOnce() *TestDB {
 	return db
 }
 
-// Cleanup runs one batch.
 func Cleanup(q Querier, maxRows int) (d Deleted, err error) {
 	err = q.QueryRow(context.Background(),
 		"select buckets_deleted, idempotency_keys_deleted from ratelimit_cleanup($1)", maxRows).Scan(&d.Buckets, &d.Keys)
@@ -196,7 +193,6 @@ func (db *TestDB) FillTables(prefix, policy string, n int) {
 		  from ratelimit.policies as p, generate_series(1, $2::integer) as i where p.name = $1`, policy, n)
 }
 
-// Orphans counts rows whose policy was dropped.
 func (db *TestDB) Orphans() (n int64) {
 	for _, table := range StateTables {
 		n += db.Number("select count(*) from " + table + " where policy_id not in (select id from ratelimit.policies)")
@@ -245,7 +241,6 @@ func RequireNoLeak(t *testing.T, before goleak.Option) {
 	require.NoError(t, left)
 }
 
-// AMinuteAfter is a minute after the instant that a query finds.
 func (db *TestDB) AMinuteAfter(sql string, args ...any) time.Time {
 	return One[time.Time](db.T, db.Pool, sql, args...).Add(time.Minute)
 }

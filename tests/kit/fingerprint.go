@@ -36,7 +36,6 @@ func FingerprintOf(t testing.TB, db *pgtest.DB) (schema string) {
 	return schema
 }
 
-// SchemaAndRows is the schema with all rows.
 func SchemaAndRows(t testing.TB, db *pgtest.DB) string {
 	return FingerprintOf(t, db) + "\n" + strings.Join(RowsOf(t, db), "\n")
 }
@@ -50,7 +49,6 @@ func FingerprintIn(t testing.TB, tx pgx.Tx) string {
 	return strings.Join(lines, "\n")
 }
 
-// RowsOf lists the rows of all tables.
 func RowsOf(t testing.TB, db *pgtest.DB) []string {
 	var rows []string
 	for _, table := range Column(t, db, `

@@ -26,7 +26,6 @@ type Function struct {
 	Foretell  func(c *Call) ([]string, error)
 }
 
-// An Argument is one of a function.
 type Argument struct {
 	Name, Kind      string
 	Array, Nullable bool
@@ -478,7 +477,6 @@ func (c *Call) fitsBatch(a Argument, value any) bool {
 	return n >= 0 && length(value) == n
 }
 
-// sizes are the argument of that name.
 func (c *Call) sizes() ([]*int64, bool) {
 	for i, a := range Functions[c.Function].List() {
 		if a.Kind == "size" {
@@ -603,7 +601,6 @@ func (c *Call) history(i int) *model.Period {
 	return c.period(i)
 }
 
-// bound is an instant, or nil for none.
 func (c *Call) bound(i int) *time.Time {
 	if at, ok := c.Args[i].(Instant); ok {
 		return new(at.time())
@@ -723,7 +720,6 @@ func (c *Call) requests() (all []request) {
 	return all
 }
 
-// whole makes a request of several charges.
 func (c *Call) whole(q request) (Whole, error) {
 	if len(q.charges) < 1 || len(q.charges) > 1000 || q.idempotencyKey != nil && !isName(q.idempotencyKey) {
 		return Whole{}, refusal("")
@@ -757,7 +753,6 @@ func (c *Call) whole(q request) (Whole, error) {
 	return w, err
 }
 
-// settled settles all charges, or none.
 func (c *Call) settled() ([]string, error) {
 	var settlements []model.Charge
 	charges := c.charges(3)

@@ -85,7 +85,6 @@ func InstallPreRequest(t *testing.T, db *pgtest.DB) {
 
 func Quoted(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }
 
-// ReadTree returns the texts of all files below a directory by their paths.
 func ReadTree(t testing.TB, dir string) map[string]string {
 	files := map[string]string{}
 	require.NoError(t, fs.WalkDir(os.DirFS(dir), ".", func(path string, entry fs.DirEntry, err error) error {

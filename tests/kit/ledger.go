@@ -43,7 +43,6 @@ func (l *Ledger) Request(key string, cost int64, idempotencyKey string) Request 
 	return Request{model.BucketID{Policy: l.Policy, Key: key}, cost, idempotencyKey}
 }
 
-// NewLedger defines the policy.
 func NewLedger(db *TestDB, policy string, capacity int64, timeout time.Duration) *Ledger {
 	db.DefinePolicy(policy, capacity, 1, ADay)
 	return &Ledger{Policy: policy, Capacity: capacity, timeout: timeout, Failed: make(map[string]int)}
@@ -253,7 +252,6 @@ func NewLoad(t testing.TB) *Load {
 	return l
 }
 
-// Start adds callers.
 func (l *Load) Start(callers int, call func(caller int) error) {
 	for caller := range callers {
 		l.Callers.Go(func() error {

@@ -104,7 +104,6 @@ func (p *Proxy) Close() {
 	p.Running.Wait()
 }
 
-// HangUp ends all connections.
 func (p *Proxy) HangUp() {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -113,7 +112,6 @@ func (p *Proxy) HangUp() {
 	}
 }
 
-// A Line is one connection through the proxy.
 type Line struct {
 	proxy    *Proxy
 	client   *net.TCPConn

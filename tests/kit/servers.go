@@ -19,7 +19,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// PrivateName is the database of a private server.
 const PrivateName = "ratelimit_test"
 
 // NewPrivateDB returns a database on a server of its own.
@@ -60,7 +59,6 @@ func OpenDB(t testing.TB, server *pgtest.Server, name string) *TestDB {
 	return &TestDB{DB: &pgtest.DB{Pool: Pool(t, server.URL(name)), URL: server.URL(name), Name: name}, T: t}
 }
 
-// Pool connects to a database until the test ends.
 func Pool(t testing.TB, url string, change ...func(*pgxpool.Config)) *pgxpool.Pool {
 	config := NoError(pgxpool.ParseConfig(url))(t)
 	for _, change := range change {
@@ -69,7 +67,6 @@ func Pool(t testing.TB, url string, change ...func(*pgxpool.Config)) *pgxpool.Po
 	return OpenPool(t, config)
 }
 
-// OpenPool opens a pool until the test ends.
 func OpenPool(t testing.TB, config *pgxpool.Config) *pgxpool.Pool {
 	pool := NoError(pgxpool.NewWithConfig(context.Background(), config))(t)
 	t.Cleanup(pool.Close)

@@ -26,7 +26,6 @@ type Session struct {
 
 func (db *TestDB) Session() *Session { return &Session{Conn: db.Connect(db.T), Db: db} }
 
-// Begin returns a session in an open transaction.
 func (db *TestDB) Begin() *Session {
 	return db.Session().Execute("begin")
 }
@@ -191,7 +190,6 @@ func (g *Gate) Session() *Session {
 
 func (g *Gate) Open() { g.Keeper.Execute("select pg_advisory_unlock(1)") }
 
-// PoolAs is a pool whose sessions have a role.
 func PoolAs(t *testing.T, db *pgtest.DB, role string) *pgxpool.Pool {
 	return Pool(t, db.URL, func(config *pgxpool.Config) {
 		config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error { return ErrorOf(conn.Exec(ctx, "set role "+role)) }

@@ -9,7 +9,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// HoldDecision is the answer to a hold.
 type HoldDecision = model.HoldDecision
 
 // Held is the answer to a hold that is granted anew.
@@ -28,7 +27,6 @@ func Renewed(d HoldDecision) HoldDecision {
 	return d
 }
 
-// Lend defines a policy of slots.
 func (db *TestDB) Lend(name string, capacity int64, lease time.Duration, opts ...PolicyOption) *TestDB {
 	var p PolicyOptions
 	for _, opt := range opts {
@@ -88,7 +86,6 @@ func (db *TestDB) Release(holder string) bool {
 	return NoError(Release(db.Pool, "p", "k", holder))(db.T)
 }
 
-// Hold is that of TestDB in a session.
 func (s *Session) Hold(holder string, cost int64) HoldDecision {
 	return NoError(Hold(s, "p", "k", holder, cost))(s.Db.T)
 }
@@ -134,7 +131,6 @@ func (l *Lent) Over() *Lent {
 	return l
 }
 
-// LeaseRows are the rows of the tables of slots, as text.
 func (db *TestDB) LeaseRows() (rows []string) {
 	for _, table := range SlotTables {
 		rows = append(rows, Column(db.T, db.DB, fmt.Sprintf("select '%[1]s ' || ctid || xmin || t::text from ratelimit.%[1]s as t order by 1", table))...)

@@ -10,7 +10,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// MustSpend sends a spending that must not fail.
 func (db *TestDB) MustSpend(s Spending) Spent {
 	got, err := s.By(db.Pool)
 	require.NoError(db.T, err, s)
@@ -37,7 +36,6 @@ type Spent struct {
 	Taken int64 // by acquire_up_to
 }
 
-// Args are those of the function.
 func (s Spending) Args() (args []any) {
 	values := map[string]any{
 		"policy": s.Policy, "key": s.Key, "cost": s.Cost, "amount": s.Cost, "at_most": s.Cost, "at_least": s.AtLeast, "holder": s.Holder,
@@ -49,12 +47,10 @@ func (s Spending) Args() (args []any) {
 	return argsOf(s.Function, values)
 }
 
-// Answer is what SQL answers.
 func (s Spending) Answer(q Querier) (Answer, error) {
 	return Ask(q, s.Function, "ratelimit_"+s.Function, s.Args())
 }
 
-// By sends the spending in SQL.
 func (s Spending) By(q Querier) (Spent, error) { return spentOf(s.Answer(q)) }
 
 func spentOf(a Answer, err error) (Spent, error) {
@@ -71,7 +67,6 @@ func (s *Session) StartSpending(call Spending) *Pending {
 	})
 }
 
-// With sends the spending through a limiter of the client.
 func (s Spending) With(ctx context.Context, limiter *client.Limiter) (Spent, error) {
 	var opts []client.CallOption
 	if s.IdempotencyKey != "" {
@@ -105,12 +100,10 @@ func (s Spending) With(ctx context.Context, limiter *client.Limiter) (Spent, err
 	return Spent{DecisionOf(d), taken}, nil
 }
 
-// Of is what the model answers.
 func (s Spending) Of(m *model.Model, now time.Time) (Spent, error) {
 	return spentOf(s.Foretold(m, now))
 }
 
-// Foretold is the answer of the model.
 func (s Spending) Foretold(m *model.Model, now time.Time) (Answer, error) {
 	c := Call{Function: s.Function, Args: s.Args(), Model: m, Now: now}
 	rows, err := c.Answer()

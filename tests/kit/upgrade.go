@@ -181,7 +181,6 @@ var LoadPolicies = map[string]PolicyOption{"load durable": Durable, "load epheme
 
 const LoadCapacity = 3_000_000
 
-// StartLoad starts the load.
 func (db *TestDB) StartLoad() *upgradeLoad {
 	for name, kind := range LoadPolicies {
 		db.DefinePolicy(name, LoadCapacity, 1, ADay, kind)

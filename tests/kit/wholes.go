@@ -74,7 +74,6 @@ func wholeOf(columns []string) *Whole {
 	return w
 }
 
-// AcquireAll sends a request in a call of its own.
 func (r WholeRequest) AcquireAll(q Querier) (Whole, error) {
 	a := arraysOf([]WholeRequest{r})
 	a["idempotency_key"] = nullable(r.IdempotencyKey)
@@ -85,7 +84,6 @@ func (r WholeRequest) AcquireAll(q Querier) (Whole, error) {
 	return *wholeOf(rows[0]), nil
 }
 
-// By sends the request through a limiter of the client.
 func (r WholeRequest) By(ctx context.Context, limiter client.Acquirer) (Whole, error) {
 	var charges []client.Charge
 	for _, c := range r.Charges {

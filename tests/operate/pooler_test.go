@@ -264,7 +264,6 @@ func (c *changer) take() {
 	c.count++
 }
 
-// giveBack returns all connections to the pooler.
 func (c *changer) giveBack() {
 	for _, tx := range c.taken {
 		require.NoError(c.t, tx.Rollback(context.Background()))

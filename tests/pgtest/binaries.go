@@ -177,7 +177,6 @@ func Lock(path string) (io.Closer, error) {
 	return lock, nil
 }
 
-// aptInstall installs a Debian package.
 func aptInstall(ctx context.Context, name string) error {
 	if _, err := exec.LookPath("apt-get"); err != nil {
 		return errors.New("there is no apt-get")

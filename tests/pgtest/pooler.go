@@ -37,7 +37,6 @@ type Pooler struct {
 // URL returns the connection string for a database, or for PgBouncer's console, "pgbouncer".
 func (p *Pooler) URL(database string) string { return p.url(database) }
 
-// String names the version.
 func (p *Pooler) String() string { return "PgBouncer " + p.Version }
 
 // Prepares tells whether prepared statements work: since 1.21.

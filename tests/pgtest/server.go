@@ -38,10 +38,8 @@ func (s *Server) Close() error {
 	return s.host.Close()
 }
 
-// String names the rung and the version.
 func (s *Server) String() string { return s.Rung + " PostgreSQL " + s.Version }
 
-// A host runs a server.
 type host interface {
 	// URL returns the connection string for a database. Ask again after Start: the port may differ.
 	URL(database string) string

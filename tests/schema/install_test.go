@@ -570,7 +570,6 @@ func TestInstall_AgainRefusesPlantedFunctions(t *testing.T) {
 	require.Equal(t, before, kit.SchemaAndRows(t, db))
 }
 
-// use creates policies, buckets and idempotency keys.
 func use(t *testing.T, db *pgtest.DB, home string) {
 	for _, durable := range []string{"true", "false"} {
 		db.Exec(t, fmt.Sprintf(`

@@ -34,7 +34,6 @@ func requireCalls(t *testing.T, conn *pgx.Conn, functions ...string) {
 	}
 }
 
-// newUsedDB is a database for requireCalls.
 func newUsedDB(t *testing.T) *kit.TestDB {
 	db := kit.NewDB(t)
 	db.DefinePolicy("p", 20, 1, time.Hour)

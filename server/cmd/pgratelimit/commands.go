@@ -84,7 +84,6 @@ func inWords(d client.Decision) string {
 	return "allowed: " + left
 }
 
-// tableOf has the columns of the rows, or says that there are none.
 func tableOf(rows []inspect.Row, none string) string {
 	if len(rows) == 0 {
 		return none

@@ -138,7 +138,6 @@ func (p *program) onShardOf(work func(c *cobra.Command, conn *pgx.Conn, args []s
 	}
 }
 
-// askAll collects rows from all databases.
 func askAll[R any](p *program, c *cobra.Command, ask func(database) ([]R, error)) (all []R, err error) {
 	all = []R{}
 	err = p.onEach(c, p.connect, nil, func(db database) error {
@@ -165,7 +164,6 @@ func connect(ctx context.Context, url string, warnings io.Writer) (*pgx.Conn, er
 	return pgx.ConnectConfig(ctx, config)
 }
 
-// print prints a value with --json, and otherwise text.
 func (p *program) print(c *cobra.Command, value any, text string) error {
 	if !p.json {
 		_, err := fmt.Fprintln(c.OutOrStdout(), text)

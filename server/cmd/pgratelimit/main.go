@@ -43,7 +43,6 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	return code
 }
 
-// A program has the flags of all commands.
 type program struct {
 	databaseURL string
 	shardURLs   string // of databases that the program has created

@@ -32,7 +32,6 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// A ran is what a command left.
 type ran struct {
 	code        int
 	out, errors string
@@ -174,7 +173,6 @@ func TestAdministration(t *testing.T) {
 	})
 }
 
-// requireRefusals checks what commands end with and say.
 func requireRefusals(t *testing.T, db *pgtest.DB, code int, says map[string]string) {
 	for args, want := range says {
 		r := on(t, db, strings.Fields(args)...)

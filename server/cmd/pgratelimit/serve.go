@@ -96,7 +96,6 @@ func (p *program) configured(c *cobra.Command, usesDatabase bool) func() (config
 	}
 }
 
-// reload reads Envoy's rules again at each signal.
 func reload(ctx context.Context, s *server.Server, signals <-chan os.Signal) {
 	for {
 		select {

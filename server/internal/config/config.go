@@ -83,7 +83,6 @@ type settings struct {
 // Settings lists all names.
 func Settings() []Setting { return new(settings).list() }
 
-// list returns the settings, each of which reads its value into c.
 func (c *settings) list() []Setting {
 	return []Setting{
 		{"DATABASE_URL", "", "the database, such as postgres://app@db/app", into(&c.databaseURL, text)},
@@ -278,7 +277,6 @@ func unquoted(value string) string {
 	return value
 }
 
-// into returns a function that reads a value into a field.
 func into[T any](to *T, read func(string) (T, error)) func(string) error {
 	return func(value string) error {
 		parsed, err := read(value)

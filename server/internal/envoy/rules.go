@@ -142,7 +142,6 @@ func (b *builder) rule(path string, d policyfile.EnvoyDescriptor) *rule {
 	return r
 }
 
-// A match is the rule of a descriptor.
 type match struct {
 	*rule
 	key string // of its bucket

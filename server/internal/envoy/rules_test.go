@@ -329,7 +329,6 @@ func TestAnswer_TellsOfARequestThatNoRuleIsAbout(t *testing.T) {
 	}
 }
 
-// A fixed gate has one answer.
 type fixed struct {
 	envoy.Gate
 	client.Decision

@@ -19,7 +19,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 )
 
-// serve returns the address of a server.
 func serve(t *testing.T, limits service.Limits) string {
 	s := service.New([]service.Limiter{clienttest.New(time.Now)}, limits, func(service.Call) {})
 	server := grpc.NewServer(grpcapi.BoundUnread(s)...)

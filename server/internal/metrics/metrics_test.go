@@ -28,7 +28,6 @@ func scrape(m *metrics.Metrics) string {
 	return w.Body.String()
 }
 
-// series are the lines of a metric.
 func series(m *metrics.Metrics, name string) (lines []string) {
 	for line := range strings.Lines(scrape(m)) {
 		if strings.HasPrefix(line, name+"{") {

@@ -183,7 +183,6 @@ func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_, _ = w.Write(text.Bytes()) // an error here means that the client has hung up
 }
 
-// A view has the data of the template.
 type view struct {
 	Frame   bool // the search, which stays, above a frame of the rest, which loads anew
 	Refresh int  // seconds, or 0 for never
@@ -434,7 +433,6 @@ func named(name string) cell {
 	return cell{Text: string([]rune(text)[:maxName]) + "…", Title: text}
 }
 
-// number groups digits by three.
 func number(n int64) string { return message.NewPrinter(language.English).Sprint(n) }
 
 // decimal has one decimal.

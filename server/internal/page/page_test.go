@@ -31,7 +31,6 @@ var t0 = time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC)
 
 func zero() int64 { return 0 }
 
-// counts returns the requests of one policy.
 func counts(requests map[client.Result]int64) metrics.Counts {
 	return metrics.Counts{Requests: map[string]map[client.Result]int64{"api": requests}}
 }

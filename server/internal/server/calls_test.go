@@ -333,7 +333,6 @@ func TestKeys_OfEveryKind(t *testing.T) {
 	}
 }
 
-// manyRequests has one request for each key.
 func manyRequests(policy string, keys ...string) (list []*pb.Request) {
 	for _, key := range keys {
 		list = append(list, &pb.Request{Policy: policy, LogicalKey: key})

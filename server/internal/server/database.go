@@ -193,7 +193,6 @@ func (d *databases) onEach(ctx context.Context, do func(*pgxpool.Pool) error) er
 	return nil
 }
 
-// connections sums a count of all pools.
 func (d *databases) connections(count func(*pgxpool.Stat) int32) (sum int64) {
 	for _, pool := range d.pools {
 		sum += int64(count(pool.Stat()))

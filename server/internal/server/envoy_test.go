@@ -81,13 +81,11 @@ func of(pairs ...string) *common.RateLimitDescriptor {
 	return d
 }
 
-// times gives a descriptor hits of its own.
 func times(hits uint64, d *common.RateLimitDescriptor) *common.RateLimitDescriptor {
 	d.HitsAddend = wrapperspb.UInt64(hits)
 	return d
 }
 
-// back makes hits negative.
 func back(d *common.RateLimitDescriptor) *common.RateLimitDescriptor {
 	d.IsNegativeHits = true
 	return d
@@ -352,7 +350,6 @@ func TestEnvoy_LimitsThatAreOffAreSeen(t *testing.T) {
 	require.NotContains(t, e.log.String(), "ann")
 }
 
-// policies are those of a database, by name.
 func policies(t testing.TB, db *pgtest.DB) map[string]client.Policy {
 	all := kit.NoError(client.New(db.Pool).Policies(t.Context()))(t)
 	byName := make(map[string]client.Policy)
@@ -362,7 +359,6 @@ func policies(t testing.TB, db *pgtest.DB) map[string]client.Policy {
 	return byName
 }
 
-// versions are those of the rows of policies.
 func versions(t testing.TB, db *pgtest.DB) []string {
 	return kit.Column(t, db, "select xmin::text from ratelimit.policies order by name")
 }

@@ -134,7 +134,6 @@ func startWith(t testing.TB, c config.Config, options ...grpc.DialOption) *testS
 	return s
 }
 
-// An answer is what HTTP gave.
 type answer struct {
 	status int
 	header http.Header
@@ -212,14 +211,12 @@ func (s *testServer) call(ctx context.Context, path, body string) (proto.Message
 	return out, s.conn.Invoke(ctx, "/"+string(method.Parent().FullName())+"/"+string(method.Name()), in, out)
 }
 
-// beside does something beside the test, and sends its error.
 func beside(do func() error) <-chan error {
 	done := make(chan error, 1)
 	go func() { done <- do() }()
 	return done
 }
 
-// begin makes a call by gRPC beside the test.
 func (s *testServer) begin(ctx context.Context, path, body string) <-chan error {
 	return beside(func() error {
 		_, err := s.call(ctx, path, body)
@@ -238,7 +235,6 @@ func (s *testServer) beginPost(ctx context.Context, path, body string) <-chan er
 	})
 }
 
-// acquire takes one token by gRPC.
 func (s *testServer) acquire(policy, key string) *pb.Decision {
 	return kit.NoError(s.rpc.Acquire(s.t.Context(), &pb.Request{Policy: policy, LogicalKey: key}))(s.t)
 }
@@ -260,7 +256,6 @@ func (s *testServer) remaining(policy, key string) int64 {
 	return kit.NoError(s.rpc.Peek(s.t.Context(), &pb.Charge{Policy: policy, LogicalKey: key}))(s.t).GetRemaining()
 }
 
-// requireProblem checks that an answer is one.
 func requireProblem(t testing.TB, a answer, status int, sqlState string) {
 	require.Equal(t, status, a.status, a.body)
 	require.Equal(t, "application/problem+json", a.header.Get("Content-Type"))

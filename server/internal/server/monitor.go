@@ -21,7 +21,6 @@ import (
 // checkEvery is the interval of health checks. Requests for the health get the result of the last check.
 const checkEvery = time.Second
 
-// A monitor checks whether the databases can be used.
 type monitor struct {
 	check func(context.Context) error
 	log   *slog.Logger

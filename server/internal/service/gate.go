@@ -67,7 +67,6 @@ func (s *Service) Unmatched(domain, keys string) {
 	s.observe(Call{Operation: Gate, Result: NoRule, Domain: domain, Keys: keys})
 }
 
-// A gate decides one request.
 type gate struct {
 	*Service
 	charges []GateCharge

@@ -27,7 +27,6 @@ import (
 
 var roomy = service.Limits{Calls: 100, OwnConnections: 10, Time: time.Minute}
 
-// A recorder has the calls that a Service has shown.
 type recorder struct {
 	mu    sync.Mutex
 	calls []service.Call

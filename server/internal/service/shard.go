@@ -52,7 +52,6 @@ func (s *Service) UnderWay() (n int64) {
 	return n
 }
 
-// call makes a call within the limits.
 func (s *shard) call(ctx context.Context, call func(context.Context) error) *Error {
 	defer s.calls.Add(-1)
 	if s.calls.Add(1) > int64(s.limits.Calls) {
