@@ -318,9 +318,7 @@ func TestApply_NeedsThePublicFunctionsOnly(t *testing.T) {
 func TestApply_OnAStandbyNamesThePrimary(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Private(t)
-	kit.OnServer(t, server, "", `do $$ begin execute format('copy (select) to %L', current_setting('data_directory') || '/standby.signal'); end $$`)
-	require.NoError(t, server.Stop(t.Context(), false))
-	require.NoError(t, server.Start(t.Context()))
+	kit.BecomeStandby(t, server)
 	_, err := policyfile.Apply(t.Context(), kit.Connect(t, server), parse(t, twoPolicies), policyfile.Options{})
 	require.ErrorContains(t, err, "The database is read-only: connect to the primary.")
 }

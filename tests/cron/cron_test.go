@@ -141,8 +141,7 @@ func TestPgCron_SaysWhatIsMissing(t *testing.T) {
 		server := pgtest.Private(t)
 		// A setting may be left over from a library that is not loaded.
 		kit.InstalledDB(t, server, "postgres").Execute("alter system set shared_preload_libraries = 'plpgsql'")
-		require.NoError(t, server.Stop(t.Context(), false))
-		require.NoError(t, server.Start(t.Context()))
+		kit.Restart(t, server)
 		db := kit.CreateDB(t, server, "app")
 		requireMissing(t, kit.RunScript(db, "schedule.sql"), "pg_cron is not in this database", "has not loaded it", "pg_cron/README.md")
 	})

@@ -207,9 +207,7 @@ func testExtensionPaths(t *testing.T, s extensionServer) {
 				sameButExtension(t, db, restored)
 				require.Equal(t, kit.RowsOf(t, db.DB), kit.RowsOf(t, restored.DB))
 				require.Equal(t, wantMembers, membership(t, restored))
-				kept := *data
-				kept.Db = restored
-				kept.Check()
+				data.In(restored).Check()
 				require.EqualValues(t, 20, restored.Must(kit.Peek(restored.Pool, "kept", "k", 0)).Capacity)
 			})
 			db.Execute("drop extension pgratelimit")
@@ -220,11 +218,8 @@ func testExtensionPaths(t *testing.T, s extensionServer) {
 
 // restore restores a dump into a new database, as whoever restores a dump does.
 func restore(t *testing.T, s extensionServer, db *kit.TestDB) *kit.TestDB {
-	file := filepath.Join(t.TempDir(), "dump.sql")
-	require.NoError(t, os.WriteFile(file, []byte(kit.Dump(t, kit.FindPgDump(t), db.URL)), 0o600))
 	restored := s.empty(t)
-	out, err := kit.RunPsql(t, restored.URL, "--set", "ON_ERROR_STOP=1", "--quiet", "--file", file)
-	require.NoError(t, err, out)
+	kit.Restore(t, db.URL, restored.URL)
 	return restored
 }
 
@@ -234,8 +229,7 @@ func testExtensionRestoreOlder(t *testing.T, s extensionServer) {
 	data := db.PutData()
 	db.Execute("grant execute on function ratelimit_acquire to app")
 	restored := restore(t, s, db)
-	data.Db = restored
-	data.Check()
+	data.In(restored).Check()
 	want := s.with(t, "create extension pgratelimit; grant execute on function ratelimit_acquire to app")
 	require.Equal(t, kit.FingerprintOf(t, want.DB), kit.FingerprintOf(t, restored.DB))
 }
@@ -273,9 +267,7 @@ func testExtensionRestoredBySuperuser(t *testing.T, s extensionServer) {
 				require.Empty(t, got.Findings())
 				sameButExtension(t, db, got)
 				require.Equal(t, membership(t, db), membership(t, got))
-				kept := *data
-				kept.Db = got
-				kept.Check()
+				data.In(got).Check()
 				kit.Execute(t, kit.ConnectAs(t, got.DB, "limits"), "alter extension pgratelimit update")
 			}
 

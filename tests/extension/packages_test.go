@@ -98,8 +98,7 @@ func TestPackages_MigrationTools(t *testing.T) {
 // Outside a transaction it changes nothing, whether or not the client goes on after the first error.
 func TestPackages_NeedATransaction(t *testing.T) {
 	t.Parallel()
-	path := filepath.Join(t.TempDir(), "pgratelimit.sql")
-	require.NoError(t, os.WriteFile(path, allPackages(t)["sql/pgratelimit.sql"], 0o600))
+	path := kit.File(t, "pgratelimit.sql", string(allPackages(t)["sql/pgratelimit.sql"]))
 	for _, stop := range []string{"0", "1"} {
 		for _, db := range []*pgtest.DB{pgtest.Empty(t), pgtest.New(t)} {
 			before := kit.SchemaAndRows(t, db)

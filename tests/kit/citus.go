@@ -3,7 +3,6 @@ package kit
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"net/url"
 	"os"
@@ -54,8 +53,7 @@ func NewCitus(t testing.TB, settings ...string) *Citus {
 			OnServer(t, node, "", "alter system set listen_addresses = '"+c.NodeName(n)+"'")
 			OnServer(t, node, "", "alter system set citus.node_conninfo = 'sslmode=require sslcert=none'") // of this user's HOME it may read nothing
 			OnServer(t, node, "", "copy (select 'host all all 127.0.0.0/8 trust') to program 'cat >> pg_hba.conf'")
-			require.NoError(t, node.Stop(t.Context(), false))
-			require.NoError(t, node.Start(t.Context()))
+			Restart(t, node)
 		}
 		OnServer(t, node, "", "alter system set citus.local_hostname = '"+c.NodeName(n)+"'")
 		OnServer(t, node, "", "select pg_reload_conf()")
@@ -178,6 +176,6 @@ func (db CitusDB) ShardOf(c *Citus, key string) (node int, shard int64) {
 			return n, shard
 		}
 	}
-	require.NoError(db[0].T, errors.New("no node "+name))
+	require.FailNow(db[0].T, "no node "+name)
 	return 0, 0
 }

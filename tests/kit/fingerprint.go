@@ -196,5 +196,11 @@ func Dump(t *testing.T, pgDump, url string, options ...string) string {
 	return regexp.MustCompile(`(?m)^\\(un)?restrict .*$`).ReplaceAllString(string(out), "")
 }
 
+// Restore runs a dump of one database in another.
+func Restore(t *testing.T, from, to string) {
+	out, err := RunPsql(t, to, "--set", "ON_ERROR_STOP=1", "--quiet", "--file", File(t, "dump.sql", Dump(t, FindPgDump(t), from)))
+	require.NoError(t, err, out)
+}
+
 // Releases are the versions of the extension by those of the schema. The last is made up: see NextVersion.
 var Releases = map[int32]string{1: "0.3.0", 2: "9.0.0"}

@@ -83,6 +83,13 @@ func InstallPreRequest(t *testing.T, db *pgtest.DB) {
 	require.NoError(t, conn.Close(t.Context()))
 }
 
+// File is a file of the test with this text.
+func File(t testing.TB, name, text string) (path string) {
+	path = filepath.Join(t.TempDir(), name)
+	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+	return path
+}
+
 func Quoted(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }
 
 func ReadTree(t testing.TB, dir string) map[string]string {

@@ -6,8 +6,6 @@ import (
 	"encoding/pem"
 	"errors"
 	"net/http/httptest"
-	"os"
-	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -45,6 +43,17 @@ func OnServer(t testing.TB, server *pgtest.Server, database, sql string) {
 	conn := NoError(pgx.Connect(t.Context(), server.URL(database)))(t)
 	_, err := conn.Exec(t.Context(), sql)
 	require.NoError(t, errors.Join(err, conn.Close(t.Context())))
+}
+
+func Restart(t testing.TB, server *pgtest.Server) {
+	require.NoError(t, server.Stop(t.Context(), false))
+	require.NoError(t, server.Start(t.Context()))
+}
+
+// BecomeStandby has a server go on as a standby that waits for a primary to follow.
+func BecomeStandby(t testing.TB, server *pgtest.Server) {
+	OnServer(t, server, "", `do $$ begin execute format('copy (select) to %L', current_setting('data_directory') || '/standby.signal'); end $$`)
+	Restart(t, server)
 }
 
 // InstalledDB returns a database of a server, with the package installed.
@@ -106,9 +115,7 @@ func Certificate(t testing.TB) (certFile, keyFile string, pool *x509.CertPool) {
 	defer own.Close()
 	key := NoError(x509.MarshalPKCS8PrivateKey(own.TLS.Certificates[0].PrivateKey))(t)
 	write := func(name, kind string, der []byte) (path string) {
-		path = filepath.Join(t.TempDir(), name)
-		require.NoError(t, os.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
-		return path
+		return File(t, name, string(pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der})))
 	}
 	pool = x509.NewCertPool()
 	pool.AddCert(own.Certificate())

@@ -152,6 +152,9 @@ func (db *TestDB) PutData() *Data {
 	return d
 }
 
+// In is the same data, as another database has to have it.
+func (d Data) In(db *TestDB) *Data { d.Db = db; return &d }
+
 func (d *Data) definitions() []string {
 	return Column(d.Db.T, d.Db.DB, `
 		select to_jsonb(p)::text from ratelimit_policies() as p where p.policy like 'kept%'

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
-	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
@@ -64,7 +63,7 @@ func createShownDB(t *testing.T, encoding string) *pgx.Conn {
 func TestShards_ADatabaseMoves(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()
-	pgDump := kit.FindPgDump(t)
+	kit.FindPgDump(t)
 	s := kit.NewShards(t)
 	const moves = 5 // shard 5, from the second server to the first
 	var address kit.Address
@@ -92,11 +91,8 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	}, kit.Patience, 10*kit.Ms)
 	kit.OnServer(t, from, "", "alter database moved allow_connections true")
 	ledger.AwaitFailures(t, 20)
-	file := filepath.Join(t.TempDir(), "dump.sql")
-	require.NoError(t, os.WriteFile(file, []byte(kit.Dump(t, pgDump, from.URL("moved"))), 0o600))
 	kit.OnServer(t, to, "", "create database "+kit.ShardName(moves)+" template template0")
-	out, err := kit.RunPsql(t, to.URL(kit.ShardName(moves)), "--set", "ON_ERROR_STOP=1", "--quiet", "--file", file)
-	require.NoError(t, err, out)
+	kit.Restore(t, from.URL("moved"), to.URL(kit.ShardName(moves)))
 	s.Dbs[moves] = kit.OpenDB(t, to, kit.ShardName(moves))
 	address.MoveTo(s.Dbs[moves].URL)
 	ledger.AwaitAnswers(t, 500)

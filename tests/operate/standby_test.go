@@ -17,15 +17,8 @@ import (
 
 // becomeStandby has a server go on as a standby that waits for a primary to follow.
 func becomeStandby(t *testing.T, db *kit.TestDB, server *pgtest.Server) *kit.TestDB {
-	db.Execute(`
-		do $$
-		begin
-		  execute format('copy (select) to %L', current_setting('data_directory') || '/standby.signal');
-		end
-		$$`)
 	db.Pool.Close()
-	require.NoError(t, server.Stop(t.Context(), false))
-	require.NoError(t, server.Start(t.Context()))
+	kit.BecomeStandby(t, server)
 	db = kit.Reopen(t, server)
 	require.Equal(t, int64(1), db.Number("select 1 where pg_is_in_recovery()"))
 	return db

@@ -43,7 +43,7 @@ func TestDocker_ImageBringsAnExistingVolumeUpToDate(t *testing.T) {
 	kit.Execute(t, conn, "alter table ratelimit.version alter column version set not null")
 	require.NoError(t, conn.Close(t.Context()))
 
-	restart(t, server)
+	kit.Restart(t, server)
 	requireUpToDate(t, server)
 	require.NotContains(t, kit.NoError(server.Log(t.Context()))(t), "NOT BROUGHT UP TO DATE")
 
@@ -64,7 +64,7 @@ func TestDocker_ImageSaysThatItDidNotBringAVolumeUpToDate(t *testing.T) {
 			kit.Execute(t, conn, test.change, pgx.QueryExecModeSimpleProtocol)
 			require.NoError(t, conn.Close(t.Context()))
 
-			restart(t, server)
+			kit.Restart(t, server)
 			conn, err := pgx.Connect(t.Context(), server.URL("postgres"))
 			require.NoError(t, err, "the server is there all the same")
 			require.NoError(t, conn.Close(t.Context()))
@@ -73,11 +73,6 @@ func TestDocker_ImageSaysThatItDidNotBringAVolumeUpToDate(t *testing.T) {
 			require.Contains(t, log, "NOT BROUGHT UP TO DATE")
 		})
 	}
-}
-
-func restart(t *testing.T, server *pgtest.Server) {
-	require.NoError(t, server.Stop(t.Context(), false))
-	require.NoError(t, server.Start(t.Context()))
 }
 
 // requireUpToDate compares the image's database with one on the same server that was installed by Up.

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -192,9 +191,8 @@ func TestInstall_OverADevelopmentVersion(t *testing.T) {
 	t.Parallel()
 	empty := pgtest.Empty(t)
 	before := kit.SchemaAndRows(t, empty)
-	plain := filepath.Join(t.TempDir(), "pgratelimit.sql")
 	files := kit.NoError(packages.One(os.DirFS("../.."), "sql"))(t)
-	require.NoError(t, os.WriteFile(plain, files["sql/pgratelimit.sql"], 0o600))
+	plain := kit.File(t, "pgratelimit.sql", string(files["sql/pgratelimit.sql"]))
 	for name, uninstall := range uninstallers {
 		db := pgtest.New(t)
 		use(t, db, "public")

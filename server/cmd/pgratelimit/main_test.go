@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
-	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -356,15 +355,12 @@ func TestDocs_HaveEachSetting(t *testing.T) {
 }
 
 func settingsFile(t *testing.T) string {
-	path := filepath.Join(t.TempDir(), "settings")
-	require.NoError(t, os.WriteFile(path, []byte("GRPC_ADDR=off\nHTTP_ADDR=127.0.0.1:0\nCALL_TIMEOUT=1m\n"), 0o600))
-	return path
+	return kit.File(t, "settings", "GRPC_ADDR=off\nHTTP_ADDR=127.0.0.1:0\nCALL_TIMEOUT=1m\n")
 }
 
 // applied runs apply with a file, or with standard input where its argument is "-".
 func applied(t *testing.T, url, text string, args ...string) ran {
-	path := filepath.Join(t.TempDir(), "limits.yaml")
-	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+	path := kit.File(t, "limits.yaml", text)
 	if len(args) == 0 || args[0] != "-" {
 		args = append([]string{path}, args...)
 	}
@@ -487,9 +483,8 @@ func TestShards(t *testing.T) { // not parallel: it sets the environment
 		keys[n] = kit.KeyOf(n, 4, "user:")
 	}
 
-	file := filepath.Join(t.TempDir(), "limits.yaml")
 	limits := fmt.Sprintf("policies: {api: {capacity: 10, refill: 0, every: 1d}}\noverrides: {api: {%q: {capacity: 20}}}\n", keys[2])
-	require.NoError(t, os.WriteFile(file, []byte(limits), 0o600))
+	file := kit.File(t, "limits.yaml", limits)
 	says := ends(exitNo, "apply", file, "--dry-run")
 	require.Equal(t, 4, strings.Count(says, `+ policy "api"`))
 	require.Equal(t, 1, strings.Count(says, "+ override"), says)

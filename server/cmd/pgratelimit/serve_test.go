@@ -133,8 +133,7 @@ func TestDocker_ComposeServes(t *testing.T) {
 }
 
 func asksHealth(t *testing.T, settings ...string) ran {
-	path := filepath.Join(t.TempDir(), "settings")
-	require.NoError(t, os.WriteFile(path, []byte(strings.Join(append(settings, "DATABASE_URL=postgres://nobody"), "\n")), 0o600))
+	path := kit.File(t, "settings", strings.Join(append(settings, "DATABASE_URL=postgres://nobody"), "\n"))
 	return command(t, "health", "--config", path)
 }
 

@@ -2,7 +2,6 @@ package config_test
 
 import (
 	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -18,8 +17,7 @@ import (
 func load(t *testing.T, lines []string, environment ...string) (config.Config, error) {
 	path := ""
 	if lines != nil {
-		path = filepath.Join(t.TempDir(), "settings")
-		require.NoError(t, os.WriteFile(path, []byte(strings.Join(lines, "\n")), 0o600))
+		path = kit.File(t, "settings", strings.Join(lines, "\n"))
 	}
 	return config.Load(path, func(name string) (value string, ok bool) {
 		for _, line := range environment {

@@ -29,7 +29,7 @@ import (
 func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 	db := parallelDB(t)
 	for _, monitoring := range []string{"", "\nMONITORING_TOKENS=watch"} {
-		s := start(t, db.URL, strings.Split("TOKENS=first,second\nENVOY_RULES="+rulesFile(t, edgeRules)+monitoring, "\n")...)
+		s := start(t, db.URL, strings.Split("TOKENS=first,second\nENVOY_RULES="+kit.File(t, "rules.yaml", edgeRules)+monitoring, "\n")...)
 		with := func(token string) context.Context {
 			return metadata.AppendToOutgoingContext(t.Context(), "authorization", token)
 		}
@@ -70,7 +70,7 @@ func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {
 	db := parallelDB(t)
 	const call = `{"policy":"budget","key":"k"}`
-	s := start(t, db.URL, "STATUS_PAGE=true", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
+	s := start(t, db.URL, "STATUS_PAGE=true", "MONITORING_TOKENS=watch", "ENVOY_RULES="+kit.File(t, "rules.yaml", edgeRules))
 	status := func(s *testServer, method, path, host string) int {
 		a := s.mustDo(method, path, call, "Host: "+host, "Authorization: Bearer watch")
 		require.Equal(t, a.status == http.StatusForbidden, strings.Contains(a.text, "Without TOKENS"), "%s", a.text)
@@ -306,7 +306,7 @@ func TestAttack_SlowReaders(t *testing.T) {
 
 // The client sends each path as it is written. Package auth has the forms of a wrong token.
 func TestAttack_TokensOfEveryPath(t *testing.T) {
-	db, s := parallel(t, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+rulesFile(t, edgeRules))
+	db, s := parallel(t, "TOKENS=first,second", "MONITORING_TOKENS=watch", "ENVOY_RULES="+kit.File(t, "rules.yaml", edgeRules))
 	send := func(method, path, token string) int {
 		r := kit.NoError(http.NewRequestWithContext(t.Context(), method, s.url, strings.NewReader(`{"policy":"budget","key":"k"}`)))(t)
 		r.URL.Opaque = path

@@ -47,12 +47,6 @@ descriptors:
     rate_limit: {unit: day, requests_per_unit: 5, name: vip, replaces: [{name: by address}]}
 `
 
-func rulesFile(t testing.TB, text string) string {
-	path := filepath.Join(t.TempDir(), "rules.yaml")
-	require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
-	return path
-}
-
 // An edge is a server with Envoy's rules, and a database in which time stands still.
 type edge struct {
 	*testServer
@@ -64,7 +58,7 @@ type edge struct {
 func startEdge(t *testing.T, rules string) edge {
 	db := parallelDB(t)
 	db.Exec(t, freeze)
-	return newEdge(t, db, "ENVOY_RULES="+rulesFile(t, rules))
+	return newEdge(t, db, "ENVOY_RULES="+kit.File(t, "rules.yaml", rules))
 }
 
 func newEdge(t *testing.T, db *pgtest.DB, settings ...string) edge {
@@ -328,7 +322,7 @@ func TestEnvoy_OffWithoutRules(t *testing.T) {
 	require.Contains(t, a.body["detail"], "set ENVOY_RULES")
 	require.NoError(t, s.Reload(t.Context()))
 
-	e := newEdge(t, db, "ENVOY_RULES="+rulesFile(t, edgeRules))
+	e := newEdge(t, db, "ENVOY_RULES="+kit.File(t, "rules.yaml", edgeRules))
 	e.watchHealth("envoy.service.ratelimit.v3.RateLimitService")(healthpb.HealthCheckResponse_SERVING)
 }
 
@@ -367,7 +361,7 @@ func versions(t testing.TB, db *pgtest.DB) []string {
 func TestEnvoyRules_DefinePolicies(t *testing.T) {
 	db := parallelDB(t)
 	db.Exec(t, `select ratelimit_define_policy('edge.kept', 1, 1, '1 hour', durable => false, remember => '7 days', stepped => true)`)
-	path := rulesFile(t, `
+	path := kit.File(t, "rules.yaml", `
 domain: edge
 descriptors:
   - {key: kept, rate_limit: {unit: hour, requests_per_unit: 2}}
@@ -444,7 +438,7 @@ descriptors:
 		e.requireStatuses(list{of(unit, "a")}, over(limit, 0, turn))
 	}
 	before := versions(t, e.db)
-	newEdge(t, e.db, "ENVOY_RULES="+rulesFile(t, rules))
+	newEdge(t, e.db, "ENVOY_RULES="+kit.File(t, "rules.yaml", rules))
 	require.Equal(t, before, versions(t, e.db))
 }
 
@@ -453,7 +447,7 @@ func TestEnvoyRules_WithoutTheRight(t *testing.T) {
 	t.Parallel()
 	db, role, url := newRole(t, "ratelimit_acquire, ratelimit_acquire_all, ratelimit_acquire_packed")
 	db.Exec(t, `select ratelimit_define_policy('edge.b', 7, 7, '1 day')`)
-	path := rulesFile(t, `
+	path := kit.File(t, "rules.yaml", `
 domain: edge
 descriptors:
   - {key: a, rate_limit: {unit: minute, requests_per_unit: 60, name: it's a\b}}

@@ -299,9 +299,7 @@ func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 	}
 	require.Len(t, ill.Tests, 14, "expressions and alerts")
 	tests := kit.NoError(json.Marshal(map[string]any{"rule_files": []string{rules}, "evaluation_interval": "1m", "tests": []evaluation{ill, well}}))(t)
-	file := filepath.Join(t.TempDir(), "tests.yml")
-	require.NoError(t, os.WriteFile(file, tests, 0o600))
-	promtool(t, "test", "rules", file)
+	promtool(t, "test", "rules", kit.File(t, "tests.yml", string(tests)))
 
 	var reasons []string
 	for _, kind := range service.Kinds {

@@ -76,7 +76,7 @@ func TestShards_MistakesAreSeenAtTheStart(t *testing.T) {
 // Only calls to the shard that is down fail. The server starts, is healthy, and answers the others. The page has the state of each.
 func TestShards_OneIsDown(t *testing.T) {
 	t.Parallel()
-	rules := rulesFile(t, "{domain: edge, descriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 5}}]}")
+	rules := kit.File(t, "rules.yaml", "{domain: edge, descriptors: [{key: user, rate_limit: {unit: day, requests_per_unit: 5}}]}")
 	dbs, _ := newShards(t, 2)
 	setting := "SHARD_URLS=" + dbs[0].URL + " postgres://127.0.0.1:1/nowhere"
 	s := start(t, "", setting, "MAX_CALLS=2", "STATUS_PAGE=true", "ENVOY_RULES="+rules)
