@@ -117,9 +117,7 @@ func FuzzBodies(f *testing.F) {
 		for name, capacity := range map[string]int64{"p": 10, service.DefaultPolicy: 5} {
 			require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: name, Capacity: capacity, Refill: client.Zero, Every: time.Second}))
 		}
-		limits := service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}
-		mux := http.NewServeMux()
-		jsonapi.Register(mux, service.New([]service.Limiter{fake}, limits, func(service.Call) {}), 10_000)
+		mux := serve(fake, 10_000)
 		q, isRead := read(text)
 		for range 2 {
 			before := levels(t, fake, q)
@@ -139,6 +137,12 @@ func FuzzBodies(f *testing.F) {
 			require.Equal(t, want, after, "%s %q: %s", path, text, w.Body)
 		}
 	})
+}
+
+func serve(limiter service.Limiter, maxBytes int64) *http.ServeMux {
+	mux, limits := http.NewServeMux(), service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}
+	jsonapi.Register(mux, service.New([]service.Limiter{limiter}, limits, func(service.Call) {}), maxBytes)
+	return mux
 }
 
 func read(text []byte) (q body, ok bool) { return q, json.Unmarshal(text, &q) == nil }
@@ -189,10 +193,8 @@ func TestNumbers_AreWholeInAnyForm(t *testing.T) {
 	post := func(path, body, number string) *httptest.ResponseRecorder {
 		fake := clienttest.New(func() time.Time { return time.Date(2030, 1, 1, 12, 0, 0, 0, time.UTC) })
 		require.NoError(t, fake.DefinePolicy(t.Context(), client.Policy{Name: "p", Capacity: 100, Refill: client.Zero, Every: time.Second}))
-		mux := http.NewServeMux()
-		jsonapi.Register(mux, service.New([]service.Limiter{fake}, service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}, func(service.Call) {}), 10_000)
 		w := httptest.NewRecorder()
-		mux.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/"+path, strings.NewReader(strings.ReplaceAll(body, "N", number))))
+		serve(fake, 10_000).ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/"+path, strings.NewReader(strings.ReplaceAll(body, "N", number))))
 		return w
 	}
 	for path, body := range map[string]string{
@@ -235,8 +237,7 @@ func (s slow) Write(text []byte) (int, error) {
 // Long answers that are not read take room, of which there is as much as the server can spare.
 func TestUnread_LongAnswersTakeRoomUntilTheyAreRead(t *testing.T) {
 	t.Parallel()
-	mux := http.NewServeMux()
-	jsonapi.Register(mux, service.New([]service.Limiter{clienttest.New(time.Now)}, service.Limits{Calls: 1, OwnConnections: 1, Time: time.Minute}, func(service.Call) {}), 1<<20)
+	mux := serve(clienttest.New(time.Now), 1<<20)
 	body := `{"requests":[` + strings.Repeat(`{"policy":"p","key":"k"},`, 999) + `{"policy":"p","key":"k"}]}`
 	post := func(w http.ResponseWriter, body string) {
 		mux.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/acquire_many", strings.NewReader(body)))

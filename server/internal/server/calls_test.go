@@ -78,6 +78,12 @@ func asJSON(t *testing.T, answer protoreflect.Message) map[string]any {
 	return values
 }
 
+// decided is a decision in JSON that is neither replayed nor shadowed.
+func decided(allowed bool, remaining int, retryAfter, resetAfter string, capacity int) string {
+	return fmt.Sprintf(`{"allowed":%t,"remaining":%d,"retry_after":%s,"reset_after":%s,"capacity":%d,"replayed":false,"shadowed":false}`,
+		allowed, remaining, retryAfter, resetAfter, capacity)
+}
+
 func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 	t.Parallel()
 	var servers [2]*testServer
@@ -88,45 +94,30 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 		servers[i] = start(t, db.URL)
 	}
 	for _, call := range [][3]string{
-		{"acquire", `{"policy":"api","key":"k"}`,
-			`{"allowed":true,"remaining":9,"retry_after":0,"reset_after":86400,"capacity":10,"replayed":false,"shadowed":false}`},
+		{"acquire", `{"policy":"api","key":"k"}`, decided(true, 9, "0", "86400", 10)},
+		{"acquire", `{"policy":"api","key":"k","cost":4,"idempotency_key":"i"}`, decided(true, 5, "0", "432000", 10)},
 		{"acquire", `{"policy":"api","key":"k","cost":4,"idempotency_key":"i"}`,
-			`{"allowed":true,"remaining":5,"retry_after":0,"reset_after":432000,"capacity":10,"replayed":false,"shadowed":false}`},
-		{"acquire", `{"policy":"api","key":"k","cost":4,"idempotency_key":"i"}`,
-			`{"allowed":true,"remaining":5,"retry_after":0,"reset_after":432000,"capacity":10,"replayed":true,"shadowed":false}`},
-		{"acquire", `{"policy":"api","key":"k","cost":7,"idempotency_key":null}`,
-			`{"allowed":false,"remaining":5,"retry_after":172800,"reset_after":432000,"capacity":10,"replayed":false,"shadowed":false}`},
-		{"acquire", `{"policy":"api","key":"k","cost":0}`,
-			`{"allowed":true,"remaining":5,"retry_after":0,"reset_after":432000,"capacity":10,"replayed":false,"shadowed":false}`},
-		{"acquire", `{"policy":"api","key":"k","cost":11}`,
-			`{"allowed":false,"remaining":5,"retry_after":null,"reset_after":432000,"capacity":10,"replayed":false,"shadowed":false}`},
-		{"acquire", `{"policy":"odd","key":"k","cost":5}`,
-			`{"allowed":true,"remaining":2,"retry_after":0,"reset_after":1.666667,"capacity":7,"replayed":false,"shadowed":false}`},
-		{"peek", `{"policy":"odd","key":"k","cost":5}`,
-			`{"allowed":false,"remaining":2,"retry_after":1,"reset_after":1.666667,"capacity":7,"replayed":false,"shadowed":false}`},
-		{"settle", `{"policy":"api","key":"k","idempotency_key":"i","cost":0}`,
-			`{"allowed":true,"remaining":9,"retry_after":0,"reset_after":86400,"capacity":10,"replayed":false,"shadowed":false}`},
-		{"charge", `{"policy":"api","key":"k","cost":12}`,
-			`{"allowed":true,"remaining":-3,"retry_after":0,"reset_after":1123200,"capacity":10,"replayed":false,"shadowed":false}`},
-		{"refund", `{"policy":"api","key":"k","amount":8}`,
-			`{"allowed":true,"remaining":5,"retry_after":0,"reset_after":432000,"capacity":10,"replayed":false,"shadowed":false}`},
-		{"pause", `{"policy":"odd","key":"paused","pause_for":1.5}`,
-			`{"allowed":false,"remaining":0,"retry_after":1.833334,"reset_after":3.833334,"capacity":7,"replayed":false,"shadowed":false}`},
-		{"acquire", `{"policy":"budget","key":"k"}`,
-			`{"allowed":true,"remaining":999999,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false}`},
+			strings.Replace(decided(true, 5, "0", "432000", 10), `"replayed":false`, `"replayed":true`, 1)},
+		{"acquire", `{"policy":"api","key":"k","cost":7,"idempotency_key":null}`, decided(false, 5, "172800", "432000", 10)},
+		{"acquire", `{"policy":"api","key":"k","cost":0}`, decided(true, 5, "0", "432000", 10)},
+		{"acquire", `{"policy":"api","key":"k","cost":11}`, decided(false, 5, "null", "432000", 10)},
+		{"acquire", `{"policy":"odd","key":"k","cost":5}`, decided(true, 2, "0", "1.666667", 7)},
+		{"peek", `{"policy":"odd","key":"k","cost":5}`, decided(false, 2, "1", "1.666667", 7)},
+		{"settle", `{"policy":"api","key":"k","idempotency_key":"i","cost":0}`, decided(true, 9, "0", "86400", 10)},
+		{"charge", `{"policy":"api","key":"k","cost":12}`, decided(true, -3, "0", "1123200", 10)},
+		{"refund", `{"policy":"api","key":"k","amount":8}`, decided(true, 5, "0", "432000", 10)},
+		{"pause", `{"policy":"odd","key":"paused","pause_for":1.5}`, decided(false, 0, "1.833334", "3.833334", 7)},
+		{"acquire", `{"policy":"budget","key":"k"}`, decided(true, 999999, "0", "null", 1000000)},
 		{"acquire_all", `{"charges":[{"policy":"budget","key":"k"},{"policy":"api","key":"k","cost":2}],"idempotency_key":"all"}`,
 			`{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false,"binding":1,"decisions":[` +
-				`{"allowed":true,"remaining":999998,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false},` +
-				`{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}]}`},
+				decided(true, 999998, "0", "null", 1000000) + "," + decided(true, 3, "0", "604800", 10) + "]}"},
 		{"acquire_many", `{"requests":[{"policy":"budget","key":"k","cost":8},{"policy":"api","key":"k","cost":4,"idempotency_key":"m"},{"policy":"api","key":"k","cost":2,"idempotency_key":"all"}]}`,
 			`{"answers":[` +
 				`{"decision":{"allowed":true,"remaining":999990,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false}},` +
 				`{"decision":{"allowed":false,"remaining":3,"retry_after":86400,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}},` +
 				`{"decision":{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":true,"shadowed":false}}]}`},
 		{"settle_all", `{"settlements":[{"policy":"budget","key":"k","cost":1},{"policy":"api","key":"k","cost":2}],"idempotency_key":"all"}`,
-			`{"replayed":false,"decisions":[` +
-				`{"allowed":true,"remaining":999990,"retry_after":0,"reset_after":null,"capacity":1000000,"replayed":false,"shadowed":false},` +
-				`{"allowed":true,"remaining":3,"retry_after":0,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false}]}`},
+			`{"replayed":false,"decisions":[` + decided(true, 999990, "0", "null", 1000000) + "," + decided(true, 3, "0", "604800", 10) + "]}"},
 		{"acquire_up_to", `{"policy":"api","key":"k","at_most":8,"at_least":4}`,
 			`{"allowed":false,"remaining":3,"retry_after":86400,"reset_after":604800,"capacity":10,"replayed":false,"shadowed":false,"taken":0}`},
 		{"acquire_up_to", `{"policy":"api","key":"k","at_most":8,"idempotency_key":"up"}`,
@@ -145,8 +136,7 @@ func TestCalls_AnswerAlikeByGRPCAndByJSON(t *testing.T) {
 			`{"allowed":false,"remaining":9,"retry_after":60,"held_for":0,"capacity":10,"renewed":false,"shadowed":false}`},
 		{"hold", `{"policy":"jobs","key":"k","holder":"i","cost":11}`,
 			`{"allowed":false,"remaining":9,"retry_after":null,"held_for":0,"capacity":10,"renewed":false,"shadowed":false}`},
-		{"peek", `{"policy":"jobs","key":"k"}`,
-			`{"allowed":true,"remaining":9,"retry_after":0,"reset_after":60,"capacity":10,"replayed":false,"shadowed":false}`},
+		{"peek", `{"policy":"jobs","key":"k"}`, decided(true, 9, "0", "60", 10)},
 		{"renew", `{"policy":"jobs","key":"k","holder":"h"}`, `{"held_for":60}`},
 		{"renew", `{"policy":"jobs","key":"k","holder":"i"}`, `{"held_for":null}`},
 		{"release", `{"policy":"jobs","key":"k","holder":"h"}`, `{"released":true}`},
@@ -183,6 +173,11 @@ func TestDeadline_EndsTheWorkOfTheDatabase(t *testing.T) {
 	requireEnded(func(ctx context.Context) <-chan error {
 		return s.beginPost(ctx, "/v1/acquire", `{"policy":"api","key":"k"}`)
 	}, "JSON")
+	requireEnded(func(ctx context.Context) <-chan error {
+		stream := s.stream(ctx)
+		stream.send(1, "k", "l")
+		return beside(func() error { return kit.ErrorOf(stream.Recv()) })
+	}, "a stream")
 }
 
 // Request-Timeout is a deadline. TestTimeout_IsANumberOfSeconds has its forms.
@@ -441,19 +436,6 @@ func TestStream_ALockedBucketHoldsUpItsOwnMessageOnly(t *testing.T) {
 	_, err := stream.Recv()
 	require.Equal(t, io.EOF, err)
 	require.EqualValues(t, 12, taken(t, db))
-}
-
-func TestStream_CancelEndsTheWorkOfTheDatabase(t *testing.T) {
-	db, s := parallel(t)
-	defer lock(t, db)()
-	ctx, leave := context.WithCancel(t.Context())
-	stream := s.stream(ctx)
-	stream.send(1, "k", "l")
-	awaitBlocked(t, db, 1)
-	leave()
-	awaitBlocked(t, db, 0)
-	_, err := stream.Recv()
-	require.Equal(t, codes.Canceled, status.Code(err))
 }
 
 // A server that stops answers what it has read, and says that it has not read the rest.

@@ -218,10 +218,7 @@ func beside(do func() error) <-chan error {
 }
 
 func (s *testServer) begin(ctx context.Context, path, body string) <-chan error {
-	return beside(func() error {
-		_, err := s.call(ctx, path, body)
-		return err
-	})
+	return beside(func() error { return kit.ErrorOf(s.call(ctx, path, body)) })
 }
 
 // beginPost makes a call by JSON beside the test. An answer that does not allow is an error.
