@@ -30,23 +30,18 @@ type opponent struct {
 
 var loadCell = regexp.MustCompile(`^(.+)/(uniform|hot)/(\d+)$`)
 
-func cellName(opponent, keys string, callers int) string {
-	return fmt.Sprintf("%s/%s/%d", opponent, keys, callers)
-}
-
 func cellsOf(opponents, keys []string, callers ...int) (cells []string) {
 	for _, keys := range keys {
 		for _, callers := range callers {
 			for _, opponent := range opponents {
-				cells = append(cells, cellName(opponent, keys, callers))
+				cells = append(cells, fmt.Sprintf("%s/%s/%d", opponent, keys, callers))
 			}
 		}
 	}
 	return cells
 }
 
-// loads measures cells named opponent/keys/callers. Each opponent first runs for a moment that does not count, so that the first is
-// not the only one to find everything cold.
+// loads measures cells named opponent/keys/callers. Each opponent first runs for a moment that does not count, or the first alone were cold.
 func loads(ctx context.Context, window time.Duration, cells []string, opponents map[string]opponent) measure {
 	keyspaces, warm := keyspaces(), map[string]bool{}
 	measure := measure(func(ctx context.Context, cell string) (sample, error) {
@@ -165,8 +160,7 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// A keyspace is the keys that callers ask for, in a random order drawn beforehand: drawing costs no
-// opponent anything, and all get the same.
+// A keyspace is the keys that callers ask for, in a random order drawn beforehand: it costs no opponent anything, and all get the same.
 type keyspace struct {
 	keys  []string
 	order []uint32
@@ -260,8 +254,7 @@ func carry(from, to net.Conn, delay time.Duration) {
 	}
 }
 
-// sleepUntil is exact to 0.1 ms. [time.Sleep] takes up to 1 ms longer in a process that has nothing else to do: then Go waits in
-// epoll, which counts milliseconds.
+// sleepUntil is exact to 0.1 ms. In a process that has nothing else to do, [time.Sleep] waits in epoll, which counts milliseconds.
 func sleepUntil(due time.Time) {
 	for left := time.Until(due); left > 0; left = time.Until(due) {
 		timeout := unix.NsecToTimeval(left.Nanoseconds())

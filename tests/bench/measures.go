@@ -52,9 +52,6 @@ var contenders = []string{
 // deniedContenders are denied a half of their requests, or 99 of 100 in a flood. A cached one remembers denials.
 var deniedContenders = []string{"half-combined", "half-redis", "half-cached", "flood-combined", "flood-redis", "flood-cached"}
 
-// hasToBeAsked tells the cells that are measured only if -only names them: slots beside a snapshot take minutes.
-func hasToBeAsked(cell string) bool { return strings.HasPrefix(cell, "snapshot/") }
-
 // A ratio is of two metrics from the same round. A metric is named cell/name.
 type ratio struct{ name, over, under string }
 
@@ -106,7 +103,8 @@ func choose(only string) (cells []string, chosen []ratio, err error) {
 		all = append(all, e.cells...)
 	}
 	if only == "" {
-		named = slices.DeleteFunc(slices.Clone(all), hasToBeAsked)
+		isLong := func(cell string) bool { return strings.HasPrefix(cell, "snapshot/") } // slots beside a snapshot take minutes
+		named = slices.DeleteFunc(slices.Clone(all), isLong)
 	} else {
 		for pattern := range strings.SplitSeq(only, ",") {
 			matches := regexp.MustCompile("^" + strings.ReplaceAll(regexp.QuoteMeta(strings.TrimSpace(pattern)), `\*`, ".*") + "$").MatchString
@@ -129,11 +127,6 @@ func choose(only string) (cells []string, chosen []ratio, err error) {
 		}
 	}
 	return slices.DeleteFunc(all, func(cell string) bool { return !isNamed(cell) }), chosen, nil
-}
-
-// wants is true if cells have an opponent whose name begins so.
-func wants(cells []string, opponent string) bool {
-	return slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, opponent) })
 }
 
 // openGrid has every opponent with every keyspace and number of callers, and those for joint requests with many users.
@@ -195,8 +188,7 @@ func openGrid(ctx context.Context, s *stage, cells []string) measure {
 	return loads(ctx, s.window, cells, all)
 }
 
-// openPrefetch compares a prefetching client with redis_rate on keys that are asked for often, near its server and a millisecond away, and with
-// a combining client on keys that are not.
+// openPrefetch compares a prefetching client with redis_rate and a combining one, near their servers and a millisecond away.
 func openPrefetch(ctx context.Context, s *stage, cells []string) measure {
 	const database = "prefetch"
 	server := s.redisServer(ctx, false)

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -23,13 +24,12 @@ import (
 // The connections of the callers' process to a service by gRPC.
 const servedConnections = 2
 
-// openServed compares pgratelimit serve, by each way to ask it, with Envoy's reference service on Redis. Callers, program and database
-// share the cores of this machine.
+// openServed compares ways to ask pgratelimit serve with Envoy's reference service on Redis. All share the cores of this machine.
 func openServed(ctx context.Context, s *stage, cells []string) measure {
 	const database = "served"
 	pg := s.database(ctx, database, append(definePolicies(), "vacuum analyze")...)
 	all := map[string]opponent{}
-	if wants(cells, "served/envoy/") {
+	if slices.ContainsFunc(cells, func(cell string) bool { return strings.HasPrefix(cell, "served/envoy/") }) {
 		redis := s.redisServer(ctx, false)
 		envoy := startEnvoy(ctx, s, redis)
 		all["served/envoy"] = opponent{acquire: envoy, server: []int{redis.pid}}

@@ -19,7 +19,8 @@ func TestConcurrency_ExactlyThoseThatFitAreAllowed(t *testing.T) {
 		db.DefinePolicy("p", 10, 1, kit.ADay, kind)
 		for i := range 100 {
 			key := fmt.Sprint("k", i)
-			answers := db.Together(20, func(_ int, q kit.Querier) (kit.Decision, error) { return kit.Acquire(q, "p", key, 1) })
+			answers := make([]kit.Decision, 20)
+			kit.Crowd(t, len(answers), func(i int) (err error) { answers[i], err = kit.Acquire(db.Pool, "p", key, 1); return err })
 			var remaining []int64
 			for _, d := range answers {
 				if d.Allowed {

@@ -76,10 +76,7 @@ func (db *TestDB) SetTimeZone(name string) {
 
 // DefinePolicy defines or changes a policy; what no option names is left to its default or as it is.
 func (db *TestDB) DefinePolicy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) {
-	var p PolicyOptions
-	for _, opt := range opts {
-		opt(&p)
-	}
+	p := optionsOf(opts)
 	db.Execute("select ratelimit_define_policy($1, $2, $3, $4, $5, $6, $7)", name, capacity, refill, Interval(every), p.stepped, p.Durable, p.remember)
 }
 
@@ -89,6 +86,13 @@ type PolicyOptions struct {
 }
 
 type PolicyOption func(*PolicyOptions)
+
+func optionsOf(opts []PolicyOption) (p PolicyOptions) {
+	for _, opt := range opts {
+		opt(&p)
+	}
+	return p
+}
 
 var (
 	Stepped    PolicyOption = func(p *PolicyOptions) { p.stepped = new(true) }

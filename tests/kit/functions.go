@@ -15,8 +15,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client/clienttest/model"
 )
 
-// A Function is a row of the call table, which has each public function. Random calls, scripts, plans and what a read-only
-// transaction refuses are made from it.
+// A Function is a row of the call table of all public functions, of which random calls, scripts, plans and read-only refusals are made.
 type Function struct {
 	Often     int    // among random calls, in proportion to the others; 0: it is not called by itself
 	Arguments string // in order: each a name, with :kind where Kinds has it by another, [] for an array, and ? where null has a meaning
@@ -155,9 +154,7 @@ func init() {
 		"settle": {2, "policy key idempotency_key:granted cost:charge", decision, "tokens", false, func(c *Call) ([]string, error) {
 			return c.decided(c.Model.Settle(c.Now, c.bucket(), c.text(2), c.num(3)))
 		}},
-		"settle_all": {2, "policies:policy[] keys:key[] idempotency_key:granted costs:charge[]", "replayed, " + decisions, "tokens", true, func(c *Call) ([]string, error) {
-			return c.settled()
-		}},
+		"settle_all": {2, "policies:policy[] keys:key[] idempotency_key:granted costs:charge[]", "replayed, " + decisions, "tokens", true, (*Call).settled},
 		"grants": {1, "policy key? settled? max_rows",
 			"policy, key, idempotency_key, cost, settled, " + us("granted_for") + ", " + us("expires_in"), "", true, func(c *Call) (rows []string, err error) {
 				grants, err := c.Model.Granted(c.Now, c.text(0), pointerTo[string](c.Args[1]), pointerTo[bool](c.Args[2]))
@@ -194,13 +191,9 @@ func init() {
 			return []string{wholeInColumns(w)}, err
 		}},
 		"acquire_many": {3, "policies:policy[] keys:key[] costs:cost[]? idempotency_keys:idempotency_key[]? sizes:size[]?",
-			wholes, "tokens", true, func(c *Call) ([]string, error) {
-				return c.wholes()
-			}},
+			wholes, "tokens", true, (*Call).wholes},
 		"acquire_packed": {2, "policies:policy[] keys:key[] costs:cost[]? sizes:size[]? idempotency_keys:idempotency_key[]?",
-			packed, "tokens", true, func(c *Call) ([]string, error) {
-				return c.packed()
-			}},
+			packed, "tokens", true, (*Call).packed},
 
 		"hold": {3, "policy key holder cost:slots",
 			"allowed, remaining, " + us("retry_after") + ", " + us("held_for") + ", capacity, renewed, shadowed",
@@ -526,12 +519,13 @@ var (
 
 // Refusal returns the SQLSTATE and the message of an error of Answer, where it is foretold.
 func Refusal(err error) (code, message string) {
-	if argument, ok := errors.AsType[refusal](err); ok {
+	argument, isInvalid := errors.AsType[refusal](err)
+	switch {
+	case isInvalid:
 		return "22023", string(argument)
-	}
-	if errors.Is(err, errHeldOtherwise) {
+	case errors.Is(err, errHeldOtherwise):
 		return "RL002", errHeldOtherwise.Error()
-	} else if errors.Is(err, errUsageOfNodes) {
+	case errors.Is(err, errUsageOfNodes):
 		return string(severalKeys), errUsageOfNodes.Error()
 	}
 	var other model.Error

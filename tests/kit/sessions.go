@@ -107,16 +107,6 @@ func (p *Pending) Result() (Decision, error) {
 
 func (p *Pending) Answer() Decision { return p.Session.Db.Must(p.Result()) }
 
-// Together makes n calls at the same time, on as many connections as the pool has.
-func (db *TestDB) Together(n int, call func(i int, q Querier) (Decision, error)) []Decision {
-	decisions := make([]Decision, n)
-	Crowd(db.T, n, func(i int) (err error) {
-		decisions[i], err = call(i, db.Pool)
-		return err
-	})
-	return decisions
-}
-
 // Crowd runs callers at the same time, and fails the test with the first error.
 func Crowd(t testing.TB, callers int, call func(caller int) error) {
 	var ready sync.WaitGroup

@@ -28,10 +28,7 @@ func Renewed(d HoldDecision) HoldDecision {
 }
 
 func (db *TestDB) Lend(name string, capacity int64, lease time.Duration, opts ...PolicyOption) *TestDB {
-	var p PolicyOptions
-	for _, opt := range opts {
-		opt(&p)
-	}
+	p := optionsOf(opts)
 	db.Execute("select ratelimit_define_policy($1, $2, lease => $3, durable => $4)", name, capacity, Interval(lease), p.Durable)
 	return db
 }

@@ -97,10 +97,7 @@ func (f *testFake) Of(t testing.TB) Subject { return &testFake{f.Fake, f.Now, t}
 func (f *testFake) SetClock(now time.Time) { *f.Now = now }
 
 func (f *testFake) DefinePolicy(name string, capacity, refill int64, every time.Duration, opts ...PolicyOption) {
-	var p PolicyOptions
-	for _, opt := range opts {
-		opt(&p)
-	}
+	p := optionsOf(opts)
 	require.NoError(f.T, f.Fake.DefinePolicy(f.T.Context(), client.Policy{
 		Name: name, Capacity: cmp.Or(capacity, client.Zero), Refill: cmp.Or(refill, client.Zero), Every: every, Stepped: ChoiceOf(p.stepped), Durable: ChoiceOf(p.Durable),
 		Remember: time.Duration(p.remember.Microseconds) * Us,
