@@ -36,10 +36,9 @@ type container struct {
 	guard    *guard // may be nil
 	engine   client.APIClient
 	password string
+	port     string // its own
 	address  string // host and port
 }
-
-const postgresPort = "5432/tcp"
 
 func init() { log.SetDefault(log.NewNoopLogger()) } // what goes wrong is in the errors
 
@@ -73,36 +72,43 @@ func runContainer(ctx context.Context, settings []string, inMemory bool) (host, 
 		command = append(command, "-c", setting)
 	}
 
-	c := &container{engine: engine, password: rand.Text()}
-	name := "ratelimit-test-" + strings.ToLower(rand.Text())
-	if err := c.watch(name); err != nil {
-		return nil, err
-	}
-	var build bytes.Buffer
-	c.DockerContainer, err = testcontainers.Run(ctx, "",
-		testcontainers.WithDockerfile(testcontainers.FromDockerfile{
-			Context: root, Dockerfile: "docker/Dockerfile", Repo: "pgratelimit", Tag: "test", KeepImage: true, BuildLogWriter: &build,
-		}),
-		testcontainers.WithName(name),
+	c := &container{engine: engine, password: rand.Text(), port: "5432/tcp"}
+	file := testcontainers.FromDockerfile{Context: root, Dockerfile: "docker/Dockerfile", Repo: "pgratelimit"}
+	// The server of the first start's scripts does not listen on TCP: what answers is the final one.
+	err = c.run(ctx, file, func(address string) string { return c.url(address, "") },
 		testcontainers.WithEnv(map[string]string{"POSTGRES_PASSWORD": c.password, "RATELIMIT_APP_PASSWORD": c.password}),
 		testcontainers.WithCmd(command...),
-		testcontainers.WithExposedPorts(postgresPort),
 		testcontainers.WithHostConfigModifier(func(config *dockercontainer.HostConfig) {
 			if inMemory {
 				config.Tmpfs = map[string]string{"/var/lib/postgresql/data": ""}
 			}
-		}),
-		// The server of the first start's scripts does not listen on TCP: what answers is the final one.
-		testcontainers.WithWaitStrategyAndDeadline(patience,
-			wait.ForSQL(postgresPort, "pgx", func(host string, port network.Port) string { return c.url(net.JoinHostPort(host, port.Port()), "") })),
-	)
+		}))
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// run builds the image and starts the container, and returns when what is at the URL of its address answers.
+func (c *container) run(ctx context.Context, file testcontainers.FromDockerfile, url func(address string) string,
+	options ...testcontainers.ContainerCustomizer) error {
+	name := "ratelimit-test-" + strings.ToLower(rand.Text())
+	if err := c.watch(name); err != nil {
+		return err
+	}
+	var build bytes.Buffer
+	file.Tag, file.KeepImage, file.BuildLogWriter = "test", true, &build
+	ready := wait.ForSQL(c.port, "pgx", func(host string, port network.Port) string { return url(net.JoinHostPort(host, port.Port())) })
+	var err error
+	c.DockerContainer, err = testcontainers.Run(ctx, "", append(options, testcontainers.WithDockerfile(file), testcontainers.WithName(name),
+		testcontainers.WithExposedPorts(c.port), testcontainers.WithWaitStrategyAndDeadline(patience, ready))...)
 	if err == nil {
 		err = c.locate(ctx)
 	}
 	if err != nil {
-		return nil, errors.Join(err, c.discard(ctx, &build))
+		return errors.Join(err, c.discard(ctx, &build))
 	}
-	return c, nil
+	return nil
 }
 
 // findEngine returns a Docker engine that answers within a minute.
@@ -232,7 +238,7 @@ func (c *container) watch(name string) (err error) {
 
 // locate notes where the container is reached; Docker gives it another port with each start.
 func (c *container) locate(ctx context.Context) (err error) {
-	c.address, err = c.PortEndpoint(ctx, postgresPort, "")
+	c.address, err = c.PortEndpoint(ctx, c.port, "")
 	return err
 }
 
@@ -269,8 +275,7 @@ func (c *container) Kill(ctx context.Context) error {
 	return err
 }
 
-// Freeze stops the first process, which starts all others, and then these. The engine cannot pause a container whose processes
-// start others all the time.
+// Freeze stops the first process, which starts all others, and then these. The engine cannot pause one whose processes start others.
 func (c *container) Freeze(ctx context.Context) error {
 	if err := c.signal(ctx, "STOP"); err != nil {
 		return err

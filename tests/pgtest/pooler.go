@@ -1,9 +1,7 @@
 package pgtest
 
 import (
-	"bytes"
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"net"
@@ -18,11 +16,9 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/moby/moby/api/types/network"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/testcontainers/testcontainers-go"
-	"github.com/testcontainers/testcontainers-go/wait"
 )
 
 // A Pooler is a PgBouncer in transaction mode before the shared server.
@@ -156,40 +152,22 @@ func (p *Pooler) startContainer(ctx context.Context, server *container) (end fun
 	if err != nil {
 		return nil, err
 	}
-	const port, file = "6432/tcp", "/etc/pgbouncer/test.ini"
+	const file = "/etc/pgbouncer/test.ini"
 	urlAt := func(address, database string) string {
 		return "postgres://postgres@" + address + "/" + url.PathEscape(database) + "?sslmode=disable"
 	}
-	c := &container{}
-	name := "ratelimit-test-" + strings.ToLower(rand.Text())
-	if err := c.watch(name); err != nil {
-		return nil, err
-	}
-	var build bytes.Buffer
-	c.DockerContainer, err = testcontainers.Run(ctx, "",
-		testcontainers.WithDockerfile(testcontainers.FromDockerfile{
-			Context: filepath.Join(root, "tests", "pgtest", "pgbouncer"), Repo: "pgratelimit-pgbouncer", Tag: "test", KeepImage: true,
-			BuildLogWriter: &build,
-		}),
-		testcontainers.WithName(name),
+	c := &container{port: "6432/tcp"}
+	image := testcontainers.FromDockerfile{Context: filepath.Join(root, "tests", "pgtest", "pgbouncer"), Repo: "pgratelimit-pgbouncer"}
+	err = c.run(ctx, image, func(address string) string { return urlAt(address, "postgres") },
 		testcontainers.WithFiles(testcontainers.ContainerFile{
 			Reader: strings.NewReader(p.configuration(upstream, host, 5432,
 				"listen_addr = *", "listen_port = 6432", "unix_socket_dir =", "max_prepared_statements = 200")),
 			ContainerFilePath: file,
 			FileMode:          0o644,
 		}),
-		testcontainers.WithCmd("pgbouncer", "-u", "postgres", file),
-		testcontainers.WithExposedPorts(port),
-		testcontainers.WithWaitStrategyAndDeadline(patience,
-			wait.ForSQL(port, "pgx", func(host string, port network.Port) string {
-				return urlAt(net.JoinHostPort(host, port.Port()), "postgres")
-			})),
-	)
-	if err == nil {
-		c.address, err = c.PortEndpoint(ctx, port, "")
-	}
+		testcontainers.WithCmd("pgbouncer", "-u", "postgres", file))
 	if err != nil {
-		return nil, errors.Join(err, c.discard(ctx, &build))
+		return nil, err
 	}
 	p.url = func(database string) string { return urlAt(c.address, database) }
 	return c.Close, nil
