@@ -5,6 +5,8 @@ go 1.26.0
 replace (
 	github.com/pgratelimit/pgratelimit => ../
 	github.com/pgratelimit/pgratelimit/client/otellimit => ../client/otellimit
+	github.com/pgratelimit/pgratelimit/migrations => ../migrations
+	github.com/pgratelimit/pgratelimit/tests => ../tests
 )
 
 require (
@@ -33,8 +35,6 @@ require (
 	google.golang.org/protobuf v1.36.12
 	pgregory.net/rapid v1.3.0
 )
-
-require github.com/spf13/pflag v1.0.9 // indirect
 
 require (
 	cel.dev/expr v0.25.3 // indirect
@@ -100,6 +100,7 @@ require (
 	github.com/shopspring/decimal v1.4.0 // indirect
 	github.com/sirupsen/logrus v1.9.4 // indirect
 	github.com/spf13/cast v1.7.0 // indirect
+	github.com/spf13/pflag v1.0.9 // indirect
 	github.com/testcontainers/testcontainers-go v0.44.0 // indirect
 	github.com/tklauser/go-sysconf v0.4.0 // indirect
 	github.com/tklauser/numcpus v0.12.0 // indirect
@@ -121,7 +122,3 @@ tool (
 	google.golang.org/grpc/cmd/protoc-gen-go-grpc
 	google.golang.org/protobuf/cmd/protoc-gen-go
 )
-
-replace github.com/pgratelimit/pgratelimit/migrations => ../migrations
-
-replace github.com/pgratelimit/pgratelimit/tests => ../tests

@@ -46,14 +46,6 @@ func (db database) prefix() string {
 	return db.String() + ": "
 }
 
-// failed adds the number of the shard to an error.
-func (db database) failed(err error) error {
-	if err == nil {
-		return nil
-	}
-	return fmt.Errorf("%s%w", db.prefix(), err)
-}
-
 // databases returns the databases of the command line, or else of the environment.
 func (p *program) databases() (config.Databases, error) {
 	url, shards := p.databaseURL, p.shardURLs
@@ -83,7 +75,7 @@ func (p *program) open(ctx context.Context, warnings io.Writer, key *string) (db
 		}
 		if db.Conn, err = connect(ctx, url, warnings); err != nil {
 			closeAll(ctx, dbs)
-			return nil, db.failed(err)
+			return nil, fmt.Errorf("%s%w", db.prefix(), err)
 		}
 		dbs = append(dbs, db)
 	}
@@ -125,7 +117,7 @@ func (p *program) onEach(c *cobra.Command, open opener, key *string, work func(d
 	defer closeAll(c.Context(), dbs)
 	for _, db := range dbs {
 		if err := work(db); err != nil {
-			return db.failed(err)
+			return fmt.Errorf("%s%w", db.prefix(), err)
 		}
 	}
 	return nil

@@ -168,8 +168,7 @@ type Tokens struct {
 	Health auth.Tokens // for grpc.health.v1.Health
 }
 
-// Option makes a gRPC server check the tokens when it has read the header of a call. An interceptor would run after the message has
-// been decoded.
+// Option checks the tokens when the header of a call is read. An interceptor would run after the message has been decoded.
 func (t Tokens) Option() grpc.ServerOption {
 	return grpc.InTapHandle(func(ctx context.Context, call *tap.Info) (context.Context, error) {
 		return ctx, t.admit(call.FullMethodName, call.Header)
@@ -196,10 +195,8 @@ func (a api) AcquireMany(ctx context.Context, q *pb.AcquireManyRequest) (*pb.Ans
 	return &pb.Answers{Answers: answers(d.Answers)}, err
 }
 
-type acquireStream = grpc.BidiStreamingServer[pb.AcquireStreamRequest, pb.AcquireStreamResponse]
-
 // AcquireStream answers messages side by side. It ends when all that it has begun to answer is answered.
-func (a api) AcquireStream(stream acquireStream) error {
+func (a api) AcquireStream(stream pb.RateLimiter_AcquireStreamServer) error {
 	next, messages := make(chan struct{}), make(chan *pb.AcquireStreamRequest)
 	defer close(next)
 	var ended error // set before messages is closed
