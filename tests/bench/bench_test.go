@@ -226,13 +226,9 @@ func TestHoldScript_LendsTheSlotsOfAKeyUntilLeasesEnd(t *testing.T) {
 func TestHeld_FailsWithoutAFreeSlotAndKeepsNone(t *testing.T) {
 	t.Parallel()
 	db, server := pgtest.New(t), newRedis(t)
-	execute := func(statements ...string) {
-		for _, sql := range statements {
-			_, err := db.Pool.Exec(t.Context(), sql)
-			require.NoError(t, err)
-		}
+	for _, sql := range append(defineSlots(), "select ratelimit_hold('slots', 'hot', 'all', 1000)") {
+		db.Exec(t, sql)
 	}
-	execute(append(defineSlots(), "select ratelimit_hold('slots', 'hot', 'all', 1000)")...)
 	for i := range slotCapacity {
 		require.NoError(t, server.ZAdd(t.Context(), "slots:hot", redis.Z{Score: 1e18, Member: i}).Err())
 	}
@@ -240,13 +236,11 @@ func TestHeld_FailsWithoutAFreeSlotAndKeepsNone(t *testing.T) {
 	for _, way := range ways {
 		require.ErrorIs(t, way(t.Context(), "hot"), errDenied)
 	}
-	execute("select ratelimit_release('slots', 'hot', 'all')")
+	db.Exec(t, "select ratelimit_release('slots', 'hot', 'all')")
 	require.NoError(t, server.Del(t.Context(), "slots:hot").Err())
 	for _, way := range ways {
 		require.NoError(t, way(t.Context(), "hot"))
 	}
-	var count int
-	require.NoError(t, db.Pool.QueryRow(t.Context(), "select count(*) from ratelimit.leases").Scan(&count))
-	require.Zero(t, count)
+	require.Zero(t, kit.One[int](t, db.Pool, "select count(*) from ratelimit.leases"))
 	require.Zero(t, server.ZCard(t.Context(), "slots:hot").Val())
 }

@@ -7,7 +7,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -65,9 +64,7 @@ func TestInstructions_NoCallTakesMoreThanIsRecorded(t *testing.T) {
 func TestInstructions_OfAllFunctions(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	rows, err := db.Pool.Query(t.Context(), "select distinct proname::text from pg_proc where proname like 'ratelimit\\_%' and pronamespace = 'public'::regnamespace")
-	require.NoError(t, err)
-	functions := kit.NoError(pgx.CollectRows(rows, pgx.RowTo[string]))(t)
+	functions := kit.Column(t, db, "select distinct proname::text from pg_proc where proname like 'ratelimit\\_%' and pronamespace = 'public'::regnamespace")
 	require.NotEmpty(t, functions)
 	setUp := strings.Join(countedPolicies(), "\n") // has the guard's trigger
 	for _, name := range functions {

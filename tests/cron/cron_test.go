@@ -158,8 +158,7 @@ func TestPgCron_SaysWhatIsMissing(t *testing.T) {
 		requireMissing(t, schedule(), "pg_cron is not in this database", "this role may not see where it is",
 			`create extension pg_cron; grant usage on schema cron to "the owner";`)
 		db.Execute("create extension pg_cron")
-		var pgErr *pgconn.PgError
-		require.ErrorAs(t, schedule(), &pgErr)
+		pgErr := kit.PgError(schedule())
 		require.Equal(t, []string{"42501", "the role may not use pg_cron", `Role "the owner" has no USAGE on schema cron.`},
 			[]string{pgErr.Code, pgErr.Message, pgErr.Detail})
 		const remedy = `grant usage on schema cron to "the owner";`

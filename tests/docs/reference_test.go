@@ -64,8 +64,7 @@ var referenceCosts = map[string]string{
 	"settle_all":    "a grant of three buckets with an idempotency key and its settlement {joint-settled}",
 }
 
-// A referenceField is an argument or a column of a function or a type, by its place; of a function without any it is empty. Type is
-// "bigint = 1" if 1 is the default.
+// A referenceField is an argument or a column, by its place; of a function without any it is empty. Type is "bigint = 1" if 1 is the default.
 type referenceField struct {
 	Of, Returns, Comment, Kind, Name, Type string
 	Place                                  int
@@ -118,13 +117,11 @@ func reference(t *testing.T) string {
 		field.Comment = referenceName.ReplaceAllString(strings.ReplaceAll(field.Comment, "\n  ", " "), "`$0`")
 		sections[field.Of] = append(sections[field.Of], field)
 	}
-	record, err := os.ReadFile("../../tests/bench/instructions.md")
-	require.NoError(t, err)
+	record := kit.NoError(os.ReadFile("../../tests/bench/instructions.md"))(t)
 	counts, writes := map[string]float64{}, map[string]string{}
 	for _, line := range referenceCost.FindAllStringSubmatch(string(record), -1) {
 		cell := "{" + line[1] + "}"
-		counts[cell], err = strconv.ParseFloat(line[2], 64)
-		require.NoError(t, err)
+		counts[cell] = kit.NoError(strconv.ParseFloat(line[2], 64))(t)
 		if line[3] != "0" {
 			writes[cell] = strings.Replace(fmt.Sprintf(" (%s ids, %s B)", line[3], line[4]), "(1 ids", "(1 id", 1)
 		}
@@ -173,18 +170,15 @@ var (
 	referenceCall  = regexp.MustCompile(`\b(\w+)\(`)
 )
 
-// referenceRights are the lines that tell with whose rights the public functions run, and which tables they touch, themselves or by the
-// private functions that they call.
+// referenceRights tell with whose rights public functions run, and which tables they or the private functions that they call touch.
 func referenceRights(t *testing.T, db *pgtest.DB) map[string]string {
-	// Clean-up passes names of tables to statements that are made at run time. It reads policies and overrides, and writes the others. A
-	// check is passed the name of an argument.
-	rows, err := db.Pool.Query(t.Context(), `
+	// Clean-up passes names of tables to statements made at run time: it reads policies and overrides, and writes the others. A check names arguments.
+	rows := kit.NoError(db.Pool.Query(t.Context(), `
 		select proname::text as name, regexp_replace(regexp_replace(regexp_replace(prosrc,
 		         '''(policies|overrides)''(?=[,)])', 'from \1', 'g'),
 		         '(?<!refuse\(|check_length\()''((ephemeral_)?(buckets|idempotency_keys|slots|leases))''(?=[,)])', 'from \1 update \1', 'g'), '--[^\n]*|''([^'']|'''')*''', '', 'g') as source, private, prosecdef as definer,
 		       coalesce(substring(proconfig::text from 'search_path=([^"]*)'), '') as path
-		  from `+kit.PackageFunctions+` as p order by proname`)
-	require.NoError(t, err)
+		  from `+kit.PackageFunctions+` as p order by proname`))(t)
 	functions := kit.NoError(pgx.CollectRows(rows, pgx.RowToStructByNameLax[referenceBody]))(t)
 	tables := map[string]bool{}
 	for _, table := range kit.Column(t, db, "select relname::text from pg_class where relnamespace = 'ratelimit'::regnamespace and relkind = 'r'") {

@@ -4,7 +4,6 @@ import (
 	"archive/zip"
 	"bytes"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -274,8 +273,7 @@ func (s extensionServer) with(t testing.TB, sql string) *kit.TestDB {
 	return db
 }
 
-// sameButExtension requires that two databases hold the same objects, but that one of them holds the extension, and has
-// had temporary objects.
+// sameButExtension requires the same objects of two databases, but the extension itself and what is left of temporary objects.
 func sameButExtension(t *testing.T, want, got *kit.TestDB) {
 	require.Equal(t, withoutExtension(kit.FingerprintOf(t, want.DB)), withoutExtension(kit.FingerprintOf(t, got.DB)))
 }
@@ -348,8 +346,8 @@ func inTransaction(t *testing.T, db *kit.TestDB, statements ...string) error {
 
 // told is all that an error of the server says.
 func told(err error) string {
-	var pgErr *pgconn.PgError
-	if !errors.As(err, &pgErr) {
+	pgErr := kit.PgError(err)
+	if pgErr == nil {
 		return fmt.Sprint(err)
 	}
 	return strings.Join([]string{pgErr.Message, pgErr.Detail, pgErr.Hint}, "\n")

@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -112,33 +111,21 @@ func TestInstall_TwiceChangesNothing(t *testing.T) {
 
 func TestInstall_TwentyAtOnce(t *testing.T) {
 	t.Parallel()
-	const sessions, processes = 18, 2
 	db := pgtest.Empty(t)
-
-	var all sync.WaitGroup
-	start := make(chan struct{})
-	errs := make(chan error, sessions+processes)
-	for range sessions {
-		conn := db.Connect(t)
-		all.Go(func() {
-			<-start
-			errs <- migrations.Up(context.Background(), conn)
-		})
+	var sessions [18]*pgx.Conn
+	for i := range sessions {
+		sessions[i] = db.Connect(t)
 	}
-	for range processes {
-		all.Go(func() {
-			<-start
-			if out, err := kit.RunPsql(t, db.URL, "--file", "../../migrations/psql/install.sql"); err != nil {
-				errs <- fmt.Errorf("%w\n%s", err, out)
-			}
-		})
-	}
-	close(start)
-	all.Wait()
-	close(errs)
-	for err := range errs {
-		require.NoError(t, err)
-	}
+	kit.Crowd(t, len(sessions)+2, func(i int) error {
+		if i < len(sessions) {
+			return migrations.Up(context.Background(), sessions[i])
+		}
+		out, err := kit.RunPsql(t, db.URL, "--file", "../../migrations/psql/install.sql")
+		if err != nil {
+			return fmt.Errorf("%w\n%s", err, out)
+		}
+		return nil
+	})
 	kit.SameSchema(t, pgtest.New(t), db)
 	require.Equal(t, []string{fmt.Sprintf("ratelimit.version (%d)", kit.NewestMigration(t))}, kit.RowsOf(t, db))
 }

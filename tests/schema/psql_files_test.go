@@ -1,8 +1,6 @@
 package schema
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -11,7 +9,6 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
@@ -217,9 +214,8 @@ func TestPsql_AMigrationByMistake(t *testing.T) {
 // Each line that an error's context names is the line that make show prints under that number.
 func TestShow_NumbersLinesAsErrorsDo(t *testing.T) {
 	t.Parallel()
-	_, err := pgtest.New(t).Pool.Exec(context.Background(), "select ratelimit_acquire('unknown', 'k')")
-	var pgErr *pgconn.PgError
-	require.True(t, errors.As(err, &pgErr))
+	pgErr := kit.PgError(kit.ErrorOf(pgtest.New(t).Pool.Exec(t.Context(), "select ratelimit_acquire('unknown', 'k')")))
+	require.NotNil(t, pgErr)
 	frames := regexp.MustCompile(`function ([\w.]+)\(.* line (\d+) at (\w+)`).FindAllStringSubmatch(pgErr.Where, -1)
 	require.Len(t, frames, 3, pgErr.Where)
 	for _, frame := range frames {

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"sync"
 	"testing"
 	"time"
 
@@ -70,20 +69,14 @@ func main() {
 	db := kit.NewDB(t)
 	data := db.PutData()
 	first := pgtest.Empty(t)
-	var both sync.WaitGroup
-	failed := make(chan error, 4)
-	for _, url := range []string{db.URL, db.URL, first.URL, first.URL} {
-		both.Go(func() {
-			if out, err := kit.Command(root, nil, "migrations/up", url).CombinedOutput(); err != nil {
-				failed <- fmt.Errorf("%w: %s", err, out)
-			}
-		})
-	}
-	both.Wait()
-	close(failed)
-	for err := range failed {
-		require.NoError(t, err)
-	}
+	urls := []string{db.URL, db.URL, first.URL, first.URL}
+	kit.Crowd(t, len(urls), func(i int) error {
+		out, err := kit.Command(root, nil, "migrations/up", urls[i]).CombinedOutput()
+		if err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		return nil
+	})
 	data.Check()
 	kit.SameSchema(t, first, db.DB)
 	require.Equal(t, []string{"9.0.0"}, kit.Column(t, first, "select ratelimit_version()"))
@@ -101,8 +94,7 @@ func TestUpgrade_ACallUnderWay(t *testing.T) {
 	})
 }
 
-// A function gets another column. A prepared statement that names its columns goes on. With select * it fails, until it is prepared again:
-// pgx does so after one error.
+// A function gets another column. A statement that names columns goes on; one with select * fails until it is prepared again, as by pgx.
 func TestUpgrade_PreparedStatements(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()

@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/migrations"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -343,11 +342,9 @@ func TestSecurity_HintsAreQuoted(t *testing.T) {
 		kit.Execute(t, conn, "set standard_conforming_strings = "+conforming)
 		for _, name := range append(kit.OddTexts, `\'); select ratelimit_drop_policy('keep'); --`, `'); drop schema ratelimit cascade; --`) {
 			_, err := conn.Exec(ctx, "select ratelimit_acquire($1, 'k')", name)
-			var unknown *pgconn.PgError
-			require.ErrorAs(t, err, &unknown)
-			require.Equal(t, "RL001", unknown.Code)
-			sql, found := strings.CutPrefix(unknown.Hint, "Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: ")
-			require.True(t, found, unknown.Hint)
+			kit.RequireState(t, "RL001", err)
+			sql, found := strings.CutPrefix(kit.PgError(err).Hint, "Names are case-sensitive, and ratelimit_policies() lists them. Define a new one first: ")
+			require.True(t, found, kit.PgError(err).Hint)
 			require.NoError(t, kit.ErrorOf(conn.PgConn().Exec(ctx, strings.TrimSuffix(sql, ".")).ReadAll()), sql)
 			require.Equal(t, []string{name}, kit.Column(t, db.DB, "select policy from ratelimit_policies()"))
 			kit.Execute(t, conn, "select ratelimit_drop_policy($1)", name)
