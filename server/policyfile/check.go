@@ -60,8 +60,7 @@ func (n *node) check(schema *jsonschema.Schema) (problems Problems) {
 	return problems
 }
 
-// explain adds the problems of a validation error. For the same value, the remedy beside a $ref counts before that of the
-// schema it refers to.
+// explain adds the problems of a validation error. The remedy beside a $ref counts before that of the schema it refers to.
 func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, remedy string) {
 	place, _ := url.Parse(invalid.SchemaURL)
 	refuses := schema.find(strings.Split(place.Fragment, "/")[1:]...)

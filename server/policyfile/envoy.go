@@ -6,8 +6,7 @@ import (
 	"strings"
 )
 
-// An EnvoyDomain has the rules of one domain, as Envoy's reference service writes them. Each level of descriptors matches one entry
-// of a request.
+// An EnvoyDomain has rules as Envoy's reference service writes them. Each level of descriptors matches one entry of a request.
 type EnvoyDomain struct {
 	Name        string
 	Descriptors []EnvoyDescriptor
@@ -59,8 +58,7 @@ type EnvoyLimit struct {
 	At Position
 }
 
-// PolicyAt returns the policy of a rule at a path: the domain and the composites of its descriptors, joined by dots. A rule that
-// needs no policy has none.
+// PolicyAt returns the policy of a rule at a path: the domain and the composites of its descriptors, joined by dots. Some need none.
 func (l *EnvoyLimit) PolicyAt(path string) string {
 	if l.Unlimited || l.Policy == "" && l.RequestsPerUnit == 0 {
 		return ""

@@ -34,8 +34,7 @@ type Database interface {
 
 // A Difference is what a file changes in a database.
 type Difference struct {
-	// Changes are policies in the order of the file, those of Envoy's rules, overrides in the order of the file, policies that are
-	// dropped, and overrides that are removed.
+	// Changes are policies, those of Envoy's rules, and overrides in the order of the file, and then what is dropped or removed.
 	Changes []Change `json:"changes"`
 
 	// Expired are overrides of the file that have expired, and are not set.
@@ -81,8 +80,7 @@ const (
 	Drop   Action = "drop"
 )
 
-// A FieldChange has the values of a field before and after, as a file writes them. Old is nil for a new field, and New for one that an
-// override has no more.
+// A FieldChange has a field before and after, as a file writes it. Old is nil for a new field, New for one that an override has no more.
 type FieldChange struct {
 	Field string `json:"field"`
 	Old   any    `json:"old"`

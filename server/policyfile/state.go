@@ -94,8 +94,7 @@ type Lost struct {
 	Periods         int64 `json:"periods,omitempty"` // that are closed, of a quota
 }
 
-// readLost counts what is dropped with policies, in the tables: no function counts idempotency keys. It returns nil if the role may not
-// read them.
+// readLost counts what is dropped with policies, in the tables, since no function counts all. It returns nil if the role may not read them.
 func readLost(ctx context.Context, tx pgx.Tx, policies []string) (map[string]*Lost, error) {
 	counts := make(map[string]*Lost, len(policies))
 	err := pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error {

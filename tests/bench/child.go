@@ -64,8 +64,7 @@ type redisServer struct {
 	version string
 }
 
-// startRedis starts a server that keeps nothing on disk, or flushes every command there before it
-// answers.
+// startRedis starts a server that keeps nothing on disk, or flushes every command there before it answers.
 func startRedis(ctx context.Context, flushed bool) *redisServer {
 	program := must(pgtest.Program(ctx, "redis-server"))
 	dir := must(os.MkdirTemp("/tmp", "ratelimit-redis-"))

@@ -78,8 +78,7 @@ func openElsewhere(ctx context.Context, s *stage, cells []string) measure {
 	}
 }
 
-// command returns how many processes a limiter has, and what is before its arguments: its name, the folder of the socket, the
-// database and how many connections.
+// command returns how many processes a limiter has, and what is before its name, the folder of the socket, the database and connections.
 func (s *stage) command(ctx context.Context, place, limiter string) (processes int, command []string) {
 	switch place {
 	case "processes":

@@ -108,8 +108,7 @@ func newKeys(count int) string {
 	return fmt.Sprintf("array(select %s from generate_series(1, %d))", newKey, count)
 }
 
-// batches are calls of a function that decides many requests. Between its keys and its idempotency keys are arguments that
-// are left out.
+// batches are calls of a function that decides many requests. Between its keys and its idempotency keys are arguments that are left out.
 func batches(prefix, function, omitted string) (list []counted) {
 	for _, size := range []int{32, 128} {
 		add := func(kind, policy, arguments string) {
@@ -227,8 +226,7 @@ func (i *instructions) count(ctx context.Context) (map[string]writing, error) {
 	return decisions, nil
 }
 
-// session runs statements in a server of one process, perhaps by way of another program, as the owner of
-// its data, and returns what it prints.
+// session runs statements in a server of one process, perhaps by another program, as the owner of its data, and returns what it prints.
 func (i *instructions) session(ctx context.Context, statements string, by ...string) string {
 	info := must(os.Stat(i.pg.data))
 	command := slices.Concat(by, []string{filepath.Join(i.pg.bin, "postgres"), "--single", "-D", i.pg.data, "-c", "synchronous_commit=off", "-c", "full_page_writes=off", instructionsDatabase})
@@ -263,8 +261,7 @@ func (c counted) before() string {
 	return "update ratelimit.policies set anchor = ratelimit.clock() at time zone 'UTC' where name = 'history';\n"
 }
 
-// session returns lines as a server of one process reads them: the statement is prepared and called, and then called with the same
-// keys between two marks.
+// session returns lines for a server of one process: the statement is prepared and called, and then called as before between two marks.
 func (c counted) session(name string) string {
 	keys := rand.New(rand.NewPCG(1, 2)) // the same for all statements
 	argument := func() string { return fmt.Sprintf("'%s%d'", userPrefix, 1+keys.IntN(countedKeys)) }

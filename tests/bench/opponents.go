@@ -62,8 +62,7 @@ func newNames() func() string {
 	return func() string { return process + strconv.FormatUint(count.Add(1), 36) }
 }
 
-// redisRate asks redis_rate; rdb may be a client or one that puts commands sent at the same time into
-// one pipeline.
+// redisRate asks redis_rate; rdb may be a client or one that puts commands sent at the same time into one pipeline.
 func redisRate(rdb redis.Cmdable) acquirer {
 	limiter := redis_rate.NewLimiter(rdb)
 	return func(ctx context.Context, key string) error {
@@ -225,8 +224,7 @@ func isAllowed(cmd *redis.Cmd) error {
 	return wanted(err == nil && answer[0] == int64(1), err)
 }
 
-// A cycle is one hold and one release, each a transaction or a command of its own, of a holder that is new. There are more slots than
-// callers: a denial is an error.
+// A cycle is a hold and a release, each by itself, of a holder that is new. There are more slots than callers: a denial is an error.
 const (
 	slotCapacity = 1000
 	slotLease    = time.Minute

@@ -133,8 +133,7 @@ const grants = `
 	grant select on ratelimit.policies to monitor;
 	grant select (policy_id, level) on ratelimit.buckets to monitor with grant option;`
 
-// However the extension came to its version, it is the same, with rows and grants; a dump brings all of them back; and
-// DROP EXTENSION leaves nothing.
+// However the extension came to its version, it is the same, with rows and grants; a dump brings all back; and a drop leaves nothing.
 func testExtensionPaths(t *testing.T, s extensionServer) {
 	first, newest := kit.Releases[1], kit.Releases[2]
 	createdAt := func(version string) func(*testing.T, *kit.TestDB) {

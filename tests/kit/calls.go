@@ -168,8 +168,7 @@ func (r NullableRequest) Acquire(q Querier) (Decision, error) {
 	return Decide(q, "ratelimit_acquire($1, $2, $3, $4)", r.Policy, r.Key, r.Cost, r.IdempotencyKey)
 }
 
-// CatchDenials creates a function that makes a denial of the error of ratelimit_enforce. The error does not tell reset_after, so a denial
-// has none.
+// CatchDenials creates a function that makes a denial of the error of ratelimit_enforce, which does not tell reset_after.
 func (db *TestDB) CatchDenials() {
 	db.Execute(`
 		create or replace function public.enforced(policy text, key text, cost bigint, idempotency_key text) returns ratelimit.decision language plpgsql as $$

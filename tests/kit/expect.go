@@ -231,8 +231,7 @@ func (db *TestDB) Follow(remedy, owner string) {
 	require.NoError(db.T, conn.Close(context.Background()))
 }
 
-// RequireNoLeak waits until no goroutine is left but those of before, and does not look again: a call that is tried again is a timer between
-// two tries.
+// RequireNoLeak waits until only the goroutines of before are left, and looks once: a call that is tried again is a timer between two tries.
 func RequireNoLeak(t *testing.T, before goleak.Option) {
 	left := goleak.Find(before)
 	for began := time.Now(); left != nil && time.Since(began) < time.Minute; {

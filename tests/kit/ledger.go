@@ -66,8 +66,7 @@ func (l *Ledger) Load(t testing.TB, limiters ...client.Acquirer) *Load {
 	return all
 }
 
-// Settle makes a request and records the decision. A request with an idempotency key is repeated until there
-// is one, for as long as patience.
+// Settle makes a request and records the decision. One with an idempotency key is repeated until there is one, for as long as Patience.
 func (l *Ledger) Settle(by client.Acquirer, r Request) error {
 	for giveUp := time.Now().Add(Patience); ; {
 		d, err := l.Try(by, r)

@@ -280,8 +280,7 @@ func (l *upgradeLoad) Add(way string, callers int, call func(policy, key string,
 	})
 }
 
-// isOfDroppedFunction reports whether a call had found a function that was dropped before the call began it: PostgreSQL keeps no lock on
-// a function that it has found.
+// isOfDroppedFunction reports whether a call had found a function that was dropped before it began: PostgreSQL locks no function it finds.
 func isOfDroppedFunction(err error) bool {
 	return SQLState(err) == "XX000" && strings.Contains(err.Error(), "cache lookup failed for function")
 }

@@ -126,8 +126,7 @@ func manyRows(q Querier, args []any) ([][]string, error) {
 	return rows, err
 }
 
-// AcquirePacked sends requests in one call that answers in arrays. Without sizes each has one charge. That the arrays fit together is
-// what the model compares.
+// AcquirePacked sends requests in one call that answers in arrays, which the model compares. Without sizes each has one charge.
 func AcquirePacked(q Querier, requests []WholeRequest, sizes bool) (answers []WholeAnswer, err error) {
 	a := arraysOf(requests)
 	if !sizes {

@@ -12,8 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgproto3"
 )
 
-// A Wire is a session to which any bytes can be sent, also those that a driver would not, and any
-// number of statements at a time.
+// A Wire is a session to which any bytes can be sent, also those that a driver would not, and any number of statements at a time.
 type Wire struct {
 	Conn     net.Conn
 	frontend *pgproto3.Frontend

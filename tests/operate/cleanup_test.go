@@ -122,8 +122,7 @@ func TestCleanup_ABucketThatIsNeverFullIsNotDueAtOnce(t *testing.T) {
 	}
 }
 
-// Overrides are removed as other rows are: five minutes after they have ended, the oldest first, max_rows of them at most,
-// and not while another session has them.
+// Overrides go as other rows do: five minutes after their end, the oldest first, max_rows at most, and none that another session has.
 func TestCleanup_RemovesExpiredOverrides(t *testing.T) {
 	db := kit.ParallelDB(t, kit.T0).Policy("p", 10, 1, kit.Second)
 	for _, n := range []time.Duration{3, 4, 2, 1} {

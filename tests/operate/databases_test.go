@@ -23,8 +23,7 @@ func newDBWith(t *testing.T, options string) *kit.TestDB {
 	return db
 }
 
-// Text that a database can hold is a policy or a key there, and what it cannot is an error that changes
-// nothing. Callers speak UTF-8, as Go does.
+// Text that a database can hold is a policy or a key there, and other text is an error that changes nothing. Callers speak UTF-8, as Go does.
 func TestDatabase_OfAnyEncoding(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct{ encoding, held, refused string }{

@@ -108,8 +108,7 @@ func TestShards_ADatabaseMoves(t *testing.T) {
 	require.EqualValues(t, 90, kit.NoError(limiter.On(job).Settle(t.Context(), "jobs", job, "estimate", 10))(t).Remaining)
 }
 
-// One database is copied for each shard, and each shard once more, while nobody takes tokens. Every key finds what its bucket
-// held, and its idempotency keys.
+// One database is copied for each shard, and each shard once more. Every key finds what its bucket held, and its idempotency keys.
 func TestShards_GrowByCopies(t *testing.T) {
 	pgtest.OncePerServer(t)
 	t.Parallel()

@@ -191,8 +191,7 @@ func init() {
 	os.Setenv("PGCTLTIMEOUT", "600") // pg_ctl sees a server that died at once, and a busy machine is slow
 }
 
-// OncePerServer marks a test whose outcome does not depend on the PostgreSQL. RATELIMIT_TEST_ONCE=skip leaves it out, for a run
-// on a further version.
+// OncePerServer marks a test that does not depend on the PostgreSQL. RATELIMIT_TEST_ONCE=skip leaves it out, for a run on another version.
 func OncePerServer(t testing.TB) {
 	t.Helper()
 	if os.Getenv("RATELIMIT_TEST_ONCE") == "skip" {

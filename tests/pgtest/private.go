@@ -76,8 +76,7 @@ func (c *cluster) follow(ctx context.Context, source *cluster, settings []string
 	}
 }
 
-// Upgrade stops a server, and starts what pg_upgrade --link makes of it, with the same version. It skips the test where the server is in a
-// container, or comes without pg_upgrade.
+// Upgrade stops a server, and starts what pg_upgrade --link makes of it, with the same version. It skips the test where that cannot be.
 func Upgrade(t testing.TB, old *Server, settings ...string) *Server {
 	t.Helper()
 	upgraded, c, source := beside(t, old, "pg_upgrade")
@@ -161,8 +160,7 @@ func PrivateWithExtensions(t testing.TB, settings ...string) (server *Server, di
 	return private(t, []rung{{rungLocal, start}}, settings), dir
 }
 
-// copyPrograms makes a tree with copies of the programs in bin and of their SHAREDIR, until the test ends. Its libraries are
-// those of bin, by a link.
+// copyPrograms copies the programs in bin and their SHAREDIR, until the test ends. The libraries are those of bin, by a link.
 func copyPrograms(t testing.TB, bin string) (copiedBin, extensions string, err error) {
 	root, err := os.MkdirTemp(tempDir, "ratelimit-")
 	if err != nil {

@@ -113,8 +113,7 @@ func TestSameSchema_SeesEveryDifference(t *testing.T) {
 	require.Equal(t, want, kit.FingerprintOf(t, db))
 }
 
-// A column without options has null, an empty array, or what the server keeps there for itself: PostgreSQL 17.12 keeps a pg_attver
-// of its own in each column.
+// A column without options has null, an empty array, or what the server keeps for itself: PostgreSQL 17.12 has a pg_attver in each.
 func TestSameSchema_DoesNotSeeHowNoOptionsAreStored(t *testing.T) {
 	db := pgtest.Parallel(t)
 	want := kit.FingerprintOf(t, db)

@@ -17,8 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// requireCalls makes all calls of functions of use that the call table has, about policies that newUsedDB has. All other functions are
-// administration, which is granted apart.
+// requireCalls calls these functions as the call table has it, about policies that newUsedDB has. Administration is granted apart.
 func requireCalls(t *testing.T, conn *pgx.Conn, functions ...string) {
 	for _, function := range functions {
 		name := strings.TrimPrefix(function, "ratelimit_")

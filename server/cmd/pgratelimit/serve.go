@@ -71,8 +71,7 @@ func (p *program) serve() *cobra.Command {
 	return c
 }
 
-// configured adds the flag --config to a command, and returns a function that reads all settings. A command that uses no database
-// gets a made-up URL.
+// configured adds the flag --config, and returns a function that reads all settings. A command without a database gets a made-up URL.
 func (p *program) configured(c *cobra.Command, usesDatabase bool) func() (config.Config, error) {
 	path := c.Flags().String("config", "", "file of settings, one NAME=value a line; those of the environment come first")
 	return func() (config.Config, error) {

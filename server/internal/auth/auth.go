@@ -52,8 +52,7 @@ func (t Tokens) has(token string) bool {
 	return admitted == 1
 }
 
-// IsAddress reports whether the Host of a request is an address, or localhost. Any other name may belong to a site that has pointed
-// it here.
+// IsAddress reports whether a Host is an address, or localhost. Any other name may belong to a site that has pointed it here.
 func IsAddress(host string) bool {
 	if name, _, err := net.SplitHostPort(host); err == nil {
 		host = name

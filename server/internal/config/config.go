@@ -110,8 +110,7 @@ func (c *settings) list() []Setting {
 	}
 }
 
-// Misspelled returns an error for a variable that was meant to be a setting: one with the prefix PGRATELIMIT_, and TOKEN, without
-// whose S everybody may call.
+// Misspelled finds a variable that was meant to be a setting: with the prefix PGRATELIMIT_, or TOKEN, without whose S everybody may call.
 func Misspelled(environ []string) error {
 	for _, pair := range environ {
 		name, _, _ := strings.Cut(pair, "=")

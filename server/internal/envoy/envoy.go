@@ -57,8 +57,7 @@ func (s *Service) ShouldRateLimit(ctx context.Context, q *pb.RateLimitRequest) (
 	return s.rules.Load().answer(ctx, s.gate, q)
 }
 
-// Handler responds as /json of the reference does: with 200, or 429 if the request is over a limit. An error is a
-// [jsonapi.Problem].
+// Handler responds as /json of the reference does: with 200, or 429 over a limit. An error is a [jsonapi.Problem].
 func Handler(s *Service, maxBytes int64) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		text, ok := jsonapi.ReadPost(w, r, maxBytes)

@@ -453,8 +453,7 @@ func FuzzDescriptors(f *testing.F) {
 	})
 }
 
-// FuzzBuckets matches two descriptors, whose entries are split from a text: each has a bucket of its own, if it matches a rule
-// at all and is not the other one again.
+// FuzzBuckets matches two descriptors, split from texts. Each has a bucket of its own, if it matches a rule and is not the other again.
 func FuzzBuckets(f *testing.F) {
 	for _, seed := range [][2]string{
 		{"a\x001\x00b\x002", "a\x001\x00b_2\x00"},

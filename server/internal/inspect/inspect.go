@@ -66,8 +66,7 @@ type Querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
-// CheckAlone returns an error if the database is one of several shards. A role without the grant is not checked: it needs the grant
-// for nothing else.
+// CheckAlone refuses a database that is one of several shards. A role without the grant, which it needs for nothing else, is not checked.
 func CheckAlone(ctx context.Context, conn *pgx.Conn) error {
 	var may bool
 	err := conn.QueryRow(ctx, `
@@ -126,8 +125,7 @@ type Bucket struct {
 // Share is the part of the capacity that the bucket holds, below 0 in debt.
 func (b Bucket) Share() float64 { return float64(b.Remaining) / float64(max(1, b.Capacity)) }
 
-// Buckets returns the emptiest buckets, of one policy or of all, and of one key or of all. Without a key the database reads every
-// bucket.
+// Buckets returns the emptiest buckets, of one policy or of all, and of a key. Without one the database reads every bucket.
 func Buckets(ctx context.Context, db Querier, policy, key *string, atMost int32) ([]Bucket, error) {
 	rows, _ := db.Query(ctx, `select policy, key, remaining, capacity, retry_after, reset_after, overridden
 		from ratelimit_status($1::text, $2::integer, $3::text)`, policy, atMost, key)

@@ -115,8 +115,7 @@ var readTime = json.UnmarshalFromFunc(func(from *jsontext.Decoder, to *service.T
 // handle adds a call: it reads a request, of which it knows these names, and writes the answer or a [Problem].
 func (a *api) handle(operation service.Operation, convert func(service.Answer) any, names ...string) {
 	a.names = append(a.names, string(operation))
-	// This reader rejects invalid UTF-8, lone surrogates, duplicate names, and text after the object. encoding/json would change such
-	// text, and so charge another bucket.
+	// It rejects what encoding/json changes, and so would charge to another bucket: invalid UTF-8, lone surrogates, duplicate names, more text.
 	read := json.JoinOptions(json.RejectUnknownMembers(true),
 		json.WithUnmarshalers(json.JoinUnmarshalers(wholeNumbers, readTime, readRequest(names))))
 	a.mux.HandleFunc("/v1/"+string(operation), func(w http.ResponseWriter, r *http.Request) {

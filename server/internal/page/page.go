@@ -299,8 +299,7 @@ func (p *Page) look(isAway bool) []snapshot {
 	return seen
 }
 
-// join fills a table with the sections of all databases, and returns their rows. The table is as old as the oldest section, and has each
-// notice once.
+// join fills a table with the sections of all databases, and returns their rows. It is as old as the oldest, and has each notice once.
 func join[Row, Of any](p *Page, seen []Of, t table, its func(Of) section[Row], rowsOf func([]Row) [][]cell) (table, []Row) {
 	var all []Row
 	var oldest time.Time

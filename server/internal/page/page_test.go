@@ -286,8 +286,7 @@ func found(t *testing.T, page string) []string {
 	return append(append(text(t, page, "tr"), text(t, page, "fine")...), text(t, page, "notice")...)
 }
 
-// The search takes a key in the form that the page shows. The key stays text. A key of slots has its holders; a bucket of the same key
-// adds nobody.
+// The search takes a key as the page shows it. The key stays text. One of slots has its holders; a bucket of the same key adds nobody.
 func TestPage_FindsOneKey(t *testing.T) {
 	t.Parallel()
 	db := newDB(t)
@@ -337,8 +336,7 @@ func TestPage_OfAnEmptyDatabaseAndOfManyPolicies(t *testing.T) {
 	require.NotContains(t, page, "There are more.")
 }
 
-// Every five seconds at most, and a twentieth of the time. A failing database gets no more queries than a working one, and each fault
-// has one line in the log.
+// Every five seconds at most, and a twentieth of the time, also of a failing database. Each fault has one line in the log.
 func TestPage_AsksSeldom(t *testing.T) {
 	t.Parallel()
 	db, empty := newDB(t), pgtest.Empty(t)

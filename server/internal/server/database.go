@@ -76,8 +76,7 @@ func (d *databases) close() {
 	}
 }
 
-// limiters returns the limiter of each shard, which of them has a key, and what closes them. It checks the numbers of shards. On Citus they
-// are those of Citus.
+// limiters returns the limiter of each shard, or of each of Citus, which of them has a key, and what closes them. It checks numbers of shards.
 func (d *databases) limiters(ctx context.Context, c config.Config, options []client.Option) (limiters []service.Limiter, shardOf func(string) int, end func(), err error) {
 	if d.shards {
 		sharded, err := client.NewSharded(ctx, d.pools, options...)
@@ -303,8 +302,7 @@ func definePolicy(ctx context.Context, db *pgxpool.Pool, policy client.Policy) e
 	return nil
 }
 
-// checkPrefetches checks that the role may take tokens in advance. A Prefetcher takes tokens without a caller, so no caller would get its error. A policy
-// may be defined later.
+// checkPrefetches checks the role, since no caller would get the error of a Prefetcher. A policy may be defined later.
 func checkPrefetches(ctx context.Context, db *pgxpool.Pool, prefetches []client.Prefetch, log *slog.Logger) error {
 	s, err := standingOf(ctx, db, "ratelimit_acquire_up_to(text, text, bigint, bigint, text)", "ratelimit_refund(text, text, bigint)")
 	if err != nil {

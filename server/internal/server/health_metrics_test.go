@@ -250,8 +250,7 @@ func (e *evaluation) fill(t *testing.T, metrics string, isIll bool) {
 	}
 }
 
-// With the samples of /metrics every expression of the dashboard has a value, and every alert fires. With those of a healthy server
-// no alert does.
+// With the samples of /metrics every expression of the dashboard has a value, and every alert fires; with those of a healthy server, none.
 func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 	t.Parallel()
 	rules := kit.NoError(filepath.Abs("../../../docs/prometheus/alerts.yml"))(t)

@@ -184,8 +184,7 @@ func (g *generator) enter(d *common.RateLimitDescriptor, rules []map[string]any)
 	return below
 }
 
-// Descriptors find the same rules as in the reference, and are refused alike. What is left in buckets differs by intention: see
-// docs/envoy.md.
+// Descriptors find the same rules as in the reference, and are refused alike. docs/envoy.md has what differs by intention.
 func TestReference_MatchesAlike(t *testing.T) {
 	const domains, requests = 400, 40
 	seed := kit.FirstSeed(t)

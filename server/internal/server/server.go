@@ -63,8 +63,7 @@ type Server struct {
 	failed      chan error // gets the error of a listener
 }
 
-// Start returns a Server that answers calls. It returns an error if the database does not answer, or lacks what the configuration
-// needs.
+// Start returns a Server that answers calls, or an error if the database does not answer or lacks what the configuration needs.
 func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, err error) {
 	s := &Server{config: c, log: log, failed: make(chan error, 2)}
 	s.stopping, s.beginStop = context.WithCancel(context.Background())

@@ -104,8 +104,7 @@ func TestShards_OneIsDown(t *testing.T) {
 
 const busy = "select ratelimit_define_policy('busy', 1000000, 1, '1 day')"
 
-// spend has callers ask until enough of their requests were granted in advance, and returns how many were granted, and how
-// many of these were marked.
+// spend has callers ask until enough requests were granted in advance. It returns how many were granted, and how many of them were marked.
 func (s *testServer) spend(key string, enough int64) (granted, prefetched int64) {
 	s.t.Helper()
 	var all, marked atomic.Int64
@@ -133,8 +132,7 @@ func spent(t *testing.T, db *pgtest.DB, key string) int64 {
 	return kit.One[int64](t, db.Pool, "select 1000000 - (ratelimit_peek('busy', $1)).remaining", key)
 }
 
-// The answer, the metrics and the page show grants in advance. Other calls go to the database. When the server stops, it refunds
-// its stocks.
+// The answer, the metrics and the page show grants in advance. Other calls go to the database. A server that stops refunds its stocks.
 func TestPrefetch_AnswersForBusyBuckets(t *testing.T) {
 	db := parallelDB(t)
 	db.Exec(t, busy)

@@ -62,8 +62,7 @@ const MaxTime = 1e9
 // MaxRequests of one call: as many as a request of AcquireAll has charges. They make four calls to the database.
 const MaxRequests = 1000
 
-// check returns the error of an argument that the client cannot send, or would name otherwise: null, too long a time, or a fraction
-// of a microsecond.
+// check returns the error of an argument that the client cannot send, or would name otherwise: null, too long, or less than a microsecond.
 func (r Request) check(o Operation) *Error {
 	n := len(r.List)
 	switch {
@@ -111,8 +110,7 @@ func (r Request) cost() (cost client.CostOption) {
 // maxShared is the longest text, in bytes, that the Combiner puts into a shared call.
 const maxShared = 512
 
-// canShare reports whether the call may travel with others. One with a text that is too long has a connection of its own, and the error
-// of the database.
+// canShare reports whether the call may travel with others. One with too long a text has its own connection, and the database's error.
 func (r Request) canShare(o Operation) bool {
 	return (o == Acquire || o == AcquireAll || o == AcquireMany) &&
 		len(r.Policy) <= maxShared && len(r.Key) <= maxShared && (r.IdempotencyKey == nil || len(*r.IdempotencyKey) <= maxShared) &&

@@ -7,8 +7,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// The memory, in bytes, of long answers that are being made or are not read yet: of a server, of one of its connections, and of a
-// stream.
+// The memory, in bytes, of long answers that are not read yet: of a server, of one of its connections, and of a stream.
 const (
 	memoryOfAll        = 32 << 20
 	memoryOfConnection = memoryOfAll / 4
