@@ -5,11 +5,9 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/pgratelimit/pgratelimit/migrations"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -43,15 +41,7 @@ func TestPgCron(t *testing.T) {
 		require.NoError(t, kit.ErrorOf(asCleaner.Exec(t.Context(), kit.Script(t, "schedule.sql"))))
 		require.Len(t, kit.Jobs(here), 4, "a role sees its own jobs only, so these are in addition")
 		here.Execute("insert into cron.job_run_details (jobid, runid, username) select jobid, 2000000 + jobid, username from cron.job where username = 'cleaner'")
-		var wg sync.WaitGroup
-		for range 20 {
-			wg.Go(func() {
-				if err := kit.RunScript(here, "schedule.sql"); err != nil {
-					t.Error(err)
-				}
-			})
-		}
-		wg.Wait()
+		kit.Crowd(t, 20, func(int) error { return kit.RunScript(here, "schedule.sql") })
 		require.Empty(t, kit.Column(t, here.DB, "select runid::text from cron.job_run_details where runid > 2000000"), "replaced jobs leave no history")
 		require.Equal(t, []kit.Job{
 			{Name: "ratelimit-cleanup", Schedule: "* * * * *", Command: "call public.ratelimit_cleanup_all()", Database: "postgres", Username: "postgres"},
@@ -78,7 +68,15 @@ func TestPgCron(t *testing.T) {
 			 and exists (select from cron.job_run_details as d where d.jobid = j.jobid and d.start_time > $1 and d.status = 'succeeded')`, planted)
 		require.Empty(t, kit.Column(t, here.DB, "select return_message from cron.job_run_details where status = 'failed'"))
 		for _, db := range []*kit.TestDB{here, elsewhere} {
-			require.Equal(t, inUse, remaining(db), db.Name)
+			require.Equal(t, []string{
+				"durable due, but not full", "durable used", "durable used remembered", "durable, forgetful used", "ephemeral due, but not full",
+				"ephemeral used", "ephemeral used remembered", "ephemeral, forgetful used",
+			}, kit.Column(t, db.DB, `
+				select p.name || ' ' || r.what from ratelimit.policies as p join (select policy_id, key from ratelimit.buckets union all
+				 select policy_id, key from ratelimit.ephemeral_buckets union all
+				 select policy_id, key || ' ' || idempotency_key from ratelimit.idempotency_keys union all
+				 select policy_id, key || ' ' || idempotency_key from ratelimit.ephemeral_idempotency_keys) as r (policy_id, what) on r.policy_id = p.id
+				 order by p.name || ' ' || r.what collate "C"`), db.Name)
 		}
 	})
 	t.Run("status shows it", func(t *testing.T) {
@@ -185,7 +183,9 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 	}
 	const remain = "clean-up may still be scheduled with pg_cron"
 	home := kit.InstalledDB(t, server, "postgres") // where pg_cron is
-	require.NoError(t, migrations.Down(t.Context(), connectToPackage(t, home)))
+	// The image has a role for the package.
+	owner := kit.Column(t, home.DB, "select nspowner::regrole::text from pg_namespace where nspname = 'ratelimit'")[0]
+	require.NoError(t, migrations.Down(t.Context(), kit.ConnectAs(t, home.DB, owner)))
 	home.Execute(`
 		create extension if not exists pg_cron;
 		create role stranger login;
@@ -245,11 +245,6 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 	require.Equal(t, []string{"mine"}, kit.Column(t, home.DB, "select jobname from cron.job"))
 }
 
-// connectToPackage connects as the owner of the package, which is a role of its own in the image.
-func connectToPackage(t *testing.T, db *kit.TestDB) *pgx.Conn {
-	return kit.ConnectAs(t, db.DB, kit.Column(t, db.DB, "select nspowner::regrole::text from pg_namespace where nspname = 'ratelimit'")[0])
-}
-
 // Without ON_ERROR_STOP, psql -f goes on after an error and exits with 0.
 func TestPgCron_ScriptsFail(t *testing.T) {
 	t.Parallel()
@@ -298,19 +293,4 @@ func plant(db *kit.TestDB) {
 	for _, table := range []string{"idempotency_keys", "ephemeral_idempotency_keys"} {
 		db.Execute("update ratelimit." + table + " set expires_at = now() - interval '1 hour' where idempotency_key = 'forgotten'")
 	}
-}
-
-// The rows of plant that clean-up must not remove.
-var inUse = []string{
-	"durable due, but not full", "durable used", "durable used remembered", "durable, forgetful used", "ephemeral due, but not full",
-	"ephemeral used", "ephemeral used remembered", "ephemeral, forgetful used",
-}
-
-func remaining(db *kit.TestDB) []string {
-	return kit.Column(db.T, db.DB, `
-		select p.name || ' ' || r.what from ratelimit.policies as p join (select policy_id, key from ratelimit.buckets union all
-		 select policy_id, key from ratelimit.ephemeral_buckets union all
-		 select policy_id, key || ' ' || idempotency_key from ratelimit.idempotency_keys union all
-		 select policy_id, key || ' ' || idempotency_key from ratelimit.ephemeral_idempotency_keys) as r (policy_id, what) on r.policy_id = p.id
-		 order by p.name || ' ' || r.what collate "C"`)
 }

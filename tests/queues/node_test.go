@@ -45,7 +45,11 @@ func onNodeQueues(t *testing.T, test func(t *testing.T, db *kit.TestDB, queue no
 // drive runs docs/examples/queues/drive.mjs, which has the numbers of jobs, and returns the lines it prints.
 func (q nodeQueue) drive(t *testing.T, db *kit.TestDB, subject string) ([]string, error) {
 	t.Helper()
-	node := needNode(t)
+	node, err := findNode()
+	if err != nil && !kit.Installs {
+		t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs Node.js 22.18 and the packages of docs/examples/queues: %v", err)
+	}
+	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(t.Context(), kit.Patience)
 	defer cancel()
 	var stderr strings.Builder
@@ -201,18 +205,7 @@ func times(t testing.TB, db *kit.TestDB, sql string, args ...any) []time.Time {
 	return kit.NoError(pgx.CollectRows(rows, pgx.RowTo[time.Time]))(t)
 }
 
-// needNode returns a Node.js that the queues run on. Without one, or their packages, the test is skipped, unless
-// RATELIMIT_TEST_EXAMPLES is "all": then they are installed.
-func needNode(t *testing.T) string {
-	t.Helper()
-	node, err := findNode()
-	if err != nil && !kit.Installs {
-		t.Skipf("RATELIMIT_TEST_EXAMPLES=all installs Node.js 22.18 and the packages of docs/examples/queues: %v", err)
-	}
-	require.NoError(t, err)
-	return node
-}
-
+// findNode finds a Node.js that the queues run on, and their packages. Where RATELIMIT_TEST_EXAMPLES is "all", they are installed.
 var findNode = sync.OnceValues(func() (string, error) {
 	if err := kit.Npm("docs/examples/queues/node_modules"); err != nil {
 		return "", err

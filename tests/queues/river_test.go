@@ -18,7 +18,6 @@ import (
 	"github.com/riverqueue/river/rivermigrate"
 	"github.com/riverqueue/river/rivertype"
 	"github.com/stretchr/testify/require"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
@@ -120,29 +119,23 @@ func TestRiver_AReservedJobIsNotEarly(t *testing.T) {
 	q.Policy("partner", capacity, refill, kit.Second, kit.Remember(time.Hour))
 	queue := q.start(100)
 	begin := kit.One[time.Time](t, q.Pool, "select clock_timestamp()")
-	var running errgroup.Group
-	for n := range enqueuers {
-		running.Go(func() error {
-			for i := n; i < jobs; i += enqueuers {
-				order := fmt.Sprint("order ", i)
-				if r, err := q.enqueue(queue, partnerCall{"limited", order}); err != nil || !r.Allowed {
-					return fmt.Errorf("%s: %+v, %w", order, r, err)
-				}
-				var due time.Time
-				err := q.Pool.QueryRow(t.Context(), "select scheduled_at from river_job where args ->> 'order' = $1 and state = 'scheduled'", order).Scan(&due)
-				if err == nil { // for the instant of a job that waits, a job without the limiter
-					_, err = queue.Insert(t.Context(), plainCall{order}, &river.InsertOpts{ScheduledAt: due})
-				} else if errors.Is(err, pgx.ErrNoRows) {
-					err = nil
-				}
-				if err != nil {
-					return err
-				}
+	kit.Crowd(t, enqueuers, func(n int) error {
+		for i := n; i < jobs; i += enqueuers {
+			order := fmt.Sprint("order ", i)
+			if r, err := q.enqueue(queue, partnerCall{"limited", order}); err != nil || !r.Allowed {
+				return fmt.Errorf("%s: %+v, %w", order, r, err)
 			}
-			return nil
-		})
-	}
-	require.NoError(t, running.Wait())
+			var due time.Time
+			err := q.Pool.QueryRow(t.Context(), "select scheduled_at from river_job where args ->> 'order' = $1 and state = 'scheduled'", order).Scan(&due)
+			if err == nil { // for the instant of a job that waits, a job without the limiter
+				_, err = queue.Insert(t.Context(), plainCall{order}, &river.InsertOpts{ScheduledAt: due})
+			}
+			if err != nil && !errors.Is(err, pgx.ErrNoRows) {
+				return err
+			}
+		}
+		return nil
+	})
 	q.awaitCompleted()
 
 	require.Len(t, q.granted("limited"), jobs)
@@ -171,7 +164,7 @@ func TestRiver_AReservedJobIsNotEarly(t *testing.T) {
 func TestRiver_ARepeatedEnqueueInsertsOneJob(t *testing.T) {
 	q := newQueue(t)
 	q.Policy("partner", 5, 1, kit.ADay)
-	queue := q.client(nil)
+	queue := q.client(&river.Config{})
 	first := kit.NoError(q.enqueue(queue, partnerCall{"limited", "order"}))(t)
 	again := kit.NoError(q.enqueue(queue, partnerCall{"limited", "order"}))(t)
 	require.False(t, first.Replayed)
@@ -183,7 +176,7 @@ func TestRiver_ARepeatedEnqueueInsertsOneJob(t *testing.T) {
 func TestRiver_AnEnqueueThatIsRolledBackGivesTheTokensBack(t *testing.T) {
 	q := newQueue(t)
 	q.Policy("partner", 5, 1, kit.ADay)
-	queue, limiter := q.client(nil), client.New(q.Pool)
+	queue, limiter := q.client(&river.Config{}), client.New(q.Pool)
 	tx := kit.NoError(q.Pool.Begin(t.Context()))(t)
 	r := kit.NoError(enqueue(t.Context(), tx, limiter, queue, "limited", "order", partnerCall{"limited", "order"}))(t)
 	require.True(t, r.Allowed)
@@ -200,7 +193,7 @@ func TestRiver_AnEnqueueThatIsRolledBackGivesTheTokensBack(t *testing.T) {
 func TestRiver_ADeniedEnqueueInsertsNothing(t *testing.T) {
 	q := newQueue(t)
 	q.Policy("partner", 1, 1, kit.ADay)
-	queue := q.client(nil)
+	queue := q.client(&river.Config{})
 	require.True(t, kit.NoError(q.enqueue(queue, partnerCall{"limited", "order 1"}))(t).Allowed)
 	r := kit.NoError(q.enqueue(queue, partnerCall{"limited", "order 2"}))(t)
 	require.False(t, r.Allowed)
@@ -219,7 +212,7 @@ func TestRiver_TheMiddlewareHoldsUpOneKey(t *testing.T) {
 	customers := []string{"limited", "free", "other"}
 	for _, customer := range customers {
 		for i := range jobs {
-			kit.NoError(q.client(nil).Insert(t.Context(), partnerCall{customer, fmt.Sprint("order ", i)}, nil))(t)
+			kit.NoError(q.client(&river.Config{}).Insert(t.Context(), partnerCall{customer, fmt.Sprint("order ", i)}, nil))(t)
 		}
 	}
 	q.snoozesItself = "order 7" // of each customer, after its first start
@@ -247,7 +240,7 @@ func TestRiver_ABacklogThatSnoozesDelaysOthers(t *testing.T) {
 	const jobs = 500
 	q := newQueue(t)
 	q.Policy("partner", 5, 5, kit.Second, kit.Remember(time.Hour))
-	queue := q.client(nil)
+	queue := q.client(&river.Config{})
 	backlog := make([]river.InsertManyParams, jobs)
 	for i := range backlog {
 		backlog[i].Args = partnerCall{"limited", fmt.Sprint("order ", i)}
@@ -305,11 +298,8 @@ func newQueue(t *testing.T) *riverQueue {
 	return &riverQueue{TestDB: db}
 }
 
-// client inserts jobs, and works on none unless it is given a configuration.
+// client inserts jobs, and works on none unless its configuration has workers.
 func (q *riverQueue) client(config *river.Config) *river.Client[pgx.Tx] {
-	if config == nil {
-		config = &river.Config{}
-	}
 	return kit.NoError(river.NewClient(riverpgxv5.New(q.Pool), config))(q.T)
 }
 
