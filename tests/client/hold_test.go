@@ -85,9 +85,7 @@ func TestHold_AndWaitUndoWhatWasCommittedAndNotAnswered(t *testing.T) {
 	db := &kit.TestDB{DB: newJobs(t, 1, heldLease), T: t}
 	direct := client.New(db.Pool)
 	require.NoError(t, direct.DefinePolicy(t.Context(), client.Policy{Name: "budget", Capacity: 1, Refill: client.Zero, Every: time.Second}))
-	remaining := func() int64 {
-		return kit.NoError(direct.Peek(t.Context(), "budget", "k"))(t).Remaining
-	}
+	remaining := func() int64 { return kit.NoError(direct.Peek(t.Context(), "budget", "k"))(t).Remaining }
 	for name, test := range map[string]struct {
 		call func(*client.Limiter) error
 		free func() bool

@@ -43,8 +43,6 @@ func TestDenialCache_IsNotForTransactions(t *testing.T) {
 	}
 }
 
-const longest = math.MaxInt64 / 1000 * time.Microsecond
-
 func TestWait_IsNotForTransactions(t *testing.T) {
 	db := pgtest.Parallel(t)
 	tx := begin(t, db.Pool)
@@ -64,6 +62,7 @@ func TestRunCleanup_WantsAnInterval(t *testing.T) {
 func TestPolicies_LongIntervalsAreCut(t *testing.T) {
 	db := pgtest.Parallel(t)
 	db.Exec(t, "select ratelimit_define_policy('slow', 1, 1, '365250 days', remember => '365250 days')")
+	const longest = math.MaxInt64 / 1000 * time.Microsecond
 	policies := kit.NoError(client.New(db.Pool).Policies(t.Context()))(t)
 	require.Equal(t, longest, policies[0].Every)
 	require.Equal(t, longest, policies[0].Remember)

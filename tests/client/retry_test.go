@@ -103,8 +103,11 @@ func TestRetry_ASerializationFailureOutsideATransaction(t *testing.T) {
 			pool := connect(t, db, map[string]string{"default_transaction_isolation": "repeatable read"}, tries.count)
 			limiter := client.New(handle.open(t, pool))
 			acquire := make(chan answer, 1)
-			go func() { acquire <- acquireOne(limiter, "k") }()
-			db.Await(t, time.Minute, waiting, 1)
+			go func() {
+				d, err := limiter.Acquire(context.Background(), "api", "k")
+				acquire <- answer{d, err}
+			}()
+			db.Await(t, time.Minute, "select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock')")
 			require.NoError(t, holder.Commit(t.Context()))
 
 			got := <-acquire
@@ -120,18 +123,9 @@ func TestRetry_ASerializationFailureOutsideATransaction(t *testing.T) {
 	}
 }
 
-// True when this many sessions of the database wait for a lock.
-const waiting = `
-	select count(*) = $1 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`
-
 type answer struct {
 	client.Decision
 	err error
-}
-
-func acquireOne(limiter *client.Limiter, key string) answer {
-	d, err := limiter.Acquire(context.Background(), "api", key)
-	return answer{d, err}
 }
 
 // tryCounter counts the acquires that a session sends.
