@@ -81,13 +81,6 @@ func behind(end string, cost int64, before func(db *kit.TestDB)) func(db *kit.Te
 	}
 }
 
-func atOnce(before func(db *kit.TestDB)) func(db *kit.TestDB, _ *kit.Gate) *kit.Pending {
-	return func(db *kit.TestDB, _ *kit.Gate) *kit.Pending {
-		before(db)
-		return db.Hasty().StartAcquire("p", "k", 2, "X")
-	}
-}
-
 func unused(*kit.TestDB) {}
 
 func known(db *kit.TestDB) { giveRow(db, "k") }
@@ -182,10 +175,11 @@ func TestIdempotency_Races(t *testing.T) {
 			},
 			want: outcome{answer: charged, left: 8}},
 		{name: "the key has expired, whether or not the bucket has what it takes", capacity: 10,
-			play: atOnce(func(db *kit.TestDB) {
+			play: func(db *kit.TestDB, _ *kit.Gate) *kit.Pending {
 				db.Acquire("p", "k", 2, "X")
 				db.SetClock(kit.T0.Add(time.Hour))
-			}),
+				return db.Hasty().StartAcquire("p", "k", 2, "X")
+			},
 			want: outcome{answer: charged, left: 8},
 			without: []removal{
 				{withoutExpiry, outcome{answer: kit.Replayed(charged), left: 10}},
