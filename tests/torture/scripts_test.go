@@ -544,6 +544,8 @@ var scripts = map[string]string{
 		! define_policy new 1 lease=0s
 		! define_policy new 1 lease=999us
 		! define_policy new 1 lease=365251d
+		! define_policy new 1 lease=1mon
+		! define_policy new 1 lease=-1s
 		! define_policy new 1 1 lease=60s
 		! define_policy new 1 every=1s lease=60s
 		! define_policy new 1 time_zone=UTC lease=60s
