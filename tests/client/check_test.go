@@ -1,15 +1,15 @@
 package client_test
 
 import (
-	"bytes"
 	"errors"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -110,25 +110,13 @@ func TestCheck_OfStocksAndShards(t *testing.T) {
 
 // logOf is what the default logger gets from now on.
 func logOf(t *testing.T) func() string {
-	var mu sync.Mutex
-	var text bytes.Buffer
+	file := kit.NoError(os.Create(filepath.Join(t.TempDir(), "log")))(t)
+	t.Cleanup(func() { require.NoError(t, file.Close()) })
 	previous := slog.Default()
-	slog.SetDefault(slog.New(slog.NewTextHandler(writer(func(line []byte) (int, error) {
-		mu.Lock()
-		defer mu.Unlock()
-		return text.Write(line)
-	}), nil)))
+	slog.SetDefault(slog.New(slog.NewTextHandler(file, nil)))
 	t.Cleanup(func() { slog.SetDefault(previous) })
-	return func() string {
-		mu.Lock()
-		defer mu.Unlock()
-		return text.String()
-	}
+	return func() string { return string(kit.NoError(os.ReadFile(file.Name()))(t)) }
 }
-
-type writer func([]byte) (int, error)
-
-func (w writer) Write(line []byte) (int, error) { return w(line) }
 
 // Not parallel: the default logger belongs to the process.
 func TestMiddleware_IsHeardAboutWhatIsWrongFromTheStart(t *testing.T) {
