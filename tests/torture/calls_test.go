@@ -42,23 +42,21 @@ func TestTorture_CallsAgreeWithTheModel(t *testing.T) {
 	require.Empty(t, inputs.lacks(toMeet))
 	var next atomic.Uint64
 	next.Store(kit.FirstSeed(t))
-	var failed sync.Once
-	var workers sync.WaitGroup
 	for range 3 {
 		callers = append(callers, newCaller(t, inputs))
 	}
-	for _, c := range callers {
-		workers.Go(func() {
-			for run.GoesOn() && !t.Failed() {
-				seed := next.Add(1) - 1
-				if err := c.round(seed, manners[seed%uint64(len(manners))]); err != nil {
-					failed.Do(func() { t.Errorf("%v\n%s", err, kit.Repeats(t, seed)) })
-				}
-				run.Progress("%d inputs", inputs.of("inputs"))
+	var failed atomic.Bool
+	kit.Crowd(t, len(callers), func(n int) error {
+		for run.GoesOn() && !failed.Load() {
+			seed := next.Add(1) - 1
+			if err := callers[n].round(seed, manners[seed%uint64(len(manners))]); err != nil {
+				failed.Store(true)
+				return fmt.Errorf("%w\n%s", err, kit.Repeats(t, seed))
 			}
-		})
-	}
-	workers.Wait()
+			run.Progress("%d inputs", inputs.of("inputs"))
+		}
+		return nil
+	})
 	require.Empty(t, inputs.lacks(inputs.always()))
 	run.Counts(inputs.counts)
 }
@@ -199,7 +197,7 @@ func (r *round) run() error {
 			if _, known := r.Policy(name); known { // not every definition can be
 				break
 			}
-			r.send("define_policy", encodedArgs("define_policy", r.definition(name)))
+			r.send("define_policy", r.encodedArgs("define_policy", r.definition(name)))
 		}
 	}
 	for range r.manner.calls {
@@ -241,7 +239,7 @@ func (r *round) step() error {
 		}
 		if function == "drop_policy" && !r.oneIn(3) {
 			if name, ok := args[0].value.(string); ok && slices.Contains(r.policies, name) && len(args[0].unreadable) == 0 {
-				r.send("define_policy", encodedArgs("define_policy", r.definition(name)))
+				r.send("define_policy", r.encodedArgs("define_policy", r.definition(name)))
 			}
 		}
 	}
@@ -282,7 +280,7 @@ func (r *round) finish() error {
 		r.rollBackOrNot(0, true)
 	}
 	for _, id := range kit.BucketsInOrder(r.Buckets()) {
-		r.send("peek", encodedArgs("peek", []any{id.Policy, id.Key, int64(1)}))
+		r.send("peek", r.encodedArgs("peek", []any{id.Policy, id.Key, int64(1)}))
 	}
 	count := countQuery
 	if r.citus {
@@ -317,11 +315,11 @@ func (r *round) finish() error {
 
 	// Clean-up may take any bucket that is full, so nothing is asked of buckets afterwards.
 	for range 2 {
-		r.send("cleanup", encodedArgs("cleanup", []any{max(1, int64(int32(r.integer())))}))
-		r.send("cleanup_all", encodedArgs("cleanup_all", []any{r.value("budget", "", "", nil)}))
+		r.send("cleanup", r.encodedArgs("cleanup", []any{max(1, int64(int32(r.integer())))}))
+		r.send("cleanup_all", r.encodedArgs("cleanup_all", []any{r.value("budget", "", "", nil)}))
 	}
 	for _, name := range slices.Sorted(maps.Keys(r.Policies())) {
-		r.send("drop_policy", encodedArgs("drop_policy", []any{name}))
+		r.send("drop_policy", r.encodedArgs("drop_policy", []any{name}))
 	}
 	r.look("call ratelimit_cleanup_all()")
 	r.look(countQuery, "0|0|0|0|0|0")
@@ -329,8 +327,12 @@ func (r *round) finish() error {
 	return err
 }
 
-func encodedArgs(function string, values []any) (args []argument) {
+func (d *drawn) encodedArgs(function string, values []any) (args []argument) {
 	for i, a := range kit.Functions[function].List() {
+		if a.Array {
+			args = append(args, d.array(a, values[i], func() bool { return false }))
+			continue
+		}
 		args = append(args, encode(kit.Kinds[a.Kind].Type, values[i]))
 	}
 	return args
@@ -383,7 +385,7 @@ const (
 
 // cleanUp compares which buckets, leases, overrides and idempotency keys are left.
 func (r *round) cleanUp() error {
-	r.send("cleanup", encodedArgs("cleanup", []any{int64(10_000)}))
+	r.send("cleanup", r.encodedArgs("cleanup", []any{int64(10_000)}))
 	r.CleanUp(r.now)
 	left := r.read(leftQuery)
 	var leases []string
@@ -443,7 +445,9 @@ func (r *round) ask() (all []kit.Response, err error) {
 		if err != nil {
 			return nil, err
 		}
-		if a := responses[0]; a.Message == "the shard has moved" || a.Warning == "a node was not cleaned up" && r.calls[i].function == "" || a.Code == "42P01" && r.readsAll(i) {
+		function := r.calls[i].function
+		readsAll := kit.Functions[function].Writes == "" || function == "reset_all"
+		if a := responses[0]; a.Message == "the shard has moved" || a.Warning == "a node was not cleaned up" && function == "" || a.Code == "42P01" && readsAll {
 			r.inputs.count("failed as a shard moved")
 			continue
 		}
@@ -451,11 +455,6 @@ func (r *round) ask() (all []kit.Response, err error) {
 		i++
 	}
 	return all, nil
-}
-
-func (r *round) readsAll(call int) bool {
-	function := r.calls[call].function
-	return kit.Functions[function].Writes == "" || function == "reset_all"
 }
 
 // before lists the last calls about the policies of one, and what moved the clock or a transaction.
@@ -553,7 +552,7 @@ func (r *round) meetTheEnd() bool {
 	r.setTime(model.Micros(r.IntN(3) - 1).After(leases[holder].Ends))
 	function := oneOf(r.fuzzed, []string{"hold", "renew", "release"})
 	args := []any{id.Policy, id.Key, holder, leases[holder].Cost}
-	r.send(function, encodedArgs(function, args[:len(kit.Functions[function].List())]))
+	r.send(function, r.encodedArgs(function, args[:len(kit.Functions[function].List())]))
 	return true
 }
 
@@ -728,21 +727,13 @@ func (c *caller) play(script string) error {
 				values[place] = parse(of, word)
 			}
 		}
-		var args []argument
-		for i, a := range arguments {
-			if a.Array {
-				args = append(args, r.array(a, values[i], func() bool { return false }))
-				continue
-			}
-			args = append(args, encode(kit.Kinds[a.Kind].Type, values[i]))
-		}
-		r.send(words[0], args)
+		r.send(words[0], r.encodedArgs(words[0], values))
 		if last := r.calls[len(r.calls)-1]; refused != slices.Equal(last.codes, []string{"22023"}) {
 			return fmt.Errorf("%s: the model says %v", line, last.codes)
 		}
 	}
 	for name := range r.Policies() {
-		r.send("drop_policy", encodedArgs("drop_policy", []any{name}))
+		r.send("drop_policy", r.encodedArgs("drop_policy", []any{name}))
 	}
 	r.look("call ratelimit_cleanup_all()")
 	_, err := r.flush()
@@ -806,8 +797,6 @@ func newTally() *tally { return &tally{counts: map[string]int{}} }
 
 func (n *tally) add(r *round, responses []kit.Response) {
 	protocol := map[bool]string{false: "simple", true: "extended"}[r.binary]
-	n.mu.Lock()
-	defer n.mu.Unlock()
 	for i, c := range r.calls {
 		if c.function == "" {
 			continue
@@ -817,13 +806,9 @@ func (n *tally) add(r *round, responses []kit.Response) {
 			codes = []string{responses[i].Code}
 		}
 		for _, code := range codes {
-			for _, what := range []string{"inputs", "by the " + protocol + " protocol", "to " + c.function, "answered with " + cmp.Or(code, "rows")} {
-				n.counts[what]++
-			}
+			n.count("inputs", "by the "+protocol+" protocol", "to "+c.function, "answered with "+cmp.Or(code, "rows"))
 		}
-		for _, what := range c.outcomes {
-			n.counts[what]++
-		}
+		n.count(c.outcomes...)
 	}
 }
 

@@ -532,16 +532,7 @@ func spoiltArray[T any](d *drawn, of string, values []*T, spoil func() bool) arg
 func (d *drawn) manyCharges() []argument {
 	n := oneOf(d.fuzzed, []int{0, 7, 30, 1000, 1001})
 	r := kit.WholeRequest{Charges: slices.Repeat([]model.Charge{kit.ChargeOf(oneOf(d.fuzzed, d.policies), d.keys[0], 1)}, n)}
-	arguments := kit.Functions["acquire_all"].List()
-	var args []argument
-	for i, value := range arraysOf(arguments, []kit.WholeRequest{r}, false) {
-		if a := arguments[i]; a.Array {
-			args = append(args, d.array(a, value, func() bool { return false }))
-			continue
-		}
-		args = append(args, null)
-	}
-	return args
+	return d.encodedArgs("acquire_all", arraysOf(kit.Functions["acquire_all"].List(), []kit.WholeRequest{r}, false))
 }
 
 // name draws an acceptable one.

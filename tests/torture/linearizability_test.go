@@ -54,13 +54,24 @@ var metBySlots = []string{
 // judgeAll checks the histories of a run, and ends with it, when all has been met that has to be, or with the first that has no order.
 func (w *workload) judgeAll(run *kit.TortureRun, meet ...string) {
 	n := int64(0)
-	w.write(func() bool { n++; return run.GoesOn() || n <= 10*run.Steps && len(w.lacks(meet)) > 0 }, func(seed uint64, histories []history, err error) bool {
+	w.judgeWhile(run, func() bool { n++; return run.GoesOn() || n <= 10*run.Steps && len(w.lacks(meet)) > 0 })
+	require.Empty(run.T, w.lacks(meet))
+	w.report(run)
+}
+
+// judgeWhile writes histories and checks them, until the first that has no order.
+func (w *workload) judgeWhile(run *kit.TortureRun, goesOn func() bool) {
+	w.write(goesOn, func(seed uint64, histories []history, err error) bool {
 		w.judge(run.T, seed, histories, err)
 		run.Progress("%d operations in %d histories", w.of("operations"), w.of("histories"))
 		return !run.T.Failed()
 	})
-	require.Empty(run.T, w.lacks(meet))
-	w.report(run)
+}
+
+// judgeFour is judgeWhile for four histories.
+func (w *workload) judgeFour(run *kit.TortureRun) {
+	left := 4
+	w.judgeWhile(run, func() bool { left--; return left >= 0 })
 }
 
 // judge checks the histories of a seed.

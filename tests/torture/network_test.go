@@ -3,6 +3,7 @@ package torture
 import (
 	"bytes"
 	"context"
+	"errors"
 	"maps"
 	"math/rand/v2"
 	"runtime/pprof"
@@ -28,14 +29,16 @@ import (
 // The seed repeats the choice of faults, though not who meets them.
 func TestTorture_NetworkFaultsChargeARepeatedRequestOnce(t *testing.T) {
 	run := kit.Torture(t, 1)
-	n := newNetwork(t, rand.New(rand.NewPCG(kit.TestSeed(t), 0)))
+	db := kit.NewDB(t)
+	n := &network{db: db, proxy: kit.NewProxy(t, db), ledger: kit.NewLedger(db, "p", 30, time.Second)}
+	random := rand.New(rand.NewPCG(kit.TestSeed(t), 0))
 
 	for rounds := 0; run.GoesOn(); rounds++ {
 		chances := odds{kit.Delay: 60, kit.Cut: 6, kit.Reset: 6, kit.Swallow: 3}
 		if rounds%4 == 3 {
 			chances = odds{kit.Delay: 20, kit.Vanish: 3} // for which pgx has more patience than make test
 		}
-		n.round(chances, min(run.Budget, 3*time.Second))
+		n.round(t, chances.random(random), min(run.Budget, 3*time.Second))
 		run.Progress("%d grants, %d of them after the first answer was lost", n.ledger.Granted, n.ledger.Replayed)
 	}
 
@@ -46,8 +49,6 @@ func TestTorture_NetworkFaultsChargeARepeatedRequestOnce(t *testing.T) {
 }
 
 type network struct {
-	t               *testing.T
-	random          *rand.Rand
 	db              *kit.TestDB
 	proxy           *kit.Proxy
 	ledger          *kit.Ledger
@@ -68,20 +69,14 @@ func (n *network) met() map[string]int {
 	return met
 }
 
-func newNetwork(t *testing.T, random *rand.Rand) *network {
-	db := kit.NewDB(t)
-	return &network{t: t, random: random, db: db, proxy: kit.NewProxy(t, db), ledger: kit.NewLedger(db, "p", 30, time.Second)}
-}
-
 // round starts callers on a pool of its own while the network has faults, until they have met what they must, and
 // checks the ledger after the faults have ended.
-func (n *network) round(chances odds, lasts time.Duration) {
-	t := n.t
+func (n *network) round(t *testing.T, faults kit.Faults, lasts time.Duration) {
 	label := t.Name() // on every goroutine that starts in here
 	pprof.Do(context.Background(), pprof.Labels("client", label), func(context.Context) {
-		pool := n.proxy.Pool(t, n.db, n.countCombined)
+		pool := n.proxy.Pool(t, n.db, func(config *pgxpool.Config) { config.ConnConfig.Tracer = n })
 		combiner := client.NewCombiner(pool)
-		n.proxy.Plan(chances.random(n.random))
+		n.proxy.Plan(faults)
 		callers := n.ledger.Load(t, client.New(pool), combiner)
 		callers.RunFor(lasts)
 		met := map[string]int{}
@@ -94,7 +89,7 @@ func (n *network) round(chances odds, lasts time.Duration) {
 		n.proxy.Heal()
 		healed := time.Now()
 		require.NoError(t, callers.End())
-		n.awaitRecovery(pool)
+		awaitRecovery(t, pool)
 		n.slowestRecovery = max(n.slowestRecovery, time.Since(healed))
 		combiner.Close()
 		require.Zero(t, pool.Stat().AcquiredConns())
@@ -110,11 +105,11 @@ func (n *network) round(chances odds, lasts time.Duration) {
 }
 
 // awaitRecovery returns when each connection of the pool works.
-func (n *network) awaitRecovery(pool *pgxpool.Pool) {
+func awaitRecovery(t *testing.T, pool *pgxpool.Pool) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	for working := int32(0); working < pool.Config().MaxConns; {
-		conn := kit.NoError(pool.Acquire(ctx))(n.t)
+		conn := kit.NoError(pool.Acquire(ctx))(t)
 		defer conn.Release()
 		short, cancel := context.WithTimeout(ctx, time.Second)
 		if conn.Ping(short) == nil {
@@ -145,8 +140,6 @@ func goroutines(label string) string {
 	return strings.Join(found, "\n\n")
 }
 
-func (n *network) countCombined(config *pgxpool.Config) { config.ConnConfig.Tracer = n }
-
 func (n *network) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
 	if strings.Contains(data.SQL, "ratelimit_acquire_packed") {
 		n.combined.Add(1)
@@ -166,14 +159,11 @@ func onBoth(t *testing.T, test func(t *testing.T, db *kit.TestDB, proxy *kit.Pro
 			t.Parallel()
 			db := kit.NewDB(t)
 			proxy := kit.NewProxy(t, db)
-			test(t, db, proxy, open(proxy.Pool(t, db, neverPing, patient)))
+			test(t, db, proxy, open(proxy.Pool(t, db, patient, func(config *pgxpool.Config) { // the first message of a call is the call
+				config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
+			})))
 		})
 	}
-}
-
-// neverPing lets the first message of a call be the call.
-func neverPing(config *pgxpool.Config) {
-	config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false }
 }
 
 // patient gives each connection a minute.
@@ -232,15 +222,12 @@ func TestNetwork_ConnectingHangs(t *testing.T) {
 	pool := proxy.Pool(t, db, patient)
 	l := kit.NewLedger(db, "p", 10, time.Second)
 	proxy.Plan(func(bool) kit.Fault { return kit.Vanish })
-	var callers sync.WaitGroup
-	for range pool.Config().MaxConns {
-		callers.Go(func() {
-			if _, err := l.Try(client.New(pool), l.Request("k", 1, "i")); err == nil {
-				t.Error("an answer from nowhere")
-			}
-		})
-	}
-	callers.Wait()
+	kit.Crowd(t, int(pool.Config().MaxConns), func(int) error {
+		if kit.ErrorOf(l.Try(client.New(pool), l.Request("k", 1, "i"))) == nil {
+			return errors.New("an answer from nowhere")
+		}
+		return nil
+	})
 	require.Equal(t, pool.Config().MaxConns, pool.Stat().ConstructingConns())
 
 	proxy.Heal()

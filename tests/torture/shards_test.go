@@ -33,17 +33,11 @@ func TestTorture_ShardsLinearizabilityOfCallsOnBuckets(t *testing.T) {
 		workloads, pools[n] = append(workloads, w), w.pool
 	}
 	limiter := s.Limiter(pools)
-	check := func(seed uint64, histories []history, err error) bool {
-		workloads[0].judge(t, seed, histories, err)
-		run.Progress("%d operations in %d histories", counts.of("operations"), counts.of("histories"))
-		return !t.Failed()
-	}
 	for turn := 0; run.GoesOn(); turn++ {
 		var writers sync.WaitGroup
 		for c := turn % kit.DatabasesOfServer; c < len(workloads); c += kit.DatabasesOfServer {
 			workloads[c].combiner = limiter
-			histories := 4
-			writers.Go(func() { workloads[c].write(func() bool { histories--; return histories >= 0 }, check) })
+			writers.Go(func() { workloads[c].judgeFour(run) })
 		}
 		writers.Wait()
 	}
@@ -209,12 +203,7 @@ func TestTorture_CitusLinearizabilityOfCalls(t *testing.T) {
 	}
 	moves := db.MovesDuring(c, anyKey, func() {
 		for turn := 0; run.GoesOn() && !t.Failed(); turn++ {
-			w, histories := workloads[turn%2], 4
-			w.write(func() bool { histories--; return histories >= 0 }, func(seed uint64, histories []history, err error) bool {
-				w.judge(t, seed, histories, err)
-				run.Progress("%d operations in %d histories", counts.of("operations"), counts.of("histories"))
-				return !t.Failed()
-			})
+			workloads[turn%2].judgeFour(run)
 		}
 	})
 	require.Empty(t, counts.lacks([]string{"acquire, granted", "acquire, replayed", "acquire_all, granted", "requests in batches", "hold, granted"}))

@@ -1,9 +1,7 @@
 package torture
 
 import (
-	"context"
 	"fmt"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -71,24 +69,19 @@ func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64,
 	db.Execute(fmt.Sprintf(daysOf100ms, time.Now().UTC().Format(time.RFC3339Nano)))
 	db.Execute("select ratelimit_define_policy(p, 1000000, period => '1 day', history => '100 years', remember => '1000 days') from unnest('{q,r}'::text[]) as p")
 	db.Execute(ledger)
-	ctx, cancel := context.WithCancel(t.Context())
-	var workers sync.WaitGroup
+	load := kit.NewLoad(t)
 	var done, killed, deadlocks atomic.Int64
-	for range sessions {
-		workers.Go(func() {
-			for ctx.Err() == nil {
-				if _, err := db.Pool.Exec(ctx, "select public.work()"); err == nil {
-					done.Add(1)
-				} else if kit.SQLState(err) == "40P01" {
-					deadlocks.Add(1)
-				}
-			}
-		})
-	}
-	workers.Go(func() {
-		for ctx.Err() == nil {
-			_, _ = db.Pool.Exec(ctx, "call ratelimit_cleanup_all()")
+	load.Start(sessions, func(int) error {
+		if _, err := db.Pool.Exec(load.Ctx, "select public.work()"); err == nil {
+			done.Add(1)
+		} else if kit.SQLState(err) == "40P01" {
+			deadlocks.Add(1)
 		}
+		return nil
+	})
+	load.Start(1, func(int) error {
+		_, _ = db.Pool.Exec(load.Ctx, "call ratelimit_cleanup_all()")
+		return nil
 	})
 	conn := db.Connect(t)
 	for turn := 0; turn < turns && len(differences) == 0; turn += 10 {
@@ -108,8 +101,7 @@ func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64,
 			differences = append(differences, fmt.Sprint(n, " deadlocks"))
 		}
 	}
-	cancel()
-	workers.Wait()
+	require.NoError(t, load.End())
 	require.Positive(t, killed.Load())
 	require.NotEmpty(t, kit.Column(t, db.DB, "select 1 from ratelimit_usage('q') where closed"))
 	return done.Load(), differences

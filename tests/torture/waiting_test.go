@@ -34,7 +34,8 @@ func TestTorture_WaitingInLineServesInTheOrderOfTheCalls(t *testing.T) {
 	gaveUp := 0
 	var late []time.Duration
 	for n := 0; run.GoesOn(); n++ {
-		l := newLine(t, db, fmt.Sprint("line ", n))
+		calls := &callCounter{Pool: kit.Pool(t, db.URL+"&pool_max_conns=16"), keys: map[any]string{}}
+		l := &waitingLine{db: db, key: fmt.Sprint("line ", n), limiter: client.New(calls), calls: calls}
 		l.wait(t, callers)
 		late, gaveUp = append(late, l.late...), gaveUp+l.gaveUp
 		run.Progress("%d served, %d gave up", len(late), gaveUp)
@@ -54,11 +55,6 @@ type waitingLine struct {
 
 	late   []time.Duration // behind the promise
 	gaveUp int
-}
-
-func newLine(t *testing.T, db *kit.TestDB, key string) *waitingLine {
-	calls := &callCounter{Pool: kit.Pool(t, db.URL+"&pool_max_conns=16"), keys: map[any]string{}}
-	return &waitingLine{db: db, key: key, limiter: client.New(calls), calls: calls}
 }
 
 // A callCounter counts the calls, and knows the idempotency key that each caller has drawn once the call is answered.
@@ -150,7 +146,7 @@ func (l *waitingLine) wait(t *testing.T, callers int) {
 		tokens = append(tokens, time.UnixMicro(emptied.RefilledAt.Add(time.Duration(before)*kit.Second/50).UnixMicro()))
 	}
 	for i := range callers {
-		promised := promises[l.promised(i)]
+		promised := promises[l.calls.keys[i]]
 		if !returned[i].IsZero() {
 			late := returned[i].Sub(promised.ready)
 			require.GreaterOrEqual(t, late, time.Duration(0), "nobody is early")
@@ -199,13 +195,6 @@ func (l *waitingLine) promises() map[string]promise {
 	})
 	require.NoError(l.db.T, err)
 	return promises
-}
-
-// promised is the idempotency key of a caller once it was sent.
-func (l *waitingLine) promised(caller int) string {
-	l.calls.mu.Lock()
-	defer l.calls.mu.Unlock()
-	return l.calls.keys[caller]
 }
 
 // 500 connections acquire from one bucket all the time. Each token is granted once, each decision tells how many
