@@ -200,6 +200,19 @@ var scripts = map[string]string{
 		clean_up
 		usage q y - - 9`,
 
+	// The last period of x ended after the turn before its new row, by the calendar that it has now.
+	"periods that would overlap": `
+		define_policy q 10 period=1mon history=12mon
+		acquire q x 1
+		at 2024-04-02T00:00:00
+		acquire q x 1
+		reset q x
+		override q x anchor=2024-01-20T00:00:00
+		acquire q x 1
+		at 2024-04-21T00:00:00
+		acquire q x 1
+		usage q x - - 9`,
+
 	"pauses of a continuous policy": "define_policy d 10 1 1s\n" + callsOfPauses,
 	"pauses of a stepped policy":    "define_policy d 10 1 1s true\n" + callsOfPauses,
 	"a pause of what is always full": `
