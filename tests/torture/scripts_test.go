@@ -107,6 +107,7 @@ var scripts = map[string]string{
 		settle_all a,none x,x 1 3,3                    # RL001
 		settle_all a,b,q,s x,y,x,x 1 3,3,3,1           # RL003
 		settle b x 1 5
+		settle_all a,b,q x,x,y 1 3,6,3                 # RL003, before RL002
 		settle_all a,b,q x,x,x 1 3,6,3                 # RL002: nothing moved
 		peek a x 1
 		settle_all a,b,q,s,a x,x,x,x,x 1 1,5,3,1,2     # the rest; half was settled; a is named twice
@@ -511,6 +512,15 @@ var scripts = map[string]string{
 		hold s y b 2
 		hold s y c 1
 		hold s y c 2`,
+
+	// A lease that had ended by a clock that was ahead counts again, although it was released.
+	"a release after the end": `
+		define_policy s 3 lease=60s
+		hold s x a 2
+		at 2024-03-30T12:01:00
+		release s x a
+		at 2024-03-30T12:00:30
+		hold s x b 2`,
 
 	// What the row of a key counts until the end of a lease that becomes shorter.
 	"sums of slots": `
