@@ -145,7 +145,7 @@ begin
      where v_old.key is not null;
     exit when found;  -- or another session has created it
   end loop;
-  return query select o.* from listed_overrides(ratelimit_override.policy, v_key, 2) as o;
+  return query select o.* from listed_overrides(ratelimit_override.policy, v_key, 2, v_now) as o;
 end;
 $$;
 comment on function ratelimit_override(text, text, bigint, bigint, interval, timestamptz, text, timestamp, interval) is
@@ -232,13 +232,12 @@ comment on function ratelimit.check_listing(text, text, integer) is
   'Raises 22023 for an argument out of range, and RL001 for an unknown policy.';
 
 -- PL/pgSQL, because Citus does not let one SQL function that names a table call another.
-create or replace function ratelimit.listed_overrides(policy text, key text, max_rows integer)
+create or replace function ratelimit.listed_overrides(policy text, key text, max_rows integer, now timestamptz)
   returns setof ratelimit.override language plpgsql stable
 as $$
 declare
   v_policy text collate "C" := policy;
   v_key    text collate "C" := key;
-  v_now    timestamptz := clock();
 begin
   return query
     select p.name, o.key, part.capacity, part.refill, part.every, part.expires_at, part.time_zone, part.anchor, part.lease, o.changed_at, o.changed_by
@@ -250,14 +249,14 @@ begin
                                 (o.expires_at, o.ending_capacity, o.ending_refill, o.ending_every, null, null, o.ending_lease))
                      as part (expires_at, capacity, refill, every, time_zone, anchor, lease)
      where num_nonnulls(part.capacity, part.refill, part.time_zone, part.anchor, part.lease) > 0
-       and (part.expires_at > v_now) is not false
+       and (part.expires_at > now) is not false
        and (v_policy is null or p.name = v_policy)
      order by p.name, o.key, part.expires_at nulls first
      limit max_rows;
 end;
 $$;
-comment on function ratelimit.listed_overrides(text, text, integer) is
-  'The parts of overrides that have not ended, at most max_rows of them.';
+comment on function ratelimit.listed_overrides(text, text, integer, timestamptz) is
+  'The parts of overrides that have not ended by now, at most max_rows of them.';
 
 create or replace function ratelimit_overrides(policy text default null, key text default null, max_rows integer default 1000)
   returns setof ratelimit.override
@@ -267,7 +266,7 @@ create or replace function ratelimit_overrides(policy text default null, key tex
   set search_path = ratelimit, pg_temp
 as $$
   select check_listing($1, $2, $3);
-  select * from listed_overrides($1, $2, $3)
+  select * from listed_overrides($1, $2, $3, clock())
 $$;
 comment on function ratelimit_overrides(text, text, integer) is
 'Lists the overrides, by policy and key: a row for the part that stays, and one for the part that ends, until it has ended. null is a

@@ -186,6 +186,18 @@ func TestAnswers_HaveNoDays(t *testing.T) {
 	require.Equal(t, "216:00:00", kit.One[string](t, db.Pool, "select reset_after::text from ratelimit_refund('p', 'k', 1)"))
 }
 
+// The part that ends is in the answer, however long the call takes after it was judged.
+func TestOverride_IsAnsweredByOneClock(t *testing.T) {
+	t.Parallel()
+	db := kit.NewDB(t).Policy("p", 10, 1, time.Second)
+	db.Execute(`
+		create sequence readings;
+		create or replace function ratelimit.clock() returns timestamptz language sql volatile
+		as $$ select timestamptz '2024-03-30Z' + nextval('public.readings') * interval '1 second' $$`)
+	require.Equal(t, []string{"20"}, kit.Column(t, db.DB, "select capacity::text from ratelimit_override('p', 'k', 20, expires_at => '2024-03-30 00:00:01.5Z')"))
+	require.Empty(t, kit.Column(t, db.DB, "select capacity::text from ratelimit_overrides()"))
+}
+
 func TestVectors(t *testing.T) {
 	kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
 		for _, v := range vectors.Buckets {
