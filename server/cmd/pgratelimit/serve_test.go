@@ -74,8 +74,8 @@ func TestDocker_ImageHasWhatItBuildsFrom(t *testing.T) {
 // copyForImage copies a file or folder/, without what .dockerignore leaves out.
 func copyForImage(t *testing.T, to, name string) {
 	text := kit.NoError(os.ReadFile(root + "/.dockerignore"))(t)
-	require.Subset(t, strings.Split(string(text), "\n"), []string{"*", regexp.MustCompile("/$").ReplaceAllString("!"+name, "/**"), "**/*_test.go", "**/testdata"})
-	out, err := exec.Command("sh", "-c", `tar -C "$1" --exclude '*_test.go' --exclude testdata -cf - "$2" | tar -C "$3" -xf -`, "sh", root, name, to).CombinedOutput()
+	require.Subset(t, strings.Split(string(text), "\n"), []string{"*", regexp.MustCompile("/$").ReplaceAllString("!"+name, "/**"), "**/*_test.go", "**/testdata", "**/node_modules"})
+	out, err := exec.Command("sh", "-c", `tar -C "$1" --exclude '*_test.go' --exclude testdata --exclude node_modules -cf - "$2" | tar -C "$3" -xf -`, "sh", root, name, to).CombinedOutput()
 	require.NoError(t, err, "%s", out)
 }
 
