@@ -59,8 +59,9 @@ export class Database {
           tries--
           continue
         }
-        if (isUnknown(error)) unended.push(Promise.resolve())
-        if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isUnknown(error) && !this.isClosed))) throw withHint(translate(error), call)
+        const isLost = isUnknown(error) && !this.isClosed // whatever became of a call, a closed pool can do nothing about it
+        if (isLost) unended.push(Promise.resolve())
+        if (!this.#retry || tries === MAX_TRIES || !(isTransient(error) || (once && isLost))) throw withHint(translate(error), call)
         await sleep(Math.random() * MAX_BACKOFF * tries) // so that calls that collided do not meet again
         continue
       }
