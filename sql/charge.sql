@@ -55,10 +55,8 @@ begin
       end if;
       v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if v_override.key is not null then
-        if v_override.expires_at > v_now then
-          v_numbers := numbers_by(v_policy, v_override, v_now);
-        end if;
-        v_policy := with_override(v_policy, v_override, v_now);
+        v_numbers := numbers_by(v_policy, v_override, v_now);
+        v_policy  := v_numbers.policy;
       end if;
     end if;
     if v_cost = 0 then
@@ -135,15 +133,9 @@ begin
               whole_tokens(v_level), duration(v_reset_us), v_policy.capacity, v_now + duration(v_policy.remember_us),
               case when v_policy.kind = 'quota' then v_now end)
       on conflict on constraint idempotency_keys_pkey do update
-           set cost        = excluded.cost,
-               remaining   = excluded.remaining,
-               reset_after = excluded.reset_after,
-               capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at,
-               ready_at    = excluded.ready_at,
-               settled     = excluded.settled,
-               taken       = excluded.taken,
-               granted_at  = excluded.granted_at
+           set (cost, remaining, reset_after, capacity, expires_at, ready_at, settled, taken, granted_at)
+             = (excluded.cost, excluded.remaining, excluded.reset_after, excluded.capacity, excluded.expires_at, excluded.ready_at,
+                excluded.settled, excluded.taken, excluded.granted_at)
          where k.expires_at <= v_now;
       exit when found;
     end loop;

@@ -43,10 +43,8 @@ begin
       end if;
       v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key collate "C";
       if v_override.key is not null then
-        if v_override.expires_at > v_now then
-          v_numbers := numbers_by(v_policy, v_override, v_now);
-        end if;
-        v_policy := with_override(v_policy, v_override, v_now);
+        v_numbers := numbers_by(v_policy, v_override, v_now);
+        v_policy  := v_numbers.policy;
       end if;
       if v_policy.kind = 'quota' or v_numbers.ends_at is not null then
         select b.level, b.retry_us, b.reset_us into v_level, v_retry_us, v_reset_us from look_past_end_in_buckets(v_policy, v_numbers.ends_at, v_numbers.after, v_key, v_now, v_cost) as b;

@@ -98,9 +98,12 @@ begin
 
     -- 3a. Too few tokens.
     if at_most = 0 or v_taken < at_least then
-      v_retry_us := case when at_most = 0 then 0
-                         else wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, v_numbers.after) end;
       v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, v_numbers.after);
+      v_retry_us := case
+                      when at_most = 0 then 0
+                      when v_ends_at is not null then wait_past_end(at_least, v_level, v_refilled_at, v_now, v_quota, v_ends_at, v_turns, v_numbers.after)
+                      when at_least <= v_capacity then v_reset_us  -- the next turn
+                    end;
       if v_idempotency_key is not null then
         v_first := k from idempotency_keys as k
                     where k.policy_id = policy.id and k.key = v_key and k.idempotency_key = v_idempotency_key;
@@ -151,15 +154,9 @@ begin
     values (policy.id, v_key, v_idempotency_key, v_taken,
             tokens_above_debt(v_held), duration(v_reset_us), v_capacity, v_now + duration(policy.remember_us), v_now)
     on conflict on constraint idempotency_keys_pkey do update
-           set cost        = excluded.cost,
-               remaining   = excluded.remaining,
-               reset_after = excluded.reset_after,
-               capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at,
-               ready_at    = excluded.ready_at,
-               settled     = excluded.settled,
-               taken       = excluded.taken,
-               granted_at  = excluded.granted_at
+           set (cost, remaining, reset_after, capacity, expires_at, ready_at, settled, taken, granted_at)
+             = (excluded.cost, excluded.remaining, excluded.reset_after, excluded.capacity, excluded.expires_at, excluded.ready_at,
+                excluded.settled, excluded.taken, excluded.granted_at)
          where k.expires_at <= v_now;
     if not found then
       update buckets as b

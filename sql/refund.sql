@@ -40,10 +40,8 @@ begin
       end if;
       v_override := o from overrides as o where o.policy_id = v_policy.id and o.key = v_key;
       if v_override.key is not null then
-        if v_override.expires_at > v_now then
-          v_numbers := numbers_by(v_policy, v_override, v_now);
-        end if;
-        v_policy := with_override(v_policy, v_override, v_now);
+        v_numbers := numbers_by(v_policy, v_override, v_now);
+        v_policy  := v_numbers.policy;
       end if;
     end if;
     v_amount := least(amount, v_policy.capacity);

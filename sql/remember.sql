@@ -37,15 +37,9 @@ begin
       from unnest(places, remember_idempotency_keys.remaining, capacities, reset_us) as g (place, remaining, capacity, reset_us)
      where is_name(v_all[g.place])
     on conflict on constraint idempotency_keys_pkey do update
-           set cost        = excluded.cost,
-               remaining   = excluded.remaining,
-               reset_after = excluded.reset_after,
-               capacity    = excluded.capacity,
-               expires_at  = excluded.expires_at,
-               ready_at    = excluded.ready_at,
-               settled     = excluded.settled,
-               taken       = excluded.taken,
-               granted_at  = excluded.granted_at
+           set (cost, remaining, reset_after, capacity, expires_at, ready_at, settled, taken, granted_at)
+             = (excluded.cost, excluded.remaining, excluded.reset_after, excluded.capacity, excluded.expires_at, excluded.ready_at,
+                excluded.settled, excluded.taken, excluded.granted_at)
          where k.expires_at <= v_now;
   end if;
   get diagnostics v_stored = row_count;
