@@ -45,8 +45,11 @@ func TestTorture_SoakNeitherGrowsNorSlows(t *testing.T) {
 		db.DefinePolicy(prefix+"scarce", 1, 1, time.Minute, kind)
 		db.DefinePolicy(prefix+"stepped", 20, 5, time.Second, kind, kit.Stepped)
 		db.Lend(prefix+"slots", 4, time.Second, kind)
-		db.Execute("select ratelimit_define_policy($1, 100000, period => '1 day', durable => $2)", prefix+"quota", prefix == "")
 	}
+	db.Execute("select ratelimit_define_policy('ephemeral-quota', 100000, period => '1 day', durable => false)")
+	// The turn is in the run: the periods of two hundred keys are closed.
+	turn := time.Now().UTC().Add(run.Budget / 3).Format(time.DateTime)
+	db.Execute("select ratelimit_define_policy('quota', 100000, period => '1 day', anchor => $1::text::timestamp, history => '1 year')", turn)
 	db.DefinePolicy("jobs", 1, 1, 10*time.Second)
 	db.Execute("create table public.jobs (id bigint generated always as identity primary key, due timestamptz not null)")
 	db.Execute("create index on public.jobs (due)")
@@ -82,9 +85,11 @@ func TestTorture_SoakNeitherGrowsNorSlows(t *testing.T) {
 		  from pg_stat_user_tables where schemaname || '.' || relname = any ($1)`, append(kit.StateTables, "ratelimit.leases", "public.jobs"))
 	require.NoError(t, s.End())
 	require.NotZero(t, s.denied.Load())
+	require.Equal(t, s.quotaGrants.Load(), db.Number("select sum(used)::bigint from ratelimit_usage('quota')"), "the ledger of the quota")
 
 	last := s.samples[len(s.samples)-1]
 	run.Figures("answers", s.answers.Load(), "of these denials", s.denied.Load(),
+		"periods of the quota closed", db.Number("select count(*) from ratelimit_usage('quota') where closed"),
 		"rows removed", db.Number("select sum(n_tup_del) from pg_stat_user_tables"),
 		"vacuums", db.Number("select sum(autovacuum_count) from pg_stat_user_tables"),
 		"transaction ids used", db.Number("select pg_snapshot_xmax(pg_current_snapshot())::text::bigint"))
@@ -185,8 +190,8 @@ type soak struct {
 	combiner *client.Combiner
 	*kit.Load
 
-	answers, denied, visitors atomic.Int64
-	samples                   []soakSample
+	answers, denied, visitors, quotaGrants atomic.Int64
+	samples                                []soakSample
 
 	mu   sync.Mutex
 	took []time.Duration // since the sample before, each from when its call was due
@@ -255,6 +260,9 @@ func (s *soak) call(by client.Acquirer) (allowed bool, err error) {
 		return s.hold(ctx, kind+"slots", user, id)
 	case n < 59:
 		d, err = by.Acquire(ctx, kind+"quota", user)
+		if kind == "" && d.Allowed {
+			s.quotaGrants.Add(1)
+		}
 	case n < 61:
 		return s.job(ctx, user)
 	case n < 78:
