@@ -109,7 +109,7 @@ func (l *limiter) check(ctx context.Context, needs Needs, acquiring ...string) e
 		names = append(names, "ratelimit_shard")
 	}
 	slices.Sort(names)
-	names = slices.Compact(names)
+	names = append(slices.Compact(names), "ratelimit_version") // last, and no need: which tells whether the package is there
 	schema := strings.TrimSuffix(l.schema, ".")
 	c := newCall("check", foundFunctions, names, schema)
 	c.columns, c.repeatable, c.isQuery = "role, functions", true, true
@@ -152,7 +152,7 @@ func lacksOf(role, schema string, found []foundFunction) (lacks []string) {
 		}
 		return []string{"pgratelimit is not installed in " + place + ": run migrations/psql/install.sql"}
 	}
-	for _, f := range found {
+	for _, f := range found[:len(found)-1] {
 		usage := fmt.Sprintf("grant usage on schema %s to %q;", f.Schema, role)
 		switch {
 		case isMissing(f):
