@@ -78,6 +78,9 @@ func newLimiter(db Querier, c config) limiter {
 // on that bucket waits as long. After an error tx does no more work, as after any failed statement: to go on
 // all the same, acquire within a savepoint (tx.Begin).
 func (l *limiter) WithTx(tx pgx.Tx) *Limiter {
+	if tx == nil {
+		panic("client: WithTx of a nil transaction: pass what pool.Begin has returned")
+	}
 	// Only QueryRow of tx is to be seen: else a tx with more methods would be taken for a pool.
 	return &Limiter{limiter{db: struct{ Querier }{tx}, schema: l.schema, inTx: true, place: l.place, hooks: l.hooks}}
 }

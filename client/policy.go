@@ -21,8 +21,8 @@ type Policy struct {
 	Capacity int64
 
 	// Refill is how many tokens a bucket gains in the time Every: up to 9,000,000,000,000, and an empty bucket
-	// must fill within 10,000 years. [Zero] refills nothing, for any Every: a budget that lasts until
-	// [Limiter.Reset] or [Limiter.Refund] fills it. A denial is then [Decision.Never]. A quota has no Refill, no
+	// must fill within 10,000 years. [Zero] refills nothing, whatever Every is, which is needed all the same: a budget that
+	// lasts until [Limiter.Reset] or [Limiter.Refund] fills it. A denial is then [Decision.Never]. A quota has no Refill, no
 	// Every and no Stepped.
 	Refill int64
 

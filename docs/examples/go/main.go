@@ -23,7 +23,12 @@ import (
 var costs = map[string]int64{"/": 1, "/export": 10}
 
 func main() {
-	pool, err := pgxpool.New(context.Background(), "") // what is not said comes from PG… of the environment
+	config, err := pgxpool.ParseConfig("") // what is not said comes from PG… of the environment
+	if err != nil {
+		log.Fatal(err)
+	}
+	config.ConnConfig.RuntimeParams["lock_timeout"] = "500ms" // or a locked bucket holds up all that share its call
+	pool, err := pgxpool.NewWithConfig(context.Background(), config)
 	if err != nil {
 		log.Fatal(err)
 	}
