@@ -70,7 +70,7 @@ begin
       v_jobs := array(select j.jobid from cron.job as j where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup-history'));
       delete from cron.job_run_details as r where r.jobid = any (v_jobs);
       perform cron.unschedule(j.jobid) from unnest(v_jobs) as j (jobid);
-      if v_jobs = '{}' and not (select r.rolsuper from pg_roles as r where r.rolname = current_user) then
+      if cardinality(v_jobs) < 2 and not (select r.rolsuper from pg_roles as r where r.rolname = current_user) then
         v_doubt := 'Jobs of other roles are not visible to this role.';
       end if;
     else

@@ -149,7 +149,12 @@ func TestPgCron_SaysWhatIsMissing(t *testing.T) {
 			t.Skip("pg_cron is not installed for this PostgreSQL")
 		}
 		db := kit.InstalledDB(t, server, "postgres")
-		db.Execute(`drop extension if exists pg_cron; create role "the owner" login`)
+		db.Execute(`
+			drop extension if exists pg_cron;
+			create role "the owner" login;
+			grant usage on schema ratelimit to "the owner";
+			grant execute on procedure ratelimit_cleanup_all to "the owner";
+			grant execute on function ratelimit.cleanup_batch to "the owner"`)
 		asOwner := db.Connect(t)
 		require.NoError(t, kit.ErrorOf(asOwner.Exec(t.Context(), `set role "the owner"`)))
 		schedule := func() error { return kit.ErrorOf(asOwner.Exec(t.Context(), kit.Script(t, "schedule.sql"))) }
@@ -213,7 +218,19 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 			require.NotContains(t, uninstall(home.URL), remain)
 			require.Empty(t, kit.Jobs(home))
 			kit.Installers["Up"](t, asOwner)
-			schedule(home.URL) // by another role
+			// A superuser's job would run with his rights what the owner puts into the procedure.
+			runsAs := func() []string {
+				return kit.Column(t, home.DB, "select username from cron.job where jobname ~ '^ratelimit-cleanup($|:)' and active order by 1")
+			}
+			home.Execute("alter role owner nologin; grant usage on schema cron to stranger")
+			for _, url := range []string{home.URL, kit.WithSettings(home.URL, "role", "stranger")} {
+				out, status := kit.PsqlStatus(t, url, "--file", "../../pg_cron/schedule.sql")
+				require.Equal(t, 3, status)
+				require.Contains(t, out, "the role may not clean up")
+			}
+			home.Execute("alter role owner login")
+			schedule(home.URL)
+			require.Equal(t, []string{"owner"}, runsAs())
 			out := uninstall(asOwner)
 			require.Contains(t, out, "WARNING:")
 			require.Contains(t, out, remain)
@@ -237,9 +254,14 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 			require.Contains(t, out, "pg_cron/unschedule_elsewhere.sql")
 			asOwner = kit.WithSettings(elsewhere.URL, "role", "owner")
 			kit.Installers["Up"](t, asOwner)
+			home.Execute("select cron.schedule('ratelimit-cleanup:" + elsewhere.Name + "', '0 0 1 1 *', '')") // as it was once scheduled
+			psql(t, elsewhere, "schedule_elsewhere.sql")
+			require.Equal(t, []string{"owner"}, runsAs())
 			out = uninstall(asOwner)
 			require.Contains(t, out, remain)
 			require.Contains(t, out, "pg_cron/unschedule_elsewhere.sql")
+			psql(t, elsewhere, "unschedule_elsewhere.sql")
+			require.Empty(t, runsAs())
 		})
 	}
 	require.Equal(t, []string{"mine"}, kit.Column(t, home.DB, "select jobname from cron.job"))
