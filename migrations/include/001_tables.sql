@@ -3,6 +3,7 @@ comment on schema ratelimit is
   'pgratelimit: tables and private helpers. Callers use the public functions named ratelimit_*.';
 comment on table ratelimit.version is
   'One row: the newest migration that is installed.';
+create unique index if not exists version_one_row on ratelimit.version ((true));  -- a restore of rows alone would add one
 
 create type ratelimit.decision as (
   allowed     boolean,

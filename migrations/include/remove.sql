@@ -17,6 +17,9 @@ begin
    where p.proname = 'ratelimit_acquire'
      and p.proowner = v_owner
      and p.prorettype = to_regtype('ratelimit.decision');
+  if current_setting('lock_timeout') = '0' then
+    perform set_config('lock_timeout', '3s', true);  -- all calls wait behind it
+  end if;
   if to_regclass('ratelimit.policies') is not null then
     lock table ratelimit.policies in access exclusive mode;  -- the first that calls lock
   end if;

@@ -222,6 +222,23 @@ func TestUninstall_StopsAtObjectsThatDependOnIt(t *testing.T) {
 	kit.RequireState(t, "2BP01", uninstallers["Down"](t, db))
 }
 
+// All calls would wait behind it.
+func TestUninstall_DoesNotWaitForLong(t *testing.T) {
+	db := pgtest.Parallel(t)
+	called := kit.NoError(db.Connect(t).Begin(t.Context()))(t)
+	require.NoError(t, kit.ErrorOf(called.Exec(t.Context(), "select ratelimit_policies()")))
+	for name, uninstall := range uninstallers {
+		require.Error(t, uninstall(t, db), name)
+	}
+	kit.RequireState(t, "55P03", uninstallers["Down"](t, db))
+}
+
+// As a restore of rows alone would.
+func TestInstall_HasOneVersion(t *testing.T) {
+	db := pgtest.Parallel(t)
+	kit.RequireState(t, "23505", kit.ErrorOf(db.Connect(t).Exec(t.Context(), "insert into ratelimit.version values (1)")))
+}
+
 func TestUp_NewerSchemaIsLeftAlone(t *testing.T) {
 	db := pgtest.Parallel(t)
 	known := kit.NewestMigration(t)
