@@ -5,9 +5,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
-	"unicode"
 )
 
 // Needs are what a program is going to ask of a database: see [Limiter.Check].
@@ -26,6 +26,8 @@ type NotReadyError struct{ Lacks []string }
 func (e *NotReadyError) Error() string {
 	return "pgratelimit: the database lacks what this limiter needs:\n" + strings.Join(e.Lacks, "\n")
 }
+
+var innerCapital = regexp.MustCompile(`\B[A-Z]`)
 
 // functionsOf are the functions of methods that have others than their names say.
 var functionsOf = map[string][]string{
@@ -96,7 +98,7 @@ func (l *limiter) check(ctx context.Context, needs Needs, acquiring ...string) e
 	for _, method := range calls {
 		functions, ok := functionsOf[method]
 		if !ok {
-			functions = []string{snakeCase(method)}
+			functions = []string{strings.ToLower(innerCapital.ReplaceAllString(method, "_$0"))}
 		}
 		if slices.Contains([]string{"Acquire", "AcquireAll", "AcquireMany"}, method) {
 			functions = append(slices.Clone(functions), acquiring...)
@@ -189,16 +191,4 @@ func (l *limiter) lackOf(ctx context.Context, policy string, lends, lendsNot boo
 		return []string{fmt.Sprintf("the policy %q lends slots: call Hold", policy)}, nil
 	}
 	return nil, err
-}
-
-// snakeCase is the name of a method as functions are named.
-func snakeCase(method string) string {
-	var name strings.Builder
-	for i, r := range method {
-		if unicode.IsUpper(r) && i > 0 {
-			name.WriteByte('_')
-		}
-		name.WriteRune(unicode.ToLower(r))
-	}
-	return name.String()
 }

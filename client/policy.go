@@ -199,7 +199,7 @@ var policyColumns = `coalesce(pg_catalog.json_agg(pg_catalog.json_build_object(
 // A policyRow is a policy as policyColumns has it.
 type policyRow struct {
 	Name            string
-	Capacity        int64
+	Capacity        *int64
 	Refill, Every   *int64 // null for a quota and for slots
 	Stepped         *bool  // likewise
 	Durable, Shadow bool
@@ -224,6 +224,7 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 		policies[i] = Policy{
 			Name:     r.Name,
 			Capacity: orZero(r.Capacity),
+			Refill:   orZero(r.Refill),
 			Durable:  choice(r.Durable),
 			Remember: duration(r.Remember),
 			Shadow:   choice(r.Shadow),
@@ -234,7 +235,7 @@ func (l *limiter) Policies(ctx context.Context) ([]Policy, error) {
 			History:  Period{r.HistoryMonths, r.HistoryDays},
 		}
 		if r.Refill != nil {
-			policies[i].Refill, policies[i].Every, policies[i].Stepped = orZero(*r.Refill), duration(*r.Every), choice(*r.Stepped)
+			policies[i].Every, policies[i].Stepped = duration(*r.Every), choice(*r.Stepped)
 		}
 	}
 	return policies, nil
@@ -282,12 +283,15 @@ func number(field int64) any {
 	return orNull(field, field)
 }
 
-// orZero is the field for a number: number's other direction.
-func orZero(n int64) int64 {
-	if n == 0 {
+// orZero is the field for a number, or for null: number's other direction.
+func orZero(n *int64) int64 {
+	switch {
+	case n == nil:
+		return 0
+	case *n == 0:
 		return Zero
 	}
-	return n
+	return *n
 }
 
 // orNull is the argument, or null for a field that is zero.
@@ -425,17 +429,13 @@ func (l *limiter) Overrides(ctx context.Context, opts ...CallOption) ([]Override
 		overrides[i] = Override{
 			Policy:    r.Policy,
 			Key:       r.Key,
+			Capacity:  orZero(r.Capacity),
+			Refill:    orZero(r.Refill),
 			Every:     duration(r.Every),
 			ExpiresAt: instant(r.ExpiresAt),
 			TimeZone:  r.TimeZone,
 			Anchor:    instant(r.Anchor),
 			Lease:     duration(r.Lease),
-		}
-		if r.Capacity != nil {
-			overrides[i].Capacity = orZero(*r.Capacity)
-		}
-		if r.Refill != nil {
-			overrides[i].Refill = orZero(*r.Refill)
 		}
 	}
 	return overrides, nil

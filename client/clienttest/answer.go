@@ -220,18 +220,15 @@ func (db *database) known(policy string, err error) error {
 
 // numbers reads a capacity, a refill and an interval, and a zone, an anchor and a lease.
 func numbers(refilling, rest []any) model.Numbers {
-	n := model.Numbers{Capacity: given[int64](refilling[0]), Refill: given[int64](refilling[1]), Every: micros(refilling[2]), Lease: micros(rest[2])}
-	n.Zone, n.Anchor = calendar(rest)
-	return n
-}
-
-// calendar reads a zone and an anchor, as the client writes them.
-func calendar(args []any) (zone *string, anchor *time.Time) {
-	if text, ok := args[1].(string); ok {
-		at, _ := time.Parse("2006-01-02T15:04:05.999999", text)
-		anchor = &at
+	n := model.Numbers{
+		Capacity: given[int64](refilling[0]), Refill: given[int64](refilling[1]), Every: micros(refilling[2]),
+		Zone: given[string](rest[0]), Lease: micros(rest[2]),
 	}
-	return given[string](args[0]), anchor
+	if text, ok := rest[1].(string); ok {
+		anchor, _ := time.Parse("2006-01-02T15:04:05.999999", text)
+		n.Anchor = &anchor
+	}
+	return n
 }
 
 // given is nil for an argument that is not.
