@@ -391,8 +391,8 @@ func (p *program) installAll(c *cobra.Command) error {
 				return inspect.Described(err)
 			}
 		}
-		return p.printOf(c, db, installed, fmt.Sprintf("pgratelimit %s is installed in schema %s; its schema version is %d.",
-			installed.Release, installed.Schema, installed.SchemaVersion))
+		return p.print(c, installed, fmt.Sprintf("%spgratelimit %s is installed in schema %s; its schema version is %d.",
+			db.prefix(), installed.Release, installed.Schema, installed.SchemaVersion))
 	})
 }
 
@@ -405,15 +405,10 @@ func (p *program) uninstall() *cobra.Command {
 				if err := migrations.Down(c.Context(), db.Conn); err != nil {
 					return err
 				}
-				return p.printOf(c, db, struct{}{}, "pgratelimit is removed.")
+				return p.print(c, struct{}{}, db.prefix()+"pgratelimit is removed.")
 			})
 		},
 	}
-}
-
-// printOf prints the result for one database. With --json each database has a line.
-func (p *program) printOf(c *cobra.Command, db database, value any, text string) error {
-	return p.print(c, value, db.prefix()+text)
 }
 
 // installShards creates the databases of shards, and installs into each.

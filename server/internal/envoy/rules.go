@@ -221,7 +221,11 @@ func Read(path string) (*Rules, error) {
 	var domains []policyfile.EnvoyDomain
 	var errs []error
 	for _, path := range paths {
-		some, err := readFile(path)
+		var some []policyfile.EnvoyDomain
+		data, err := os.ReadFile(path)
+		if err == nil {
+			some, err = policyfile.ParseEnvoy(path, data)
+		}
 		if err != nil {
 			errs = append(errs, err)
 		}
@@ -266,14 +270,6 @@ func filesOf(path string) (paths []string, err error) {
 		return nil, fmt.Errorf("%s has no file whose name ends in .yaml or .yml", path)
 	}
 	return paths, nil
-}
-
-func readFile(path string) ([]policyfile.EnvoyDomain, error) {
-	data, err := os.ReadFile(path)
-	if err != nil {
-		return nil, err
-	}
-	return policyfile.ParseEnvoy(path, data)
 }
 
 // Settle checks that the policies of all rules exist. It defines the policies that rules describe where they are missing or differ,

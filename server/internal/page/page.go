@@ -60,12 +60,8 @@ type Page struct {
 	started   time.Time
 }
 
-// New returns a Page.
-func New(databases []*pgxpool.Pool, state State, log *slog.Logger) *Page {
-	return newPage(databases, state, log, time.Now)
-}
-
-func newPage(databases []*pgxpool.Pool, state State, log *slog.Logger, now func() time.Time) *Page {
+// New returns a Page. It calls now for the time.
+func New(databases []*pgxpool.Pool, state State, log *slog.Logger, now func() time.Time) *Page {
 	p := &Page{state: state, log: log, now: now, started: now()}
 	for n, db := range databases {
 		d := &database{db: db, log: log, now: now, patience: readTime, limit: statementTime}

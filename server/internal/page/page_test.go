@@ -45,7 +45,7 @@ func away(state State) *Page {
 	if state.Health() == "" {
 		state.Health = func() string { return "away" }
 	}
-	return newPage([]*pgxpool.Pool{nil}, state, slog.New(slog.DiscardHandler), (&clock{t0}).read)
+	return New([]*pgxpool.Pool{nil}, state, slog.New(slog.DiscardHandler), (&clock{t0}).read)
 }
 
 // A clock is what a test says it is.
@@ -179,7 +179,7 @@ func TestPage_CountsRequestsAndDenialsOfEachPolicy(t *testing.T) {
 // Rates are those of the last sample, minute and ten minutes, and are also counted by a server that just began.
 func TestPage_RatesAndHealth(t *testing.T) {
 	t.Parallel()
-	p := newPage(nil, quiet, slog.New(slog.DiscardHandler), (&clock{t0}).read)
+	p := New(nil, quiet, slog.New(slog.DiscardHandler), (&clock{t0}).read)
 	require.Zero(t, p.history.errorShare())
 	now, sum := t0, map[client.Result]int64{}
 	pass := func(samples int, more map[client.Result]int64) (page string) {
@@ -253,7 +253,7 @@ func newDB(t *testing.T) *pgtest.DB {
 }
 
 func shown(db *pgxpool.Pool, now func() time.Time) *Page {
-	p := newPage([]*pgxpool.Pool{db}, quiet, slog.New(slog.DiscardHandler), now)
+	p := New([]*pgxpool.Pool{db}, quiet, slog.New(slog.DiscardHandler), now)
 	p.databases[0].patience, p.databases[0].limit = time.Minute, time.Minute // on any machine
 	return p
 }
@@ -362,7 +362,7 @@ func TestPage_AsksSeldom(t *testing.T) {
 	require.Equal(t, ticking.now.Add(40*time.Second), d.nextAt)
 
 	var logged bytes.Buffer
-	d = newPage([]*pgxpool.Pool{empty.Pool}, quiet, slog.New(slog.NewTextHandler(&logged, nil)), now.read).databases[0]
+	d = New([]*pgxpool.Pool{empty.Pool}, quiet, slog.New(slog.NewTextHandler(&logged, nil)), now.read).databases[0]
 	for range 3 {
 		d.look(false)
 		require.Equal(t, now.now.Add(5*time.Second), d.nextAt)

@@ -115,7 +115,7 @@ func Start(ctx context.Context, c config.Config, log *slog.Logger) (_ *Server, e
 	if c.StatusPage {
 		s.page = page.New(s.databases.pools, page.State{
 			State: state, Counts: s.metrics.Counts, Prefetches: len(c.Prefetches) > 0, Health: s.monitor.health, IsDown: s.databases.isDown,
-		}, log)
+		}, log, time.Now)
 	}
 	if err := s.listen(); err != nil {
 		return nil, err
