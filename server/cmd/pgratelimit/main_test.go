@@ -221,16 +221,6 @@ func TestErrors_HaveExitCodes(t *testing.T) {
 	}
 }
 
-func TestHealth_NeedsNoDatabase(t *testing.T) {
-	for _, url := range []string{"", "no URL"} {
-		t.Setenv("DATABASE_URL", url)
-		t.Setenv("HTTP_ADDR", "127.0.0.1:1")
-		r := command(t, "health")
-		require.Equal(t, exitError, r.code)
-		require.Contains(t, r.errors, "127.0.0.1:1: connect: connection refused")
-	}
-}
-
 func TestErrors_HaveTheRemedy(t *testing.T) {
 	t.Parallel()
 	for want, err := range map[string]*pgconn.PgError{

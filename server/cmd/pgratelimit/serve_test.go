@@ -132,8 +132,9 @@ func TestDocker_ComposeServes(t *testing.T) {
 	require.Equal(t, exitDone, on(t, db, "acquire", "api", "k").code)
 }
 
+// asksHealth needs no database.
 func asksHealth(t *testing.T, settings ...string) ran {
-	path := kit.File(t, "settings", strings.Join(append(settings, "DATABASE_URL=postgres://nobody"), "\n"))
+	path := kit.File(t, "settings", strings.Join(settings, "\n"))
 	return command(t, "health", "--config", path)
 }
 
@@ -154,7 +155,7 @@ func TestHealth(t *testing.T) {
 	for settings, says := range map[string]string{
 		"HTTP_ADDR=" + address:                               "401",
 		"HTTP_ADDR=" + address + "\nMONITORING_TOKENS=wrong": "401",
-		"HTTP_ADDR=127.0.0.1:1":                              "no server answers at HTTP_ADDR 127.0.0.1:1",
+		"HTTP_ADDR=127.0.0.1:1":                              "no server answers at HTTP_ADDR 127.0.0.1:1: Get \"http://127.0.0.1:1/healthz\": dial tcp 127.0.0.1:1: connect: ",
 		"HTTP_ADDR=" + other.Listener.Addr().String():        "another program answers at HTTP_ADDR ",
 	} {
 		r := asksHealth(t, settings)
@@ -195,22 +196,10 @@ func TestServe_SIGHUP(t *testing.T) {
 	require.NoError(t, p.Process.Signal(syscall.SIGHUP))
 	require.Eventually(t, func() bool { return status() == 200 }, 30*time.Second, 5*time.Millisecond)
 	require.Equal(t, 429, status())
+	p.end(t, syscall.SIGTERM)
 }
 
-// A signal ends the program with exit code 0.
-func TestServe_UntilItIsTold(t *testing.T) {
-	db := kit.ParallelDB(t).DB
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 day')")
-	for _, signal := range []os.Signal{syscall.SIGTERM, os.Interrupt} {
-		p := serve(t, "DATABASE_URL="+db.URL)
-		_, text := p.ask(t, "/v1/acquire", `{"policy":"api","key":"k"}`)
-		require.Contains(t, text, `"allowed":true`)
-		p.end(t, signal)
-		require.Contains(t, p.logged(), "msg=stopped")
-	}
-}
-
-// A process is the program as it serves. It ends with the test.
+// A process is the program as it serves. SIGINT ends it with the test.
 type process struct {
 	*exec.Cmd
 	grpc, http string
@@ -264,10 +253,12 @@ func (p *process) logged() string {
 	return p.log.String()
 }
 
+// end ends the program by a signal, with exit code 0.
 func (p *process) end(t *testing.T, signal os.Signal) {
 	p.ended.Do(func() {
 		require.NoError(t, p.Process.Signal(signal))
 		require.NoError(t, p.Wait(), "%s", p.logged())
+		require.Contains(t, p.logged(), "msg=stopped")
 		require.NotContains(t, p.logged(), "panic")
 	})
 }
