@@ -70,12 +70,7 @@
 // # At most so many at a time
 //
 // A policy with a [Policy.Lease] limits what is in flight: it lends up to Capacity slots of a key to holders. [Limiter.Hold]
-// renews its lease for as long as the program lives, so a holder that dies leaks nothing.
-//
-//	h, d, err := limiter.Hold(ctx, "jobs", "tenant:7") // or HoldWait
-//	// if d.Allowed:
-//	defer h.Release(ctx)
-//	work(h.Context()) // which ends when the lease is lost
+// renews its lease for as long as the program lives, so a holder that dies leaks nothing. [Limiter.HoldWait] waits for slots.
 //
 // In a transaction, such as the one that claims a job, call the SQL functions ratelimit_hold, ratelimit_renew and
 // ratelimit_release; [Limiter.HoldAs], [Limiter.Renew] and [Limiter.Release] are one call of each.
@@ -99,8 +94,7 @@
 //
 // After a broken connection it is unknown whether the tokens were taken. An [IdempotencyKey] settles
 // it: send the request again under the same key, and it is charged at most once. The program chooses
-// the key, one for each operation, such as an order number. A key that its own callers choose, such as
-// an X-Request-ID header, switches the limit off: a replay is allowed and takes nothing.
+// the key, and never its own callers.
 //
 // The client itself repeats a call, up to 3 tries with a random pause of at most 50 ms and then 100 ms
 // between them,
@@ -132,11 +126,9 @@
 //
 // # Transactions
 //
-// With [Limiter.WithTx] the acquire is part of a transaction: a rollback, also of a savepoint, gives the
-// tokens back, and one that never commits takes nothing. A grant locks its bucket until the transaction
-// ends, and other acquires on that bucket wait for it. So acquire late in the transaction and end it soon.
-// A caller that would rather be refused than wait sets lock_timeout, and gets [ErrLocked]. A denial locks
-// nothing, unless it had to wait for the bucket.
+// With [Limiter.WithTx] the acquire is part of a transaction: a rollback, also of a savepoint, gives the tokens back. Other acquires on
+// a bucket that granted wait for its end. So acquire late in the transaction and end it soon. A caller that would rather be refused
+// than wait sets lock_timeout, and gets [ErrLocked].
 //
 // Under REPEATABLE READ and SERIALIZABLE a grant fails with 40001 when the bucket has changed since
 // the transaction's snapshot, and a denial is as old as the snapshot. READ COMMITTED, the default, has

@@ -34,13 +34,10 @@
 //	slots := httplimit.Slots(limiter, httplimit.Per("reports", httplimit.ByIP(0)), httplimit.Closed(time.Second))
 //	mux.Handle("GET /reports", slots(reports))
 //
-// # Streaming and other headers
+// # Streaming
 //
 // The handler gets the ResponseWriter that the server made: streaming, hijacking and everything else that an
 // [http.ResponseController] does works as without the middleware.
-//
-// A header such as Idempotency-Key or X-Request-ID means nothing to this package. A client that chooses the
-// idempotency key of its own charge repeats one, and passes every time: see [IdempotencyKey].
 package httplimit
 
 import (
