@@ -82,14 +82,12 @@ func (p *packed) add(r request) {
 	if r.keyed() {
 		p.idempotencyKeys = append(p.idempotencyKeys, r.idempotencyKey.(string))
 	}
-	if !r.isJoint() {
-		p.policies = append(p.policies, r.policy)
-		p.keys = append(p.keys, r.key)
-		p.costs = append(p.costs, r.cost)
-		return
+	charges := []Charge{{r.policy, r.key, Cost(r.cost)}}
+	if r.isJoint() {
+		charges = r.charges
+		p.sizes = append(p.sizes, int64(len(charges)))
 	}
-	p.sizes = append(p.sizes, int64(len(r.charges)))
-	for _, c := range r.charges {
+	for _, c := range charges {
 		p.policies = append(p.policies, c.Policy)
 		p.keys = append(p.keys, c.Key)
 		p.costs = append(p.costs, c.Cost.Tokens())

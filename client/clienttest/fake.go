@@ -27,7 +27,6 @@ import (
 	"fmt"
 	"math"
 	"math/big"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -145,20 +144,14 @@ func (db *database) call(ctx context.Context, sql string, args []any) ([]any, er
 	}
 	db.mu.Lock()
 	defer db.mu.Unlock()
-	if err := db.scripted(); err != nil {
+	err := db.outage
+	if len(db.script) > 0 {
+		err, db.script = db.script[0], db.script[1:]
+	}
+	if err != nil {
 		return nil, err
 	}
 	return db.answer(sql, args)
-}
-
-// scripted is the error that the test wants of this call.
-func (db *database) scripted() error {
-	if len(db.script) == 0 {
-		return db.outage
-	}
-	err := db.script[0]
-	db.script = slices.Delete(db.script, 0, 1)
-	return err
 }
 
 // instant is now as the server has it.
