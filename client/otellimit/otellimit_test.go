@@ -141,20 +141,6 @@ func TestHooks_RecordWaits(t *testing.T) {
 	require.Equal(t, 0.25, waits["error"].Sum)
 }
 
-func TestHooks_RecordTheSizeOfCalls(t *testing.T) {
-	t.Parallel()
-	m, reader := newMetrics(t)
-	hooks := m.Hooks()
-	for _, requests := range []int{1, 2, 33, 256} {
-		hooks.Combined(requests)
-	}
-	sizes := collect(t, reader)["ratelimit.combiner.batch_size"].Data.(metricdata.Histogram[int64]).DataPoints
-	require.Len(t, sizes, 1)
-	require.EqualValues(t, 4, sizes[0].Count)
-	require.EqualValues(t, 292, sizes[0].Sum)
-	require.Equal(t, 0, sizes[0].Attributes.Len())
-}
-
 // The middleware counts a request once, by what became of it.
 func TestHTTP_CountsWhatBecameOfARequest(t *testing.T) {
 	t.Parallel()
