@@ -20,15 +20,8 @@ A_DAY = 86400.0
 
 class Tenure:
     """The time for which a holder has its slots, as far as the client knows: a state machine without I/O, threads, clock or lock, whose
-    owner makes the calls and passes the time. It has the rules and names of tenure in client/hold.go.
-
-    Between any two methods:
-
-    1. until is no later than the end of the lease on the server, because it is counted from before the last call that has an answer. A
-       lease ends earlier if the server's clock steps forward, or if the slots are reset or their policy dropped.
-    2. From until on the tenure is over, whether or not a thread has woken. One that was seen to be over stays over.
-    3. At most one renewal is under way. None begins at until or later, or after the end.
-    4. A renewal begins when a third of the lease is over, and after one that failed when a pause is over.
+    owner makes the calls and passes the time. It has the names and the invariants of tenure in client/hold.go, and one more: at most one
+    renewal is under way, and none begins at until or later, or after the end.
     """
 
     def __init__(self, sent: float, held_for: float) -> None:
