@@ -11,12 +11,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 )
 
-// The fields of draft-ietf-httpapi-ratelimit-headers-11, as [http.Header] spells them.
-const (
-	fieldPolicy = "Ratelimit-Policy"
-	fieldLimit  = "Ratelimit"
-)
-
 // A quota has the numbers of one of the [Policies].
 type quota struct {
 	capacity int64
@@ -57,7 +51,8 @@ func setRetryAfter(h http.Header, e Event) {
 	}
 }
 
-// report sets the fields of the header. They are added to the fields of other middleware.
+// report sets the fields of draft-ietf-httpapi-ratelimit-headers-11, which [http.Header] spells so. They are added to the fields of other
+// middleware.
 func (m *middleware) report(h http.Header, e Event) {
 	d := e.Decision
 	setRetryAfter(h, e)
@@ -77,10 +72,10 @@ func (m *middleware) report(h http.Header, e Event) {
 		}
 	}
 	if len(policies) > 0 {
-		h.Add(fieldPolicy, string(policies))
+		h.Add("Ratelimit-Policy", string(policies))
 	}
 	if len(limits) > 0 {
-		h.Add(fieldLimit, string(limits))
+		h.Add("Ratelimit", string(limits))
 	}
 }
 

@@ -70,11 +70,10 @@ func Handler(s *Service, maxBytes int64) http.Handler {
 			return
 		}
 		answer, err := s.ShouldRateLimit(r.Context(), &q)
-		if err != nil {
-			jsonapi.NewProblem(err).Write(w)
-			return
+		if err == nil {
+			text, err = protojson.Marshal(answer)
 		}
-		if text, err = protojson.Marshal(answer); err != nil {
+		if err != nil {
 			jsonapi.NewProblem(err).Write(w)
 			return
 		}

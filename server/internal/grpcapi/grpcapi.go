@@ -13,7 +13,6 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/tap"
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -171,20 +170,16 @@ type Tokens struct {
 // Option checks the tokens when the header of a call is read. An interceptor would run after the message has been decoded.
 func (t Tokens) Option() grpc.ServerOption {
 	return grpc.InTapHandle(func(ctx context.Context, call *tap.Info) (context.Context, error) {
-		return ctx, t.admit(call.FullMethodName, call.Header)
-	})
-}
-
-func (t Tokens) admit(method string, header metadata.MD) error {
-	tokens := t.Calls
-	if strings.HasPrefix(method, "/grpc.health.v1.Health/") {
-		tokens = t.Health
-	}
-	if !tokens.Admit(header["authorization"]) {
-		return service.StatusWith(codes.Unauthenticated, "no token that the server knows: send the header authorization: Bearer …",
+		tokens := t.Calls
+		if strings.HasPrefix(call.FullMethodName, "/grpc.health.v1.Health/") {
+			tokens = t.Health
+		}
+		if tokens.Admit(call.Header["authorization"]) {
+			return ctx, nil
+		}
+		return ctx, service.StatusWith(codes.Unauthenticated, "no token that the server knows: send the header authorization: Bearer …",
 			&errdetails.ErrorInfo{Reason: "UNAUTHENTICATED"}).Err()
-	}
-	return nil
+	})
 }
 
 // maxUnderWay is how many messages of a stream are answered at a time. A long message counts for several.

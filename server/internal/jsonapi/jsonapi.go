@@ -134,12 +134,11 @@ func (a *api) handle(operation service.Operation, convert func(service.Answer) a
 			return
 		}
 		defer unread.Done()
+		var text []byte
 		answer, err := a.service.Do(r.Context(), operation, q)
-		if err != nil {
-			NewProblem(err).Write(w)
-			return
+		if err == nil {
+			text, err = json.Marshal(convert(answer))
 		}
-		text, err := json.Marshal(convert(answer))
 		if err != nil {
 			NewProblem(err).Write(w)
 			return
