@@ -409,7 +409,7 @@ func TestHold_Refusals(t *testing.T) {
 	t.Parallel()
 	ctx, db := t.Context(), &fakePool{fakeDB{answers: []any{errors.New("not to be asked")}}}
 	for name, limiter := range map[string]*client.Limiter{
-		"WithTx": client.New(db).WithTx(nil), "a transaction": client.New(struct{ pgx.Tx }{}), "a connection": client.New(&pgx.Conn{}),
+		"WithTx": client.New(db).WithTx(struct{ pgx.Tx }{}), "a transaction": client.New(struct{ pgx.Tx }{}), "a connection": client.New(&pgx.Conn{}),
 	} {
 		_, _, hold := limiter.Hold(ctx, "jobs", "k")
 		_, _, holdWait := limiter.HoldWait(ctx, "jobs", "k")

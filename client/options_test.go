@@ -89,6 +89,7 @@ func TestNew_ANilDatabaseIsTold(t *testing.T) {
 	} {
 		require.PanicsWithValue(t, "client: the database is a nil *pgxpool.Pool: pass the pool that pgxpool.New has returned", call, name)
 	}
+	require.Panics(t, func() { client.New(struct{ pgx.Tx }{}).WithTx(nil) })
 	require.PanicsWithValue(t, "client: the database is a nil <nil>: pass the pool that pgxpool.New has returned", func() { client.New(nil) })
 }
 

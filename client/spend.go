@@ -76,7 +76,7 @@ type JointSettlement struct {
 // Errors: as [Limiter.Settle].
 func (l *limiter) SettleAll(ctx context.Context, settlements []Charge, idempotencyKey string) (JointSettlement, error) {
 	var p packed
-	p.add(request{charges: settlements})
+	p.add(request{charges: append([]Charge{}, settlements...)}) // none is none, and no plain request
 	for _, s := range settlements {
 		defer l.denialCache.forget(s.Policy, s.Key)
 	}

@@ -126,3 +126,9 @@ func TestFake_IsExactUnderConcurrency(t *testing.T) {
 	require.EqualValues(t, 10, granted.Load())
 	require.EqualValues(t, 2, failed.Load())
 }
+
+func TestSettleAll_OfNothingIsAboutPolicies(t *testing.T) {
+	t.Parallel()
+	_, err := New(nil).SettleAll(t.Context(), nil, "i")
+	require.ErrorContains(t, err, "invalid policies")
+}
