@@ -44,20 +44,10 @@ const severalKeys = `    if keys[1] collate "C" <> any (keys) then
 `
 
 // citus makes files for psql that distribute an installed pgratelimit over the nodes of a Citus cluster, and that remove it.
-func citus(s *source) (Files, error) {
-	functions, err := s.onCitus()
-	if err != nil {
-		return nil, err
-	}
-	data := struct {
-		*source
-		Functions string
-	}{s, functions}
-	return s.execute(data, map[string]string{"citus.sql": "citus.sql", "citus_uninstall.sql": "citus_uninstall.sql"})
-}
+func citus(s *source) (Files, error) { return s.execute(s, "citus.sql", "citus_uninstall.sql") }
 
-// onCitus renders the functions of sql/ for Citus, and what makes copies of them.
-func (s *source) onCitus() (string, error) {
+// OnCitus renders the functions of sql/ for Citus, and what makes copies of them.
+func (s *source) OnCitus() (string, error) {
 	merged := fstest.MapFS{}
 	names, err := fs.Glob(s.repository, "sql/*.sql")
 	if err != nil {

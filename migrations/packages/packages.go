@@ -147,12 +147,12 @@ func (s *source) Newest() *release { return s.Releases[len(s.Releases)-1] }
 // Last is the schema version of a release.
 func (r *release) Last() int32 { return r.Migrations[len(r.Migrations)-1].Sequence }
 
-// execute makes files, each of a template that gets the data; templates are by the names of the files.
-func (s *source) execute(data any, templates map[string]string) (Files, error) {
+// execute makes files, each of the template of its name, which gets the data.
+func (s *source) execute(data any, names ...string) (Files, error) {
 	files := Files{}
-	for name, template := range templates {
+	for _, name := range names {
 		var text bytes.Buffer
-		if err := s.templates.ExecuteTemplate(&text, template, data); err != nil {
+		if err := s.templates.ExecuteTemplate(&text, name, data); err != nil {
 			return nil, err
 		}
 		files[name] = text.Bytes()
@@ -264,16 +264,16 @@ type script struct {
 	Text     string
 }
 
-// scripts are all scripts of the extension. Each release has one that installs it: PostgreSQL would otherwise look for a way
+// Scripts are all scripts of the extension. Each release has one that installs it: PostgreSQL would otherwise look for a way
 // from any version that it can install, and might begin with unpackaged.
-func (s *source) scripts() (scripts []script, err error) {
+func (s *source) Scripts() (scripts []script, err error) {
 	add := func(from, to, template string, data any) {
 		if err != nil {
 			return
 		}
 		var made Files
-		made, err = s.execute(data, map[string]string{"": template})
-		scripts = append(scripts, script{from, to, string(made[""]) + "\n"})
+		made, err = s.execute(data, template)
+		scripts = append(scripts, script{from, to, string(made[template]) + "\n"})
 	}
 	for i, r := range s.Releases {
 		add("", r.Version, "create", r)
@@ -294,28 +294,16 @@ func (r *release) Until() []*release { return r.Releases[:r.number+1] }
 // Previous is the release before this one.
 func (r *release) Previous() *release { return r.Releases[r.number-1] }
 
-// Installed is for the template expect.
-func (r *release) Installed() map[string]any {
-	return map[string]any{
-		"From": r.Last(),
-		"Hint": "See ratelimit_version() for the release that is installed, and update the extension to that one first.",
-	}
-}
-
 // Comment describes the extension.
 func (*source) Comment() string { return "token bucket rate limits" }
 
 // extension makes the distribution for PGXN, which is all that make install-extension needs.
 func extension(s *source) (Files, error) {
-	files, err := s.execute(s, map[string]string{
-		"pgratelimit.control": "pgratelimit.control",
-		"META.json":           "META.json",
-		"Makefile":            "pgxs.mk",
-	})
+	files, err := s.execute(s, "pgratelimit.control", "META.json", "Makefile")
 	if err != nil {
 		return nil, err
 	}
-	scripts, err := s.scripts()
+	scripts, err := s.Scripts()
 	if err != nil {
 		return nil, err
 	}
@@ -339,17 +327,7 @@ func extension(s *source) (Files, error) {
 }
 
 // pgTLE makes one file that tells pg_tle all scripts of the extension. They are those of CREATE EXTENSION.
-func pgTLE(s *source) (Files, error) {
-	scripts, err := s.scripts()
-	if err != nil {
-		return nil, err
-	}
-	data := struct {
-		*source
-		Scripts []script
-	}{s, scripts}
-	return s.execute(data, map[string]string{"pg_tle.sql": "pg_tle"})
-}
+func pgTLE(s *source) (Files, error) { return s.execute(s, "pg_tle.sql") }
 
 // Release writes the files of a release: an archive of each package that is several files, the others as they are,
 // and the checksums of all. The same files give the same bytes.
