@@ -161,8 +161,8 @@ var docsRole = regexp.MustCompile(`\b(to|role) app\b`)
 func (s *docsSession) run(block docsBlock) (ran int, err error) {
 	switch block.tag {
 	case "sql":
-		statements, rest := docsStatements(block.text)
-		if rest != "" {
+		statements := kit.Statements(block.text)
+		if rest := strings.TrimSpace(block.text[len(strings.Join(statements, "")):]); rest != "" {
 			return 0, fmt.Errorf("no semicolon ends %q", rest)
 		}
 		for _, statement := range statements {
@@ -182,11 +182,11 @@ func (s *docsSession) run(block docsBlock) (ran int, err error) {
 			if text != "" {
 				text = "=> " + text
 			}
-			statements, output := docsStatements(prompted)
+			statements := kit.Statements(prompted)
 			if len(statements) == 0 {
 				return ran, fmt.Errorf("no semicolon ends %q", prompted)
 			}
-			if err := s.compare(statements[0], strings.TrimSpace(strings.Join(append(statements[1:], output), "\n"))); err != nil {
+			if err := s.compare(statements[0], strings.TrimSpace(prompted[len(statements[0]):])); err != nil {
 				return ran, fmt.Errorf("%w\n%s", err, statements[0])
 			}
 		}
@@ -204,21 +204,6 @@ func (s *docsSession) Execute(statement string) (*pgconn.Result, error) {
 		return nil, fmt.Errorf("it is %d statements", len(results))
 	}
 	return results[0], results[0].Err
-}
-
-// docsStatements splits at semicolons that end a line. No statement of the documentation has one inside.
-func docsStatements(text string) (statements []string, rest string) {
-	for {
-		statement, after, found := strings.Cut(text, ";\n")
-		if !found {
-			statement, found = strings.CutSuffix(strings.TrimRight(text, "\n"), ";")
-			after = ""
-		}
-		if !found {
-			return statements, strings.TrimSpace(text)
-		}
-		statements, text = append(statements, strings.TrimSpace(statement)), after
-	}
 }
 
 // compare runs a statement and tells how its output differs from that shown.

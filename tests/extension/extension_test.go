@@ -187,7 +187,7 @@ func testExtensionPaths(t *testing.T, s extensionServer) {
 				data = db.PutData()
 			}
 			conn := db.Connect(t)
-			for _, statement := range statements(path.update + ";") {
+			for _, statement := range kit.Statements(path.update + ";") {
 				kit.Execute(t, conn, statement, pgx.QueryExecModeSimpleProtocol)
 			}
 			if lost {

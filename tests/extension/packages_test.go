@@ -35,7 +35,7 @@ var migrationTools = map[string]struct {
 	"goose":          {"goose_db_version", "00001_pgratelimit.sql", "-- +goose Up\n-- +goose StatementBegin\n%s\n-- +goose StatementEnd\n", byTool("goose")},
 	"golang-migrate": {"schema_migrations", "1_pgratelimit.up.sql", "%s", byTool("golang-migrate")},
 	"flyway": {"", "V1__pgratelimit.sql", "%s", func(t *testing.T, db *kit.TestDB, _, text string) error {
-		return inTransaction(t, db, statements(text)...)
+		return inTransaction(t, db, kit.Statements(text)...)
 	}},
 	"dbmate": {"", "1_pgratelimit.sql", "-- migrate:up\n%s", func(t *testing.T, db *kit.TestDB, _, text string) error {
 		return inTransaction(t, db, strings.TrimPrefix(text, "-- migrate:up\n"))
@@ -43,7 +43,7 @@ var migrationTools = map[string]struct {
 	// Statement by statement in a pipeline, each parsed when those before it have run.
 	"supabase": {"", "1_pgratelimit.sql", "begin;\n%s\ncommit;\n", func(t *testing.T, db *kit.TestDB, _, text string) error {
 		batch := new(pgconn.Batch)
-		for _, statement := range statements(text) {
+		for _, statement := range kit.Statements(text) {
 			batch.ExecParams(statement, nil, nil, nil, nil)
 		}
 		return db.Connect(t).PgConn().ExecBatch(t.Context(), batch).Close()
@@ -310,27 +310,6 @@ func membership(t *testing.T, db *kit.TestDB) []string {
 		union all
 		select format('version %s in %s of %s', extversion, extnamespace::regnamespace, extowner::regrole) from extension
 		 order by 1`)
-}
-
-// statements cuts SQL at the semicolons that end a statement.
-func statements(sql string) (cut []string) {
-	token := regexp.MustCompile(`(?s)--[^\n]*|'[^']*'|"[^"]*"|\$[A-Za-z_]*\$|;`)
-	begin := 0
-	for at := 0; ; {
-		found := token.FindStringIndex(sql[at:])
-		if found == nil {
-			return cut
-		}
-		text := sql[at+found[0] : at+found[1]]
-		at += found[1]
-		switch text[0] {
-		case '$':
-			at += strings.Index(sql[at:], text) + len(text)
-		case ';':
-			cut = append(cut, sql[begin:at])
-			begin = at
-		}
-	}
 }
 
 func inTransaction(t *testing.T, db *kit.TestDB, statements ...string) error {

@@ -90,6 +90,27 @@ func File(t testing.TB, name, text string) (path string) {
 	return path
 }
 
+// Statements cuts SQL at the semicolons that end a statement.
+func Statements(sql string) (cut []string) {
+	token := regexp.MustCompile(`(?s)--[^\n]*|'[^']*'|"[^"]*"|\$[A-Za-z_]*\$|;`)
+	begin := 0
+	for at := 0; ; {
+		found := token.FindStringIndex(sql[at:])
+		if found == nil {
+			return cut
+		}
+		text := sql[at+found[0] : at+found[1]]
+		at += found[1]
+		switch text[0] {
+		case '$':
+			at += strings.Index(sql[at:], text) + len(text)
+		case ';':
+			cut = append(cut, sql[begin:at])
+			begin = at
+		}
+	}
+}
+
 func Quoted(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }
 
 func ReadTree(t testing.TB, dir string) map[string]string {
