@@ -203,8 +203,8 @@ func Ask(q Querier, function, name string, args []any) (a Answer, err error) {
 	return AnswerOf(texts), err
 }
 
-// argsOf are the arguments of a function by their names; those without a value are null.
-func argsOf(function string, values map[string]any) (args []any) {
+// ArgsOf are the arguments of a function by their names; those without a value are null.
+func ArgsOf(function string, values map[string]any) (args []any) {
 	for _, a := range Functions[function].List() {
 		args = append(args, values[a.Name])
 	}
@@ -278,7 +278,7 @@ func AcquireMany(q Querier, requests []NullableRequest) (answers []Answer, err e
 	}
 	a := map[string]any{"policies": policies, "keys": keys, "costs": costs, "idempotency_keys": idempotencyKeys}
 	dropDefaults(a)
-	rows, err := manyRows(q, argsOf("acquire_many", a))
+	rows, err := manyRows(q, ArgsOf("acquire_many", a))
 	for _, columns := range rows {
 		answers = append(answers, Answer{Decision: decisionOf(columns[1:]), Error: columns[0]})
 	}

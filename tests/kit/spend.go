@@ -44,7 +44,7 @@ func (s Spending) Args() (args []any) {
 	if s.IdempotencyKey != "" {
 		values["idempotency_key"] = s.IdempotencyKey
 	}
-	return argsOf(s.Function, values)
+	return ArgsOf(s.Function, values)
 }
 
 func (s Spending) Answer(q Querier) (Answer, error) {

@@ -77,7 +77,7 @@ func wholeOf(columns []string) *Whole {
 func (r WholeRequest) AcquireAll(q Querier) (Whole, error) {
 	a := arraysOf([]WholeRequest{r})
 	a["idempotency_key"] = nullable(r.IdempotencyKey)
-	rows, err := tableRows(q, Functions["acquire_all"].Statement("acquire_all"), argsOf("acquire_all", a))
+	rows, err := tableRows(q, Functions["acquire_all"].Statement("acquire_all"), ArgsOf("acquire_all", a))
 	if err != nil {
 		return Whole{}, err
 	}
@@ -103,7 +103,7 @@ func (r WholeRequest) By(ctx context.Context, limiter client.Acquirer) (Whole, e
 
 // AcquireManyWithSizes sends requests in one ratelimit_acquire_many.
 func AcquireManyWithSizes(q Querier, requests []WholeRequest) ([]WholeAnswer, error) {
-	rows, err := manyRows(q, argsOf("acquire_many", arraysOf(requests)))
+	rows, err := manyRows(q, ArgsOf("acquire_many", arraysOf(requests)))
 	var answers []WholeAnswer
 	for _, columns := range rows {
 		answers = append(answers, WholeAnswer{wholeOf(columns[1:]), columns[0]})
@@ -136,7 +136,7 @@ func AcquirePacked(q Querier, requests []WholeRequest, sizes bool) (answers []Wh
 	statement := strings.NewReplacer("format('%s|%s', u.code, case when u.code <> '22023' then u.message end)", "concat_ws(': ', u.code, u.message, u.detail, u.hint)",
 		"p.error_messages) as u (n, code, message)", "p.error_messages, p.error_details, p.error_hints) as u (n, code, message, detail, hint)").
 		Replace(f.Statement("acquire_packed"))
-	rows, err := tableRows(q, statement, argsOf("acquire_packed", a))
+	rows, err := tableRows(q, statement, ArgsOf("acquire_packed", a))
 	told := map[string][]string{} // by kind and number
 	for _, columns := range rows {
 		told[columns[0]+columns[1]] = strings.Split(columns[2], "|")

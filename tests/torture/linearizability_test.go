@@ -321,11 +321,7 @@ func (c *clockedConn) noteReadings(config *pgx.ConnConfig) {
 
 // call makes a call that has no answer, with arguments by their names; those without a value are null.
 func (c *clockedConn) call(function string, values map[string]any) error {
-	var args []any
-	for _, a := range kit.Functions[function].List() {
-		args = append(args, values[a.Name])
-	}
-	return kit.ErrorOf(kit.Ask(c, function, "ratelimit_"+function, args))
+	return kit.ErrorOf(kit.Ask(c, function, "ratelimit_"+function, kit.ArgsOf(function, values)))
 }
 
 // write has histories checked beside the next ones, as long as both agree to go on.
@@ -1126,12 +1122,9 @@ func (a *actor) override(b model.BucketID) error {
 
 // patch makes a call of ratelimit_override, and has what it answers.
 func (c *clockedConn) patch(o *model.Override, values map[string]any) error {
-	var args []any
-	for _, a := range kit.Functions["override"].List() {
-		args = append(args, values[a.Name])
-	}
 	rows, err := c.Query(context.Background(), "select capacity, refill, (extract(epoch from every) * 1000000)::bigint, time_zone, anchor, "+
-		"(extract(epoch from lease) * 1000000)::bigint, expires_at from ratelimit_override($1, $2, $3, $4, $5, $6, $7, $8, $9)", args...)
+		"(extract(epoch from lease) * 1000000)::bigint, expires_at from ratelimit_override($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+		kit.ArgsOf("override", values)...)
 	if err != nil {
 		return err
 	}
