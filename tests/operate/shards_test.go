@@ -36,7 +36,9 @@ func TestShards_SQLFindsTheShardsOfTheClient(t *testing.T) {
 	require.Contains(t, sql, "$1")
 	require.Contains(t, sql, "$2")
 	for _, encoding := range []string{"UTF8", "LATIN1"} {
-		db := createShownDB(t, encoding)
+		db := pgtest.Empty(t, "encoding '"+encoding+"'", "locale 'C'").Connect(t, func(config *pgx.ConnConfig) {
+			config.RuntimeParams["client_encoding"] = "UTF8" // pgx leaves it to the database
+		})
 		held := 0
 		for _, v := range vectors {
 			var shard int
@@ -50,12 +52,6 @@ func TestShards_SQLFindsTheShardsOfTheClient(t *testing.T) {
 		}
 		require.GreaterOrEqual(t, held, 20, encoding)
 	}
-}
-
-// createShownDB is a connection to a database of an encoding, that sends UTF-8.
-func createShownDB(t *testing.T, encoding string) *pgx.Conn {
-	db := pgtest.Empty(t, "encoding '"+encoding+"'", "locale 'C'")
-	return db.Connect(t, func(config *pgx.ConnConfig) { config.RuntimeParams["client_encoding"] = "UTF8" })
 }
 
 // A database moves to the other server while callers ask, by the steps of docs/sharding.md. No token is granted twice,
