@@ -70,7 +70,7 @@ func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64,
 	db.Execute("select ratelimit_define_policy(p, 1000000, period => '1 day', history => '100 years', remember => '1000 days') from unnest('{q,r}'::text[]) as p")
 	db.Execute(ledger)
 	load := kit.NewLoad(t)
-	var done, killed, deadlocks atomic.Int64
+	var done, deadlocks atomic.Int64
 	load.Start(sessions, func(int) error {
 		if _, err := db.Pool.Exec(load.Ctx, "select public.work()"); err == nil {
 			done.Add(1)
@@ -83,15 +83,14 @@ func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64,
 		_, _ = db.Pool.Exec(load.Ctx, "call ratelimit_cleanup_all()")
 		return nil
 	})
-	conn := db.Connect(t)
+	conn, killed := db.Connect(t), 0
 	for turn := 0; turn < turns && len(differences) == 0; turn += 10 {
 		more := time.Now().Add(time.Second)
 		for time.Now().Before(more) {
-			killed.Add(int64(len(kit.ColumnOf(t, conn, `
-				select pid::text from pg_stat_activity
+			killed += len(kit.ColumnOf(t, conn, `
+				select pg_terminate_backend(pid)::text from pg_stat_activity
 				 where datname = current_database() and state = 'active' and query = 'select public.work()'
-				 order by random() limit 1`))))
-			kit.Execute(t, conn, "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database() and query = 'select public.work()' order by random() limit 1")
+				 order by random() limit 1`))
 			kit.Execute(t, conn, "select pg_sleep(0.2)")
 		}
 		kit.Execute(t, conn, "begin isolation level repeatable read")
@@ -102,7 +101,7 @@ func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64,
 		}
 	}
 	require.NoError(t, load.End())
-	require.Positive(t, killed.Load())
+	require.Positive(t, killed)
 	require.NotEmpty(t, kit.Column(t, db.DB, "select 1 from ratelimit_usage('q') where closed"))
 	return done.Load(), differences
 }
