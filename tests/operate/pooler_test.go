@@ -40,17 +40,13 @@ func (db *pooledDB) connect(t testing.TB, mode pgx.QueryExecMode, change ...func
 	return kit.Pool(t, db.pooler.URL(db.Name), slices.Insert(change, 0, clients)...)
 }
 
-// modes returns pgx's modes that work through this PgBouncer.
-func (db *pooledDB) modes() []pgx.QueryExecMode {
+// inEachMode runs a test in each of pgx's modes that work through this PgBouncer.
+func (db *pooledDB) inEachMode(t *testing.T, test func(t *testing.T, policy string, pool *pgxpool.Pool)) {
 	modes := []pgx.QueryExecMode{pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeCacheDescribe}
 	if db.pooler.Prepares() {
 		modes = append(modes, pgx.QueryExecModeCacheStatement)
 	}
-	return modes
-}
-
-func (db *pooledDB) inEachMode(t *testing.T, test func(t *testing.T, policy string, pool *pgxpool.Pool)) {
-	for i, mode := range db.modes() {
+	for i, mode := range modes {
 		t.Run(mode.String(), func(t *testing.T) {
 			policy := fmt.Sprint("p", i)
 			db.In(t).DefinePolicy(policy, 500, 1, kit.ADay)
