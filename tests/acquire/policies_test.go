@@ -199,9 +199,11 @@ func TestOverride_IsAnsweredByOneClock(t *testing.T) {
 }
 
 func TestVectors(t *testing.T) {
-	kit.OnEachDurability(t, func(t *testing.T, db kit.Subject, durability kit.PolicyOption) {
-		for _, v := range vectors.Buckets {
-			t.Run(v.Name, func(t *testing.T) { kit.ReplayVector(t, db.Of(t), v, durability) })
+	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, durability kit.PolicyOption) {
+		for name, subject := range map[string]kit.Subject{"database": db, "fake": kit.NewFake(t)} {
+			for _, v := range vectors.Buckets {
+				t.Run(name+"/"+v.Name, func(t *testing.T) { kit.ReplayVector(t, subject.Of(t), v, durability) })
+			}
 		}
 	})
 }

@@ -59,23 +59,6 @@ func EachDurability(t *testing.T, test func(t *testing.T, db *TestDB, durability
 	OnDBs(t, map[string]PolicyOption{"durable": Durable, "ephemeral": Ephemeral}, test)
 }
 
-var Subjects = map[string]func(t testing.TB) Subject{
-	"database": func(t testing.TB) Subject { return NewDB(t) },
-	"fake":     func(t testing.TB) Subject { return NewFake(t) },
-}
-
-// OnEachDurability runs a test against each subject, for durable and for ephemeral policies.
-func OnEachDurability(t *testing.T, test func(t *testing.T, db Subject, durability PolicyOption)) {
-	InParallel(t, Subjects, func(t *testing.T, open func(t testing.TB) Subject) {
-		for name, durability := range map[string]PolicyOption{"durable": Durable, "ephemeral": Ephemeral} {
-			t.Run(name, func(t *testing.T) {
-				t.Parallel()
-				test(t, open(t), durability)
-			})
-		}
-	})
-}
-
 func (db *TestDB) Of(t testing.TB) Subject { return db.In(t) }
 
 func (db *TestDB) Spend(s Spending) (Spent, error) { return s.By(db.Pool) }
