@@ -165,18 +165,6 @@ func TestCleanup_GoesOnWhereATimeZoneIsGone(t *testing.T) {
 	require.Equal(t, []string{"k"}, kit.Column(t, db.DB, "select key from ratelimit.buckets where due_at > $1", kit.T0.Add(48*time.Hour)))
 }
 
-func TestCleanup_TakesAtMostMaxRowsOfEachTable(t *testing.T) {
-	t.Parallel()
-	for prefix, kind := range map[string]kit.PolicyOption{"": kit.Durable, "ephemeral_": kit.Ephemeral} {
-		db := kit.NewDB(t).Policy("p", 10, 1, time.Second, kind)
-		db.FillTables(prefix, "p", 25)
-		s := db.Session()
-		for _, want := range []int64{10, 10, 5, 0} {
-			require.Equal(t, kit.Deleted{Buckets: want, Keys: want}, db.Swept(s, 10))
-		}
-	}
-}
-
 func TestCleanup_TakesTheOldestFirst(t *testing.T) {
 	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
 		db.DefinePolicy("p", 10, 1, kit.Second, kind)
