@@ -19,22 +19,6 @@ const (
 	nextDown = "alter table ratelimit.policies drop column next;"
 )
 
-// The schema is upgraded to a made-up next version and back, with data and under load. An upgraded one is as one that begins with it.
-func TestUpgrade_ToTheNextVersionAndBack(t *testing.T) {
-	t.Parallel()
-	files, newest := kit.NextVersion(t, nextUp, nextDown, kit.Edits...), kit.NewestMigration(t)
-	db := kit.NewDB(t)
-	data, load := db.PutData(), db.StartLoad()
-	kit.MigrateTo(t, db.DB, files, newest+1)
-	load.GoOn()
-	data.Check()
-	load.End()
-	kit.SameSchema(t, kit.InstalledAt(t, files, newest+1).DB, db.DB)
-	kit.MigrateTo(t, db.DB, files, newest)
-	data.Check()
-	kit.SameSchema(t, pgtest.New(t), db.DB)
-}
-
 // A program has the snapshot of a released version in it, and the newest files.
 func TestUpgrade_ByTwoProgramsAtOnce(t *testing.T) {
 	t.Parallel()
