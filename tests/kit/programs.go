@@ -122,12 +122,11 @@ func RunPsql(t *testing.T, url string, args ...string) (string, error) {
 
 func PsqlStatus(t *testing.T, url string, args ...string) (out string, status int) {
 	out, err := RunPsql(t, url, args...)
-	if err != nil {
-		exit, ok := err.(*exec.ExitError) //nolint:errorlint // it is not wrapped
-		require.True(t, ok, err)
-		status = exit.ExitCode()
+	if exit, ok := errors.AsType[*exec.ExitError](err); ok {
+		return out, exit.ExitCode()
 	}
-	return out, status
+	require.NoError(t, err)
+	return out, 0
 }
 
 // Script is one of pg_cron's scripts for a client that is not psql.
