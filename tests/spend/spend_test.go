@@ -270,37 +270,9 @@ func TestSettle_OfAShadowPolicyFindsAGrantThatItsBucketContains(t *testing.T) {
 	}
 }
 
-// What was acquired at cost 0 has no grant: a settlement of several that names it moves nothing, and one that leaves it out settles the
-// rest. A bucket that is named twice has the grant of its sum. A shadow needs none.
-func TestSettleAll_OfWhatWasAcquiredAtCost0(t *testing.T) {
-	kit.EachDurability(t, func(t *testing.T, db *kit.TestDB, kind kit.PolicyOption) {
-		db.At(kit.T0).Policy("p", 10, 1, time.Hour, kind).Policy("q", 20, 1, time.Hour)
-		db.Execute("select ratelimit_define_policy('s', 30, 1, '1 hour', shadow => true)")
-		const left = "select a.remaining, b.remaining as b, c.remaining as c from ratelimit_peek('p', 'k') as a, ratelimit_peek('q', 'k') as b, ratelimit_peek('p', 'free') as c"
-		db.RunSteps([]kit.Step{
-			{0, "select allowed, decisions[3].remaining from ratelimit_acquire_all('{p,q,p}', '{k,k,free}', '{2,3,0}', 'i')", "t,10"},
-			{0, left, "8,17,10"},
-		})
-		for _, costs := range []string{"{1,5,0}", "{1,5,6}"} {
-			err := db.Refused("RL003", "select ratelimit_settle_all('{p,q,p}', '{k,k,free}', 'i', $1)", costs)
-			require.Equal(t, "'i' is not remembered for these elements of the request: 3. Nothing was settled.", err.Detail)
-		}
-		db.RunSteps([]kit.Step{
-			{0, left, "8,17,10"},
-			{0, "select replayed, decisions[1].remaining, decisions[2].remaining as b from ratelimit_settle_all('{p,q}', '{k,k}', 'i', '{1,5}')", "f,9,15"},
-			{0, left, "9,15,10"},
-			{0, "select allowed from ratelimit_acquire_all('{p,p}', '{twice,twice}', '{0,4}', 'i')", "t"},
-			{0, "select replayed, decisions[1].remaining, decisions[2].remaining as b from ratelimit_settle_all('{p,p}', '{twice,twice}', 'i', '{1,2}')", "f,7,7"},
-			{0, "select allowed from ratelimit_acquire_all('{p,s}', '{watched,k}', '{4,0}', 'i')", "t"},
-			{0, "select replayed, decisions[1].remaining, decisions[2].remaining as b, decisions[2].shadowed from ratelimit_settle_all('{p,s}', '{watched,k}', 'i', '{1,6}')", "f,9,30,t"},
-		})
-	})
-}
-
 func TestSpend_Rules(t *testing.T) {
 	t.Parallel()
 	const (
-		four   = "decisions[1].remaining, decisions[2].remaining as b, decisions[3].remaining as c, decisions[4].remaining as d"
 		bucket = "select ratelimit_define_policy('p', 10, 1, '1 hour', durable => (durable))"
 		quota  = "select ratelimit_define_policy('p', 10, period => '1 day', anchor => '2024-03-30 12:00', durable => (durable))" // which turns at T0
 	)
@@ -360,17 +332,6 @@ func TestSpend_Rules(t *testing.T) {
 			{0, "select remaining from ratelimit_acquire('p', 'k', 5, 'i')", "5"},
 			{0, "select remaining from ratelimit_charge('p', 'k', 9000000000000)", "-8999999999990"},
 			{0, "select remaining from ratelimit_settle('p', 'k', 'i', 9000000000000)", "-8999999999990"},
-		},
-
-		"a settlement of several completes one of a part, sums up a bucket that is named twice, and repeats": {
-			{0, bucket, ""},
-			{0, "select ratelimit_define_policy('m', 10, period => '1 day')::text || ratelimit_define_policy('s', 10, 1, '1 hour', shadow => true)::text", ""},
-			{0, "select allowed from ratelimit_acquire_all('{p,m,p,s}', '{k,k,k,k}', '{2,3,1,4}', 'i')", "t"},
-			{0, "select remaining from ratelimit_settle('m', 'k', 'i', 5)", "5"},
-			{0, "select replayed, " + four + " from ratelimit_settle_all('{p,m,p,s}', '{k,k,k,k}', 'i', '{4,5,1,6}')", "f,5,5,5,4"},
-			{0, "select replayed, " + four + " from ratelimit_settle_all('{p,m,p,s}', '{k,k,k,k}', 'i', '{4,5,1,6}')", "t,5,5,5,4"},
-			{0, "select replayed, decisions[1].shadowed, decisions[1].remaining from ratelimit_settle_all('{s}', '{unknown}', 'i', '{1}')", "f,t,10"},
-			{0, "select count(*), sum(cost) from ratelimit_grants('p', settled => true)", "1,5"},
 		},
 	})
 }
