@@ -49,6 +49,8 @@ var scripts = map[string]string{
 		acquire_up_to e x 6 5              # shadowed
 		acquire_many d,d x,x 1,1 q,q       # granted, and replayed
 		acquire_many d,d x,x 1,2 r,r       # granted, and RL002
+		acquire_many d z 1 p
+		acquire_many d z 1 q               # all at first sight
 		acquire_all d,g y,y 0,9            # no tokens of a bucket in debt
 		override g x 20 expires_at=+60s
 		acquire g x 1
