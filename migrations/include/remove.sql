@@ -59,13 +59,11 @@ $remove$;
 do $cron$
 declare
   v_path   text := pg_catalog.current_setting('search_path');
+  v_there  boolean := pg_catalog.to_regnamespace('ratelimit') is not null;  -- else who removed it may have left jobs of other roles
   v_jobs   bigint[];
   v_doubt  text;
   v_remedy text;
 begin
-  if pg_catalog.to_regnamespace('ratelimit') is null then
-    return;
-  end if;
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);  -- operators of PostgreSQL only
   begin
     if exists (select from pg_extension as e where e.extname = 'pg_cron') then
@@ -89,7 +87,7 @@ begin
     when insufficient_privilege then
       v_doubt := sqlerrm || '.';
   end;
-  if v_doubt is not null then
+  if v_doubt is not null and v_there then
     raise warning 'clean-up may still be scheduled with pg_cron' using detail = v_doubt, hint = v_remedy;
   end if;
   perform set_config('search_path', v_path, true);
