@@ -92,3 +92,4 @@ select cron.schedule(:'history', '17 3 * * *', pg_catalog.format(
     ' where coalesce(end_time, start_time) < now() - interval ''7 days'''
     ' and jobid in (select jobid from cron.job where jobname in (%L, %L))', :'cleanup', :'history')) as job
 \gset
+\echo Clean-up of database :database is scheduled every minute, as role :role.
