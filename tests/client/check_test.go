@@ -49,8 +49,8 @@ func TestCheck_ListsWhatCallsLack(t *testing.T) {
 
 	require.Len(t, lacks(t, client.New(pool).Check(ctx, client.Needs{})), 2)
 	require.Len(t, lacks(t, client.New(pool).Check(ctx, client.Needs{Calls: []string{"Hold", "AcquireUpTo"}})), 4)
-	misspelt := lacks(t, client.New(pool).Check(ctx, client.Needs{Calls: []string{"Aquire"}}))
-	require.Equal(t, []string{"ratelimit_aquire is missing: bring pgratelimit up to date, or correct Calls"}, misspelt)
+	unknown := lacks(t, client.New(pool).Check(ctx, client.Needs{Calls: []string{"AcquireOne"}}))
+	require.Equal(t, []string{"ratelimit_acquire_one is missing: bring pgratelimit up to date, or correct Calls"}, unknown)
 	missing := lacks(t, combiner.Check(ctx, client.Needs{}))
 	require.Len(t, missing, 3)
 	for _, statement := range missing {
