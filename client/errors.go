@@ -41,7 +41,7 @@ var (
 	ErrTooLate = errors.New("the tokens would come too late")
 
 	// ErrLeaseLost is the [context.Cause] of a [Hold.Context] that ended because its lease has: it was not renewed in time, or
-	// the slots were reset or their policy dropped.
+	// the slots were reset or their policy dropped. If the last renewal failed, the cause wraps its error, too.
 	ErrLeaseLost = errors.New("the lease was lost")
 
 	// ErrInvalidArgument: an argument is outside its range (SQLSTATE 22023, 22008), no value of its

@@ -85,8 +85,9 @@ type Hold struct {
 	late                atomic.Bool             // a Release has failed, and is repeated in the background
 	timer               *time.Timer             // at the end of the lease
 
-	mu     sync.Mutex
-	tenure tenure // guarded by mu
+	mu      sync.Mutex
+	tenure  tenure // guarded by mu
+	failure error  // of the last renewal, guarded by mu
 }
 
 // Hold takes slots of key if enough are free, and holds them until [Hold.Release], or until this program dies. It is for
@@ -288,10 +289,13 @@ func (h *Hold) endIfOver() bool {
 		return true
 	}
 	h.mu.Lock()
-	isOver := h.tenure.over(h.now())
+	isOver, lost := h.tenure.over(h.now()), ErrLeaseLost
+	if h.failure != nil {
+		lost = fmt.Errorf("%w: %w", ErrLeaseLost, h.failure)
+	}
 	h.mu.Unlock()
 	if isOver {
-		h.stop(ErrLeaseLost)
+		h.stop(lost)
 	}
 	return isOver
 }
@@ -322,6 +326,7 @@ func (h *Hold) renew() {
 
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	h.failure = err
 	switch now := h.now(); {
 	case err == nil && heldFor > 0:
 		h.tenure.renewed(sent, heldFor)
@@ -343,7 +348,7 @@ func (h *Hold) Holder() string {
 }
 
 // Context is for the work under the slots. It has the values of the ctx of the call, and ends with that ctx, by Release, and
-// when the lease is lost: [context.Cause] is then [ErrLeaseLost]. The lease is counted by this machine's monotonic clock, from
+// when the lease is lost: [context.Cause] is then an [ErrLeaseLost]. The lease is counted by this machine's monotonic clock, from
 // before the call that granted or renewed it, so Context ends no later than the lease. A program that was stopped for longer
 // than the lease finds Context ended at its first look, which is Err or Done. Contexts derived from it end a moment later.
 //

@@ -120,7 +120,7 @@ func TestHold_EndsWithWhatHappensToItsSlots(t *testing.T) {
 			require.NoError(t, lose(t.Context(), fake))
 			<-h.Context().Done()
 			require.Equal(t, 10*time.Second, time.Since(begin), name)
-			require.Equal(t, client.ErrLeaseLost, context.Cause(h.Context()))
+			require.ErrorIs(t, context.Cause(h.Context()), client.ErrLeaseLost)
 			require.Equal(t, context.Canceled, h.Context().Err())
 			if name == "a reset" {
 				require.NoError(t, held(t, fake, client.Cost(2)).Release(t.Context()))
@@ -210,7 +210,8 @@ func TestHold_LastsUntilTheEndOfTheLeaseThatWasRenewedLast(t *testing.T) {
 					} else {
 						<-h.Context().Done()
 						require.Equal(t, test.lost, time.Since(begin).Truncate(time.Microsecond), "to the instant")
-						require.Equal(t, client.ErrLeaseLost, context.Cause(h.Context()))
+						require.ErrorIs(t, context.Cause(h.Context()), client.ErrLeaseLost)
+						require.Equal(t, slices.Contains(test.replies["renew"], any(full)), errors.Is(context.Cause(h.Context()), full))
 					}
 					require.NoError(t, h.Release(t.Context()))
 					require.GreaterOrEqual(t, len(db.by["renew"].sent()), test.least)

@@ -136,7 +136,8 @@ func TestSlots_TheRequestEndsWithItsLease(t *testing.T) {
 		l.finish <- func() {
 			l.FailAll(errors.New("no connection"))
 			<-l.ctx.Done()
-			require.Equal(t, client.ErrLeaseLost, context.Cause(l.ctx))
+			require.ErrorIs(t, context.Cause(l.ctx), client.ErrLeaseLost)
+			require.ErrorContains(t, context.Cause(l.ctx), "no connection")
 		}
 		require.Equal(t, http.StatusOK, l.get(t.Context()).Code)
 	})

@@ -269,7 +269,7 @@ export class Settled extends RateLimitError {}
 export class InvalidArgument extends RateLimitError {}
 /** Another transaction has held the bucket for longer than lock_timeout (55P03). Nothing was taken. */
 export class Locked extends RateLimitError {}
-/** The lease has ended: it was not renewed in time, or the slots were reset or their policy dropped. */
+/** The lease has ended: it was not renewed in time, or the slots were reset or their policy dropped. cause is the error of the last renewal, if it failed. */
 export class LeaseLost extends RateLimitError {}
 /** As many requests wait as may. Nothing was sent. */
 export class Overloaded extends RateLimitError {}

@@ -75,6 +75,7 @@ class Hold {
   #renewal // a promise
   #releasing // a promise, until it fails
   #leaveCaller
+  #failure // of the last renewal
 
   constructor(database, policy, key, holder, sent, row, callerSignal) {
     this.#database = database
@@ -133,6 +134,7 @@ class Hold {
     this.#stop(new LeaseLost('the lease was lost', {
       detail: 'It was not renewed in time, or the slots were reset or their policy dropped.',
       hint: 'Stop the work: another holder may have its slots.',
+      cause: this.#failure,
     }))
     return true
   }
@@ -154,9 +156,11 @@ class Hold {
   async #renew(sent) {
     try {
       const us = await renew(this.#database, ...this.#bucket, this.holder, this.#tenure.patience(sent))
+      this.#failure = undefined
       if (us === null) this.#tenure.end()
       else this.#tenure.renewed(sent, milliseconds(us))
     } catch (error) {
+      this.#failure = error
       if (isGone(error)) this.#tenure.end()
       else this.#tenure.failed(performance.now())
     }

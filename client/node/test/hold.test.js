@@ -149,6 +149,7 @@ test('a renewal that fails is tried again until the lease ends, and not after th
   assert.ok(held.signal.aborted)
   await held.release()
   assert.ok(held.signal.reason instanceof LeaseLost)
+  assert.equal(held.signal.reason.cause.message, 'down')
 })
 
 test('release waits for a renewal under way', async (t) => {

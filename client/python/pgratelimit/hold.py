@@ -99,6 +99,7 @@ class _Held:
         self._calls = self.allowed and not self.shadowed  # whether it renews and releases
         self._tenure = Tenure(sent, _length(held_for))
         self._lock = threading.Lock()  # of the tenure
+        self._failure: BaseException | None = None  # of the last renewal
         self._ended = not self.allowed  # nothing is held, or it was released
         self._released = not self._calls
 
@@ -116,9 +117,10 @@ class _Held:
             return self._tenure.over(monotonic())
 
     def check(self) -> None:
-        """Raise LeaseLost if the slots are lost. Call it before each step that has an effect outside."""
+        """Raise LeaseLost if the slots are lost, from the error of the last renewal, if it failed. Call it before each step that has an effect outside."""
         if self.lost:
-            raise LeaseLost("pgratelimit: the slots are not held: the lease was lost, or released")
+            failure = None if self._ended else self._failure
+            raise LeaseLost("pgratelimit: the slots are not held: the lease was lost, or released") from failure
 
     def _begin(self) -> tuple[bool, float, float]:
         """Whether to renew now, what time it is, and how long to wait for the renewal."""
@@ -129,6 +131,7 @@ class _Held:
     def _answered(self, sent: float, held_for: Any) -> None:
         """The microseconds that a renewal returned, or None, or its error."""
         with self._lock:
+            self._failure = held_for if isinstance(held_for, BaseException) else None
             if held_for is None or isinstance(held_for, (UnknownPolicy, InvalidArgument)):  # it was reset or dropped, or has ended
                 self._tenure.end()
             elif isinstance(held_for, BaseException):

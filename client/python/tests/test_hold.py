@@ -347,6 +347,9 @@ class EachTest(AsyncCase):
                 time.ahead += 3600
                 await renews_no_more(held)
                 self.assertTrue(held.lost)
+                with self.assertRaises(LeaseLost) as raised:
+                    held.check()
+                self.assertIsInstance(raised.exception.__cause__, AN_ERROR)
 
     async def test_release_waits_for_a_renewal_under_way(self):
         time = FakeTime(self)
