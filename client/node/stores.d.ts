@@ -13,7 +13,10 @@ import type { Limiter, Queryable } from './index.js'
  * A hit that is denied takes nothing. It counts in its process only, to the end of the window.
  */
 export interface StoreOptions {
-  /** A policy of your own, whose capacity is the limit, in place of one that limit and window name. */
+  /**
+   * A policy of your own, in place of one that limit and window name. If its capacity is not the limit, requests fail with InvalidArgument,
+   * until a request has found the two alike. A single key may have another capacity. A limit that is a function is not compared.
+   */
   policy?: string | undefined
   /** Text before each key. Two limiters with the same limit and window share their keys unless their prefixes differ. */
   prefix?: string | undefined

@@ -14,6 +14,7 @@ class Hits {
   #policy
   #prefix
   #defining = new Map() // promises, by policy
+  #fitting = new Set() // policies and limits that were once alike
   #denied = new Map() // hits that took no token, which decrement takes back first, by policy and key, until their window ends
   #sweepAt = LEAST_SWEEP
 
@@ -61,8 +62,8 @@ class Hits {
 
   #bucket(key, limit, windowMs) {
     if (!this.#policy && !Number.isFinite(limit)) {
-      const hint = 'Pass a number, or to the store the name of a policy that you define.'
-      throw new InvalidArgument('invalid limit', { detail: 'limit is no number.', hint })
+      const hint = 'Pass a number, or to the store the name of a policy whose capacity it is.'
+      throw new InvalidArgument('invalid limit', { detail: 'limit is no number: functions are not read.', hint })
     }
     if (!this.#policy && !(windowMs > 0 && Number.isFinite(windowMs))) throw invalid('windowMs', `is ${windowMs}.`, 'Pass a number of milliseconds, above 0.')
     const name = `${this.#prefix}${key}`
@@ -72,7 +73,20 @@ class Hits {
     ]
   }
 
-  async #ask(policy, bucket, limit, windowMs, cost = 1) {
+  /** The decision. Throws if the limit is not the capacity of the policy, unless it was once: a policy that is changed later decides. */
+  async #ask(policy, bucket, limit, windowMs, cost) {
+    const decision = await this.#acquire(policy, bucket, limit, windowMs, cost), whole = Math.floor(limit), pair = `${policy}\0${whole}`
+    if (!Number.isFinite(limit) || this.#fitting.has(pair)) return decision
+    let { capacity } = decision
+    if (capacity !== whole) ({ capacity } = await this.#limiter.acquire(policy, 'check', { cost: 0 })) // that of the key may be an override's
+    if (capacity !== whole) {
+      throw invalid('limit', `is ${whole}, but the policy "${policy}" has capacity ${capacity}.`, `Pass ${capacity}, or define the policy with capacity ${whole}.`)
+    }
+    this.#fitting.add(pair)
+    return decision
+  }
+
+  async #acquire(policy, bucket, limit, windowMs, cost = 1) {
     try {
       return await this.#limiter.acquire(policy, bucket, { cost })
     } catch (error) {

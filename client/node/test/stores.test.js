@@ -105,7 +105,7 @@ test('a policy of your own has its own limit, also for keys, and for a limit tha
   const more = started(1, { policy }), hits = []
   for (const _ of Array(4)) hits.push((await more.increment('paying')).totalHits)
   assert.deepEqual(hits, [1, 1, 1, 2], 'above the limit of 1 when its three tokens are taken')
-  await assert.rejects(started(() => 5).increment('k'), /invalid limit\. limit is no number/)
+  await assert.rejects(started(() => 5).increment('k'), /invalid limit\. limit is no number: functions are not read/)
   for (const windowMs of ['1 minute', NaN, undefined, 0]) {
     const unlimited = new PostgresStore(pool)
     unlimited.init({ limit: 5, windowMs })
@@ -113,6 +113,24 @@ test('a policy of your own has its own limit, also for keys, and for a limit tha
   }
   await assert.rejects(started(5, { policy: 'none' }).increment('k'), { code: 'RL001' })
   assert.throws(() => new PostgresStore(pool, { windowMs: 5 }), /has windowMs/)
+})
+
+test('a limit that is not the capacity of its policy is an error, until it was', async () => {
+  const policy = await definePolicy(3, 3, '1 hour', true)
+  for (const library of ['express', 'hono', 'fastify']) {
+    const store = library === 'fastify' ? fastifyStore(pool, { policy }) : new PostgresStore(pool, { policy })
+    const [answer] = await ask(programs[library](pool, 5, HOUR, { store }), '/', 1)
+    assert.equal(answer.status, 500)
+    assert.match(await answer.text(), /limit is 5, but the policy .* has capacity 3\. Pass 3, or define the policy with capacity 5\./)
+  }
+  const nest = new NestStorage(pool, { policy })
+  await assert.rejects(nest.increment('k', HOUR, 2, HOUR, 'default'), /limit is 2, but the policy .* has capacity 3/)
+  await pool.query("select ratelimit_override($1, 'paying', capacity => 2, refill => 2)", [policy])
+  await assert.rejects(started(5, { policy }).increment('paying'), /has capacity 3/)
+  const store = started(3, { policy })
+  await store.get('k')
+  await pool.query("select ratelimit_define_policy($1, 5, 5, '1 hour', stepped => true)", [policy])
+  assert.ok((await store.increment('k')).totalHits > 0, 'a policy that is changed later decides')
 })
 
 test('a connection that breaks while it is idle ends no program', async (t) => {

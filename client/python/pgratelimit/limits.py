@@ -18,7 +18,7 @@ from limits.limits import GRANULARITIES
 from limits.storage import Storage
 
 from .calls import Call, bucket, qualified
-from .errors import UnknownPolicy
+from .errors import InvalidArgument, UnknownPolicy
 from .http import named
 from .limiter import Limiter
 
@@ -35,6 +35,7 @@ class PostgresStorage(Storage):
         if not isinstance(self._limiter, Limiter):
             raise TypeError('pgratelimit: pass storage_options={"limiter": pgratelimit.Limiter(pool)}, or a URI alone')
         self._policies: set[str] = set()
+        self._fitting: set[str] = set()  # policies whose capacity once was their limit
 
     def incr(self, key: str, expiry: int, elastic_expiry: bool = False, amount: int = 1) -> int:
         """The hits in the window with these; beyond the limit, as many as there would be."""
@@ -46,6 +47,12 @@ class PostgresStorage(Storage):
         except UnknownPolicy:
             self._define(policy, limit, expiry)
             d = self._limiter.acquire(policy, name, amount)
+        if policy not in self._fitting:
+            capacity = limit if d.capacity == limit else self._limiter.acquire(policy, "check", 0).capacity  # that of the key may be an override's
+            if capacity != limit:
+                hint = f"Define it with capacity {limit}, or name a limit of {capacity}."
+                raise InvalidArgument("pgratelimit: invalid limit", None, f'limit is {limit}, but the policy "{policy}" has capacity {capacity}.', hint)
+            self._fitting.add(policy)
         hits = limit - d.remaining  # an override may be of another capacity: PostgreSQL decides
         return max(1, hits) if d.allowed else max(limit, hits) + amount
 

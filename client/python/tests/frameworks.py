@@ -499,6 +499,15 @@ class LimitsTest(unittest.TestCase):
         execute("select ratelimit_override('2 per 14400000 ms', %s::text, capacity => 4, refill => 4)", f"limits:{item.key_for('paying')}")
         self.assertEqual([True] * 4 + [False], [self.limiter.hit(item, "paying") for _ in range(5)])
 
+    def test_a_limit_that_is_not_the_capacity_of_its_policy_is_an_error_until_it_was(self):
+        item = limits.parse("2/6 hours")
+        for capacity in (3, 2, 4):
+            execute(f"select ratelimit_define_policy('2 per 21600000 ms', {capacity}, {capacity}, '6 hours', stepped => true)")
+            if capacity == 3:
+                self.assertRaisesRegex(InvalidArgument, "limit is 2, but the policy .* has capacity 3", self.limiter.hit, item, "k")
+            else:
+                self.assertTrue(self.limiter.hit(item, "k" * capacity), "a policy that is changed later decides")
+
     def test_a_role_that_may_not_define_the_policy_gets_the_statement(self):
         execute("create role hits; grant execute on function ratelimit_acquire to hits")
         self.addCleanup(execute, "drop owned by hits; drop role hits")
