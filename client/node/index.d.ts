@@ -17,7 +17,7 @@ export interface Options {
    */
   retry?: boolean | undefined
   /**
-   * How long a call may take. Then it fails with TimedOut; on a Pool of pg it is cancelled, and its connection destroyed. Defaults to
+   * How long each try of a call may take. Then the call fails with TimedOut; on a Pool of pg it is cancelled, and its connection destroyed. Defaults to
    * Infinity, which is no bound, in a Combiner to 5000.
    */
   callTimeoutMs?: number | undefined

@@ -542,6 +542,14 @@ func TestDocs_Grants(t *testing.T) {
 			return nil
 		},
 		"make a database a [shard](sharding.md)": sql("select ratelimit_define_shard(0, 1)"),
+		"acquire an estimate, and [settle](spending.md) it": sql(`
+			select ratelimit_acquire('p', 'k', 2, 'one'), ratelimit_acquire_all(array['p'], array['k'], array[2], 'two');
+			select ratelimit_settle('p', 'k', 'one', 1), ratelimit_settle_all(array['p'], array['k'], 'two', array[1])`),
+		"[reserve](queues.md), also by `wait` of a client": sql("select ratelimit_reserve('p', 'k', '1 hour', 1, 'one'); select ratelimit_settle('p', 'k', 'one', 0)"),
+		"send [requests to an upstream](outgoing.md) by a client": sql(`
+			select ratelimit_acquire_all(array['p'], array['k']), ratelimit_refund('p', 'k', 1), ratelimit_pause('p', 'k', '1 second')`),
+		"other calls of an application": sql(`select ratelimit_acquire_many(array['p'], array['k']), ratelimit_acquire_up_to('p', 'k', 2),
+			ratelimit_charge('p', 'k', 1), ratelimit_enforce('p', 'k'), ratelimit_peek('p', 'k')`),
 		"hold [slots](slots.md)": func(pool *pgxpool.Pool) error {
 			limiter := client.New(pool)
 			h, d, err := limiter.Hold(ctx, "s", "k")
@@ -577,6 +585,10 @@ func TestDocs_Grants(t *testing.T) {
 	table, _, _ = strings.Cut(table, "\n\n")
 	rows := regexp.MustCompile("(?m)^\\| (.*) \\| (`.*) \\|$").FindAllStringSubmatch(table, -1)
 	require.Len(t, rows, len(uses))
+	for _, function := range kit.Column(t, kit.NewDB(t).DB, `
+		select proname::text from pg_proc where proname ~ '^ratelimit_' and obj_description(oid, 'pg_proc') ~ 'Role: application'`) {
+		require.Regexp(t, `\b`+function+`\b`, table)
+	}
 	for _, row := range rows {
 		t.Run(row[1], func(t *testing.T) {
 			t.Parallel()
