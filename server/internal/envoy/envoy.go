@@ -66,7 +66,7 @@ func Handler(s *Service, maxBytes int64) http.Handler {
 		}
 		var q pb.RateLimitRequest
 		if err := protojson.Unmarshal(text, &q); err != nil {
-			jsonapi.Unreadable(withoutPackage(err)).Write(w)
+			jsonapi.Unreadable(withoutPackage(err)).Refuse(w, r)
 			return
 		}
 		answer, err := s.ShouldRateLimit(r.Context(), &q)

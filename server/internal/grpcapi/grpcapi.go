@@ -13,6 +13,7 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/tap"
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -168,7 +169,7 @@ type Tokens struct {
 }
 
 // Option checks the tokens when the header of a call is read. An interceptor would run after the message has been decoded.
-func (t Tokens) Option() grpc.ServerOption {
+func (t Tokens) Option(s *service.Service) grpc.ServerOption {
 	return grpc.InTapHandle(func(ctx context.Context, call *tap.Info) (context.Context, error) {
 		tokens := t.Calls
 		if strings.HasPrefix(call.FullMethodName, "/grpc.health.v1.Health/") {
@@ -176,6 +177,9 @@ func (t Tokens) Option() grpc.ServerOption {
 		}
 		if tokens.Admit(call.Header["authorization"]) {
 			return ctx, nil
+		}
+		if from, isKnown := peer.FromContext(ctx); isKnown {
+			s.Refuse(service.Unauthenticated.Status, call.FullMethodName, from.Addr.String())
 		}
 		return ctx, service.StatusWith(codes.Unauthenticated, "no token that the server knows: send the header authorization: Bearer …",
 			&errdetails.ErrorInfo{Reason: "UNAUTHENTICATED"}).Err()

@@ -125,7 +125,7 @@ func (a *api) handle(operation service.Operation, convert func(service.Answer) a
 		}
 		var q service.Request
 		if err := json.Unmarshal(body, &q, read); err != nil {
-			Unreadable(err).Write(w)
+			Unreadable(err).Refuse(w, r)
 			return
 		}
 		unread, err := a.service.ReserveAnswer(nil, service.Size{Operation: operation, Elements: len(q.List), Bytes: len(body)})
@@ -191,12 +191,12 @@ func (f fraction) Error() string { return "a whole number is needed" }
 func ReadPost(w http.ResponseWriter, r *http.Request, maxBytes int64) (body []byte, ok bool) {
 	if r.Method != http.MethodPost {
 		w.Header().Set("Allow", http.MethodPost)
-		Problem{Title: "the method is not POST", Status: http.StatusMethodNotAllowed}.Write(w)
+		Problem{Title: "the method is not POST", Status: http.StatusMethodNotAllowed}.Refuse(w, r)
 		return nil, false
 	}
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBytes))
 	if err != nil {
-		Unreadable(err).Write(w)
+		Unreadable(err).Refuse(w, r)
 	}
 	return body, err == nil
 }
@@ -258,7 +258,7 @@ func Guard(tokens auth.Tokens, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !tokens.Admit(r.Header.Values("Authorization")) {
 			w.Header().Set("WWW-Authenticate", "Bearer")
-			Problem{Title: "no token that the server knows", Status: http.StatusUnauthorized, Detail: "Send the header Authorization: Bearer …"}.Write(w)
+			Problem{Title: "no token that the server knows", Status: http.StatusUnauthorized, Detail: "Send the header Authorization: Bearer …"}.Refuse(w, r)
 			return
 		}
 		next.ServeHTTP(w, r)
@@ -271,7 +271,7 @@ func UnderNoName(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Host != "" && !auth.IsAddress(r.Host) { // a browser's has one
 			Problem{Title: "the server is asked under a name", Status: http.StatusForbidden,
-				Detail: fmt.Sprintf("Host is %q. Without TOKENS a server of this machine answers at localhost or at an address only: use one, or set TOKENS.", r.Host)}.Write(w)
+				Detail: fmt.Sprintf("Host is %q. Without TOKENS a server of this machine answers at localhost or at an address only: use one, or set TOKENS.", r.Host)}.Refuse(w, r)
 			return
 		}
 		next.ServeHTTP(w, r)
@@ -291,7 +291,7 @@ func Timeout(next http.Handler) http.Handler {
 		}
 		seconds, err := strconv.ParseFloat(text, 64)
 		if err != nil || !(seconds > 0 && seconds < service.MaxTime) {
-			Problem{Title: "the time cannot be read", Status: http.StatusBadRequest, Detail: timeoutHeader + " is in seconds, more than 0 and less than 1000000000, without a unit, such as 0.25."}.Write(w)
+			Problem{Title: "the time cannot be read", Status: http.StatusBadRequest, Detail: timeoutHeader + " is in seconds, more than 0 and less than 1000000000, without a unit, such as 0.25."}.Refuse(w, r)
 			return
 		}
 		ctx, cancel := context.WithTimeout(r.Context(), time.Duration(seconds*float64(time.Second)))
@@ -327,6 +327,21 @@ func (p Problem) Write(w http.ResponseWriter) {
 	w.WriteHeader(p.Status)
 	text, _ := json.Marshal(p)         // it has no value that could fail
 	_, _ = w.Write(append(text, '\n')) // an error here means that the client has hung up
+}
+
+type observer struct{}
+
+// Observed returns a context for the requests of a listener: s observes those that [Problem.Refuse] refuses.
+func Observed(s *service.Service) context.Context {
+	return context.WithValue(context.Background(), observer{}, s)
+}
+
+// Refuse writes the problem of a request that the service does not get.
+func (p Problem) Refuse(w http.ResponseWriter, r *http.Request) {
+	if s, isObserved := r.Context().Value(observer{}).(*service.Service); isObserved {
+		s.Refuse(p.Status, r.URL.Path, r.RemoteAddr)
+	}
+	p.Write(w)
 }
 
 // A Decision is client.Decision in JSON: times are seconds, and null for never.

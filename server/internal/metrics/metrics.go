@@ -109,7 +109,7 @@ func (m *Metrics) Observe(call service.Call) {
 		code = call.Err.Kind.Reason
 	}
 	m.calls.Add(ctx, 1, m.of(outcome{operation: string(call.Operation), code: code})...)
-	if takes(call.Operation) {
+	if takes(call.Operation) && call.Result != "" {
 		exists := call.Err == nil && call.Result != service.NoRule
 		m.requests.Count(ctx, call.Policy, exists, call.Result, call.Duration) // only a decision proves that there is such a policy
 	}

@@ -65,6 +65,37 @@ func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 	require.EqualValues(t, 2, taken(t, db), "of the second token")
 }
 
+// A call that is refused before it is read is counted, though not as one for tokens. The log has wrong tokens and who sent them.
+func TestRefusals_AreCounted(t *testing.T) {
+	_, s := parallel(t, "TOKENS=secret", "MAX_MESSAGE_BYTES=100", "ENVOY_RULES="+kit.File(t, "rules.yaml", edgeRules))
+	const token = "Authorization: Bearer secret"
+	for _, method := range methods {
+		_ = invoke(t.Context(), s, method)
+	}
+	for _, path := range []string{"/v1/acquire_up_to", "/json", "/v1/nothing"} {
+		requireProblem(t, s.mustPost(path, "{}", "Authorization: Bearer wrong"), http.StatusUnauthorized, "")
+	}
+	require.Equal(t, http.StatusMethodNotAllowed, s.get("/v1/peek", token).status)
+	for _, body := range []string{`{"key":"` + strings.Repeat("k", 100) + `"}`, `{"kee":"k"}`, `{"key":"k","cost":1.5}`} {
+		s.mustPost("/v1/peek", body, token)
+	}
+	s.mustPost("/v1/peek", `{"key":"k"}`, token, "Request-Timeout: 1s")
+	s.mustPost("/v1/peek", `{"key":"k"}`, token, "Sec-Fetch-Site: cross-site")
+	s.mustPost("/json", `{"domain":1}`, token)
+	s.mustPost("/v1/nothing", "{}", token) // a path that nothing serves is not counted
+	metrics := s.get("/metrics").text
+	for _, want := range []string{`UNAUTHENTICATED",operation="acquire"} 1`, `UNAUTHENTICATED",operation="acquire_many"} 1`,
+		`UNAUTHENTICATED",operation="acquire_up_to"} 1`, `UNAUTHENTICATED",operation="gate"} 2`, `UNAUTHENTICATED",operation="_other"} 3`, `UNREADABLE",operation="peek"} 4`,
+		`UNREADABLE",operation="gate"} 1`, `INVALID_ARGUMENT",operation="peek"} 1`, `FORBIDDEN",operation="peek"} 1`} {
+		require.Contains(t, metrics, want+"\n")
+	}
+	require.Equal(t, 9, strings.Count(metrics, "ratelimit_server_calls_total{"))
+	require.NotContains(t, metrics, "ratelimit_requests_total{")
+	line := `level=WARN msg="a call is refused: it has no token that the server knows" operation=gate from=127.0.0.1`
+	require.Equal(t, 1, strings.Count(s.log.String(), line), "gRPC and JSON have one line a minute: %s", s.log)
+	require.NotContains(t, s.log.String(), "wrong")
+}
+
 // Another site can point its name to this machine: a browser then treats the calls of its pages as same-origin. Callers with a
 // token, and of other addresses, may use any name.
 func TestHost_WithoutTokensIsNoNameOnALoopbackListener(t *testing.T) {

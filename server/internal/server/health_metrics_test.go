@@ -253,19 +253,23 @@ func (e *evaluation) fill(t *testing.T, metrics string, isIll bool) {
 // With the samples of /metrics every expression of the dashboard has a value, and every alert fires; with those of a healthy server, none.
 func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 	t.Parallel()
-	rules := kit.NoError(filepath.Abs("../../../docs/prometheus/alerts.yml"))(t)
-	promtool(t, "check", "rules", rules)
+	alerts := kit.NoError(filepath.Abs("../../../docs/prometheus/alerts.yml"))(t)
+	promtool(t, "check", "rules", alerts)
 	dashboard := kit.NoError(os.ReadFile("../../../docs/prometheus/dashboard.json"))(t)
 
 	dbs, _ := newShards(t, 2)
-	s := start(t, "", "SHARD_URLS="+dbs[0].URL+" postgres://127.0.0.1:1/nowhere", "MAX_CALLS=1")
+	rules := kit.File(t, "rules.yaml", "domain: edge\ndescriptors: [{key: a, rate_limit: {unlimited: true}}]")
+	s := start(t, "", "SHARD_URLS="+dbs[0].URL+" postgres://127.0.0.1:1/nowhere", "MAX_CALLS=1", "TOKENS=secret", "ENVOY_RULES="+rules)
+	const token = "Authorization: Bearer secret"
 	acquire := func(policy string, cost, shard int) int {
-		return s.mustPost("/v1/acquire", fmt.Sprintf(`{"policy":%q,"key":%q,"cost":%d}`, policy, keyOn(shard, 2), cost)).status
+		return s.mustPost("/v1/acquire", fmt.Sprintf(`{"policy":%q,"key":%q,"cost":%d}`, policy, keyOn(shard, 2), cost), token).status
 	}
 	require.Equal(t, http.StatusOK, acquire("api", 10, 0))
 	require.Equal(t, http.StatusOK, acquire("api", 10, 0), "a denial")
 	require.Equal(t, http.StatusNotFound, acquire("typo", 1, 0))
 	require.Equal(t, http.StatusServiceUnavailable, acquire("api", 1, 1), "the shard is down")
+	require.Equal(t, http.StatusUnauthorized, s.mustPost("/v1/acquire", "{}").status)
+	require.Equal(t, http.StatusOK, s.mustPost("/json", `{"domain":"edge","descriptors":[{"entries":[{"key":"b"}]}]}`, token).status, "no rule")
 	unlock := lock(t, dbs[0])
 	waited := make(chan int)
 	go func() { waited <- acquire("api", 10, 0) }()
@@ -292,12 +296,12 @@ func TestPrometheus_DashboardAndAlertsReadWhatMetricsHas(t *testing.T) {
 			ill.isOne("count(" + target.Expr + ") > bool 0")
 		}
 	}
-	text := kit.NoError(os.ReadFile(rules))(t)
+	text := kit.NoError(os.ReadFile(alerts))(t)
 	for _, alert := range regexp.MustCompile(`- alert: (\w+)`).FindAllStringSubmatch(string(text), -1) {
 		ill.isOne(`count(ALERTS{alertstate="firing",alertname="` + alert[1] + `"}) > bool 0`)
 	}
-	require.Len(t, ill.Tests, 14, "expressions and alerts")
-	tests := kit.NoError(json.Marshal(map[string]any{"rule_files": []string{rules}, "evaluation_interval": "1m", "tests": []evaluation{ill, well}}))(t)
+	require.Len(t, ill.Tests, 16, "expressions and alerts")
+	tests := kit.NoError(json.Marshal(map[string]any{"rule_files": []string{alerts}, "evaluation_interval": "1m", "tests": []evaluation{ill, well}}))(t)
 	promtool(t, "test", "rules", kit.File(t, "tests.yml", string(tests)))
 
 	var reasons []string

@@ -149,11 +149,11 @@ func (s *seldom) write(now time.Time, message string, facts ...string) {
 	s.log.Log(context.Background(), s.level, message, args...)
 }
 
-// A callLog logs what callers learn little of: errors of the server and its database, requests that match no rule, and unknown
-// policies. Each line is logged once in its interval. The metrics count all.
+// A callLog logs what callers learn little of: errors of the server and its database, requests that match no rule, unknown
+// policies, and wrong tokens. Each line is logged once in its interval. The metrics count all.
 type callLog struct {
-	now                        func() time.Time
-	faults, unmatched, unknown seldom
+	now                                 func() time.Time
+	faults, unmatched, unknown, refused seldom
 }
 
 func newCallLog(log *slog.Logger, now func() time.Time) *callLog {
@@ -162,6 +162,7 @@ func newCallLog(log *slog.Logger, now func() time.Time) *callLog {
 		faults:    seldom{log: log, level: slog.LevelError, every: time.Second},
 		unmatched: seldom{log: log, level: slog.LevelWarn, every: time.Minute},
 		unknown:   seldom{log: log, level: slog.LevelWarn, every: time.Minute},
+		refused:   seldom{log: log, level: slog.LevelWarn, every: time.Minute},
 	}
 }
 
@@ -169,10 +170,12 @@ func (l *callLog) observe(call service.Call) {
 	switch err := call.Err; {
 	case call.Result == service.NoRule:
 		l.unmatched.write(l.now(), "no rule is about a request, which has passed", "domain", clip(call.Domain), "keys", clip(call.Keys))
-	case err == nil || err.Kind == service.Canceled:
+	case err == nil:
+	case err.Kind == service.Unauthenticated:
+		l.refused.write(l.now(), "a call is refused: it has no token that the server knows", "operation", string(call.Operation), "from", call.From)
 	case err.Kind == service.UnknownPolicy:
 		l.unknown.write(l.now(), "a request is for a policy that is not there", "detail", clip(err.Detail))
-	case !err.Kind.IsRefusal():
+	case err.Kind.Status >= http.StatusInternalServerError:
 		cause := ""
 		if err.Unwrap() != nil {
 			cause = err.Unwrap().Error()

@@ -208,7 +208,7 @@ func (s *Server) newGRPC() *grpc.Server {
 	c := s.config
 	tokens := grpcapi.Tokens{Calls: auth.New(c.Tokens...), Health: auth.New(c.MonitoringTokens...)}
 	options := []grpc.ServerOption{
-		tokens.Option(),
+		tokens.Option(s.service),
 		grpc.MaxRecvMsgSize(c.MaxMessageBytes),
 		grpc.MaxConcurrentStreams(uint32(c.MaxStreams)),
 		grpc.MaxHeaderListSize(maxHeaderBytes),
@@ -258,8 +258,8 @@ func (s *Server) newHTTP() *http.Server {
 	all.Handle("GET /metrics", local(jsonapi.Guard(monitoring, s.metrics.Handler())))
 
 	sameOrigin := http.NewCrossOriginProtection() // a page in the browser of somebody who may call must not
-	sameOrigin.SetDenyHandler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		jsonapi.Problem{Title: "a browser sent this for another site", Status: http.StatusForbidden}.Write(w)
+	sameOrigin.SetDenyHandler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		jsonapi.Problem{Title: "a browser sent this for another site", Status: http.StatusForbidden}.Refuse(w, r)
 	}))
 	server := &http.Server{
 		Handler:           endAfterChunks(sameOrigin.Handler(all)),
@@ -269,6 +269,7 @@ func (s *Server) newHTTP() *http.Server {
 		IdleTimeout:       idle,
 		MaxHeaderBytes:    maxHeaderBytes,
 		ErrorLog:          newConnectionLog(s.log),
+		BaseContext:       func(net.Listener) context.Context { return jsonapi.Observed(s.service) },
 	}
 	if c.TLS != nil {
 		server.TLSConfig = c.TLS.Clone()

@@ -74,9 +74,10 @@ type Kind struct {
 // Kinds has all kinds of errors.
 var Kinds = []*Kind{
 	UnknownPolicy, IdempotencyMismatch, NoGrant, Settled, InvalidArgument, Contended, DeadlineExceeded, Canceled, Overloaded, Unavailable, Internal,
+	Unreadable, Unauthenticated, Forbidden,
 }
 
-// The kinds. The request is to blame for those with a SQLSTATE.
+// The kinds. The request is to blame for those with a SQLSTATE. The last three are of requests that the service does not get.
 var (
 	UnknownPolicy       = &Kind{"UNKNOWN_POLICY", codes.NotFound, 404, "unknown policy", "RL001", client.ErrUnknownPolicy}
 	IdempotencyMismatch = &Kind{"IDEMPOTENCY_MISMATCH", codes.AlreadyExists, 409, "idempotency key used before with another cost", "RL002", client.ErrIdempotencyMismatch}
@@ -89,6 +90,9 @@ var (
 	Overloaded          = &Kind{"OVERLOADED", codes.ResourceExhausted, 503, "too many calls under way; nothing was taken", "", client.ErrOverloaded}
 	Unavailable         = &Kind{"UNAVAILABLE", codes.Unavailable, 503, "no answer from the database", "", nil}
 	Internal            = &Kind{"INTERNAL", codes.Internal, 500, "the database failed", "", nil}
+	Unreadable          = &Kind{"UNREADABLE", codes.Internal, 400, "the request cannot be read", "", nil}
+	Unauthenticated     = &Kind{"UNAUTHENTICATED", codes.Unauthenticated, 401, "no token that the server knows", "", nil}
+	Forbidden           = &Kind{"FORBIDDEN", codes.PermissionDenied, 403, "a browser may have sent this for another site", "", nil}
 )
 
 // IsRefusal reports whether the request is to blame, and not the server or its database.

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/pgratelimit/pgratelimit/client"
@@ -30,6 +31,17 @@ const (
 	Release     Operation = "release"       // frees the slots of Holder; Allowed if it held until now
 	Gate        Operation = "gate"          // Envoy's ShouldRateLimit; one with negative hits is a Refund
 )
+
+// operationOf returns the operation of a path of JSON or a method of gRPC.
+func operationOf(path string) Operation {
+	name := path[strings.LastIndexByte(path, '/')+1:]
+	for _, o := range []Operation{Acquire, AcquireAll, AcquireMany, AcquireUpTo, Reserve, Charge, Settle, SettleAll, Peek, Refund, Pause, Hold, Renew, Release} {
+		if strings.EqualFold(name, string(o)) || strings.EqualFold(name, strings.ReplaceAll(string(o), "_", "")) {
+			return o
+		}
+	}
+	return cmp.Or(map[string]Operation{"json": Gate, "ShouldRateLimit": Gate, "AcquireStream": AcquireMany}[name], "_other")
+}
 
 func (o Operation) hasList() bool { return o == AcquireAll || o == AcquireMany || o == SettleAll }
 

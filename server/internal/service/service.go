@@ -11,8 +11,10 @@
 package service
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"net"
 	"sync"
 	"time"
 
@@ -209,10 +211,19 @@ type Call struct {
 
 	// Domain and Keys are those of a request of Envoy's that no rule matches.
 	Domain, Keys string
+
+	From string // the address of the caller, if the call was refused before it was read. Then it has no Result.
 }
 
 // NoRule is the Result of a request of Envoy's that no rule matches: it is allowed, without a limit.
 const NoRule client.Result = "no_rule"
+
+// Refuse observes a call that is refused with a status of HTTP before it is read. Its path is that of JSON, or the method of gRPC.
+func (s *Service) Refuse(status int, path, address string) {
+	kind := cmp.Or(map[int]*Kind{401: Unauthenticated, 403: Forbidden, 422: InvalidArgument}[status], Unreadable)
+	from, _, _ := net.SplitHostPort(address)
+	s.observe(Call{Operation: operationOf(path), Err: newError(kind), From: from})
+}
 
 // observeCall observes a call that has an answer, and returns its error.
 func (s *Service) observeCall(call Call, begin time.Time, d client.Decision) error {

@@ -72,6 +72,9 @@ CANCELED Canceled 499
 OVERLOADED ResourceExhausted 503
 UNAVAILABLE Unavailable 503
 INTERNAL Internal 500
+UNREADABLE Internal 400
+UNAUTHENTICATED Unauthenticated 401
+FORBIDDEN PermissionDenied 403
 `, codes)
 }
 
