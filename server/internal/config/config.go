@@ -95,7 +95,7 @@ func (c *settings) list() []Setting {
 		{"TLS_CERT_FILE", "", "certificate and chain of both listeners, in PEM", into(&c.certFile, text)},
 		{"TLS_KEY_FILE", "", "its private key, in PEM", into(&c.keyFile, text)},
 		{"TOKENS", "", "bearer tokens, separated by commas, one of which every call needs", into(&c.Tokens, tokens)},
-		{"MONITORING_TOKENS", "", "bearer tokens, one of which health and metrics need", into(&c.MonitoringTokens, tokens)},
+		{"MONITORING_TOKENS", "", "bearer tokens, one of which metrics and health need, except /livez", into(&c.MonitoringTokens, tokens)},
 		{"STATUS_PAGE", "false", "true shows requests, policies and the emptiest buckets, with their keys, at / of HTTP_ADDR", into(&c.StatusPage, boolean)},
 		{"MAX_MESSAGE_BYTES", "1048576", "the longest request", into(&c.MaxMessageBytes, number)},
 		{"MAX_STREAMS", "1000", "calls under way on one gRPC connection; others wait at the client", into(&c.MaxStreams, number)},

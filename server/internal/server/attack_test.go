@@ -25,7 +25,7 @@ import (
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
-// Calls and reflection need one of TOKENS, health and metrics one of MONITORING_TOKENS if there are any. Package auth has the forms of a wrong token.
+// Calls and reflection need one of TOKENS; metrics and health, but not /livez, one of MONITORING_TOKENS if set. Package auth has the wrong tokens.
 func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 	db := parallelDB(t)
 	for _, monitoring := range []string{"", "\nMONITORING_TOKENS=watch"} {
@@ -54,9 +54,10 @@ func TestTokens_WhichWayNeedsWhich(t *testing.T) {
 			authorization := "Authorization: " + token
 			requireStatus(t, is.caller, s.mustPost("/v1/acquire", `{"policy":"budget","key":"k"}`, authorization))
 			requireStatus(t, is.caller, s.mustPost("/v1/nothing", ``, authorization))
-			for _, path := range []string{"/livez", "/healthz", "/metrics"} {
+			for _, path := range []string{"/healthz", "/metrics"} {
 				requireStatus(t, is.monitor, s.get(path, authorization))
 			}
+			requireStatus(t, true, s.get("/livez", authorization)) // a probe has no token, and a restart mends none
 		}
 		twice := metadata.AppendToOutgoingContext(with("Bearer first"), "authorization", "Bearer first")
 		_, err := s.call(twice, "acquire", `{"policy":"budget","key":"k"}`)
@@ -356,8 +357,9 @@ func TestAttack_TokensOfEveryPath(t *testing.T) {
 		for _, method := range []string{"POST", "GET", "HEAD", "OPTIONS", "PUT", "TRACE"} {
 			for _, token := range []string{"", "Bearer firs", "Bearer first,second", "Basic OmZpcnN0", "Bearer watch"} {
 				code := send(method, path, token)
-				isMonitor := method != "POST" && token == "Bearer watch" && (strings.HasPrefix(path, "/livez") || path == "/healthz" || path == "/metrics")
-				if !isMonitor {
+				isLive := method != "POST" && (path == "/livez" || strings.HasPrefix(path, "/livez?") || strings.HasPrefix(path, "/livez#"))
+				isMonitor := method != "POST" && token == "Bearer watch" && (path == "/healthz" || path == "/metrics")
+				if !isLive && !isMonitor {
 					require.NotEqual(t, http.StatusOK, code, "%s %s with %q", method, path, token)
 				}
 				if strings.HasPrefix(path, "/v1/a") && method == "POST" && !strings.Contains(path, "%00") {

@@ -253,7 +253,7 @@ func (s *Server) newHTTP() *http.Server {
 	if s.page != nil {
 		all.Handle("GET /{$}", page.Guard(auth.New(c.Tokens...), s.page))
 	}
-	all.Handle("GET /livez", jsonapi.Guard(monitoring, http.HandlerFunc(livez)))
+	all.HandleFunc("GET /livez", livez)
 	all.Handle("GET /healthz", jsonapi.Guard(monitoring, http.HandlerFunc(s.monitor.healthz)))
 	all.Handle("GET /metrics", local(jsonapi.Guard(monitoring, s.metrics.Handler())))
 
