@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
+	"slices"
 	"strings"
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
@@ -73,17 +74,26 @@ func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError) 
 		}
 	case *kind.PropertyNames: // which the document has checked, in bytes
 	case *kind.Required:
-		var lines []string
-		for _, name := range is.Missing {
-			lines = append(lines, name+": "+examples[name])
+		var names, lines []string
+		for _, name := range slices.DeleteFunc(is.Missing, at.misspells) { // which is reported
+			names, lines = append(names, name), append(lines, name+": "+examples[name])
 		}
-		problems.Add(at.nameAt, "%s has no %s: write %s", shorten(at.name), strings.Join(is.Missing, " and no "), and(lines))
+		remedy := "write " + and(lines)
+		if at.near != "" {
+			remedy = "did you mean " + quote(at.near) + "? Else " + remedy
+		}
+		if names != nil {
+			problems.Add(at.nameAt, "%s has no %s: %s", shorten(at.name), strings.Join(names, " and no "), remedy)
+		}
 	case *kind.AdditionalProperties:
 		names := refuses.find("properties").names()
 		for _, name := range is.Properties {
 			remedy := "the fields here are " + and(names)
 			if near := nearest(name, names); near != "" {
 				remedy = "did you mean " + near + "?"
+			}
+			if before, _, isPair := strings.Cut(name, ":"); isPair && slices.Contains(names, before) {
+				remedy = "write a space after the colon"
 			}
 			problems.Add(at.find(name).nameAt, "unknown field %s: %s", quote(name), remedy)
 		}
@@ -97,6 +107,12 @@ func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError) 
 			problems.Add(at.valueAt, "%s is %s: %s", shorten(at.name), describe(at.json), remedy)
 		}
 	}
+}
+
+// misspells reports whether an unknown field of a policy is said to mean this one.
+func (n *node) misspells(name string) bool {
+	known := schema.find("$defs", "policy", "properties")
+	return slices.ContainsFunc(n.names(), func(wrong string) bool { return known.find(wrong) == nil && nearest(wrong, known.names()) == name })
 }
 
 // describe returns what a value is, for a message that wants something else.

@@ -41,6 +41,7 @@ type node struct {
 	children map[string]*node // fields by name, elements by number
 
 	nameAt, valueAt Position
+	near            string // in an environment: the name outside of it that this one may mean
 }
 
 // find returns the node at a path, or nil.
@@ -104,7 +105,7 @@ func readDocument(file string, data []byte) (*document, error) {
 		}
 	}
 	if err != nil && !errors.Is(err, io.EOF) {
-		d.addSyntax(start, err)
+		d.addSyntax(strings.Split(string(data), "\n"), start, err)
 	}
 	if d.problems != nil {
 		return nil, d.problems.sorted()
@@ -113,7 +114,7 @@ func readDocument(file string, data []byte) (*document, error) {
 }
 
 // addSyntax reports an error of the YAML library, which stops at the first mistake.
-func (d *document) addSyntax(at Position, err error) {
+func (d *document) addSyntax(lines []string, at Position, err error) {
 	var syntax *yaml.LoadError
 	if !errors.As(err, &syntax) {
 		d.problems.Add(at, "this is no YAML: %v", err)
@@ -128,6 +129,13 @@ func (d *document) addSyntax(at Position, err error) {
 		if begin := syntax.ContextMark; begin.Line > 0 && begin != syntax.Mark {
 			message += fmt.Sprintf(" that begins at %d:%d", begin.Line, begin.Column)
 		}
+	}
+	line := lines[min(at.Line, len(lines))-1]
+	switch {
+	case strings.TrimLeft(line[:min(at.Column, len(line))], " ") == "\t":
+		message = "a tab indents this line: write spaces in its place"
+	case strings.Contains(message, "mapping values are not allowed"), strings.Contains(message, "could not find expected ':'"):
+		message += ": perhaps the line before has no space after the colon"
 	}
 	d.problems.Add(at, "this is no YAML: %s", message)
 }

@@ -34,7 +34,9 @@ func TestParse_EveryMistakeHasItsPlaceAndRemedy(t *testing.T) {
 	t.Parallel()
 	policy := func(name string) string { return "policies: {" + name + ": {capacity: 1, refill: 1, every: 1s}}" }
 	all := append(mistakes(t), []mistake{
-		{"a tab", "policies:\n\tapi: {}\n", "2:1: this is no YAML: found character that cannot start any token while scanning for the next token"},
+		{"a tab", "policies:\n  \tapi: {}\n", "2:3: this is no YAML: a tab indents this line: write spaces in its place"},
+		{"no space after a colon", "policies:\n  api:\n    capacity:5\n    refill: 1\n",
+			"4:11: this is no YAML: mapping values are not allowed in this context: perhaps the line before has no space after the colon"},
 		{"no UTF-8", "policies: \xff\n", "1:1: this is no YAML: invalid leading UTF-8 octet (value: 255)"},
 		{"an empty name", policy(`""`), "1:12: this name has 0 bytes: write 1 to 512"},
 		{"a name with \\0", policy(`"a\0b"`), `1:12: this name has the character \0, which PostgreSQL does not store: remove it`},

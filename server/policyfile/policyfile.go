@@ -112,7 +112,12 @@ func overlay(base, over *node) *node {
 	}
 	merged, values := *over, make(map[string]any)
 	merged.json, merged.children = values, maps.Clone(base.children)
+	names := base.names()
 	for name, n := range over.children {
+		if base.children[name] == nil {
+			added := *n // an alias may have it elsewhere
+			n, added.near = &added, nearest(name, names)
+		}
 		merged.children[name] = overlay(base.children[name], n)
 	}
 	for name, n := range merged.children {
