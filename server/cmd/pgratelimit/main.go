@@ -85,8 +85,15 @@ Exit codes:
 
 // checkArguments wants an argument for each name in Use. A name in brackets is optional.
 func checkArguments(c *cobra.Command, args []string) error {
-	names := strings.Fields(c.Use)[1:]
-	return usageOf(c, cobra.RangeArgs(len(names)-strings.Count(c.Use, "["), len(names))(c, args))
+	switch names := strings.Fields(c.Use)[1:]; {
+	case len(args) < len(names)-strings.Count(c.Use, "["):
+		return usageOf(c, fmt.Errorf("the argument %s is missing", names[len(args)]))
+	case len(args) > len(names) && c.Flags().Changed("prune"):
+		return usageOf(c, fmt.Errorf("%q are too many arguments: what --prune drops follows =, such as --prune=overrides", args))
+	case len(args) > len(names):
+		return usageOf(c, fmt.Errorf("%q is an argument too many", args[len(names)]))
+	}
+	return nil
 }
 
 func checkCommand(root *cobra.Command, args []string) error {

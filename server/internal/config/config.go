@@ -252,6 +252,8 @@ func readFile(path string) (map[string]string, error) {
 		name, value, isPair := strings.Cut(line, "=")
 		_, isAgain := values[name]
 		switch {
+		case Misspelled([]string{line}) != nil:
+			err = Misspelled([]string{line})
 		case !isPair:
 			err = errors.New("this is not NAME=value")
 		case !slices.ContainsFunc(known, func(s Setting) bool { return s.Name == name }):

@@ -95,8 +95,9 @@ func TestLoad_Mistakes(t *testing.T) {
 		require.ErrorContains(t, err, want, settings)
 		require.NotContains(t, err.Error(), "secret")
 	}
-	_, err := load(t, []string{"MAX_CALLS", "", "MAX_CALL=5", "MAX_CALLS=5", "MAX_CALLS=6", "TOKENS="}, db)
-	for _, want := range []string{"/settings:1: this is not NAME=value", `/settings:3: no setting is called "MAX_CALL": pgratelimit serve --help lists them`, "/settings:5: MAX_CALLS is set twice"} {
+	_, err := load(t, []string{"MAX_CALLS", "", "MAX_CALL=5", "MAX_CALLS=5", "MAX_CALLS=6", "TOKEN=x"}, db)
+	for _, want := range []string{"/settings:1: this is not NAME=value", `/settings:3: no setting is called "MAX_CALL": pgratelimit serve --help lists them`, "/settings:5: MAX_CALLS is set twice",
+		"/settings:6: TOKEN is no setting: did you mean TOKENS?"} {
 		require.ErrorContains(t, err, want)
 	}
 	_, err = config.Load("elsewhere", os.LookupEnv)
