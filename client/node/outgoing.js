@@ -68,7 +68,7 @@ async function take(limiter, charges, signal) {
     try {
       const decision = await unless(signal, asking)
       if (decision.allowed) return
-      if (decision.retryAfter === null) throw new TooLate({ ...decision, wait: null })
+      if (decision.retryAfter === null) throw new TooLate({ ...decision, wait: null }, charges[decision.binding])
       await sleep(decision.retryAfter, signal)
     } catch (error) {
       if (!signal?.aborted) throw error

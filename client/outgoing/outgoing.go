@@ -142,7 +142,8 @@ func (t *transport) take(ctx context.Context, charges []client.Charge) error {
 			return err
 		}
 		if deadline, ok := ctx.Deadline(); d.Never() || ok && time.Until(deadline) < d.RetryAfter {
-			return fmt.Errorf("outgoing: %w", client.ErrTooLate)
+			of := charges[d.Binding]
+			return fmt.Errorf("outgoing: %w: a request of %d tokens of the policy %q, whose capacity is %d", client.ErrTooLate, of.Cost.Tokens(), of.Policy, d.Capacity)
 		}
 		select {
 		case <-time.After(d.RetryAfter):

@@ -21,8 +21,11 @@ export class LeaseLost extends RateLimitError {}
 export class Overloaded extends RateLimitError {}
 
 export class TooLate extends RateLimitError {
-  constructor(reservation) {
-    super('the tokens would come too late')
+  constructor(reservation, { policy, cost } = {}) {
+    const { capacity } = reservation
+    super(0 < capacity && capacity < cost
+      ? `a request of ${cost} tokens is never allowed: the capacity of the policy "${policy}" is ${capacity}`
+      : 'the tokens would come too late')
     this.reservation = reservation
   }
 }

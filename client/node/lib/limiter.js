@@ -117,7 +117,7 @@ export class Limiter {
     try {
       reserved = await unless(signal, reserving)
       const { allowed, wait, capacity } = reserved
-      if (!allowed && (wait === null || wait * 1000 > longest || cost > capacity)) throw new TooLate(reserved)
+      if (!allowed && (wait === null || wait * 1000 > longest || cost > capacity)) throw new TooLate(reserved, { policy, cost })
       await sleep(allowed ? wait : wait + Math.random() * Math.min(1, (longest / 1000 - wait) / 2), signal)
       return reserved
     } catch (error) {
@@ -148,7 +148,7 @@ export class Limiter {
       if (held.allowed) return held
       const { remaining, capacity, retryAfter } = held
       const never = { allowed: false, remaining, wait: null, resetAfter: null, capacity, replayed: false, shadowed: false }
-      if (retryAfter === null) throw new TooLate(never)
+      if (retryAfter === null) throw new TooLate(never, { policy, cost: options?.cost })
       await sleep(Math.min(retryAfter, ASK_PAUSE * (0.75 + Math.random() / 2)), options?.signal)
     }
   }

@@ -70,8 +70,10 @@ class NotReady(Error):
 class TooLate(Error):
     """The tokens would come after the timeout, or never. Nothing was taken."""
 
-    def __init__(self, reservation: Reservation) -> None:
-        super().__init__("pgratelimit: wait: the tokens would come too late")
+    def __init__(self, reservation: Reservation, cost: int = 0, policy: str = "") -> None:
+        size = reservation.capacity
+        never = f"a request of {cost} tokens is never allowed: the capacity of the policy \"{policy}\" is {size}"
+        super().__init__(f"pgratelimit: {never if 0 < size < cost else 'the tokens would come too late'}")
         self.reservation = reservation
         """Its wait is how long the wait would have been."""
 

@@ -155,7 +155,7 @@ class Limiter:
             reservation = None
             try:
                 reservation = self._run(call)
-                for pause in _pauses(reservation, max_wait, cost):
+                for pause in _pauses(reservation, max_wait, cost, policy):
                     time.sleep(pause)
             except BaseException as error:
                 if reservation or reservation is None and _is_unknown(error):
@@ -206,7 +206,7 @@ class Limiter:
     ) -> Iterator[Held]:
         """hold, again and again until the slots are free: when retry_after is over, or after about a second if that is earlier. Callers
         who wait are in no order. Raises TooLate after timeout seconds, and at once if no wait helps."""
-        pauses = _hold_pauses(timeout)
+        pauses = _hold_pauses(timeout, cost, policy)
         while True:
             with self.hold(policy, key, cost, holder=holder) as held:
                 if held:
@@ -323,7 +323,7 @@ class AsyncLimiter:
             reservation, unended = None, set[asyncio.Future[Any]]()
             try:
                 reservation = await self._run(call, unended)
-                for pause in _pauses(reservation, max_wait, cost):
+                for pause in _pauses(reservation, max_wait, cost, policy):
                     await asyncio.sleep(pause)
             except BaseException as error:
                 if reservation or reservation is None and _is_unknown(error):
@@ -360,7 +360,7 @@ class AsyncLimiter:
         self, policy: str, key: str, cost: int = 1, *, timeout: Duration | None = None, holder: str | None = None
     ) -> AsyncIterator[AsyncHeld]:
         """As Limiter.hold_wait."""
-        pauses = _hold_pauses(timeout)
+        pauses = _hold_pauses(timeout, cost, policy)
         while True:
             async with self.hold(policy, key, cost, holder=holder) as held:
                 if held:
@@ -466,14 +466,14 @@ def _new_hold(driver: drivers.Driver, holder: str | None) -> tuple[str, float]:
     return str(uuid.uuid4()) if holder is None else calls.text("holder", holder), hold.monotonic()
 
 
-def _hold_pauses(timeout: Duration | None) -> Callable[[Held | AsyncHeld], float]:
+def _hold_pauses(timeout: Duration | None, cost: int, policy: str) -> Callable[[Held | AsyncHeld], float]:
     """How long to sleep after a denial: holders release before their leases end."""
     until = time.monotonic() + (math.inf if timeout is None else calls.length("timeout", timeout, zero=True))
 
     def pause(held: Held | AsyncHeld) -> float:
         left = until - time.monotonic()
         if held.retry_after is None or left <= 0:
-            raise TooLate(Reservation(False, held.remaining, held.retry_after, None, held.capacity, False, False))
+            raise TooLate(Reservation(False, held.remaining, held.retry_after, None, held.capacity, False, False), cost, policy)
         return min(held.retry_after, random.uniform(0.75, 1.25), left)
 
     return pause
@@ -490,12 +490,12 @@ def _rounds(driver: drivers.Driver, timeout: Duration | None) -> Iterator[tuple[
         left = max(0.0, longest - (time.monotonic() - began))
 
 
-def _pauses(reservation: Reservation, longest: float, cost: int) -> Iterator[float]:
+def _pauses(reservation: Reservation, longest: float, cost: int, policy: str) -> Iterator[float]:
     """Sleeps until the tokens are there, of whole milliseconds and a day at most. A refusal by a quota is slept out, too: until its turn,
     and up to a second more, because all callers wait for the same instant. Raises TooLate after another refusal."""
     wait = reservation.wait
     if wait is None or not reservation and (wait > longest or cost > reservation.capacity):
-        raise TooLate(reservation)
+        raise TooLate(reservation, cost, policy)
     due = time.monotonic() + wait
     if not reservation:
         due += random.uniform(0, min(1.0, (longest - wait) / 2))

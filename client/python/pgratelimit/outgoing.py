@@ -4,19 +4,20 @@
     session.mount("https://api.example.org/", LimitedAdapter(requests.adapters.HTTPAdapter(), limiter, lambda request: [("vendor", "key:1")]))
 
 Each request first takes the tokens of the charges that a function of it returns, in one acquire_all, or waits until they are there. In a
-process, requests with the same buckets wait in line, and one of them asks. Nothing is sent if no wait helps (TooLate), or if the limiter
-fails. When a response asks to wait (retry_after), the bucket of the first charge is paused for so long, max_pause seconds at most. There
-are no retries: the caller gets each response, a 429 too, when its pause is committed. A pause that fails is logged.
+process, requests with the same buckets wait in line, and one of them asks. Nothing is sent if the tokens would come after max_wait seconds
+or never (TooLate), or if the limiter fails. When a response asks to wait (retry_after), the bucket of the first charge is paused for so long,
+at most max_pause. There are no retries: the caller gets each response, a 429 too, when its pause is committed. A failed pause is logged.
 """
 
 import asyncio
 import datetime
 import logging
+import math
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from .answers import Charge, JointDecision, Reservation
@@ -83,9 +84,11 @@ class _Limited:
     """What wraps something that sends requests: everything but sending is that one's."""
 
     def __init__(
-        self, sender: Any, limiter: Any, charges: Charges, *, max_pause: Duration = 3600.0, pause_for: Callable[[int, Fields], float] = retry_after
+        self, sender: Any, limiter: Any, charges: Charges, *, max_wait: Duration = math.inf, max_pause: Duration = 3600.0,
+        pause_for: Callable[[int, Fields], float] = retry_after,
     ) -> None:
         self._sender, self._limiter, self._charges = sender, limiter, charges
+        self._max_wait = min(length("max_wait", max_wait, zero=True), LONGEST)
         self._max_pause, self._pause_for = min(length("max_pause", max_pause), LONGEST), pause_for
         self._lines: dict[tuple[Charge, ...], list[Any]] = {}  # a lock, and how many have it or wait for it, by the buckets
         self._lock = threading.Lock()
@@ -114,9 +117,10 @@ class _Limited:
         return max(seconds, 0.001) if seconds > 0 else 0.0
 
 
-def _wait(d: JointDecision) -> float:
-    if d.retry_after is None:
-        raise TooLate(Reservation(False, d.remaining, None, d.reset_after, d.capacity, False, False))
+def _wait(d: JointDecision, charges: list[Charge], until: float) -> float:
+    if d.retry_after is None or d.retry_after > until - time.monotonic():
+        of = charges[d.binding]
+        raise TooLate(Reservation(False, d.remaining, d.retry_after, d.reset_after, d.capacity, False, False), of.cost, of.policy)
     return d.retry_after
 
 
@@ -130,9 +134,15 @@ class _Sync(_Limited):
         charges = [read_charge(c) for c in self._charges(request)]
         if not charges:
             return send()
-        with self._place(charges, threading.Lock) as lock, lock:
-            while not (d := self._limiter.acquire_all(charges)):
-                time.sleep(_wait(d))
+        until = time.monotonic() + self._max_wait
+        with self._place(charges, threading.Lock) as lock:
+            is_first = lock.acquire(timeout=self._max_wait)  # another one asks once, at its end
+            try:
+                while not (d := self._limiter.acquire_all(charges)):
+                    time.sleep(_wait(d, charges, until))
+            finally:
+                if is_first:
+                    lock.release()
         response = send()
         try:
             if seconds := self._pause(int(response.status_code), response.headers):
@@ -176,10 +186,17 @@ class AsyncLimitedTransport(_Limited):
         charges = [read_charge(c) for c in self._charges(request)]
         if not charges:
             return await self._sender.handle_async_request(request)
+        until, is_first = time.monotonic() + self._max_wait, False
         with self._place(charges, asyncio.Lock) as lock:
-            async with lock:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._max_wait):
+                    is_first = await lock.acquire()
+            try:
                 while not (d := await self._limiter.acquire_all(charges)):
-                    await asyncio.sleep(_wait(d))
+                    await asyncio.sleep(_wait(d, charges, until))
+            finally:
+                if is_first:
+                    lock.release()
         response = await self._sender.handle_async_request(request)
         try:
             if seconds := self._pause(int(response.status_code), response.headers):

@@ -5,6 +5,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import re
+import threading
 import time
 import unittest
 import warnings
@@ -30,7 +31,7 @@ import starlette.endpoints
 import starlette.responses
 import starlette.routing
 
-from pgratelimit import AsyncLimiter, Combiner, Denied, InvalidArgument, Limiter, Locked, TooLate, UnknownPolicy, errors
+from pgratelimit import AsyncLimiter, Charge, Combiner, Denied, InvalidArgument, Limiter, Locked, TooLate, UnknownPolicy, errors
 from pgratelimit.limits import PostgresStorage
 from pgratelimit.outgoing import AsyncLimitedTransport, LimitedAdapter, LimitedTransport
 from pgratelimit.views import django_limit, fastapi_limit, flask_limit, starlette_limit
@@ -401,24 +402,27 @@ class OutgoingTest(AsyncCase):
     async def test_httpx(self):
         self.sent = 0
         with pool() as opened:
-            transport = LimitedTransport(httpx.MockTransport(self.answer), Limiter(opened), self.charges)
+            transport = LimitedTransport(httpx.MockTransport(self.answer), Limiter(opened), self.charges, max_wait=30)
             with httpx.Client(transport=transport, base_url="http://upstream") as client:
                 began = time.monotonic()
                 with concurrent.futures.ThreadPoolExecutor(3) as threads:
                     self.assertEqual(["hello"] * 3, list(threads.map(lambda _: client.get("/").text, range(3))))
                 self.assertGreater(time.monotonic() - began, 0.35, "each takes all tokens")
-                with self.assertRaises(TooLate):
+                with self.assertRaisesRegex(TooLate, f'of 9 tokens .*"{self.id()}" is 2'):
                     client.get("/never")
                 self.assertEqual((3, False), (self.sent, self.paused()))
                 self.assertEqual(429, client.get("/busy").status_code)
                 self.assertTrue(self.paused())
+                transport._max_wait = 0.05
+                with transport._place([Charge(self.id(), "k")], threading.Lock) as line, line, self.assertRaisesRegex(TooLate, "too late"):
+                    client.get("/")
                 self.assertEqual("hello", client.get("/free").text)
                 self.assertEqual({}, transport._lines)
 
     async def test_httpx_async(self):
         self.sent = 0
         async with psycopg_pool_of(2) as opened:
-            transport = AsyncLimitedTransport(httpx.MockTransport(self.answer), Combiner(opened), self.charges, max_pause=55)
+            transport = AsyncLimitedTransport(httpx.MockTransport(self.answer), Combiner(opened), self.charges, max_pause=55, max_wait=30)
             async with httpx.AsyncClient(transport=transport, base_url="http://upstream") as client:
                 began = time.monotonic()
                 self.assertEqual([200] * 3, [answer.status_code for answer in await asyncio.gather(*(client.get("/") for _ in range(3)))])
@@ -427,6 +431,10 @@ class OutgoingTest(AsyncCase):
                 self.assertTrue(self.paused())
                 with self.assertRaises(TooLate):
                     await client.get("/never")
+                transport._max_wait = 0.05
+                with transport._place([Charge(self.id(), "k")], asyncio.Lock) as line, self.assertRaises(TooLate):
+                    async with line:
+                        await client.get("/")
                 self.assertEqual("hello", (await client.get("/free")).text)
                 self.assertEqual({}, transport._lines)
         self.assertRaises(TypeError, LimitedTransport, None, Combiner.__new__(Combiner), self.charges)

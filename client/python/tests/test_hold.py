@@ -211,7 +211,7 @@ class EachTest(AsyncCase):
                 waiting = asyncio.create_task(wait())
                 with self.assertRaises(TooLate):
                     await limiter.hold_wait(p, "k", 3, timeout=0).__aenter__()
-                with self.assertRaises(TooLate):
+                with self.assertRaisesRegex(TooLate, f'of 4 tokens .*"{p}" is 3'):
                     await limiter.hold_wait(p, "k", 4).__aenter__()
                 self.assertFalse(waiting.done())
             self.assertTrue(await waiting)

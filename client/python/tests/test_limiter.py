@@ -439,13 +439,13 @@ class SyncTest(unittest.TestCase):
         reservation = limiter.wait(quota, "k", 4, timeout=60)
         self.assertEqual((True, 6, 0.0), (reservation.allowed, reservation.remaining, reservation.wait))
         self.assertEqual([(True,)], execute("select clock_timestamp() >= %s", turn))
-        for cost, timeout in ((7, 3600), (11, None)):
-            with self.assertRaises(TooLate):
+        for cost, timeout, why in ((7, 3600, "too late"), (11, None, f'of 11 tokens .*"{quota}" is 10')):
+            with self.assertRaisesRegex(TooLate, why):
                 limiter.wait(quota, "k", cost, timeout=timeout)
 
     def test_a_sleep_of_a_month_is_cut_in_days(self):
         for allowed in (True, False):
-            pauses = _pauses(Reservation(allowed, 0, 30 * 86400.0, None, 10, False, False), 365 * 86400.0, 1)
+            pauses = _pauses(Reservation(allowed, 0, 30 * 86400.0, None, 10, False, False), 365 * 86400.0, 1, "api")
             self.assertEqual(86400.0, next(pauses))
 
     def test_no_wait_is_short(self):
