@@ -47,8 +47,11 @@ def sync_driver(db: Any) -> SyncDriver:
             import psycopg.conninfo
             import psycopg_pool
 
+            if found := re.match(r"(?!postgres(ql)?://)[\w+.-]+://", db):
+                raise ValueError(f"pgratelimit: write postgresql:// in place of {found[0]}")
             psycopg.conninfo.conninfo_to_dict(db)  # raises now what a pool would log, and failure="open" let pass
-            _pools[db] = psycopg_pool.ConnectionPool(db, min_size=1, max_size=4, timeout=1, open=False)
+            _pools[db] = psycopg_pool.ConnectionPool(
+                db, kwargs={"autocommit": True}, configure=_bound_locks, min_size=1, max_size=4, timeout=1, reconnect_timeout=1, open=False)
             atexit.register(_pools[db].close)
         return OwnPool(_pools[db])
     if _is(db, "psycopg", "Connection") or _is(db, "psycopg_pool", "ConnectionPool"):
@@ -60,6 +63,12 @@ def sync_driver(db: Any) -> SyncDriver:
     if is_async(db) or _is(db, "psycopg", "AsyncConnection") or _is(db, "asyncpg", "Connection"):
         raise TypeError(f"pgratelimit: use an AsyncLimiter or a Combiner for {type(db)}")
     raise TypeError(f"pgratelimit: not a psycopg.Connection, psycopg_pool.ConnectionPool, connection of psycopg2 or of Django, or URL: {type(db)}")
+
+
+def _bound_locks(conn: Any) -> None:
+    """A locked bucket must not keep the connections of a pool. Behind a pooler, where the process has another number, the session is not ours."""
+    conn.execute("select pg_catalog.set_config('lock_timeout', '500ms', false) where pg_catalog.current_setting('lock_timeout') = '0' "
+                 "and pg_catalog.pg_backend_pid() = %s", [conn.info.backend_pid])
 
 
 def is_async(db: Any) -> bool:

@@ -1,5 +1,8 @@
 """The common part of pgratelimit.asgi and pgratelimit.wsgi: keys, the fields of the answer, and refusals."""
 
+import asyncio
+import contextvars
+import functools
 import hashlib
 import ipaddress
 import json
@@ -7,8 +10,9 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -155,6 +159,60 @@ def logged(name: str) -> Iterator[None]:
         log.exception("pgratelimit: %s failed", name)
 
 
+class Threads:
+    """The calls of a Limiter, each in a thread, so that nobody has to wait for its end. There are as many threads as its pool has connections.
+    A call that is cancelled before it has one is not made."""
+
+    def __init__(self, limiter: Any) -> None:
+        self._limiter = limiter
+        self._free: int = getattr(getattr(getattr(limiter, "_driver", None), "_db", None), "max_size", 0) or 32
+        self._calls: OrderedDict[Future[Any], Callable[[], Any]] = OrderedDict()  # that wait for a thread
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of the limiter, for asyncio."""
+        method = getattr(self._limiter, name)
+
+        async def call(*args: Any, **more: Any) -> Any:
+            return await asyncio.wrap_future(self._begin(method, *args, **more))
+
+        return call
+
+    def within(self, timeout: float, method: Callable[..., T], *args: Any) -> T:
+        future = self._begin(method, *args)
+        try:
+            return future.result(min(timeout, threading.TIMEOUT_MAX))
+        finally:
+            future.cancel()
+
+    def _begin(self, method: Callable[..., T], *args: Any, **more: Any) -> "Future[T]":
+        future: Future[T] = Future()
+        with self._lock:
+            if self._free:
+                threading.Thread(target=self._work, name="pgratelimit", daemon=True).start()
+                self._free -= 1
+            self._calls[future] = functools.partial(contextvars.copy_context().run, method, *args, **more)
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: "Future[Any]") -> None:
+        with self._lock:
+            self._calls.pop(future, None)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._calls:
+                    self._free += 1
+                    return
+                future, call = self._calls.popitem(last=False)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+
+
 class Rules:
     """What the middleware of ASGI and of WSGI have in common: what they were given, checked, and what follows from it."""
 
@@ -206,7 +264,7 @@ class Rules:
         about, pause = (sqlstate or "", 60) if whose == "setup" or remedy(sqlstate) else ("", 1)
         if not self.is_due(about, pause):
             return
-        what = str(error).removeprefix("pgratelimit: ") or type(error).__name__
+        what = str(error).removeprefix("pgratelimit: ") or "no decision within the timeout" * isinstance(error, TimeoutError) or type(error).__name__
         if whose == "setup":
             what = what.partition("\n")[0]  # a hint of the server's, about casts, would mislead
         for help in getattr(error, "__notes__", None) or filter(None, [remedy(sqlstate)]):

@@ -49,7 +49,8 @@ class AsyncAcquirer(Protocol):
 class Limiter:
     """Limits for programs without asyncio, on a psycopg 3 Connection or a psycopg_pool.ConnectionPool, a connection of psycopg2, Django's
     django.db.connection, or a URL such as "postgresql://user@host/name": of that the process has one psycopg_pool, of 4 connections at most,
-    which the first call opens, and where a call waits 1 second for a connection.
+    which the first call opens, and where a call waits 1 second for a connection, and 0.5 for a locked bucket unless the role or the URL
+    sets lock_timeout.
 
     On a pool each call is a transaction of its own, committed before it returns. On a connection it is part of the transaction that is
     open there, and a grant keeps the bucket locked until it ends. A psycopg connection without autocommit opens one by itself: without

@@ -10,19 +10,19 @@ a function of the request, to the bucket that key, a function of the framework's
 behind so many trusted_proxies, and in Django first the user who has logged in. A request that the bucket does not cover is 429; that, and
 the answers of the view, have the fields of pgratelimit.asgi. failure is the fate of a request without a decision, as there.
 
-A Limiter serves views that are async, too, in a thread. Of an async pool a Combiner is made. An AsyncLimiter or a Combiner serves FastAPI,
-Starlette, and async views of Django, for timeout seconds at most.
+A request waits timeout seconds at most for its decision; on a connection of the program, for as long as the connection does. A Limiter
+serves views that are async, too, in threads. Of an async pool a Combiner is made. An AsyncLimiter or a Combiner serves FastAPI, Starlette, and
+async views of Django. quotas are as in pgratelimit.asgi.
 """
 
-import asyncio
 import functools
 import inspect
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar, cast
 
 from . import asgi, drivers, http, wsgi
-from .calls import Duration, length, text, whole
+from .calls import Duration, text, whole
 from .combiner import Combiner
 from .http import Event, Failure, named
 from .limiter import AsyncLimiter, Limiter
@@ -38,40 +38,39 @@ class _Decider:
     """Decides about requests, without and with asyncio."""
 
     def __init__(
-        self, limiter: Any, policy: str, key: Callable[[Any], str], cost: Cost, failure: Failure, timeout: Duration, trusted_proxies: int | None
+        self, limiter: Any, policy: str, key: Callable[[Any], str], cost: Cost, trusted_proxies: int | None,
+        failure: Failure, timeout: Duration, quotas: Collection[str],
     ) -> None:
         text("policy", policy)  # what is wrong is told where the view is written, and not by each request
         if not callable(key):
             raise TypeError(f"pgratelimit: key must be a function of the request, and is of type {type(key).__name__}")
         if not callable(cost):
             whole("cost", cost)
-        length("timeout", timeout)
         http.key_of_address(None, (), trusted_proxies)
 
         def charges(request: Any) -> list[tuple[str, str, int]]:
-            return [(policy, key(request), cost(request) if callable(cost) else cost)]
+            if not isinstance(name := key(request), str):
+                raise TypeError(f"pgratelimit: key of the view returned a {type(name).__name__}; return a text, from a function that is not async")
+            return [(policy, name, cost(request) if callable(cost) else cost)]
 
         if not hasattr(limiter, "acquire_all"):
             limiter = Combiner(limiter) if drivers.is_async(limiter) else Limiter(limiter)
         self.limiter, self.is_async = limiter, isinstance(limiter, AsyncLimiter) or inspect.iscoroutinefunction(limiter.acquire)
-        kind: Any = functools.partial(asgi.RateLimit, timeout=timeout) if self.is_async else wsgi.RateLimit
-        self._decide: Callable[[Any], Any] = kind(None, limiter, charges, failure=failure)._decide
-
-    def now(self, request: Any) -> Event:
-        return cast(Event, self._decide(request))
-
-    async def soon(self, request: Any, in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread) -> Event:
-        return cast(Event, await (self._decide(request) if self.is_async else in_thread(self._decide, request)))
+        options: dict[str, Any] = {"app": None, "charges": charges, "failure": failure, "timeout": timeout, "quotas": quotas}
+        self.soon: Callable[[Any], Awaitable[Any]] = asgi.RateLimit(limiter=limiter if self.is_async else http.Threads(limiter), **options)._decide
+        if not self.is_async:
+            self.now: Callable[[Any], Any] = wsgi.RateLimit(limiter=limiter, **options)._decide
 
 
 def fastapi_limit(
-    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int | None = None
+    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, quotas: Collection[str] = (),
+    trusted_proxies: int | None = None,
 ) -> Any:
     """A dependency of a view, a router or the application. Its refusal is an HTTPException, which handlers of the program may show in
     their own way."""
     from fastapi import Depends, HTTPException, Request, Response
 
-    decider = _Decider(limiter, policy, key or (lambda request: asgi.by_ip(request.scope, trusted_proxies)), cost, failure, timeout, trusted_proxies)
+    decider = _Decider(limiter, policy, key or (lambda r: asgi.by_ip(r.scope, trusted_proxies)), cost, trusted_proxies, failure, timeout, quotas)
 
     async def limited(request: Request, response: Response) -> None:
         event = await decider.soon(request)
@@ -84,13 +83,14 @@ def fastapi_limit(
 
 
 def starlette_limit(
-    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int | None = None
+    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, quotas: Collection[str] = (),
+    trusted_proxies: int | None = None,
 ) -> Callable[[View], View]:
     """A decorator for an endpoint, or for a method of an HTTPEndpoint."""
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import Response
 
-    decider = _Decider(limiter, policy, key or (lambda request: asgi.by_ip(request.scope, trusted_proxies)), cost, failure, timeout, trusted_proxies)
+    decider = _Decider(limiter, policy, key or (lambda r: asgi.by_ip(r.scope, trusted_proxies)), cost, trusted_proxies, failure, timeout, quotas)
 
     def decorate(view: Any) -> Any:
         @functools.wraps(view)
@@ -111,12 +111,13 @@ def starlette_limit(
 
 
 def flask_limit(
-    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, trusted_proxies: int | None = None
+    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, quotas: Collection[str] = (),
+    trusted_proxies: int | None = None,
 ) -> Callable[[View], View]:
     """A decorator below @app.route, or in the decorators of a MethodView."""
     from flask import current_app, request
 
-    decider = _Decider(limiter, policy, key or (lambda r: wsgi.by_ip(r.environ, trusted_proxies)), cost, failure, 1, trusted_proxies)
+    decider = _Decider(limiter, policy, key or (lambda r: wsgi.by_ip(r.environ, trusted_proxies)), cost, trusted_proxies, failure, timeout, quotas)
     if decider.is_async:
         raise TypeError("pgratelimit: limiter must be a Limiter: Flask runs each async view in a loop of its own")
 
@@ -138,7 +139,8 @@ def flask_limit(
 
 
 def django_limit(
-    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, trusted_proxies: int | None = None
+    limiter: Any, policy: str, *, key: Key = None, cost: Cost = 1, failure: Failure, timeout: Duration = 1, quotas: Collection[str] = (),
+    trusted_proxies: int | None = None,
 ) -> Callable[[View], View]:
     """A decorator for a view, a method of one, or a class of views. Under ATOMIC_REQUESTS a limiter on django.db.connection would give the
     tokens of a view that fails back, and lock the bucket until it ends: a RuntimeWarning says so, once."""
@@ -149,7 +151,7 @@ def django_limit(
         user = getattr(request, "user", None)
         return named("user", str(user.pk)) if user is not None and user.is_authenticated else wsgi.by_ip(request.META, trusted_proxies)
 
-    decider = _Decider(limiter, policy, key or user_or_ip, cost, failure, timeout, trusted_proxies)
+    decider = _Decider(limiter, policy, key or user_or_ip, cost, trusted_proxies, failure, timeout, quotas)
     warned = False
 
     def decide(request: Any) -> Event:

@@ -3,6 +3,7 @@
     app.wsgi_app = RateLimit(app.wsgi_app, limiter, lambda environ: [("api", by_ip(environ))], failure="open")
 """
 
+import functools
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -11,6 +12,7 @@ from typing import Any
 
 from . import http
 from .answers import Charge
+from .calls import Duration, length
 from .http import Event, Failure, Rules, let_pass, named
 from .limiter import Acquirer
 
@@ -27,8 +29,8 @@ def by_ip(environ: Environ, trusted_proxies: int | None = None, ipv6_prefix: int
 
 class RateLimit:
     """asgi.RateLimit for WSGI, with functions of environ that are not async; refuse_with is a WSGI application with the Event as a third
-    argument. A call has no timeout of its own: bound it by connect_timeout, by the timeout of the pool, and by lock_timeout and
-    statement_timeout of its sessions."""
+    argument. A call on a pool is made in a thread of its own, and may go on after the timeout. On a connection it is made in the thread of the
+    request, and has no timeout but those of the connection, such as lock_timeout and statement_timeout."""
 
     def __init__(
         self,
@@ -37,6 +39,7 @@ class RateLimit:
         charges: Callable[[Environ], Iterable[Charge | tuple[str, str] | tuple[str, str, int]]],
         *,
         failure: Failure,
+        timeout: Duration = 1,
         quotas: Collection[str] = (),
         idempotency_key: Callable[[Environ], str | None] | None = None,
         observe: Callable[[Environ, Event], Any] | None = None,
@@ -47,7 +50,10 @@ class RateLimit:
         for name, function in (*functions.items(), ("limiter.acquire", getattr(limiter, "acquire", None))):
             if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
                 raise TypeError(f"pgratelimit: {name} must not be async under WSGI")
-        self._app, self._limiter, self._charges = app, limiter, charges
+        self._app, self._limiter, self._charges, seconds = app, limiter, charges, length("timeout", timeout)
+        self._call: Callable[..., Any] = functools.partial(http.Threads(limiter).within, seconds)
+        if not getattr(getattr(limiter, "_driver", None), "is_pool", True):
+            self._call = lambda method, *args: method(*args)
         self._idempotency_key, self._observe, self._refuse = idempotency_key, observe, refuse_with
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -79,10 +85,10 @@ class RateLimit:
         request = self._rules.request(asked, None if self._idempotency_key is None else self._idempotency_key(environ))
         while isinstance(request, http.Request):
             try:
-                made = request.decided(request.send(self._limiter.acquire, self._limiter.acquire_all))
+                made = request.decided(self._call(request.send, self._limiter.acquire, self._limiter.acquire_all))
                 if self._rules.is_to_check() and hasattr(self._limiter, "check"):
                     with self._rules.checking():
-                        self._limiter.check()
+                        self._call(self._limiter.check)
                 return made
             except Exception as error:
                 if event := request.failed(error):

@@ -5,6 +5,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import re
+import socket
 import threading
 import time
 import unittest
@@ -21,7 +22,6 @@ import flask.views
 import httpx
 import limits.storage
 import limits.strategies
-import psycopg
 import psycopg2
 import psycopg_pool
 import requests
@@ -35,7 +35,7 @@ from pgratelimit import AsyncLimiter, Charge, Combiner, Denied, InvalidArgument,
 from pgratelimit.limits import PostgresStorage
 from pgratelimit.outgoing import AsyncLimitedTransport, LimitedAdapter, LimitedTransport
 from pgratelimit.views import django_limit, fastapi_limit, flask_limit, starlette_limit
-from tests.kit import AsyncCase, connection, define, execute, psycopg_pool_of, taken
+from tests.kit import AsyncCase, connection, define, define_quota, execute, locked, psycopg_pool_of, taken
 
 database = {"ENGINE": "django.db.backends.postgresql", "NAME": os.environ["PGDATABASE"], "OPTIONS": {}}
 database |= {setting: os.environ.get(f"PG{setting}", "") for setting in ("HOST", "PORT", "USER", "PASSWORD")}
@@ -105,7 +105,7 @@ class ViewsTest(unittest.TestCase):
 
     def test_starlette(self):
         with pool() as opened:
-            limit = starlette_limit(Limiter(opened), self.id(), key=lambda request: request.url.path, failure="closed")
+            limit = starlette_limit(Limiter(opened), self.id(), key=lambda request: request.url.path, failure="closed", timeout=60)
 
             @limit
             async def hello(request):
@@ -129,7 +129,7 @@ class ViewsTest(unittest.TestCase):
     def test_flask(self):
         app = flask.Flask(__name__)
         with pool() as opened:
-            limit = flask_limit("", self.id(), key=lambda request: request.path, failure="closed")
+            limit = flask_limit("", self.id(), key=lambda request: request.path, failure="closed", timeout=60)
 
             @app.route("/a")
             @limit
@@ -148,6 +148,8 @@ class ViewsTest(unittest.TestCase):
                     return "hello", 200, {"X-Own": "1"}
 
             app.add_url_rule("/c", view_func=Hello.as_view("c"))
+            define_quota(quota := self.id() + " quota", 10, "2 days")
+            app.add_url_rule("/quota", "q", flask_limit("", quota, failure="closed", timeout=60, quotas=[quota])(lambda: "hello"))
 
             app.add_url_rule("/default", "d", flask_limit(Limiter(opened), self.id(), cost=lambda request: 2, failure="closed")(lambda: "hello"))
             app.test_client().get("/default")
@@ -155,6 +157,9 @@ class ViewsTest(unittest.TestCase):
                 with self.subTest(path):
                     self.passes_once(lambda: app.test_client().get(path))
             self.assertEqual(2, taken(self.id(), "ip:127.0.0.1"))
+        self.assertRegex(app.test_client().get("/quota").headers["RateLimit"], ";r=9;t=172[78]..$")
+        with app.test_request_context(), self.assertRaisesRegex(TypeError, "key of the view returned a NoneType"):
+            flask_limit("", quota, key=lambda request: None, failure="open")(hello)()
         self.assertRaisesRegex(TypeError, "not a psycopg.Connection", flask_limit, 5, self.id(), failure="closed")
         with self.assertRaisesRegex(TypeError, "must be a Limiter"):
             flask_limit(AsyncLimiter.__new__(AsyncLimiter), self.id(), failure="closed")
@@ -228,10 +233,37 @@ class ViewsTest(unittest.TestCase):
         for limited in (fastapi_limit, starlette_limit, flask_limit, django_limit):
             for name, wrong in (
                 ("policy", None), ("policy", 5), ("key", "user:42"), ("cost", 1.5), ("cost", "5"), ("cost", None), ("cost", True),
-                ("trusted_proxies", "1"), ("trusted_proxies", -1), *([] if limited is flask_limit else [("timeout", "1s"), ("timeout", 0)]),
+                ("trusted_proxies", "1"), ("trusted_proxies", -1), ("timeout", "1s"), ("timeout", 0), ("quotas", "api"),
             ):
                 with self.subTest(limited.__name__, name=name, wrong=wrong), self.assertRaisesRegex((InvalidArgument, TypeError), f"{name} (is|must be) .*[a-z]"):
                     limited("postgresql://", **{"policy": "api", "failure": "open", name: wrong})
+
+
+class TimeoutTest(AsyncCase):
+    async def at_once(self, framework: str, limiter: Any) -> list[int]:
+        """The statuses of 60 requests at once."""
+        if framework == "fastapi":
+            app = fastapi.FastAPI(dependencies=[fastapi_limit(limiter, self.id(), failure="open")])
+            app.get("/")(lambda: "hello")
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
+                return [answer.status_code for answer in await asyncio.gather(*(client.get("/") for _ in range(60)))]
+        app = flask.Flask(__name__)
+        app.add_url_rule("/", "hello", flask_limit(limiter, self.id(), failure="open")(lambda: "hello"))
+        with concurrent.futures.ThreadPoolExecutor(60) as threads:
+            return await asyncio.to_thread(lambda: [a.status_code for a in threads.map(lambda _: app.test_client().get("/"), range(60))])
+
+    async def test_requests_at_once_are_all_answered_within_the_timeout(self):
+        define(self.id(), 1000)
+        silent = self.enterContext(socket.create_server(("127.0.0.1", 0)))
+        own = self.enterContext(pool())  # whose connections wait for a locked bucket as for a server that has stopped
+        async with locked(self.id(), "ip:127.0.0.1"):
+            for limiter in ("application_name=locked", Limiter(own), "host=127.0.0.1 port=1", f"host=127.0.0.1 port={silent.getsockname()[1]}"):
+                for framework in ("fastapi", "flask"):
+                    with self.subTest(framework=framework, limiter=limiter), self.assertLogs("pgratelimit"):
+                        began = time.monotonic()
+                        self.assertEqual([200] * 60, await asyncio.wait_for(self.at_once(framework, limiter), 60))
+                        self.assertLess(time.monotonic() - began, 4)
+            self.assertTrue(Limiter("application_name=locked").acquire(self.id(), "other"), "a connection is free")
 
 
 class DjangoAsyncTest(AsyncCase):
@@ -280,10 +312,11 @@ class ConnectionTest(unittest.TestCase):
             os._exit(limiter.acquire(self.id(), "k").remaining)
         self.assertEqual(9, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         self.assertEqual(8, limiter.acquire(self.id(), "k").remaining)
-        self.assertRaises(psycopg.ProgrammingError, Limiter, "postgresql+psycopg2://of_another_library")
+        self.assertRaisesRegex(ValueError, "write postgresql://", Limiter, "postgresql+psycopg2://of_another_library")
         began = time.monotonic()
         self.assertRaises(psycopg_pool.PoolTimeout, Limiter("host=127.0.0.1 port=1").acquire, self.id(), "k")
         self.assertLess(time.monotonic() - began, 10)
+        self.assertEqual(1, limiter._driver._db.reconnect_timeout, "after a longer outage psycopg's pool connects later and later")
 
     def test_every_kind_of_text_and_of_answer(self):
         define(self.id(), 10)
@@ -349,6 +382,7 @@ class PageTest(unittest.TestCase):
     def setUp(self) -> None:
         execute("select ratelimit_define_policy('api', 3, 3, '1 hour', stepped => true)")
         self.addCleanup(execute, "select ratelimit_drop_policy('api')")
+        Limiter("postgresql://").peek("api", "k")  # opens the pool
         self.module: dict[str, Any] = {"__name__": __name__}
 
     def passes(self, section: str, lines: int, get: Any) -> None:

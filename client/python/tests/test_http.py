@@ -228,7 +228,7 @@ def asgi(app=asgi_app, charges=lambda scope: [("p", "k")], **options):
 
 def wsgi(app=wsgi_app, charges=lambda environ: [("p", "k")], **options):
     limiter = Failing()
-    return limiter, Wsgi(app, limiter, charges, **{"failure": "closed"} | options)
+    return limiter, Wsgi(app, limiter, charges, **{"failure": "closed", "timeout": 60} | options)
 
 
 async def get(app, **more):
@@ -343,9 +343,8 @@ class EdgesTest(AsyncCase):
                 ("quotas", dict(quotas="api")), ("idempotency_key", dict(idempotency_key="job")), ("observe", dict(observe=1)),
                 ("refuse_with", dict(refuse_with=b"no")),
             ]
-            if make == asgi:
-                wrong += [("timeout", dict(timeout=t)) for t in (0, -1, float("nan"), True, "5", None, datetime.timedelta(0))]
-            else:
+            wrong += [("timeout", dict(timeout=t)) for t in (0, -1, float("nan"), True, "5", None, datetime.timedelta(0))]
+            if make == wsgi:
                 async def charges(environ): ...
 
                 wrong += [("charges", dict(charges=charges))]
@@ -354,10 +353,9 @@ class EdgesTest(AsyncCase):
                     make(**options)
             for limiter in (None, wrong_limiter):
                 with self.assertRaisesRegex(TypeError, "limiter"):
-                    kind = Asgi if make == asgi else Wsgi
-                    kind(None, limiter, print, failure="open", **({"timeout": 1} if kind is Asgi else {}))
-        for timeout in (float("inf"), 30 * 86400, datetime.timedelta(days=30)):
-            self.assertEqual(200, (await asgi_get(asgi(timeout=timeout)[1]))[0])
+                    (Asgi if make == asgi else Wsgi)(None, limiter, print, failure="open", timeout=1)
+            for timeout in (float("inf"), 30 * 86400, datetime.timedelta(days=30)):
+                self.assertEqual(200, (await get(make(timeout=timeout)[1]))[0])
 
     async def test_charges_may_be_async_or_generators(self):
         async def function(scope):
