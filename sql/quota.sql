@@ -288,10 +288,11 @@ declare
   v_level       bigint;
   v_refilled_at timestamptz;
   v_reset_us    bigint;
+  v_turned_at   timestamptz;  -- with a history: when the period began that runs
 begin
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
   if v_quota.history is not null then
-    perform close_period(policy.id, v_key, v_now);
+    v_turned_at := close_period(policy.id, v_key, v_now);
   end if;
   update buckets as b
      set level       = least(used_level(b.level, b.refilled_at, v_turns.turned_at), -v_given) + v_given,
@@ -300,6 +301,7 @@ begin
          due_at      = least(b.due_at, v_now)  -- as in ratelimit_refund
    where b.policy_id = policy.id
      and b.key       = v_key
+     and (b.refilled_at < v_turned_at) is not true
   returning b.level, b.refilled_at into v_level, v_refilled_at;
   v_reset_us := wait_past_end(null, v_level, v_refilled_at, v_now, v_quota, v_numbers.ends_at, v_turns, v_numbers.after);
   return answer_of(microtokens(v_quota.capacity) + coalesce(v_level, 0), 0, v_reset_us, v_quota.capacity);

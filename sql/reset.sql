@@ -7,11 +7,12 @@ create or replace function ratelimit_reset(policy text, key text)
   set enable_seqscan = off  -- as in ratelimit_acquire
 as $$
 declare
-  v_key     text collate "C" := key;
-  v_id      bigint;
-  v_durable boolean;
-  v_lease   interval;
-  v_history interval;
+  v_key       text collate "C" := key;
+  v_id        bigint;
+  v_durable   boolean;
+  v_lease     interval;
+  v_history   interval;
+  v_turned_at timestamptz;  -- when the period began that runs
 begin
   if is_name(key) is not true then
     perform check_name('policy', policy);  -- either raises 22023
@@ -22,9 +23,6 @@ begin
     perform refuse_unknown(policy);
   end if;
   if current_setting('transaction_read_only') = 'on' then perform refuse_read_only(); end if;  -- raises 25006
-  if v_history is not null then
-    perform close_period(v_id, v_key, clock());
-  end if;
   -- Where a key of slots has no row, nobody held by then, and a later lease is none that this call has locked.
   if v_lease is not null then
     if v_durable then
@@ -42,6 +40,9 @@ begin
         delete from ephemeral_leases as l where l.policy_id = v_id and l.key = v_key;
       end if;
     end if;
+  elsif v_history is not null then
+    v_turned_at := close_period(v_id, v_key, clock());
+    delete from buckets as b where b.policy_id = v_id and b.key = v_key and b.refilled_at >= v_turned_at;
   elsif v_durable then
     delete from buckets as b where b.policy_id = v_id and b.key = v_key;
   else

@@ -34,13 +34,14 @@ $$;
 comment on function ratelimit.kept_until(timestamptz, ratelimit.policies) is
   'From when on clean-up removes a closed period.';
 
--- Closes the period of a key if it is over, and so begins the one that runs. Whoever writes the bucket of a quota with a history calls
--- this before. If another session has written the bucket since it was read, nothing is done: either that session has closed the period,
--- or the caller, who finds the bucket changed, begins again.
+-- Closes the period of a key if it is over, and so begins the one that runs, since the answer. Whoever writes the bucket of a quota with a
+-- history calls this before. If there was no row, another session may still commit one of a period that is over: the caller must not
+-- write a row that was written before the answer.
 --
--- Locks and writes: the bucket, and usage, only if the period is over.
+-- Locks:  the bucket.
+-- Writes: the bucket and usage, if the period is over.
 create or replace function ratelimit.close_period(policy_id bigint, key text, now timestamptz)
-  returns void language plpgsql volatile
+  returns timestamptz language plpgsql volatile
 as $$
 declare
   v_now         alias for now;
@@ -64,15 +65,16 @@ begin
   v_turned_at := (v_numbers.turns).turned_at;
   select b.level, b.refilled_at, b.counts_from into v_level, v_refilled_at, v_counts_from
     from buckets as b
-   where b.policy_id = v_quota.id and b.key = v_key;
+   where b.policy_id = v_quota.id and b.key = v_key
+     for update;
   if (v_quota.history is not null and v_refilled_at < v_turned_at) is not true then
-    return;
+    return v_turned_at;
   end if;
   update buckets as b
      set level = 0, refilled_at = v_now, counts_from = v_turned_at, room = null
-   where b.policy_id = v_quota.id and b.key = v_key and b.level = v_level and b.refilled_at = v_refilled_at;
-  if not found or v_level >= 0 or v_quota.history = interval '0' then
-    return;
+   where b.policy_id = v_quota.id and b.key = v_key;
+  if v_level >= 0 or v_quota.history = interval '0' then
+    return v_turned_at;
   end if;
   select u.* into v_last from usage as u where u.policy_id = v_quota.id and u.key = v_key order by u.began desc limit 1;
   v_turns      := turns_of(v_quota, v_refilled_at);
@@ -83,6 +85,7 @@ begin
   insert into usage as u (policy_id, key, began, ended, expires_at, used)
   values (v_quota.id, v_key, v_began, v_ended, v_expires_at, v_used)
   on conflict on constraint usage_pkey do update set used = u.used + excluded.used;
+  return v_turned_at;
 end;
 $$;
 comment on function ratelimit.close_period(bigint, text, timestamptz) is

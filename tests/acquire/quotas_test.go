@@ -212,3 +212,29 @@ func TestUsage_AClosingWriteIsRolledBack(t *testing.T) {
 	db.Execute("select ratelimit_acquire('q', 'k', 1)")
 	require.Equal(t, []string{"2024-02-29 23:00:00 to 2024-03-31 22:00:00: 4 t", "2024-05-31 22:00:00 to 2024-06-30 22:00:00: 1 f"}, kit.Column(t, db.DB, usage))
 }
+
+// The last grant of a period commits after the turn. A call that waited for it closes the period with it, or leaves it open.
+func TestUsage_HasTheGrantThatCommitsAfterTheTurn(t *testing.T) {
+	turn := time.Date(2024, 4, 2, 0, 0, 0, 0, time.UTC)
+	for _, call := range []string{
+		"select ratelimit_refund('q', 'k', 1)", "select ratelimit_reset('q', 'k')", "select ratelimit_remove_override('q', 'k')",
+		"select ratelimit_override('q', 'k', anchor => '2024-01-01 12:00')", "select ratelimit_charge('q', 'k', 1)",
+		"select ratelimit_acquire('q', 'k', 1)", "select ratelimit_acquire_many('{q}', '{k}', '{1}')", "call ratelimit_cleanup_all()",
+	} {
+		t.Run(call, func(t *testing.T) {
+			db := kit.ParallelDB(t)
+			db.At(turn.Add(-time.Hour)).Execute("select ratelimit_define_policy('q', 10, period => '1 day', history => '1 year')")
+			db.Execute("select from ratelimit_override('q', 'k', anchor => '2024-01-01'), ratelimit_acquire('q', 'k', 5)")
+			last := db.Begin().Execute("select ratelimit_acquire('q', 'k', 3)")
+			db.SetClock(turn.Add(time.Minute))
+			late := db.Session().Start(func(q kit.Querier) (kit.Decision, error) {
+				return kit.Decision{}, kit.ErrorOf(q.(*kit.Session).Exec(t.Context(), call))
+			})
+			late.AwaitLockOrEnd()
+			last.Execute("commit")
+			_, err := late.Result()
+			require.NoError(t, err)
+			require.Equal(t, []string{"8"}, kit.Column(t, db.DB, "select used::text from ratelimit_usage('q', 'k', until => $1)", turn))
+		})
+	}
+}

@@ -123,8 +123,7 @@ func TestUsage_TheLedgerFindsPlantedBugs(t *testing.T) {
 	pgtest.OncePerServer(t)
 	kit.OnDBs(t, map[string][]plantedBug{
 		"a period is closed by two": {
-			{"ratelimit.close_period", `where b\.policy_id = v_quota\.id and b\.key = v_key and b\.level = v_level and b\.refilled_at = v_refilled_at`,
-				"where b.policy_id = v_quota.id and b.key = v_key"},
+			{"ratelimit.close_period", `b\.key = v_key for update`, "b.key = v_key"},
 			pauseBefore("ratelimit.close_period", `update buckets as b set level = 0`),
 		},
 		"settle_all locks in another order":     {{"ratelimit_settle_all", `order by \(v_policies\[u\.n\]\)\.durable desc, u\.policy, u\.key`, "order by u.n"}},
