@@ -45,7 +45,7 @@ type Combiner struct {
 	batches sync.Pool
 	running sync.WaitGroup
 
-	mu        sync.Mutex // guards what is below, and the waiters and batches of the queue
+	mu        sync.Mutex // guards what is below, and of waiters batch and gone; an answer is the sender's until done
 	closed    bool
 	lingering bool // a timer will call hurry
 	queue     *queue

@@ -21,14 +21,14 @@ const (
 	// maxAskPause is the longest pause between two tries to renew, and about the longest between two tries to hold.
 	maxAskPause = time.Second
 
-	// undoFor is how long a call is undone whose answer was lost. How long the lease is, only the answer would have told: a failover
-	// is over by then, and what is held longer without an answer ends with its lease.
+	// undoFor is how long a call is undone whose answer was lost, and with it the length of the lease. An hour outlasts a failover. What is
+	// held longer ends with its lease.
 	undoFor = time.Hour
 
 	// maxUndoPause is the longest pause between two tries to undo.
 	maxUndoPause = 30 * time.Second
 
-	// maxUndoing bounds the calls of this process that wait to be undone. Each takes a connection twice, for up to 5 seconds, after each
+	// maxUndoing bounds the calls of this process that wait to be undone. Each takes a connection twice, for up to 10 seconds, after each
 	// pause.
 	maxUndoing = 10_000
 
@@ -60,7 +60,7 @@ type HoldDecision struct {
 	// Capacity is the number of slots of a key: the policy's number, or the override's.
 	Capacity int64
 
-	// Renewed means that this call was repeated after a lost answer, and that the slots were held already.
+	// Renewed means that the holder held the slots already: this call was repeated after a lost answer, or its HoldAs was.
 	Renewed bool
 
 	// Shadowed means that the policy only watches, and that enforcing it would have denied: nothing is held.
@@ -381,8 +381,8 @@ func (c holdContext) Done() <-chan struct{} {
 
 // Release ends Context and then frees the slots, after a renewal that is under way. It is safe to repeat: once it has succeeded it
 // does nothing, and after an error it tries again. It goes on for up to 5 seconds after ctx has ended, so it can be deferred with the
-// ctx of the work. After an error the release is repeated in the background, until it succeeds or the lease ends. A lease that had
-// ended before is no error.
+// ctx of the work. After an error that may pass the release is repeated in the background, until it succeeds or the lease ends, for 10,000
+// of a process at most. A lease that had ended before is no error.
 //
 // Errors: the error of ctx, [ErrLocked].
 func (h *Hold) Release(ctx context.Context) error {
@@ -454,7 +454,7 @@ func (l *limiter) undoLater(lost string, call func() (undone bool, err error), u
 		return
 	}
 	pause := time.Second
-	begun := time.Now().Add(pause / 2) // the lost statement, by then; calls of a busy program do not last until the first look
+	begun := time.Now().Add(pause / 2) // a statement that began before is taken for the lost one; later calls of a busy program are not
 	var again func()
 	again = func() {
 		goesOn := answered && l.goesOn(lost, time.Since(begun))

@@ -74,8 +74,8 @@ begin
   begin
     <<take>>
     begin
-      -- What does not end in this block goes on below: policies that are not plain; of the others a new bucket, one in deep debt, and one
-      -- that another session has changed meanwhile.
+      -- This block answers for a plain policy and a cost of 1 to capacity. It leaves to the loop a new bucket, one in deep debt, one whose row
+      -- a later clock wrote, one that covers the cost by now, and read-only transactions.
       <<plain>>
       begin
         if not v_policy.plain or v_idempotency_key is not null then
@@ -163,7 +163,7 @@ begin
       end plain;
 
       loop
-        if v_cost between 1 and v_policy.capacity and v_has_row is not false  -- false: the look above has found none
+        if v_cost between 1 and v_policy.capacity and v_has_row is not false  -- false: the look above has found none, or none that it can tell
            and current_setting('transaction_read_only') = 'off' then
           update buckets as b
              set level       = refilled(b.level, b.refilled_at, v_now, v_policy) - microtokens(v_cost),

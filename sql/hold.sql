@@ -3,14 +3,14 @@
 -- The steps:
 --   1. Mostly the holder holds nothing yet, and none of the leases has ended. One conditional update of the key's row takes the slots, and
 --      the lease is written, if the holder has none.
---   2. Else the leases are looked at. If the cost does not fit then, the answer is a denial: nothing was locked.
+--   2. Else the leases are looked at. If the cost does not fit then, the answer is a denial. It locks nothing that step 1 has not.
 --   3. The row of the key is locked, or created. Another session may have changed the leases: they are added up under the lock. If the
 --      cost does not fit any more, step 2 follows again.
 --   4. The row and the lease are written, and leases that have ended are removed.
 -- A holder that holds is renewed whether or not its cost would fit now.
 --
--- The clock is read first, before each step 2 and under the lock. If in step 1 a lease or an override has ended while the update waited, or
--- the clock went back, step 2 follows, and the row says that its sum does not count.
+-- The clock is read first, before each step 2 and under the lock. If in step 1 the holder turns out to hold, or a lease or an override has
+-- ended while the update waited, or the clock went back, step 2 follows, and the row says that its sum does not count.
 --
 -- Under REPEATABLE READ and SERIALIZABLE, steps 1 and 3 fail with 40001 if the leases were changed since the snapshot, and a denial is as
 -- old as the snapshot.
@@ -102,7 +102,7 @@ begin
       perform check_hold(v_policy.name, v_key, v_holder, v_cost);  -- raises 22023
     end if;
     loop
-      -- 2. A denial, unless there are more by the time of this look, or the holder holds.
+      -- 2. A denial, unless enough slots are free by now, or the holder holds.
       v_now := clock();
       select l.* into v_look from look_at_slots(v_policy, v_key, v_now, v_cost, v_holder) as l;
       if not v_look.holds and v_look.retry_us is distinct from 0 then
@@ -176,5 +176,6 @@ cost: slots, 1 or more. A cost above the capacity that applies to the key is den
 Errors: 22023 for a bad argument and for a policy without a lease, RL001 for an unknown policy, RL002 for a holder that holds with
   another cost, 25006 in a read-only transaction.
 Locks: a grant locks the row of the key until the transaction ends. A denial keeps a lock on it only if the call waited for it.
-Writes: a grant writes the row of the key and the lease, and deletes the leases of the key that have ended. A denial writes nothing.
+Writes: a grant writes the row of the key and the lease, and deletes the leases of the key that have ended. A denial writes nothing, or
+  the row of the key if a lease or an override ended while it waited.
 Role: application.';

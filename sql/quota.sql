@@ -1,6 +1,6 @@
--- Takes from the bucket of a quota, for ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to: as many whole tokens as there
--- are, at_most, or none if there are fewer than at_least. The steps, locks and writes are those of the last. A period that has not begun
--- lends nothing, so to reserve is to acquire. calendar.sql says what the level of a row is.
+-- Takes from the bucket of a quota, for ratelimit_acquire, ratelimit_reserve and ratelimit_acquire_up_to: the whole tokens that there are, up to
+-- at_most, or none if there are fewer than at_least. The steps are those of ratelimit_acquire_up_to; with a history it closes periods, too.
+-- A period that has not begun lends nothing, so to reserve is to acquire. calendar.sql says what the level of a row is.
 create or replace function ratelimit.take_quota_of_buckets(
     policy ratelimit.policies, key text, at_most bigint, at_least bigint, idempotency_key text)
   returns ratelimit.partial_decision language plpgsql volatile
@@ -9,8 +9,8 @@ declare
   v_key             text collate "C" := key;
   v_idempotency_key text collate "C" := idempotency_key;
   v_now             timestamptz := clock();
-  v_capacity        bigint;                        -- these apply to the key
-  v_ends_at         timestamptz;                   -- when some end; null: none does
+  v_capacity        bigint;                        -- that applies to the key
+  v_ends_at         timestamptz;                   -- when a part of its override ends; null: none does
   v_turns           ratelimit.turns;
   v_quota           ratelimit.policies;            -- with the numbers of the key, once the bucket was looked at
   v_numbers         ratelimit.numbers;

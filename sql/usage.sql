@@ -107,8 +107,8 @@ $$;
 comment on function ratelimit.change_calendar(ratelimit.policies, text, timestamptz) is
   'Prepares the bucket of a quota with a history for another calendar of its key.';
 
--- The rows of ratelimit_usage, which has columns named like its arguments: PL/pgSQL refuses them. A bucket counts if its period runs, or
--- is to be closed.
+-- The rows of ratelimit_usage, which has columns named like its arguments: PL/pgSQL refuses them. EXECUTE, since a plain query would take its
+-- columns key, began, ended and used for variables. A bucket counts if its period runs, or is to be closed.
 create or replace function ratelimit.periods_of(in of_policy text, in of_key text, in since timestamptz, in until timestamptz, in at_most integer,
     out policy text, out key text, out began timestamptz, out ended timestamptz, out used bigint, out closed boolean)
   returns setof record

@@ -20,7 +20,7 @@ type Function struct {
 	Often     int    // among random calls, in proportion to the others; 0: it is not called by itself
 	Arguments string // in order: each a name, with :kind where Kinds has it by another, [] for an array, and ? where null has a meaning
 	Reads     string // the columns that are compared; or the whole statement, with @ for the call
-	Writes    string // "tokens" and "slots" of a key, or "anything"; empty: nothing
+	Writes    string // "tokens" and "slots" of a key, or "anything"; empty: nothing, or it is not called by itself
 	Quiet     bool   // the message of a refusal is not foretold
 	Foretell  func(c *Call) ([]string, error)
 }

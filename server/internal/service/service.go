@@ -4,7 +4,7 @@
 //     calls Admit (gate.go).
 //  2. shard.call (shard.go) refuses the call if the shard of its key has too many, and gives it a deadline.
 //  3. ask makes the call of the client. The [Limiter] is a Prefetcher, which sends the request together with those of other callers.
-//     A call that cannot share a connection waits for one of those that are set apart.
+//     A call that cannot share a connection waits for one of OwnConnections permits, and then for a connection of the pool.
 //  4. observeCall passes the [Call] to metrics and log. The caller gets the [Answer], or an [Error] (errors.go).
 //
 // A long answer takes memory until it is read: unread.go bounds that.
@@ -29,8 +29,8 @@ type Service struct {
 	limits  Limits
 	observe func(Call)
 
-	memory sync.Mutex
-	used   int64 // of it, by long answers
+	unreadMu    sync.Mutex
+	unreadBytes int64 // of the memory for long answers
 }
 
 // New returns a Service on the limiters of all shards, in the order of their numbers. It passes each call to observe after the answer.
@@ -198,7 +198,7 @@ func (s *Service) acquireMany(ctx context.Context, requests []Request) []client.
 	return answers
 }
 
-// A Call has been answered.
+// A Call is what metrics and log learn of a call that has been answered.
 type Call struct {
 	Operation Operation
 	// Policy may be unknown. Of several charges it is the policy of the one that decided. It is empty without a charge, of Envoy's

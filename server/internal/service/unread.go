@@ -48,12 +48,12 @@ func (s *Service) ReserveAnswer(of *Connection, size Size) (*Unread, error) {
 		return nil, nil
 	}
 	memory := int64(size.Elements)<<10 + 3*int64(size.Bytes) // about: an error repeats texts of the request
-	s.memory.Lock()
-	defer s.memory.Unlock()
-	if s.used+memory > memoryOfAll || of != nil && (of.isEnded || of.used+memory > memoryOfConnection) {
+	s.unreadMu.Lock()
+	defer s.unreadMu.Unlock()
+	if s.unreadBytes+memory > memoryOfAll || of != nil && (of.isEnded || of.used+memory > memoryOfConnection) {
 		return nil, s.observeCall(Call{Operation: size.Operation, Err: newError(Overloaded)}, time.Now(), client.Decision{})
 	}
-	s.used += memory
+	s.unreadBytes += memory
 	if of != nil {
 		of.used += memory
 	}
@@ -77,22 +77,22 @@ func (u *Unread) Done() {
 		if u.timer != nil {
 			u.timer.Stop()
 		}
-		u.service.memory.Lock()
-		defer u.service.memory.Unlock()
+		u.service.unreadMu.Lock()
+		defer u.service.unreadMu.Unlock()
 		if u.of != nil {
 			if u.of.isEnded { // End has given it back
 				return
 			}
 			u.of.used -= u.Memory
 		}
-		u.service.used -= u.Memory
+		u.service.unreadBytes -= u.Memory
 	})
 }
 
 // End gives back the memory of a connection that has ended. Package grpc does not tell of answers that it could not write.
 func (s *Service) End(of *Connection) {
-	s.memory.Lock()
-	defer s.memory.Unlock()
-	s.used -= of.used
+	s.unreadMu.Lock()
+	defer s.unreadMu.Unlock()
+	s.unreadBytes -= of.used
 	of.used, of.isEnded = 0, true
 }
