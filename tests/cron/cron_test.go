@@ -44,7 +44,7 @@ func TestPgCron(t *testing.T) {
 		kit.Crowd(t, 20, func(int) error { return kit.RunScript(here, "schedule.sql") })
 		require.Empty(t, kit.Column(t, here.DB, "select runid::text from cron.job_run_details where runid > 2000000"), "replaced jobs leave no history")
 		require.Equal(t, []kit.Job{
-			{Name: "ratelimit-cleanup", Schedule: "* * * * *", Command: "call public.ratelimit_cleanup_all()", Database: "postgres", Username: "postgres"},
+			{Name: "ratelimit-cleanup", Schedule: "* * * * *", Command: "call public.ratelimit_cleanup_all()", Database: "postgres", Username: ownerOf(here)},
 			{Name: "ratelimit-cleanup-history", Schedule: "17 3 * * *", Command: kit.Jobs(here)[1].Command, Database: "postgres", Username: "postgres"},
 		}, kit.Jobs(here))
 	})
@@ -188,9 +188,7 @@ func TestPgCron_UninstallUnschedules(t *testing.T) {
 	}
 	const remain = "clean-up may still be scheduled with pg_cron"
 	home := kit.InstalledDB(t, server, "postgres") // where pg_cron is
-	// The image has a role for the package.
-	owner := kit.Column(t, home.DB, "select nspowner::regrole::text from pg_namespace where nspname = 'ratelimit'")[0]
-	require.NoError(t, migrations.Down(t.Context(), kit.ConnectAs(t, home.DB, owner)))
+	require.NoError(t, migrations.Down(t.Context(), kit.ConnectAs(t, home.DB, ownerOf(home))))
 	home.Execute(`
 		create extension if not exists pg_cron;
 		create role stranger login;
@@ -281,6 +279,11 @@ func TestPgCron_ScriptsFail(t *testing.T) {
 	for _, name := range []string{"unschedule.sql", "unschedule_elsewhere.sql"} {
 		require.Contains(t, string(kit.NoError(os.ReadFile("../../pg_cron/"+name))(t)), "\n\\set ON_ERROR_STOP on\n")
 	}
+}
+
+// ownerOf is the owner of the package: on the image a role of its own.
+func ownerOf(db *kit.TestDB) string {
+	return kit.Column(db.T, db.DB, "select nspowner::regrole::text from pg_namespace where nspname = 'ratelimit'")[0]
 }
 
 // psql runs one of pg_cron's scripts with psql.
