@@ -260,7 +260,7 @@ func TestRoundTrip_FailsUnsentAndTakesNothing(t *testing.T) {
 				_, err = p.RoundTrip(r) //nolint:bodyclose // there is none
 				require.ErrorIs(t, err, test.want)
 				named := fmt.Sprintf(`a request of %d tokens of the policy "tokens", whose capacity is 10`, test.cost)
-				require.Equal(t, test.want == client.ErrTooLate, strings.Contains(err.Error(), named), err)
+				require.Equal(t, errors.Is(test.want, client.ErrTooLate), strings.Contains(err.Error(), named), err)
 				require.Equal(t, test.at, time.Since(w.start))
 				require.True(t, b.closed)
 				require.Empty(t, w.sent)
