@@ -56,21 +56,28 @@ var examples = map[string]string{
 func (n *node) check(schema *jsonschema.Schema) (problems Problems) {
 	var invalid *jsonschema.ValidationError
 	if errors.As(schema.Validate(n.json), &invalid) {
-		n.explain(&problems, invalid)
+		n.explain(&problems, invalid, "")
 	}
 	return problems
 }
 
-// explain adds the problems of a validation error.
-func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError) {
+// explain adds the problems of a validation error. The remedy beside a $ref counts before that of the schema it refers to.
+func (n *node) explain(problems *Problems, invalid *jsonschema.ValidationError, remedy string) {
 	place, _ := url.Parse(invalid.SchemaURL)
 	refuses := schema.find(strings.Split(place.Fragment, "/")[1:]...)
 	at := n.find(invalid.InstanceLocation...)
-	remedy := refuses.find("errorMessage").text()
+	if remedy == "" {
+		remedy = refuses.find("errorMessage").text()
+	}
 	switch is := invalid.ErrorKind.(type) {
 	case *kind.Schema, *kind.Group, *kind.Reference:
+		_, refers := is.(*kind.Reference)
 		for _, cause := range invalid.Causes {
-			n.explain(problems, cause)
+			inherited := ""
+			if refers && len(cause.InstanceLocation) == len(invalid.InstanceLocation) {
+				inherited = remedy
+			}
+			n.explain(problems, cause, inherited)
 		}
 	case *kind.PropertyNames: // which the document has checked, in bytes
 	case *kind.Required:

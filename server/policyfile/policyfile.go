@@ -7,8 +7,7 @@
 //	difference, err := policyfile.Apply(ctx, conn, file, policyfile.Options{Environment: "staging"})
 //
 // schema.json says what a file may have. Its errorMessage, which is ours, says what to do about a mistake: one that begins with write
-// is about the value, and any other about the field. Beside a $ref it does not count. An empty enum forbids a field; const false forbids
-// it but for false.
+// is about the value, and any other about the field. An empty enum forbids a field; const false forbids it but for false.
 //
 // Fields, their order and defaults are in schema.json alone. A field that refers to a new definition needs its form: fields.go.
 //
