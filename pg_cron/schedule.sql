@@ -11,10 +11,11 @@
 
 do $$
 declare
-  v_home text := (select s.setting from pg_catalog.pg_settings as s where s.name = 'cron.database_name');
-  v_call text;
-  v_role name;     -- that runs it
-  v_runs boolean;  -- it can
+  v_home   text := (select s.setting from pg_catalog.pg_settings as s where s.name = 'cron.database_name');
+  v_call   text;
+  v_role   name;      -- that runs it
+  v_runs   boolean;   -- it can
+  v_others bigint[];  -- jobs that are replaced
 begin
   select pg_catalog.format('call %I.%I()', n.nspname, p.proname), job.role,
          (job.role = current_user or o.rolcanlogin)
@@ -69,16 +70,14 @@ begin
             hint    = pg_catalog.format('As a superuser: grant usage on schema cron to %I;', current_user);
   end if;
 
-  delete from cron.job_run_details as r
-   using cron.job as j
-   where j.jobid = r.jobid
-     and j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup-history')
-     and (j.username <> case j.jobname when 'ratelimit-cleanup' then v_role else current_user end or j.nodeport <> pg_catalog.current_setting('port')::int4 or j.database <> current_database());
-
-  perform cron.unschedule(j.jobid)
-     from cron.job as j
-    where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup-history')
-      and (j.username <> case j.jobname when 'ratelimit-cleanup' then v_role else current_user end or j.nodeport <> pg_catalog.current_setting('port')::int4 or j.database <> current_database());
+  v_others := array(select j.jobid
+                      from cron.job as j
+                     where j.jobname in ('ratelimit-cleanup', 'ratelimit-cleanup-history')
+                       and (j.username <> case j.jobname when 'ratelimit-cleanup' then v_role else current_user end
+                         or j.nodeport <> pg_catalog.current_setting('port')::int4
+                         or j.database <> current_database()));
+  delete from cron.job_run_details as r where r.jobid = any (v_others);
+  perform cron.unschedule(j.jobid) from pg_catalog.unnest(v_others) as j (jobid);
 
   if v_role = current_user then
     perform cron.schedule('ratelimit-cleanup', '* * * * *', v_call);
