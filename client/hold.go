@@ -289,13 +289,13 @@ func (h *Hold) endIfOver() bool {
 		return true
 	}
 	h.mu.Lock()
-	isOver, lost := h.tenure.over(h.now()), ErrLeaseLost
-	if h.failure != nil {
-		lost = fmt.Errorf("%w: %w", ErrLeaseLost, h.failure)
-	}
+	isOver, failure := h.tenure.over(h.now()), h.failure
 	h.mu.Unlock()
-	if isOver {
-		h.stop(lost)
+	switch {
+	case isOver && failure != nil:
+		h.stop(fmt.Errorf("%w: %w", ErrLeaseLost, failure))
+	case isOver:
+		h.stop(ErrLeaseLost)
 	}
 	return isOver
 }
