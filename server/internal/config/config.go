@@ -251,9 +251,10 @@ func readFile(path string) (map[string]string, error) {
 		}
 		name, value, isPair := strings.Cut(line, "=")
 		_, isAgain := values[name]
+		misspelled := Misspelled([]string{line})
 		switch {
-		case Misspelled([]string{line}) != nil:
-			err = Misspelled([]string{line})
+		case misspelled != nil:
+			err = misspelled
 		case !isPair:
 			err = errors.New("this is not NAME=value")
 		case !slices.ContainsFunc(known, func(s Setting) bool { return s.Name == name }):

@@ -178,11 +178,12 @@ func (t Tokens) Option(s *service.Service) grpc.ServerOption {
 		if tokens.Admit(call.Header["authorization"]) {
 			return ctx, nil
 		}
+		kind := service.Unauthenticated
 		if from, isKnown := peer.FromContext(ctx); isKnown {
-			s.Refuse(service.Unauthenticated.Status, call.FullMethodName, from.Addr.String())
+			s.Refuse(kind.Status, call.FullMethodName, from.Addr.String())
 		}
-		return ctx, service.StatusWith(codes.Unauthenticated, "no token that the server knows: send the header authorization: Bearer …",
-			&errdetails.ErrorInfo{Reason: "UNAUTHENTICATED"}).Err()
+		return ctx, service.StatusWith(kind.Code, "no token that the server knows: send the header authorization: Bearer …",
+			&errdetails.ErrorInfo{Reason: kind.Reason}).Err()
 	})
 }
 
