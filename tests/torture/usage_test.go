@@ -64,7 +64,8 @@ const unaccounted = `
 	              group by policy, key) as u using (policy, key)
 	 where u.used is distinct from l.counted`
 
-// keepLedger has sessions work for so many turns, or until there is a deadlock or a difference, beside clean-up, while sessions are killed.
+// keepLedger has sessions work for so many turns, and until they have made as many calls, so that most turns have something to close. It ends
+// early at a deadlock or a difference. Beside them clean-up runs, and sessions are killed.
 func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64, differences []string) {
 	db.Execute(fmt.Sprintf(daysOf100ms, time.Now().UTC().Format(time.RFC3339Nano)))
 	db.Execute("select ratelimit_define_policy(p, 1000000, period => '1 day', history => '100 years', remember => '1000 days') from unnest('{q,r}'::text[]) as p")
@@ -84,7 +85,7 @@ func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64,
 		return nil
 	})
 	conn, killed := db.Connect(t), 0
-	for turn := 0; turn < turns && len(differences) == 0; turn += 10 {
+	for turn := 0; (turn < turns || done.Load() < int64(turns)) && len(differences) == 0; turn += 10 {
 		more := time.Now().Add(time.Second)
 		for time.Now().Before(more) {
 			killed += len(kit.ColumnOf(t, conn, `
@@ -115,7 +116,6 @@ func TestTorture_UsageIsTheSumOfWhatWasCounted(t *testing.T) {
 	}
 	calls, differences := keepLedger(t, kit.NewDB(t), 32, turns)
 	require.Empty(t, differences)
-	require.Greater(t, calls, int64(turns), "most turns have something to close")
 	run.Figures("calls", calls, "turns", int64(turns))
 }
 
