@@ -8,7 +8,6 @@ import (
 	"net"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -32,57 +31,12 @@ func holders(t *testing.T, db *pgtest.DB) []client.Holder {
 	return kit.NoError(client.New(db.Pool).Holders(t.Context()))(t)
 }
 
-// heldLease is the lease of jobs in [asLong]. A renewal is due when a third of it is over.
-const heldLease = time.Minute
-
-// asLong runs a test in a bubble, where time stands still until all goroutines sleep: no machine is too slow there to renew in
-// time. pass sleeps, and moves the server's clock by as much.
-func asLong(t *testing.T, capacity int64, test func(t *testing.T, db *pgtest.DB, pass func(time.Duration))) {
-	t.Parallel()
-	outside := newJobs(t, capacity, heldLease)
-	synctest.Test(t, func(t *testing.T) {
-		db := &kit.TestDB{DB: &pgtest.DB{Pool: connect(t, outside, nil), URL: outside.URL}, T: t}
-		now := kit.T0
-		db.SetClock(now)
-		test(t, db.DB, func(d time.Duration) {
-			time.Sleep(d)
-			now = now.Add(d)
-			db.SetClock(now)
-		})
-	})
-}
-
-// The work may last longer than the lease, and whoever waits gets the slot when it is released.
-func TestHold_OutlastsItsLease(t *testing.T) {
-	asLong(t, 1, func(t *testing.T, db *pgtest.DB, pass func(time.Duration)) {
-		limiter := client.New(db.Pool)
-		h, _, err := limiter.Hold(t.Context(), "jobs", "k")
-		require.NoError(t, err)
-		next, failed := make(chan *client.Hold, 1), make(chan error, 1)
-		go func() {
-			h, _, err := limiter.HoldWait(t.Context(), "jobs", "k")
-			next <- h
-			failed <- err
-		}()
-		for range 12 {
-			pass(heldLease / 4)
-			require.NoError(t, h.Context().Err())
-			require.Equal(t, h.Holder(), holders(t, db)[0].Holder)
-			require.Empty(t, next)
-		}
-		require.NoError(t, h.Release(t.Context()))
-		waited := <-next
-		require.NoError(t, <-failed)
-		require.Equal(t, waited.Holder(), holders(t, db)[0].Holder)
-		require.NoError(t, waited.Release(t.Context()))
-	})
-}
-
 // After a failover in which all answers were lost, a call that was committed leaves no slot held, and no token charged, for a caller who
 // was told that it failed. The lease is a minute, and no token is refilled.
 func TestHold_AndWaitUndoWhatWasCommittedAndNotAnswered(t *testing.T) {
 	t.Parallel()
-	db := &kit.TestDB{DB: newJobs(t, 1, heldLease), T: t}
+	const lease = time.Minute
+	db := &kit.TestDB{DB: newJobs(t, 1, lease), T: t}
 	direct := client.New(db.Pool)
 	require.NoError(t, direct.DefinePolicy(t.Context(), client.Policy{Name: "budget", Capacity: 1, Refill: client.Zero, Every: time.Second}))
 	remaining := func() int64 { return kit.NoError(direct.Peek(t.Context(), "budget", "k"))(t).Remaining }
@@ -108,7 +62,7 @@ func TestHold_AndWaitUndoWhatWasCommittedAndNotAnswered(t *testing.T) {
 		require.Error(t, test.call(client.New(pool)), name)
 		require.False(t, test.free(), name)
 		proxy.Heal()
-		require.Eventually(t, test.free, heldLease/2, 10*time.Millisecond, name)
+		require.Eventually(t, test.free, lease/2, 10*time.Millisecond, name)
 		pool.Close()
 	}
 }
