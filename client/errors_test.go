@@ -29,7 +29,7 @@ func TestErrors_SayWhatFailedAndWhatHelps(t *testing.T) {
 		"22021": {client.ErrInvalidArgument, "pass text in UTF-8, or a hash"}, "22P05": {client.ErrInvalidArgument, "pass text in UTF-8"},
 		"55P03": {client.ErrLocked, "Hint."}, "28P01": {nil, "Check the user and the password"}, "28000": {nil, "pg_hba.conf"},
 		"3D000": {nil, "Check the name of the database"}, "08P01": {nil, "ignore_startup_parameters"}, "3F000": {nil, "Install pgratelimit"},
-		"42P01": {nil, "Install pgratelimit"}, "42703": {nil, "another version"}, "25006": {nil, "Hint."},
+		"42P01": {nil, "Install pgratelimit"}, "42703": {nil, "another version"}, "42883": {nil, "Install pgratelimit"}, "25006": {nil, "Hint."},
 	} {
 		cause := &pgconn.PgError{Severity: "ERROR", Code: code, Message: "made up", Detail: "Detail.", Hint: "Hint."}
 		_, err := client.New(&fakeDB{answers: []any{cause}}).Peek(t.Context(), "p", "k")

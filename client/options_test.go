@@ -78,6 +78,7 @@ func TestCallOptions_AreForTheirMethods(t *testing.T) {
 	_, err := client.New(&fakePool{}).Peek(ctx, "p", "k", nil)
 	require.ErrorContains(t, err, "a CallOption that is nil")
 	require.Panics(t, func() { client.New(&fakePool{}).RunCleanup(ctx, time.Second, client.MaxRows(1)) }, "it returns nothing")
+	require.PanicsWithValue(t, "client: RunCleanup: every must be positive", func() { client.New(&fakePool{}).RunCleanup(ctx, 0) })
 }
 
 // The pool of a program whose := has hidden the variable is nil: that is told where the limiter is made, and not by the first request.

@@ -54,11 +54,6 @@ func TestWait_IsNotForTransactions(t *testing.T) {
 	}
 }
 
-func TestRunCleanup_WantsAnInterval(t *testing.T) {
-	t.Parallel()
-	require.PanicsWithValue(t, "client: RunCleanup: every must be positive", func() { client.New(&pgx.Conn{}).RunCleanup(t.Context(), 0) })
-}
-
 func TestPolicies_LongIntervalsAreCut(t *testing.T) {
 	db := pgtest.Parallel(t)
 	db.Exec(t, "select ratelimit_define_policy('slow', 1, 1, '365250 days', remember => '365250 days')")
@@ -159,34 +154,6 @@ func TestErrors_AsInEveryLanguage(t *testing.T) {
 		require.ErrorIs(t, err, kinds[test.Error], test.Name)
 		kit.RequireState(t, test.SQLState, err)
 	}
-}
-
-func TestErrors_ALockTimeoutIsErrLocked(t *testing.T) {
-	db := pgtest.Parallel(t)
-	db.Exec(t, "select ratelimit_define_policy('api', 10, 1, '1 hour')")
-	ctx := t.Context()
-
-	holder := begin(t, db.Pool)
-	// The row has to be there first: only then does the holder lock it.
-	kit.NoError(client.New(db.Pool).Acquire(ctx, "api", "k"))(t)
-	kit.NoError(client.New(holder).Acquire(ctx, "api", "k"))(t)
-
-	hasty := client.New(connect(t, db, map[string]string{"lock_timeout": "1ms"}))
-	_, acquire := hasty.Acquire(ctx, "api", "k")
-	_, refund := hasty.Refund(ctx, "api", "k", 1)
-	for verb, err := range map[string]error{"acquire": acquire, "refund": refund, "reset": hasty.Reset(ctx, "api", "k")} {
-		require.ErrorIs(t, err, client.ErrLocked)
-		require.ErrorContains(t, err, "pgratelimit: "+verb+": ")
-		kit.RequireState(t, "55P03", err)
-	}
-
-	require.NoError(t, holder.Rollback(ctx))
-	require.EqualValues(t, 8, kit.NoError(hasty.Acquire(ctx, "api", "k"))(t).Remaining, "only the two grants that stayed")
-}
-
-func TestErrors_SayThatThePackageIsMissing(t *testing.T) {
-	t.Parallel()
-	require.ErrorContains(t, kit.ErrorOf(client.New(pgtest.Empty(t).Pool).Acquire(t.Context(), "api", "k")), "Install pgratelimit")
 }
 
 // connect opens a pool whose sessions have these settings.
