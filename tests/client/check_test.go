@@ -139,20 +139,6 @@ func TestMiddleware_IsHeardAboutWhatIsWrongFromTheStart(t *testing.T) {
 		return w.Code
 	}
 	api := client.Charge{Policy: "api"}
-	for _, missing := range []struct {
-		limiter client.Acquirer
-		charge  client.Charge
-		line    string
-	}{
-		{client.New(pool), api, "grant execute on function ratelimit_acquire"},
-		{client.New(owner, client.Schema("none")), api, "SQLSTATE 3F000"},
-		{client.New(owner), client.Charge{Policy: "misspelt"}, "unknown policy"},
-	} {
-		log := logOf(t)
-		require.Equal(t, http.StatusInternalServerError, get(missing.limiter, missing.charge, httplimit.ByIP(1)), "%s", missing.line)
-		require.Equal(t, 1, strings.Count(log(), missing.line), "once: %s", log())
-	}
-
 	log := logOf(t)
 	require.Equal(t, http.StatusTooManyRequests, get(client.New(owner), client.Charge{Policy: "api", Cost: client.Cost(6)}, httplimit.ByIP(0)))
 	require.Equal(t, 1, strings.Count(log(), "ByIP trusts no proxy"), log())
