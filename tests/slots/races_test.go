@@ -14,7 +14,8 @@ import (
 // A race is steps of several sessions in a fixed order. They have the outcome only because of one passage of a function: in the
 // mutation without it the steps have another outcome, or fail. Most often first is a transaction, and second a call that waits for it.
 type race struct {
-	steps    func(db *kit.TestDB) (outcome string) // on policy p, of capacity 1 and a lease of a minute, at T0
+	capacity int64                                 // of policy p; 0 is 1
+	steps    func(db *kit.TestDB) (outcome string) // on policy p, with a lease of a minute, at T0
 	outcome  string
 	function string // empty if no passage is needed
 	without  kit.Mutation
@@ -61,8 +62,7 @@ var races = map[string]race{
 		without:  kit.Mutation{Pattern: `v_seen_at := v_now; v_now := clock\(\);`, Replacement: "v_seen_at := v_now;"},
 	},
 	"a release that is committed lets the next hold": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 2)")
+		capacity: 2, steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			first := holding(db, "b")
 			require.True(db.T, kit.NoError(kit.Release(first, "p", "k", "a"))(db.T))
@@ -72,8 +72,7 @@ var races = map[string]race{
 		outcome: fmt.Sprint(kit.Held(0, lease, 2)) + " [b:1 c:1]", // after the wait, and not denied by the leases seen before
 	},
 	"a hold that waits counts by the capacity of after the wait": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 2)")
+		capacity: 2, steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			db.SetClock(at(lease))
 			first := holding(db, "a")
@@ -85,8 +84,7 @@ var races = map[string]race{
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `v_policy := v_numbers\.policy;`, Replacement: ""},
 	},
 	"a hold that waits for the first of a key counts by the capacity of after the wait": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 2)")
+		capacity: 2, steps: func(db *kit.TestDB) string {
 			first := holding(db, "a")
 			second := db.Session().StartHold("b", 1).BlockedBy(first)
 			db.Execute("select ratelimit_define_policy('p', 1)")
@@ -95,8 +93,7 @@ var races = map[string]race{
 		outcome: fmt.Sprint(kit.NotHeld(0, lease, 1)) + " [a:1]",
 	},
 	"a lease that holds again when the clock goes back is in the sum": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 4)")
+		capacity: 4, steps: func(db *kit.TestDB) string {
 			db.Hold("a", 2)
 			db.SetClock(at(lease))
 			first := holding(db, "b") // a has ended
@@ -108,8 +105,7 @@ var races = map[string]race{
 		outcome: "false 1",
 	},
 	"a holder whose lease clean-up has removed holds anew, by a clock that went back": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 2)")
+		capacity: 2, steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			db.SetClock(at(lease / 2))
 			db.Hold("b", 1)
@@ -135,18 +131,17 @@ var races = map[string]race{
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `least\(v_until, v_numbers_end\)`, Replacement: "v_until"},
 	},
 	"a lease that ends while its holder waits to hold again is no renewal": {
-		steps:    holdAcrossTheEnd("a"),
+		capacity: 2, steps: holdAcrossTheEnd("a"),
 		outcome:  fmt.Sprint(kit.Held(1, lease, 2)) + " [a:1]",
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `and l\.ends_at > v_now; if`, Replacement: "and l.ends_at >= v_now; if"},
 	},
 	"a lease that ends while another holder waits counts no more": {
-		steps:    holdAcrossTheEnd("c"),
+		capacity: 2, steps: holdAcrossTheEnd("c"),
 		outcome:  fmt.Sprint(kit.Held(1, lease, 2)) + " [c:1]",
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `and v_now < least\(v_until, v_numbers_end\)`, Replacement: ""},
 	},
 	"a hold that waits for the first of a key counts under a lock": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 2)")
+		capacity: 2, steps: func(db *kit.TestDB) string {
 			gate := db.GateBefore(`update slots as s set held = v_held,`, "ratelimit_hold")
 			defer gate.Remove()
 			first := holding(db, "a")
@@ -231,8 +226,7 @@ var races = map[string]race{
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `if found then v_now := clock\(\);`, Replacement: "if found then"},
 	},
 	"a lease ends before the sum when the clock went back while its hold waited": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 3)")
+		capacity: 3, steps: func(db *kit.TestDB) string {
 			db.SetClock(at(lease / 2))
 			db.Hold("a", 1)
 			first := holding(db, "b")
@@ -247,8 +241,7 @@ var races = map[string]race{
 		function: "ratelimit_hold", without: kit.Mutation{Pattern: `v_now >= v_seen_at and`, Replacement: ""},
 	},
 	"a lease that ends while its renewal waits is not renewed": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 2)")
+		capacity: 2, steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			first := holding(db, "b")
 			second := db.Session().StartRenew("a").BlockedBy(first)
@@ -261,8 +254,7 @@ var races = map[string]race{
 		without:  kit.Mutation{Pattern: `and l\.holder = v_holder and l\.ends_at > v_now; elsif`, Replacement: "and l.holder = v_holder; elsif"},
 	},
 	"a lease that ends while its release waits was not held until then": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 2)")
+		capacity: 2, steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			first := holding(db, "b")
 			second := db.Session().StartRelease("a").BlockedBy(first)
@@ -367,8 +359,7 @@ var races = map[string]race{
 		without:  kit.Mutation{Pattern: `if found then delete from leases`, Replacement: "if true then delete from leases"},
 	},
 	"a hold that waits for clean-up counts again, by a clock that went back": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 3)")
+		capacity: 3, steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			db.SetClock(at(lease / 2))
 			db.Hold("b", 1)
@@ -398,8 +389,7 @@ var races = map[string]race{
 		without:  kit.Mutation{Pattern: `if v_released = v_cost then return true; end if;`, Replacement: "return v_released is not null;"},
 	},
 	"a release of a lease that has another cost by then takes that cost from the sum": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 3)")
+		capacity: 3, steps: func(db *kit.TestDB) string {
 			db.Hold("a", 1)
 			first := db.Begin().Execute("select ratelimit_release('p', 'k', 'a')")
 			first.Hold("a", 2)
@@ -412,8 +402,7 @@ var races = map[string]race{
 		without:  kit.Mutation{Pattern: `if v_released = v_cost then return true; end if;`, Replacement: "return v_released is not null;"},
 	},
 	"a renewal ends before the sum when the clock went back while it waited": {
-		steps: func(db *kit.TestDB) string {
-			db.Execute("select ratelimit_define_policy('p', 2)")
+		capacity: 2, steps: func(db *kit.TestDB) string {
 			db.SetClock(at(lease / 2))
 			db.Hold("a", 1)
 			first := db.Begin().Execute("select ratelimit_renew('p', 'k', 'a')")
@@ -448,7 +437,6 @@ var races = map[string]race{
 // holdAcrossTheEnd has a holder wait for another session, while the lease of a ends.
 func holdAcrossTheEnd(holder string) func(db *kit.TestDB) string {
 	return func(db *kit.TestDB) string {
-		db.Execute("select ratelimit_define_policy('p', 2)")
 		db.Hold("a", 1)
 		first := holding(db, "b")
 		second := db.Session().StartHold(holder, 1).BlockedBy(first)
@@ -459,14 +447,15 @@ func holdAcrossTheEnd(holder string) func(db *kit.TestDB) string {
 
 func TestHold_Races(t *testing.T) {
 	kit.InParallel(t, races, func(t *testing.T, r race) {
-		db := kit.NewDB(t).At(kit.T0).Lend("p", 1, lease)
+		capacity := max(1, r.capacity)
+		db := kit.NewDB(t).At(kit.T0).Lend("p", capacity, lease)
 		require.Equal(t, r.outcome, r.steps(db))
 
 		if r.function == "" {
 			return
 		}
 		db.Execute("select ratelimit_drop_policy('p')")
-		db.At(kit.T0).Lend("p", 1, lease)
+		db.At(kit.T0).Lend("p", capacity, lease)
 		db.Mutate(r.without, r.function)
 		other := r.stepsThatMayFail(db)
 		t.Logf("without it: %q", other)
