@@ -125,8 +125,7 @@ func KindOf(err error) ErrorKind {
 	if err == nil {
 		return 0
 	}
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && pgErr.Code != "" {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code != "" {
 		switch {
 		case needsSetup[pgErr.Code]:
 			return Setup
@@ -187,8 +186,7 @@ func refused(verb, code, message, detail, hint string) error {
 
 func (e *callError) Error() string {
 	message := "pgratelimit: " + e.verb + ": " + withoutRepeats(e.err.Error())
-	var pgErr *pgconn.PgError
-	if errors.As(e.err, &pgErr) {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](e.err); ok {
 		for _, more := range []string{pgErr.Detail, e.hint(pgErr)} {
 			if more != "" {
 				message = strings.TrimSuffix(message, ".") + ". " + more

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -282,16 +283,9 @@ func (l *limiter) whichShard(ctx context.Context) (where string, shard, of int, 
 // isSilence reports whether a database that failed to answer may be well later, under any name: it cannot be
 // reached, is starting or stopping, or has no place for another connection.
 func isSilence(err error) bool {
-	if errors.Is(err, ErrWrongShard) {
-		return false
-	}
-	var pgErr *pgconn.PgError
-	if !errors.As(err, &pgErr) {
-		return true
-	}
-	switch pgErr.Code[:min(2, len(pgErr.Code))] {
-	case "08", "53", "57", "58": // connection, resources, operator intervention, system
-		return true
-	}
-	return false
+	pgErr, isAnswer := errors.AsType[*pgconn.PgError](err)
+	return !errors.Is(err, ErrWrongShard) && (!isAnswer || ofSilence.MatchString(pgErr.Code))
 }
+
+// ofSilence matches the codes of connections, resources, operators and the system.
+var ofSilence = regexp.MustCompile(`^(08|53|57|58)`)
