@@ -161,45 +161,31 @@ func TestRiver_AReservedJobIsNotEarly(t *testing.T) {
 		          from starts where kind = 'partner_call') as s`), capacity+refill)
 }
 
-func TestRiver_ARepeatedEnqueueInsertsOneJob(t *testing.T) {
+// A rollback gives the tokens back, a repeat inserts no other job, and a denial none.
+func TestRiver_AnEnqueueIsOneJobAndItsTokens(t *testing.T) {
 	q := newQueue(t)
-	q.Policy("partner", 5, 1, kit.ADay)
+	q.Policy("partner", 2, 1, kit.ADay)
 	queue := q.client(&river.Config{})
-	first := kit.NoError(q.enqueue(queue, partnerCall{"limited", "order"}))(t)
-	again := kit.NoError(q.enqueue(queue, partnerCall{"limited", "order"}))(t)
-	require.False(t, first.Replayed)
-	require.True(t, again.Allowed && again.Replayed)
-	require.EqualValues(t, 1, q.jobs())
-	require.EqualValues(t, 4, q.Left("partner", "limited"))
-}
-
-func TestRiver_AnEnqueueThatIsRolledBackGivesTheTokensBack(t *testing.T) {
-	q := newQueue(t)
-	q.Policy("partner", 5, 1, kit.ADay)
-	queue, limiter := q.client(&river.Config{}), client.New(q.Pool)
+	requireThere := func(jobs, tokens int64) {
+		require.Equal(t, []int64{jobs, tokens}, []int64{q.jobs(), q.Left("partner", "limited")})
+	}
 	tx := kit.NoError(q.Pool.Begin(t.Context()))(t)
-	r := kit.NoError(enqueue(t.Context(), tx, limiter, queue, "limited", "order", partnerCall{"limited", "order"}))(t)
+	r := kit.NoError(enqueue(t.Context(), tx, client.New(q.Pool), queue, "limited", "order", partnerCall{"limited", "order"}))(t)
 	require.True(t, r.Allowed)
 	require.EqualValues(t, 1, kit.One[int64](t, tx, "select count(*) from river_job"))
 	require.NoError(t, tx.Rollback(t.Context()))
-	require.EqualValues(t, 5, q.Left("partner", "limited"))
-	require.Zero(t, q.jobs())
+	requireThere(0, 2)
 
-	r = kit.NoError(q.enqueue(queue, partnerCall{"limited", "order"}))(t)
-	require.True(t, r.Allowed && !r.Replayed)
-	require.EqualValues(t, 1, q.jobs())
-}
-
-func TestRiver_ADeniedEnqueueInsertsNothing(t *testing.T) {
-	q := newQueue(t)
-	q.Policy("partner", 1, 1, kit.ADay)
-	queue := q.client(&river.Config{})
-	require.True(t, kit.NoError(q.enqueue(queue, partnerCall{"limited", "order 1"}))(t).Allowed)
-	r := kit.NoError(q.enqueue(queue, partnerCall{"limited", "order 2"}))(t)
+	for _, replayed := range []bool{false, true} {
+		r = kit.NoError(q.enqueue(queue, partnerCall{"limited", "order"}))(t)
+		require.True(t, r.Allowed && r.Replayed == replayed)
+		requireThere(1, 1)
+	}
+	require.True(t, kit.NoError(q.enqueue(queue, partnerCall{"limited", "order 2"}))(t).Allowed)
+	r = kit.NoError(q.enqueue(queue, partnerCall{"limited", "order 3"}))(t)
 	require.False(t, r.Allowed)
 	require.InDelta(t, kit.ADay, r.Wait, float64(time.Hour))
-	require.EqualValues(t, 1, q.jobs())
-	require.EqualValues(t, 0, q.Left("partner", "limited"))
+	requireThere(2, 0)
 }
 
 // The jobs of three customers are in one queue. Those of the limited customer are before the others, and are too many for its bucket.
