@@ -121,22 +121,41 @@ func (l *prefetching) remaining(policy, key string) int64 {
 	return noError(l.fake.Peek(l.Context(), policy, key))(l).Remaining
 }
 
-// A hot bucket is answered from memory, an ordinary one and other policies are not.
+// A hot bucket is answered from memory, an ordinary one and other policies are not. Hooks see what callers get, from a stock or not, and
+// not what the Prefetcher takes and gives back.
 func TestPrefetcher_AnswersForHotBuckets(t *testing.T) {
+	var mu sync.Mutex
+	var answers []client.Answer
 	withPrefetcher(t, client.Prefetch{Policy: "p"}, func(t *testing.T, l *prefetching) {
-		granted, prefetched := l.ask("p", "hot", 1000, time.Millisecond)
+		granted, hot := l.ask("p", "hot", 1000, time.Millisecond)
 		require.Equal(t, 1000, granted)
-		require.Greater(t, prefetched, 980)
+		require.Greater(t, hot, 980)
 		made := l.made()
 		require.Less(t, made["ratelimit_acquire"], 20)
 		require.InDelta(t, 6, made["ratelimit_acquire_up_to"], 6)
 
-		_, prefetched = l.ask("p", "cold", 100, 60*time.Millisecond)
+		_, prefetched := l.ask("p", "cold", 100, 60*time.Millisecond)
 		require.Zero(t, prefetched)
 		_, prefetched = l.ask("other", "hot", 100, time.Millisecond)
 		require.Zero(t, prefetched)
-		require.Zero(t, l.made()["ratelimit_acquire_up_to"])
-	})
+		made = l.made()
+		require.Zero(t, made["ratelimit_acquire_up_to"])
+		require.Positive(t, made["ratelimit_refund"])
+
+		require.Len(t, answers, 1200)
+		for i, a := range answers {
+			require.Equal(t, map[bool]string{true: "p", false: "other"}[i < 1100], a.Policy)
+			require.Equal(t, "acquire allowed", a.Operation+" "+string(a.Result()))
+			if a.Decision.Estimated {
+				hot--
+			}
+		}
+		require.Zero(t, hot)
+	}, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
+		mu.Lock()
+		defer mu.Unlock()
+		answers = append(answers, a)
+	}}))
 }
 
 // Requests with an idempotency key, of several charges, and of no cost are never answered from a stock.
@@ -437,38 +456,6 @@ func TestPrefetcher_AllocatesNothing(t *testing.T) { // and not in parallel: oth
 			}
 		}))
 		require.Equal(t, 101, prefetched, "one is to warm up")
-	})
-}
-
-// Hooks see what callers get, from a stock or not, and not what the Prefetcher takes and gives back.
-func TestPrefetcher_ShowsHooksTheAnswersOfCallersAlone(t *testing.T) {
-	inBubble(t, func(t *testing.T) {
-		var mu sync.Mutex
-		var answers []client.Answer
-		l := newPrefetching(t, client.Prefetch{Policy: "p"}, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
-			mu.Lock()
-			defer mu.Unlock()
-			answers = append(answers, a)
-		}}))
-		granted, prefetched := l.ask("p", "hot", 1000, time.Millisecond)
-		require.Equal(t, 1000, granted)
-		require.Greater(t, prefetched, 980)
-		time.Sleep(time.Second)
-		l.Close()
-		made := l.made()
-		require.Positive(t, made["ratelimit_acquire_up_to"])
-		require.Positive(t, made["ratelimit_refund"])
-
-		require.Len(t, answers, 1000)
-		for _, a := range answers {
-			require.Equal(t, "acquire", a.Operation)
-			require.Equal(t, "p", a.Policy)
-			require.Equal(t, client.ResultAllowed, a.Result())
-			if a.Decision.Estimated {
-				prefetched--
-			}
-		}
-		require.Zero(t, prefetched)
 	})
 }
 
