@@ -82,21 +82,27 @@ def stopped_clock() -> Iterator[Callable[[int], Any]]:
 
 
 @contextmanager
-def fails_once(sqlstate: str, message: str) -> Iterator[None]:
-    """ratelimit_acquire raises once, and works from then on."""
-    execute(f"""
-        create sequence fails;
-        alter function ratelimit_acquire rename to original_acquire;
-        create function ratelimit_acquire(policy text, key text, cost bigint, idempotency_key text)
-          returns ratelimit.decision language plpgsql as $$
-        begin
-          if nextval('fails') = 1 then raise exception '{message}' using errcode = '{sqlstate}'; end if;
-          return original_acquire(policy, key, cost, idempotency_key);
-        end $$""")
+def replaced(function: str, body: str) -> Iterator[None]:
+    """A function has another body, which may call it as original."""
+    sql = "select concat(proname, '(', pg_get_function_identity_arguments(oid), ') returns ', prorettype::regtype) from pg_proc where proname = %s"
+    (signature,) = execute(sql, function)[0]
+    execute(f"alter function {function} rename to original; create function {signature} language plpgsql as $${body}$$")
     try:
         yield
     finally:
-        execute("drop function ratelimit_acquire; alter function original_acquire rename to ratelimit_acquire; drop sequence fails")
+        execute(f"drop function {function}; alter function original rename to {function}")
+
+
+@contextmanager
+def fails_once(sqlstate: str, message: str) -> Iterator[None]:
+    """ratelimit_acquire raises once, and works from then on."""
+    execute("create sequence if not exists fails; alter sequence fails restart")
+    with replaced("ratelimit_acquire", f"""
+        begin
+          if nextval('fails') = 1 then raise exception '{message}' using errcode = '{sqlstate}'; end if;
+          return original(policy, key, cost, idempotency_key);
+        end"""):
+        yield
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ import asyncpg
 import psycopg
 
 from pgratelimit import AsyncLimiter, Charge, Closed, Combiner, Decision, InvalidArgument, JointDecision, Locked, Overloaded, UnknownPolicy
-from tests.kit import BLOCKED, BOTH_POOLS, AsyncCase, define, execute, gather, locked, taken, until, until_blocked, with_each_driver
+from tests.kit import BLOCKED, BOTH_POOLS, AsyncCase, define, execute, gather, locked, replaced, taken, until, until_blocked, with_each_driver
 
 
 class Base(AsyncCase):
@@ -73,19 +73,13 @@ class Answers(Base):
 
     async def test_text_that_the_server_cannot_hold_fails_its_own_request_only(self):
         p, combiner = self.policy(), await self.combiner()
-        execute("""
-            alter function ratelimit_acquire_packed rename to original_packed;
-            create function ratelimit_acquire_packed(policies text[], keys text[], costs bigint[], sizes integer[], idempotency_keys text[])
-              returns ratelimit.packed language plpgsql as $$
+        with replaced("ratelimit_acquire_packed", """
             begin
               if 'bad' = any (keys) or 'bad' = any (idempotency_keys) then raise sqlstate '22P05'; end if;
-              return original_packed(policies, keys, costs, sizes, idempotency_keys);
-            end $$""")
-        try:
+              return original(policies, keys, costs, sizes, idempotency_keys);
+            end"""):
             answers = await gather(*(combiner.acquire(p, key) for key in ["a", "b", "b", "bad", "c"]))
             keyed = await gather(*(combiner.acquire(p, "k", idempotency_key=key) for key in ["a", "bad", "c"]))
-        finally:
-            execute("drop function ratelimit_acquire_packed; alter function original_packed rename to ratelimit_acquire_packed")
         self.assertEqual([999, 999, 998, 999, 999], [d.remaining for d in answers], "alone it is sent by another function")
         self.assertEqual([999, 998, 997], [d.remaining for d in keyed])
 

@@ -13,7 +13,9 @@ import psycopg_pool
 
 from pgratelimit import AsyncLimiter, Combiner, InvalidArgument, LeaseLost, Limiter, TooLate, UnknownPolicy, hold
 from pgratelimit.hold import Tenure
-from tests.kit import BLOCKED, BOTH_POOLS, AsyncCase, Threads, define, define_slots, execute, gather, holders, until, until_blocked, with_each_driver
+from tests.kit import (
+    BLOCKED, BOTH_POOLS, AsyncCase, Threads, define, define_slots, execute, gather, holders, replaced, until, until_blocked, with_each_driver
+)
 
 WITHOUT_LEASE = "select count(*) = 0 from ratelimit_holders(%s::text)"
 RENEWED = "select held_for > interval '45 minutes' from ratelimit_holders(%s::text)"
@@ -45,26 +47,23 @@ class Flaky:
         self.calls, self.fails = 0, ""
         fetch = limiter._driver.fetch
 
-        def fails(sql):
-            called = f"{name}(" in sql
-            self.calls += called
-            return self.fails if called else ""
+        async def unanswered(row):
+            await row
+            raise AN_ERROR("down")
 
         def flaky(*args):
-            if (how := fails(args[0])) != "unsent":
-                row = fetch(*args)
-            if how:
+            called = f"{name}(" in args[0]
+            self.calls += called
+            if called and self.fails == "unsent":
+                raise AN_ERROR("down")
+            row = fetch(*args)
+            if called and self.fails:
+                if asyncio.iscoroutine(row):
+                    return unanswered(row)
                 raise AN_ERROR("down")
             return row
 
-        async def flaky_later(*args):
-            if (how := fails(args[0])) != "unsent":
-                row = await fetch(*args)
-            if how:
-                raise AN_ERROR("down")
-            return row
-
-        test.enterContext(mock.patch.object(limiter._driver, "fetch", flaky_later if asyncio.iscoroutinefunction(fetch) else flaky))
+        test.enterContext(mock.patch.object(limiter._driver, "fetch", flaky))
 
 
 def renews(held: Any) -> Any:
@@ -464,18 +463,15 @@ class AsyncTest(EachTest):
                 await until(WITHOUT_LEASE, p)
 
     async def test_a_hold_that_does_not_stop_when_it_is_cancelled_holds_nothing(self):
-        execute("""
-            alter function ratelimit_hold rename to original_hold;
-            create function ratelimit_hold(policy text, key text, holder text, cost bigint) returns ratelimit.hold language plpgsql as $$
+        self.enterContext(replaced("ratelimit_hold", """
             begin
               begin
                 perform pg_advisory_xact_lock(1);
               exception when query_canceled then
                 perform pg_advisory_xact_lock(1);
               end;
-              return original_hold(policy, key, holder, cost);
-            end $$""")
-        self.addCleanup(execute, "drop function ratelimit_hold; alter function original_hold rename to ratelimit_hold")
+              return original(policy, key, holder, cost);
+            end"""))
         async for limiter, p in self.limiters():
             looked, send = asyncio.Event(), limiter._driver._send
 
