@@ -125,12 +125,7 @@ func (p *program) listing(c *cobra.Command, most int32, sql, none string, order 
 		for _, flag := range flags {
 			values = append(values, flag())
 		}
-		all := []inspect.Row{}
-		err := p.onEach(c, p.connect, asked[1], func(db database) error {
-			rows, err := inspect.Rows(c.Context(), db.Conn, sql, values...)
-			all = append(all, rows...)
-			return inspect.Described(err)
-		})
+		all, err := askAll(p, c, asked[1], func(db database) ([]inspect.Row, error) { return inspect.Rows(c.Context(), db.Conn, sql, values...) })
 		if err != nil {
 			return err
 		}
@@ -187,46 +182,42 @@ func (p *program) usage() *cobra.Command {
 }
 
 func (p *program) doctor() *cobra.Command {
-	return &cobra.Command{
-		Use:   "doctor",
-		Short: "Say what makes limits slow or tables large, and what helps",
-		RunE: func(c *cobra.Command, _ []string) error {
-			findings, err := askAll(p, c, func(db database) ([]inspect.Finding, error) {
-				return inspect.Findings(c.Context(), db.Conn, db.String())
-			})
-			if err != nil {
-				return err
-			}
-			lines := make([]string, len(findings))
-			for i, f := range findings {
-				lines[i] = fmt.Sprintf("%s: %s\n  %s", f.Severity, f.Finding, f.Remedy)
-			}
-			return p.answer(c, findings, cmp.Or(strings.Join(lines, "\n"), "All is well."), len(findings) == 0)
-		},
+	c := &cobra.Command{Use: "doctor", Short: "Say what makes limits slow or tables large, and what helps"}
+	c.RunE = func(c *cobra.Command, _ []string) error {
+		findings, err := askAll(p, c, nil, func(db database) ([]inspect.Finding, error) {
+			return inspect.Findings(c.Context(), db.Conn, db.String())
+		})
+		if err != nil {
+			return err
+		}
+		lines := make([]string, len(findings))
+		for i, f := range findings {
+			lines[i] = fmt.Sprintf("%s: %s\n  %s", f.Severity, f.Finding, f.Remedy)
+		}
+		return p.answer(c, findings, cmp.Or(strings.Join(lines, "\n"), "All is well."), len(findings) == 0)
 	}
+	return c
 }
 
 func (p *program) policies() *cobra.Command {
-	return &cobra.Command{
-		Use:   "policies",
-		Short: "List the policies",
-		RunE: func(c *cobra.Command, _ []string) error {
-			rows, err := askAll(p, c, func(db database) ([]policyfile.Policy, error) { return policyfile.ReadPolicies(c.Context(), db.Conn) })
-			if err != nil {
-				return err
+	c := &cobra.Command{Use: "policies", Short: "List the policies"}
+	c.RunE = func(c *cobra.Command, _ []string) error {
+		rows, err := askAll(p, c, nil, func(db database) ([]policyfile.Policy, error) { return policyfile.ReadPolicies(c.Context(), db.Conn) })
+		if err != nil {
+			return err
+		}
+		slices.SortStableFunc(rows, func(a, b policyfile.Policy) int { return cmp.Compare(a.Name, b.Name) })
+		rows = slices.CompactFunc(rows, policyfile.Policy.IsAs) // shards have the same ones
+		table := make([]inspect.Row, len(rows))
+		for i, r := range rows {
+			table[i] = inspect.Row{{Name: "policy", Value: r.Name}}
+			for _, field := range strings.Fields("capacity refill every stepped durable remember shadow period time_zone anchor lease") {
+				table[i] = append(table[i], inspect.Column{Name: field, Value: cmp.Or[any](r.Values[field], "-")})
 			}
-			slices.SortStableFunc(rows, func(a, b policyfile.Policy) int { return cmp.Compare(a.Name, b.Name) })
-			rows = slices.CompactFunc(rows, policyfile.Policy.IsAs) // shards have the same ones
-			table := make([]inspect.Row, len(rows))
-			for i, r := range rows {
-				table[i] = inspect.Row{{Name: "policy", Value: r.Name}}
-				for _, field := range strings.Fields("capacity refill every stepped durable remember shadow period time_zone anchor lease") {
-					table[i] = append(table[i], inspect.Column{Name: field, Value: cmp.Or[any](r.Values[field], "-")})
-				}
-			}
-			return p.print(c, rows, tableOf(table, "There is no policy yet."))
-		},
+		}
+		return p.print(c, rows, tableOf(table, "There is no policy yet."))
 	}
+	return c
 }
 
 func (p *program) export() *cobra.Command {
@@ -397,18 +388,16 @@ func (p *program) installAll(c *cobra.Command) error {
 }
 
 func (p *program) uninstall() *cobra.Command {
-	return &cobra.Command{
-		Use:   "uninstall",
-		Short: "Remove it from a database, with all policies and buckets",
-		RunE: func(c *cobra.Command, _ []string) error {
-			return p.onEach(c, p.open, nil, func(db database) error {
-				if err := migrations.Down(c.Context(), db.Conn); err != nil {
-					return err
-				}
-				return p.print(c, struct{}{}, db.prefix()+"pgratelimit is removed.")
-			})
-		},
+	c := &cobra.Command{Use: "uninstall", Short: "Remove it from a database, with all policies and buckets"}
+	c.RunE = func(c *cobra.Command, _ []string) error {
+		return p.onEach(c, p.open, nil, func(db database) error {
+			if err := migrations.Down(c.Context(), db.Conn); err != nil {
+				return err
+			}
+			return p.print(c, struct{}{}, db.prefix()+"pgratelimit is removed.")
+		})
 	}
+	return c
 }
 
 // installShards creates the databases of shards, and installs into each.

@@ -130,9 +130,10 @@ func (p *program) onShardOf(work func(c *cobra.Command, conn *pgx.Conn, args []s
 	}
 }
 
-func askAll[R any](p *program, c *cobra.Command, ask func(database) ([]R, error)) (all []R, err error) {
+// askAll returns the rows of all databases, or of the shard of a key.
+func askAll[R any](p *program, c *cobra.Command, key *string, ask func(database) ([]R, error)) (all []R, err error) {
 	all = []R{}
-	err = p.onEach(c, p.connect, nil, func(db database) error {
+	err = p.onEach(c, p.connect, key, func(db database) error {
 		rows, err := ask(db)
 		all = append(all, rows...)
 		return inspect.Described(err)

@@ -116,15 +116,13 @@ func usageOf(c *cobra.Command, err error) error {
 }
 
 func (p *program) version() *cobra.Command {
-	return &cobra.Command{
-		Use:   "version",
-		Short: "Say which release this program is",
-		RunE: func(c *cobra.Command, _ []string) error {
-			v := struct {
-				Version string `json:"version"`
-				Go      string `json:"go"`
-			}{sql.Version, runtime.Version()}
-			return p.print(c, v, fmt.Sprintf("pgratelimit %s, built with %s", v.Version, v.Go))
-		},
+	c := &cobra.Command{Use: "version", Short: "Say which release this program is"}
+	c.RunE = func(c *cobra.Command, _ []string) error {
+		v := struct {
+			Version string `json:"version"`
+			Go      string `json:"go"`
+		}{sql.Version, runtime.Version()}
+		return p.print(c, v, fmt.Sprintf("pgratelimit %s, built with %s", v.Version, v.Go))
 	}
+	return c
 }
