@@ -52,8 +52,12 @@ func startClusterIn(ctx context.Context, parent string, settings []string) (host
 	if err != nil {
 		return nil, err
 	}
-	cron := prepareExtensions(ctx, bin)
-	c, err := newCluster(bin, parent)
+	return startPrograms(ctx, bin, bin, parent, prepareExtensions(ctx, bin), settings)
+}
+
+// startPrograms starts a cluster of the programs in bin. The initdb is that of made.
+func startPrograms(ctx context.Context, bin, made, parent string, cron bool, settings []string) (host, error) {
+	c, err := newCluster(bin, made, parent)
 	if err != nil {
 		return nil, err
 	}
@@ -64,8 +68,8 @@ func startClusterIn(ctx context.Context, parent string, settings []string) (host
 }
 
 // newCluster makes the directory of a cluster in parent, and sees to it that it is removed.
-func newCluster(bin, parent string) (c *cluster, err error) {
-	c = &cluster{bin: bin, made: bin}
+func newCluster(bin, made, parent string) (c *cluster, err error) {
+	c = &cluster{bin: bin, made: made}
 	if c.owner, err = unprivileged(); err != nil {
 		return nil, err
 	}
@@ -123,7 +127,7 @@ func (c *cluster) populate(ctx context.Context) error {
 	first := pristine.of[c.made]
 	if first == nil {
 		var err error
-		if first, err = newCluster(c.made, tempDir); err != nil {
+		if first, err = newCluster(c.made, c.made, tempDir); err != nil {
 			return err
 		}
 		if err := first.initdb(ctx); err != nil {

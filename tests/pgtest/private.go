@@ -28,8 +28,7 @@ func beside(t testing.TB, of *Server, program string) (server *Server, c, source
 	if _, err := os.Stat(source.program(program)); err != nil {
 		t.Skipf("the server comes without %s: %v", program, err)
 	}
-	c = noError(newCluster(source.bin, filepath.Dir(source.dir)))(t)
-	c.made = source.made
+	c = noError(newCluster(source.bin, source.made, filepath.Dir(source.dir)))(t)
 	server = &Server{Rung: of.Rung, Version: of.Version, host: c}
 	t.Cleanup(func() { assert.NoError(t, server.Close()) })
 	return server, c, source
@@ -147,15 +146,7 @@ func PrivateWithExtensions(t testing.TB, settings ...string) (server *Server, di
 		if bin, dir, err = copyPrograms(t, original); err != nil {
 			return nil, err
 		}
-		c, err := newCluster(bin, tempDir)
-		if err != nil {
-			return nil, err
-		}
-		c.made = original
-		if err := c.initialize(ctx, false, settings); err != nil {
-			return nil, errors.Join(err, c.Close())
-		}
-		return c, nil
+		return startPrograms(ctx, bin, original, tempDir, false, settings)
 	}
 	return private(t, []rung{{rungLocal, start}}, settings), dir
 }
