@@ -32,9 +32,11 @@ var limit = redis_rate.Limit{Rate: refillPerHour, Burst: capacity, Period: time.
 
 var errDenied = errors.New("denied, though the bucket was not to run dry")
 
-func pgratelimit(limiter client.Acquirer) acquirer {
+func pgratelimit(limiter client.Acquirer) acquirer { return takes(limiter, "durable") }
+
+func takes(limiter client.Acquirer, policy string) acquirer {
 	return func(ctx context.Context, key string) error {
-		d, err := limiter.Acquire(ctx, "durable", key)
+		d, err := limiter.Acquire(ctx, policy, key)
 		return wanted(d.Allowed, err)
 	}
 }
@@ -63,10 +65,12 @@ func newNames() func() string {
 }
 
 // redisRate asks redis_rate; rdb may be a client or one that puts commands sent at the same time into one pipeline.
-func redisRate(rdb redis.Cmdable) acquirer {
+func redisRate(rdb redis.Cmdable) acquirer { return takesOfRedis(rdb, "", limit) }
+
+func takesOfRedis(rdb redis.Cmdable, prefix string, limit redis_rate.Limit) acquirer {
 	limiter := redis_rate.NewLimiter(rdb)
 	return func(ctx context.Context, key string) error {
-		d, err := limiter.Allow(ctx, key, limit)
+		d, err := limiter.Allow(ctx, prefix+key, limit)
 		return wanted(err == nil && d.Allowed == 1, err)
 	}
 }
@@ -115,34 +119,24 @@ func defineDry(count int) []string {
 	return []string{"select ratelimit_define_policy('dry', 1, 1, '1000 days')", fill{policy: "dry", count: count}.sql()}
 }
 
-func dry(limiter client.Acquirer) acquirer {
-	return func(ctx context.Context, key string) error {
-		d, err := limiter.Acquire(ctx, "dry", key)
-		return wantDenied(d.Allowed, err)
-	}
-}
+func dry(limiter client.Acquirer) acquirer { return denied(takes(limiter, "dry")) }
 
-func dryRedis(rdb redis.Cmdable) acquirer {
-	limiter := redis_rate.NewLimiter(rdb)
-	return func(ctx context.Context, key string) error {
-		d, err := limiter.Allow(ctx, "dry:"+key, dryLimit)
-		return wantDenied(err == nil && d.Allowed > 0, err)
-	}
-}
+// dryRedis takes from buckets that emptyRedis has emptied.
+func dryRedis(rdb redis.Cmdable) acquirer { return denied(emptyRedis(rdb)) }
 
-func emptyRedis(rdb redis.Cmdable) acquirer {
-	limiter := redis_rate.NewLimiter(rdb)
-	return func(ctx context.Context, key string) error {
-		_, err := limiter.Allow(ctx, "dry:"+key, dryLimit)
-		return err
-	}
-}
+func emptyRedis(rdb redis.Cmdable) acquirer { return takesOfRedis(rdb, "dry:", dryLimit) }
 
-func wantDenied(allowed bool, err error) error {
-	if err == nil && allowed {
-		err = errors.New("allowed, though the bucket was empty")
+// denied wants a denial.
+func denied(acquire acquirer) acquirer {
+	return func(ctx context.Context, key string) error {
+		switch err := acquire(ctx, key); {
+		case err == nil:
+			return errors.New("allowed, though the bucket was empty")
+		case !errors.Is(err, errDenied):
+			return err
+		}
+		return nil
 	}
-	return err
 }
 
 // mixed lets a share of the requests, in percent, ask for a token of an empty bucket.
