@@ -87,39 +87,6 @@ func TestPrivileges_DefaultPrivilegesGiveNothingAway(t *testing.T) {
 	})
 }
 
-func TestPrivileges_AdministrationIsASeparateGrant(t *testing.T) {
-	t.Parallel()
-	administrator := kit.NewRole(t)
-	db := pgtest.New(t)
-	functions := []string{
-		"ratelimit_define_policy", "ratelimit_drop_policy", "ratelimit_policies", "ratelimit_reset",
-		"ratelimit_cleanup", "ratelimit_version", "ratelimit_override", "ratelimit_remove_override", "ratelimit_overrides",
-		"ratelimit_status", "ratelimit_doctor", "ratelimit_guard", "ratelimit_define_shard", "ratelimit_holders", "ratelimit_grants",
-		"ratelimit_usage",
-	}
-	all := kit.Column(t, db, "select distinct p.proname::text from "+kit.PackageFunctions+" as p where p.proname like 'ratelimit\\_%' and p.prokind = 'f'")
-	require.ElementsMatch(t, all, slices.Concat(functions, kit.ApplicationFunctions(t, db)), "a function is of use or of administration")
-	db.Exec(t, "grant execute on function "+strings.Join(functions, ", ")+" to "+administrator)
-	db.Exec(t, "grant temporary on database "+pgx.Identifier{db.Name}.Sanitize()+" to "+administrator)
-	conn := kit.ConnectAs(t, db, administrator)
-	for _, sql := range []string{
-		"select ratelimit_define_policy('p', 10, 1, '1 hour')",
-		"select ratelimit_define_policy('p', 20, 2, '1 minute', stepped => true, remember => '1 day')",
-		"select ratelimit_reset('p', 'k')",
-		"select ratelimit_override('p', 'k', 5, expires_at => 'tomorrow'), ratelimit_overrides('p'), ratelimit_remove_override('p', 'k')",
-		"select ratelimit_status('p'), ratelimit_status(), ratelimit_doctor()",
-		"create temporary table orders (customer text)",
-		"create trigger limited after insert on orders referencing new table as inserted for each statement execute function ratelimit_guard('p', 'customer')",
-		"insert into orders values ('a'), ('b')",
-		"select ratelimit_cleanup(), ratelimit_policies(), ratelimit_version()",
-		"select ratelimit_define_shard(2, 16)",
-		"select ratelimit_drop_policy('p')",
-	} {
-		kit.Execute(t, conn, sql)
-	}
-	requireRefused(t, db, administrator, functions...)
-}
-
 // ratelimit_reset_all and ratelimit_cleanup_all are not SECURITY DEFINER, because they commit: each takes three grants, which give nothing else.
 func TestPrivileges_ProceduresTakeThreeGrants(t *testing.T) {
 	t.Parallel()
