@@ -16,7 +16,6 @@ import (
 
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -197,25 +196,10 @@ func (e docsExample) program(t *testing.T, port string, env []string) *exec.Cmd 
 	return c
 }
 
-// startProgram runs a program until the test ends, and returns when it listens. What it wrote is shown if the test fails.
+// startProgram runs a program until the test ends, and returns when it listens.
 func startProgram(t *testing.T, port string, c *exec.Cmd) {
 	t.Helper()
-	log := kit.NoError(os.Create(filepath.Join(t.TempDir(), "log")))(t)
-	c.Stdout, c.Stderr = log, log
-	require.NoError(t, c.Start())
-	ended := make(chan struct{})
-	go func() {
-		_ = c.Wait() // it is killed
-		close(ended)
-	}()
-	t.Cleanup(func() {
-		_ = c.Process.Kill() // it may have ended
-		<-ended
-		if text, err := os.ReadFile(log.Name()); assert.NoError(t, err) && t.Failed() {
-			t.Logf("%s\n%s", c, text)
-		}
-		log.Close()
-	})
+	kit.Start(t, c)
 	require.Eventually(t, func() bool {
 		conn, err := net.Dial("tcp", "127.0.0.1:"+port)
 		return err == nil && conn.Close() == nil

@@ -68,6 +68,22 @@ func Run(t *testing.T, dir string, env []string, name string, args ...string) {
 	require.NoError(t, err)
 }
 
+// Start starts a program that ends with the test. What it wrote is shown if the test fails.
+func Start(t testing.TB, c *exec.Cmd) {
+	t.Helper()
+	log := NoError(os.Create(filepath.Join(t.TempDir(), "log")))(t)
+	c.Stdout, c.Stderr = log, log
+	require.NoError(t, c.Start())
+	t.Cleanup(func() {
+		_ = c.Process.Kill() // it may have ended
+		_ = c.Wait()         // it was killed
+		if text, err := os.ReadFile(log.Name()); assert.NoError(t, err) && t.Failed() {
+			t.Logf("%s\n%s", c, text)
+		}
+		log.Close()
+	})
+}
+
 func PgVariables(t *testing.T, url string) []string {
 	config := NoError(pgx.ParseConfig(url))(t)
 	return []string{

@@ -34,28 +34,12 @@ func program(t *testing.T, name string, args ...string) *exec.Cmd {
 	return exec.CommandContext(t.Context(), filepath.Join(programs, name), args...)
 }
 
-// run starts a program that ends with the test.
-func run(t *testing.T, c *exec.Cmd) {
-	t.Helper()
-	output := &logged{}
-	c.Stdout, c.Stderr = output, output
-	c.Cancel = func() error { return c.Process.Kill() }
-	require.NoError(t, c.Start())
-	t.Cleanup(func() {
-		_ = c.Process.Kill()
-		_ = c.Wait() // it was killed
-		if t.Failed() {
-			t.Log(output.String())
-		}
-	})
-}
-
 func startReference(t *testing.T, files map[string]string) envoypb.RateLimitServiceClient {
 	dir := kit.NoError(os.MkdirTemp("", "envoy"))(t) // t.TempDir is too long for a socket
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	redis, socket := filepath.Join(dir, "redis"), filepath.Join(dir, "grpc")
 	redisServer := kit.NoError(pgtest.Program(t.Context(), "redis-server"))(t)
-	run(t, exec.CommandContext(t.Context(), redisServer, "--port", "0", "--unixsocket", redis, "--save", "", "--dir", dir))
+	kit.Start(t, exec.CommandContext(t.Context(), redisServer, "--port", "0", "--unixsocket", redis, "--save", "", "--dir", dir))
 	require.Eventually(t, func() bool {
 		conn, err := net.Dial("unix", redis)
 		if err != nil {
@@ -73,7 +57,7 @@ func startReference(t *testing.T, files map[string]string) envoypb.RateLimitServ
 	c.Env = append(os.Environ(), "HOST=127.0.0.1", "PORT="+pgtest.FreePort(t), "DEBUG_HOST=127.0.0.1", "DEBUG_PORT="+pgtest.FreePort(t), "GRPC_UDS="+socket,
 		"RUNTIME_ROOT="+dir, "RUNTIME_SUBDIRECTORY=runtime", "RUNTIME_WATCH_ROOT=false",
 		"REDIS_SOCKET_TYPE=unix", "REDIS_URL="+redis, "USE_STATSD=false", "DISABLE_STATS=true", "LOG_LEVEL=ERROR")
-	run(t, c)
+	kit.Start(t, c)
 	conn := kit.NoError(grpc.NewClient("unix:"+socket, grpc.WithTransportCredentials(insecure.NewCredentials())))(t)
 	t.Cleanup(func() { conn.Close() })
 	reference := envoypb.NewRateLimitServiceClient(conn)
