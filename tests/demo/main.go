@@ -244,9 +244,8 @@ func (d *demo) exec(sql string) *pgconn.Result {
 	if d.err != nil {
 		return nil
 	}
-	results, err := d.conn.PgConn().Exec(d.ctx, sql).ReadAll()
-	if err != nil {
-		d.err = err
+	var results []*pgconn.Result
+	if results, d.err = d.conn.PgConn().Exec(d.ctx, sql).ReadAll(); d.err != nil {
 		return nil
 	}
 	return results[0]

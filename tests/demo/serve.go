@@ -218,16 +218,15 @@ func (s served) ask(ctx context.Context, call, body string) string {
 	if err != nil {
 		return "error"
 	}
-	response, err := http.DefaultClient.Do(request)
-	if ctx.Err() != nil {
-		return ""
-	}
-	if err != nil {
-		return "error"
-	}
-	defer response.Body.Close()
 	var answer struct{ Allowed *bool }
-	switch err := json.NewDecoder(response.Body).Decode(&answer); {
+	response, err := http.DefaultClient.Do(request)
+	if err == nil {
+		err = json.NewDecoder(response.Body).Decode(&answer)
+		response.Body.Close()
+	}
+	switch {
+	case ctx.Err() != nil:
+		return ""
 	case err != nil || answer.Allowed == nil:
 		return "error"
 	case *answer.Allowed:
