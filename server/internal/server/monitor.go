@@ -3,6 +3,7 @@ package server
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"log"
 	"log/slog"
 	"net/http"
@@ -123,9 +124,9 @@ type seldom struct {
 	written map[string]bool // in this interval
 }
 
-// write writes a message with facts, which are names and texts in turns.
-func (s *seldom) write(now time.Time, message string, facts ...string) {
-	line := strings.Join(facts, "\x00")
+// write writes a message with facts, which are names and values in turns.
+func (s *seldom) write(now time.Time, message string, facts ...any) {
+	line := fmt.Sprintf("%q", facts)
 	s.mu.Lock()
 	if since := now.Sub(s.begun); since < 0 || since >= s.every {
 		s.begun, s.written = now, map[string]bool{}
@@ -139,14 +140,10 @@ func (s *seldom) write(now time.Time, message string, facts ...string) {
 	if !isNew {
 		return
 	}
-	args := []any{}
-	for i := 0; i < len(facts); i += 2 {
-		args = append(args, facts[i], facts[i+1])
-	}
 	if isLast {
 		message += "; no more are logged before " + s.begun.Add(s.every).UTC().Format(time.TimeOnly)
 	}
-	s.log.Log(context.Background(), s.level, message, args...)
+	s.log.Log(context.Background(), s.level, message, facts...)
 }
 
 // A callLog logs what callers learn little of: errors of the server and its database, requests that match no rule, unknown
@@ -172,7 +169,7 @@ func (l *callLog) observe(call service.Call) {
 		l.unmatched.write(l.now(), "no rule is about a request, which has passed", "domain", clip(call.Domain), "keys", clip(call.Keys))
 	case err == nil:
 	case err.Kind == service.Unauthenticated:
-		l.refused.write(l.now(), "a call is refused: it has no token that the server knows", "operation", string(call.Operation), "from", call.From)
+		l.refused.write(l.now(), "a call is refused: it has no token that the server knows", "operation", call.Operation, "from", call.From)
 	case err.Kind == service.UnknownPolicy:
 		l.unknown.write(l.now(), "a request is for a policy that is not there", "detail", clip(err.Detail))
 	case err.Kind.Status >= http.StatusInternalServerError:
@@ -180,7 +177,7 @@ func (l *callLog) observe(call service.Call) {
 		if err.Unwrap() != nil {
 			cause = err.Unwrap().Error()
 		}
-		facts := []string{"operation", string(call.Operation), "reason", err.Kind.Reason, "sqlstate", err.SQLState, "error", cause}
+		facts := []any{"operation", call.Operation, "reason", err.Kind.Reason, "sqlstate", err.SQLState, "error", cause}
 		if remedy := err.Remedy(); remedy != "" {
 			facts = append(facts, "remedy", remedy)
 		}
