@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -102,15 +101,11 @@ func startProgram(ctx context.Context, settings ...string) *program {
 		*address = freeAddress(ctx)
 	}
 	ready := func(ctx context.Context) error {
-		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+p.http+"/livez", nil)
+		conn, err := new(net.Dialer).DialContext(ctx, "tcp", p.http)
 		if err != nil {
 			return err
 		}
-		response, err := http.DefaultClient.Do(request)
-		if err != nil {
-			return err
-		}
-		return response.Body.Close()
+		return conn.Close()
 	}
 	p.child = must(startChild(ctx, dir, ready, append(settings, "GRPC_ADDR="+p.grpc, "HTTP_ADDR="+p.http), filepath.Join(root, "build/pgratelimit"), "serve"))
 	return p
