@@ -162,8 +162,7 @@ func TestStart_NamesAllWaysWhenThereIsNone(t *testing.T) {
 
 // own starts a server that only this test ends.
 func own(t *testing.T) *Server {
-	server := noError(climb(t.Context(), ownRung(t), nil))(t)
-	return server
+	return noError(climb(t.Context(), ownRung(t), nil))(t)
 }
 
 func ownRung(t *testing.T) []rung {

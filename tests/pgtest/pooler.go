@@ -48,13 +48,14 @@ func StartPooler(t testing.TB) *Pooler {
 	t.Helper()
 	ctx := context.Background()
 	server := Shared(t)
+	upstream := noError(pgx.ParseConfig(server.URL("")))(t)
 	p := &Pooler{Servers: 4}
 	var end func() error
 	var err error
 	if c, ok := server.host.(*container); ok {
-		end, err = p.startContainer(ctx, c)
+		end, err = p.startContainer(ctx, c, upstream)
 	} else {
-		end, err = p.startProcess(ctx, server)
+		end, err = p.startProcess(ctx, upstream)
 	}
 	if errors.Is(err, errAbsent) {
 		t.Skip(err)
@@ -89,16 +90,12 @@ auth_type = any
 }
 
 // startProcess starts the machine's PgBouncer in a directory of its own, where its socket is, too.
-func (p *Pooler) startProcess(ctx context.Context, server *Server) (end func() error, err error) {
+func (p *Pooler) startProcess(ctx context.Context, upstream *pgx.ConnConfig) (end func() error, err error) {
 	bin, err := Program(ctx, "pgbouncer")
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errAbsent, err)
 	}
 	owner, err := unprivileged()
-	if err != nil {
-		return nil, err
-	}
-	upstream, err := pgx.ParseConfig(server.URL(""))
 	if err != nil {
 		return nil, err
 	}
@@ -139,12 +136,8 @@ func (p *Pooler) startProcess(ctx context.Context, server *Server) (end func() e
 }
 
 // startContainer starts PgBouncer in a container beside the server's.
-func (p *Pooler) startContainer(ctx context.Context, server *container) (end func() error, err error) {
+func (p *Pooler) startContainer(ctx context.Context, server *container, upstream *pgx.ConnConfig) (end func() error, err error) {
 	root, err := findRoot()
-	if err != nil {
-		return nil, err
-	}
-	upstream, err := pgx.ParseConfig(server.URL(""))
 	if err != nil {
 		return nil, err
 	}
