@@ -1,6 +1,7 @@
 package kit
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -82,6 +83,24 @@ func Start(t testing.TB, c *exec.Cmd) {
 		}
 		log.Close()
 	})
+}
+
+// A Log is read while it is written.
+type Log struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (l *Log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+func (l *Log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
 }
 
 func PgVariables(t *testing.T, url string) []string {

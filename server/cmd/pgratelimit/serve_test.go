@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"io"
 	"net/http"
@@ -191,7 +190,7 @@ func TestServe_SIGHUP(t *testing.T) {
 	require.Equal(t, 429, status())
 	write("many")
 	require.NoError(t, p.Process.Signal(syscall.SIGHUP))
-	require.Eventually(t, func() bool { return strings.Contains(p.logged(), "the rules stay as they are") }, 30*time.Second, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(p.log.String(), "the rules stay as they are") }, 30*time.Second, 5*time.Millisecond)
 	write("1")
 	require.NoError(t, p.Process.Signal(syscall.SIGHUP))
 	require.Eventually(t, func() bool { return status() == 200 }, 30*time.Second, 5*time.Millisecond)
@@ -205,9 +204,7 @@ type process struct {
 	grpc, http string
 	listening  chan struct{}
 	ended      sync.Once
-
-	mu  sync.Mutex
-	log bytes.Buffer
+	log        kit.Log
 }
 
 func serve(t *testing.T, settings ...string) *process {
@@ -234,8 +231,6 @@ var listens = regexp.MustCompile(`msg=listening protocol=(\S+) address=(\S+)`)
 
 // Write keeps what the program logs, and finds its addresses there: that for HTTP is the last one.
 func (p *process) Write(text []byte) (int, error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	for _, found := range listens.FindAllStringSubmatch(string(text), -1) {
 		if found[1] == "gRPC" {
 			p.grpc = found[2]
@@ -247,19 +242,13 @@ func (p *process) Write(text []byte) (int, error) {
 	return p.log.Write(text)
 }
 
-func (p *process) logged() string {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.log.String()
-}
-
 // end ends the program by a signal, with exit code 0.
 func (p *process) end(t *testing.T, signal os.Signal) {
 	p.ended.Do(func() {
 		require.NoError(t, p.Process.Signal(signal))
-		require.NoError(t, p.Wait(), "%s", p.logged())
-		require.Contains(t, p.logged(), "msg=stopped")
-		require.NotContains(t, p.logged(), "panic")
+		require.NoError(t, p.Wait(), "%s", p.log.String())
+		require.Contains(t, p.log.String(), "msg=stopped")
+		require.NotContains(t, p.log.String(), "panic")
 	})
 }
 
@@ -280,7 +269,7 @@ func (p *process) ask(t *testing.T, path, body string) (status int, text string)
 // live returns the megabytes that were in use when the collector looked, at most; with GODEBUG=gctrace=1 it says so each time. Garbage
 // does not count, which a busy machine collects late.
 func (p *process) live(t *testing.T) (most int) {
-	for _, looked := range regexp.MustCompile(`(?m)^gc \d+ .*->(\d+) MB, `).FindAllStringSubmatch(p.logged(), -1) {
+	for _, looked := range regexp.MustCompile(`(?m)^gc \d+ .*->(\d+) MB, `).FindAllStringSubmatch(p.log.String(), -1) {
 		most = max(most, kit.NoError(strconv.Atoi(looked[1]))(t))
 	}
 	return most

@@ -143,27 +143,21 @@ func scrape(s *testServer) map[string]string {
 	return samples
 }
 
-// A collector gets metrics by OTLP over HTTP. TestOTLP_Variables has gRPC, which the SDK's exporter speaks.
-type collector struct {
-	got chan *collectorpb.ExportMetricsServiceRequest
-}
-
-func (c *collector) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	body, err := io.ReadAll(r.Body)
-	q := new(collectorpb.ExportMetricsServiceRequest)
-	if err != nil || r.URL.Path != "/v1/metrics" || proto.Unmarshal(body, q) != nil {
-		w.WriteHeader(http.StatusBadRequest)
-		return
-	}
-	c.got <- q
-}
-
-// These tests set the environment, and so run before the others.
+// These tests set the environment, and so run before the others. This one is by HTTP. TestOTLP_Variables has gRPC, which the SDK's exporter
+// speaks.
 func TestOTLP_SendsWhatPrometheusReads(t *testing.T) {
-	c := &collector{got: make(chan *collectorpb.ExportMetricsServiceRequest, 10)}
-	overHTTP := httptest.NewServer(c)
-	defer overHTTP.Close()
-	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", overHTTP.URL)
+	got := make(chan *collectorpb.ExportMetricsServiceRequest, 10)
+	collector := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		q := new(collectorpb.ExportMetricsServiceRequest)
+		if err != nil || r.URL.Path != "/v1/metrics" || proto.Unmarshal(body, q) != nil {
+			w.WriteHeader(http.StatusBadRequest)
+			return
+		}
+		got <- q
+	}))
+	defer collector.Close()
+	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.URL)
 	t.Setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=pod-7")
 	s := start(t, newDB(t).URL)
 	for range 2 {
@@ -172,7 +166,7 @@ func TestOTLP_SendsWhatPrometheusReads(t *testing.T) {
 	s.mustPost("/v1/acquire", `{"policy":"nobody","key":"a secret key"}`)
 	require.NoError(t, s.stop(), "the last metrics are sent when it stops")
 	require.NotContains(t, s.log.String(), "the last metrics were not sent")
-	q := <-c.got
+	q := <-got
 	require.NotContains(t, q.String(), "secret")
 	require.NotContains(t, q.String(), "nobody")
 	require.Len(t, q.GetResourceMetrics(), 1)

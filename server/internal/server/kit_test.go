@@ -1,7 +1,6 @@
 package server_test
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -45,27 +44,9 @@ type testServer struct {
 	rpc  pb.RateLimiterClient
 	url  string
 	http *http.Client
-	log  *logged
+	log  *kit.Log
 
 	stop func() error // once; later calls say what the first did
-}
-
-// logged is a log that is read while it is written.
-type logged struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (l *logged) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(p)
-}
-
-func (l *logged) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
 }
 
 // newDB returns a database with the policies api (10 tokens, 1 a day), budget (a million, no refill) and jobs (10 slots, for a minute).
@@ -114,7 +95,7 @@ func parallel(t *testing.T, settings ...string) (*pgtest.DB, *testServer) {
 
 func startWith(t testing.TB, c config.Config, options ...grpc.DialOption) *testServer {
 	t.Helper()
-	s := &testServer{t: t, log: new(logged)}
+	s := &testServer{t: t, log: new(kit.Log)}
 	var err error
 	s.Server = kit.NoError(server.Start(t.Context(), c, slog.New(slog.NewTextHandler(s.log, nil))))(t)
 	s.stop = sync.OnceValue(s.Stop)
