@@ -76,13 +76,12 @@ type OverloadedError struct {
 	Expected time.Duration // how long the answer would have taken at least; 0 when the deadline played no part
 }
 
-// Error returns a text with the number of requests that wait.
+// Error returns a text with the number of requests that wait, after the reason.
 func (e *OverloadedError) Error() string {
-	message := fmt.Sprintf("%v: %d", ErrOverloaded, e.Waiting)
 	if e.Expected > 0 {
-		message += fmt.Sprintf("; the answer would come after the deadline, in %v or later", e.Expected)
+		return fmt.Sprintf("the answer would come after the deadline, in %v or later; requests that wait: %d", e.Expected.Round(time.Millisecond), e.Waiting)
 	}
-	return message
+	return fmt.Sprintf("%v: %d", ErrOverloaded, e.Waiting)
 }
 
 // Is makes the error [ErrOverloaded].

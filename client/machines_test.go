@@ -568,7 +568,9 @@ func TestQueue_ExpectsTheNextCallAndThoseThatAreNeeded(t *testing.T) {
 		w.deadline = now.Add(want)
 		require.Nil(t, q.refusal(w, now), name)
 		w.deadline = now.Add(want - 1)
-		require.Equal(t, &OverloadedError{Waiting: test.waiting, Expected: want}, q.refusal(w, now), name)
+		refusal := q.refusal(w, now)
+		require.Equal(t, &OverloadedError{Waiting: test.waiting, Expected: want}, refusal, name)
+		require.EqualError(t, refusal, fmt.Sprintf("the answer would come after the deadline, in %v or later; requests that wait: %d", want.Round(ms), test.waiting))
 	}
 }
 
