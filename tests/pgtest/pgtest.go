@@ -32,6 +32,8 @@ import (
 	"os/signal"
 	"path/filepath"
 	"regexp"
+	"runtime"
+	"strconv"
 	"sync"
 	"syscall"
 	"testing"
@@ -50,7 +52,9 @@ func Main(m interface{ Run() int }) {
 	})
 
 	isTest = true
-	_ = flag.Set("test.parallel", "8") // unless the command line says another: tests wait more than they compute
+	// Unless the command line says another. The loads of more tests than processors starve each other, and those of more than eight
+	// want too many connections.
+	_ = flag.Set("test.parallel", strconv.Itoa(min(8, runtime.GOMAXPROCS(0))))
 	if os.Getenv("RATELIMIT_TEST_DIR") == "" {
 		tempDir = inMemory(tempDir)
 	}
