@@ -42,12 +42,7 @@ type limited struct {
 
 // newLimited defines api, and charges what charges says, by default one token of it. It fails closed unless failure says otherwise.
 func newLimited(t testing.TB, charges func(*http.Request) []client.Charge, failure httplimit.Failure, opts ...httplimit.Option) *limited {
-	l := &limited{now: t0, t: t}
-	l.Fake = clienttest.New(func() time.Time { return l.now }, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
-		if a.Takes() {
-			l.calls++
-		}
-	}}))
+	l := newFake(t)
 	observe := httplimit.Observe(func(_ *http.Request, e httplimit.Event) { l.event = e })
 	l.define(api)
 	if charges == nil {
@@ -58,6 +53,17 @@ func newLimited(t testing.TB, charges func(*http.Request) []client.Charge, failu
 		l.ran++
 		_, _ = io.WriteString(w, "done")
 	}))
+	return l
+}
+
+// newFake has the fake, and no policy and no handler yet. It counts the calls.
+func newFake(t testing.TB) *limited {
+	l := &limited{now: t0, t: t}
+	l.Fake = clienttest.New(func() time.Time { return l.now }, client.Observe(client.Hooks{Answered: func(_ context.Context, a client.Answer) {
+		if a.Takes() {
+			l.calls++
+		}
+	}}))
 	return l
 }
 
@@ -296,17 +302,17 @@ func TestFailure_AsTheTableOfErrorsSays(t *testing.T) {
 
 // newTable is a handler behind New, with an idempotency key if it is keyed, or behind Slots.
 func newTable(t *testing.T, failure httplimit.Failure, way string) *limited {
-	if way == "keyed" {
+	switch way {
+	case "keyed":
 		return newLimited(t, nil, failure, httplimit.IdempotencyKey(func(*http.Request) string { return "once" }))
-	}
-	l := newLimited(t, nil, failure)
-	if way == "slots" {
-		require.NoError(t, l.DropPolicy(t.Context(), "api"))
+	case "slots":
+		l := newFake(t)
 		l.define(client.Policy{Name: "api", Capacity: 1, Lease: time.Minute})
 		handler := http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})
 		l.handler = httplimit.Slots(l, charge(client.Charge{Policy: "api", Key: "k"}), failure)(handler)
+		return l
 	}
-	return l
+	return newLimited(t, nil, failure)
 }
 
 // generous is a limiter that allows everything.
