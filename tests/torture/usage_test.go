@@ -84,8 +84,9 @@ func keepLedger(t *testing.T, db *kit.TestDB, sessions, turns int) (calls int64,
 		_, _ = db.Pool.Exec(load.Ctx, "call ratelimit_cleanup_all()")
 		return nil
 	})
-	conn, killed := db.Connect(t), 0
+	conn, killed, begin := db.Connect(t), 0, time.Now()
 	for turn := 0; (turn < turns || done.Load() < int64(turns)) && len(differences) == 0; turn += 10 {
+		require.Less(t, time.Since(begin), time.Duration(turns)*time.Second, "so few calls succeed: %d of %d", done.Load(), turns)
 		more := time.Now().Add(time.Second)
 		for time.Now().Before(more) {
 			killed += len(kit.ColumnOf(t, conn, `
