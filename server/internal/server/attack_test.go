@@ -83,12 +83,13 @@ func TestRefusals_AreCounted(t *testing.T) {
 	}
 	s.mustPost("/v1/peek", `{"key":"k"}`, token, "Request-Timeout: 1s")
 	s.mustPost("/v1/peek", `{"key":"k"}`, token, "Sec-Fetch-Site: cross-site")
+	s.mustPost("/v1/peek", `{"key":"k"}`, token, "Origin: https://example.com") // of a browser that does not send the other
 	s.mustPost("/json", `{"domain":1}`, token)
 	s.mustPost("/v1/nothing", "{}", token) // a path that nothing serves is not counted
 	metrics := s.get("/metrics").text
 	for _, want := range []string{`UNAUTHENTICATED",operation="acquire"} 1`, `UNAUTHENTICATED",operation="acquire_many"} 1`,
 		`UNAUTHENTICATED",operation="acquire_up_to"} 1`, `UNAUTHENTICATED",operation="gate"} 2`, `UNAUTHENTICATED",operation="_other"} 3`, `UNREADABLE",operation="peek"} 4`,
-		`UNREADABLE",operation="gate"} 1`, `INVALID_ARGUMENT",operation="peek"} 1`, `FORBIDDEN",operation="peek"} 1`} {
+		`UNREADABLE",operation="gate"} 1`, `INVALID_ARGUMENT",operation="peek"} 1`, `FORBIDDEN",operation="peek"} 2`} {
 		require.Contains(t, metrics, want+"\n")
 	}
 	require.Equal(t, 9, strings.Count(metrics, "ratelimit_server_calls_total{"))
