@@ -507,12 +507,14 @@ func TestQueue_Shares(t *testing.T) {
 	for _, test := range []struct{ limit, keys, each, want int }{
 		{1, 10, 1, 10},
 		{1, 300, 1, 256},
-		{2, 20, 1, 20},
+		{2, 6, 1, 6},
+		{2, 12, 1, 8},
+		{2, 20, 1, 10},
 		{2, 64, 1, 32},
 		{2, 200, 1, 100},
 		{2, 2000, 1, 256},
 		{4, 200, 1, 50},
-		{4, 100, 1, 32},
+		{4, 20, 1, 8},
 		{4, 1, 200, 200},
 		{4, 1, 300, 256},
 		{2, 40, 3, 120}, // a share of sixty requests has all buckets, and then all their requests

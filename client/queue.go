@@ -10,8 +10,9 @@ const (
 	// the bound still takes a whole joint request.
 	maxBatch = 256
 
-	// minShare requests make a call worth its fixed cost, which is then about a quarter of their cost.
-	minShare = 32
+	// minShare requests are enough for a call while another place is free. The fixed cost of a call of 8 is about half of its
+	// cost. With more requests in it, 16 callers leave the other places idle.
+	minShare = 8
 
 	// spare adds 1/spare to the expected time of an answer. So requests that are let in are answered in time even if calls
 	// take a little longer than the last ones.
