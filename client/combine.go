@@ -243,7 +243,6 @@ func (c *Combiner) hurry() {
 // serve makes calls for waiting requests in a reserved place, until the place is not reserved any more.
 func (c *Combiner) serve() {
 	defer c.running.Done()
-	growStack(0)
 	b := c.batches.Get().(*batch)
 	defer c.batches.Put(b)
 	for reserved := true; reserved; reserved = c.finish(b) {
@@ -255,14 +254,6 @@ func (c *Combiner) serve() {
 		c.send(ctx, b)
 		b.cancel()
 	}
-}
-
-// growStack makes the stack of a new goroutine as large as a call needs. In steps it is copied at each, once the call is deep.
-//
-//go:noinline
-func growStack(i int) byte {
-	var room [12 << 10]byte
-	return room[i]
 }
 
 // gather lets other goroutines run until no more requests arrive: callers that were just answered often ask
