@@ -11,7 +11,7 @@ CYCLONEDX := github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod@v1.10.0
 RACE  :=# -race, which takes a C compiler and three times as long
 TESTS := work# all packages of all modules
 SERVER_TESTS := $(addprefix ./tests/,acquire client concurrency cron demo docs extension operate pgtest schema security slots spend torture)
-MODULES := . client/grpclimit client/otellimit migrations server tests tests/packages
+MODULES := . client/grpclimit client/otellimit migrations server tests
 SKIP  :=# tests to leave out, by a pattern of their names
 
 help: ## This list

@@ -3,7 +3,10 @@ package extension
 import (
 	"archive/zip"
 	"bytes"
+	"context"
+	"database/sql"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -16,11 +19,16 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/golang-migrate/migrate/v4"
+	database "github.com/golang-migrate/migrate/v4/database/pgx/v5"
+	_ "github.com/golang-migrate/migrate/v4/source/file" // reads the directory
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	_ "github.com/jackc/pgx/v5/stdlib" // the driver "pgx"
 	"github.com/pgratelimit/pgratelimit/migrations/packages"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
+	"github.com/pressly/goose/v3"
 	"github.com/stretchr/testify/require"
 )
 
@@ -32,8 +40,8 @@ var migrationTools = map[string]struct {
 	form    string // of the file, with the release's for %s
 	run     func(t *testing.T, db *kit.TestDB, dir, text string) error
 }{
-	"goose":          {"goose_db_version", "00001_pgratelimit.sql", "-- +goose Up\n-- +goose StatementBegin\n%s\n-- +goose StatementEnd\n", byTool("goose")},
-	"golang-migrate": {"schema_migrations", "1_pgratelimit.up.sql", "%s", byTool("golang-migrate")},
+	"goose":          {"goose_db_version", "00001_pgratelimit.sql", "-- +goose Up\n-- +goose StatementBegin\n%s\n-- +goose StatementEnd\n", byTool(withGoose)},
+	"golang-migrate": {"schema_migrations", "1_pgratelimit.up.sql", "%s", byTool(withMigrate)},
 	"flyway": {"", "V1__pgratelimit.sql", "%s", func(t *testing.T, db *kit.TestDB, _, text string) error {
 		return inTransaction(t, db, kit.Statements(text)...)
 	}},
@@ -50,14 +58,35 @@ var migrationTools = map[string]struct {
 	}},
 }
 
-func byTool(tool string) func(t *testing.T, db *kit.TestDB, dir, _ string) error {
+func byTool(apply func(db *sql.DB, dir string) error) func(t *testing.T, db *kit.TestDB, dir, _ string) error {
 	return func(t *testing.T, db *kit.TestDB, dir, _ string) error {
-		out, err := kit.Command("../..", nil, kit.Built(t, "tests/packages"), tool, db.URL, dir).CombinedOutput()
-		if err != nil {
-			err = fmt.Errorf("%w: %s", err, out)
-		}
+		conn := kit.NoError(sql.Open("pgx", db.URL))(t)
+		defer conn.Close()
+		return apply(conn, dir)
+	}
+}
+
+func withGoose(db *sql.DB, dir string) error {
+	provider, err := goose.NewProvider(goose.DialectPostgres, db, os.DirFS(dir))
+	if err != nil {
 		return err
 	}
+	_, err = provider.Up(context.Background())
+	return err
+}
+
+func withMigrate(db *sql.DB, dir string) error {
+	driver, err := database.WithInstance(db, &database.Config{})
+	if err != nil {
+		return err
+	}
+	migrator, err := migrate.NewWithDatabaseInstance("file://"+dir, "pgx5", driver)
+	if err != nil {
+		return err
+	}
+	err = migrator.Up()
+	ofSource, ofDriver := migrator.Close()
+	return errors.Join(err, ofSource, ofDriver)
 }
 
 func TestPackages_MigrationTools(t *testing.T) {
