@@ -222,31 +222,6 @@ func (l *lab) describe() map[string]string {
 	return machine
 }
 
-// cpuOf returns the microseconds of CPU time that processes and their children have used.
-func cpuOf(pids ...int) (used float64) {
-	for _, pid := range pids {
-		for _, p := range family(pid) {
-			ticks := p.UTime + p.STime
-			if p.PID == pid { // has those of children that have ended, too
-				ticks += uint(p.CUTime + p.CSTime)
-			}
-			used += float64(ticks) * 1e6 / 100 // USER_HZ is 100 on all Linux
-		}
-	}
-	return used
-}
-
-func family(pid int) (list []procfs.ProcStat) {
-	all, _ := procfs.AllProcs()
-	for _, p := range all {
-		stat, err := p.Stat() // else it has ended
-		if err == nil && (stat.PID == pid || stat.PPID == pid) {
-			list = append(list, stat)
-		}
-	}
-	return list
-}
-
 // cpuOwn returns the microseconds of CPU time that this process has used.
 func cpuOwn() float64 {
 	var usage syscall.Rusage

@@ -15,6 +15,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
+
+	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
 
 // An acquirer takes one token of a key's bucket. No bucket runs dry here, so a denial is an error.
@@ -119,12 +121,12 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 	}
 	_ = pause(ctx, warmUp) // an error of the callers is looked at below
 
-	begin, own, server := time.Now(), cpuOwn(), cpuOf(l.server...)
+	begin, own, server := time.Now(), cpuOwn(), 1e6*pgtest.CPUTime(l.server...)
 	counting.Store(true)
 	err := beside(ctx)
 	counting.Store(false)
 	elapsed := time.Since(begin)
-	own, server = cpuOwn()-own, cpuOf(l.server...)-server
+	own, server = cpuOwn()-own, 1e6*pgtest.CPUTime(l.server...)-server
 	ended.Store(true)
 	callers.Wait()
 	if cause := context.Cause(ctx); cause != nil {

@@ -12,7 +12,6 @@ import (
 	"github.com/pgratelimit/pgratelimit/client"
 	"github.com/pgratelimit/pgratelimit/tests/kit"
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
-	"github.com/prometheus/procfs"
 	"github.com/stretchr/testify/require"
 )
 
@@ -105,7 +104,7 @@ func BenchmarkCitus(b *testing.B) {
 	} {
 		var ratios []float64
 		for range rounds + 1 {
-			ratios = append(ratios, perDecision(b, m.citus, cluster)/perDecision(b, m.plain, one))
+			ratios = append(ratios, perDecision(m.citus, cluster)/perDecision(m.plain, one))
 		}
 		ratios = ratios[1:] // the first connects and plans
 		slices.Sort(ratios)
@@ -115,22 +114,8 @@ func BenchmarkCitus(b *testing.B) {
 }
 
 // perDecision is the CPU time of servers for each of the decisions that do makes.
-func perDecision(b *testing.B, do func() int, postmasters []int) float64 {
-	before := used(b, postmasters)
+func perDecision(do func() int, postmasters []int) float64 {
+	before := pgtest.CPUTime(postmasters...)
 	decisions := do()
-	return (used(b, postmasters) - before) / float64(decisions)
-}
-
-// used is the CPU time of servers until now.
-func used(b *testing.B, postmasters []int) (seconds float64) {
-	for _, p := range kit.NoError(procfs.AllProcs())(b) {
-		stat, err := p.Stat() // else it has ended
-		switch {
-		case err == nil && slices.Contains(postmasters, stat.PID):
-			seconds += stat.CPUTime() + float64(stat.CUTime+stat.CSTime)/100 // USER_HZ is 100 on all Linux
-		case err == nil && slices.Contains(postmasters, stat.PPID):
-			seconds += stat.CPUTime()
-		}
-	}
-	return seconds
+	return (pgtest.CPUTime(postmasters...) - before) / float64(decisions)
 }

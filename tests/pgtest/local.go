@@ -17,6 +17,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/prometheus/procfs"
 )
 
 // A cluster is a throw-away PostgreSQL in a directory of its own: data, log and socket. It listens
@@ -315,4 +317,19 @@ func unprivileged() (*syscall.Credential, error) {
 		return nil, err
 	}
 	return &syscall.Credential{Uid: uint32(uid), Gid: uint32(gid)}, nil
+}
+
+// CPUTime returns the seconds of CPU time that servers, by their first processes, have used until now.
+func CPUTime(postmasters ...int) (seconds float64) {
+	all, _ := procfs.AllProcs()
+	for _, p := range all {
+		stat, err := p.Stat() // else it has ended
+		switch {
+		case err == nil && slices.Contains(postmasters, stat.PID): // and children of it that have ended
+			seconds += stat.CPUTime() + float64(stat.CUTime+stat.CSTime)/100 // USER_HZ is 100 on all Linux
+		case err == nil && slices.Contains(postmasters, stat.PPID):
+			seconds += stat.CPUTime()
+		}
+	}
+	return seconds
 }
