@@ -105,17 +105,7 @@ var races = map[string]race{
 		outcome: "false 1",
 	},
 	"a holder whose lease clean-up has removed holds anew, by a clock that went back": {
-		capacity: 2, steps: func(db *kit.TestDB) string {
-			db.Hold("a", 1)
-			db.SetClock(at(lease / 2))
-			db.Hold("b", 1)
-			db.SetClock(at(lease + 5*time.Minute))
-			first := db.Begin()
-			db.Swept(first, 100) // a's lease, and not b's
-			db.SetClock(at(lease / 2))
-			second := db.Session().StartHold("a", 1).BlockedBy(first)
-			return decided(first.Execute("commit"), second)
-		},
+		capacity: 2, steps: holdAcrossCleanUp("a"),
 		outcome: fmt.Sprint(kit.Held(0, lease, 2)) + " [a:1 b:1]",
 	},
 	"an override that ends while a hold waits does not apply any more": {
@@ -359,17 +349,7 @@ var races = map[string]race{
 		without:  kit.Mutation{Pattern: `if found then delete from leases`, Replacement: "if true then delete from leases"},
 	},
 	"a hold that waits for clean-up counts again, by a clock that went back": {
-		capacity: 3, steps: func(db *kit.TestDB) string {
-			db.Hold("a", 1)
-			db.SetClock(at(lease / 2))
-			db.Hold("b", 1)
-			db.SetClock(at(lease + 5*time.Minute))
-			first := db.Begin()
-			db.Swept(first, 100) // a's lease, and not b's
-			db.SetClock(at(lease / 2))
-			second := db.Session().StartHold("c", 1).BlockedBy(first)
-			return decided(first.Execute("commit"), second)
-		},
+		capacity: 3, steps: holdAcrossCleanUp("c"),
 		outcome:  fmt.Sprint(kit.Held(1, lease, 3)) + " [b:1 c:1]",
 		function: "ratelimit.cleanup_slots", without: kit.Mutation{Pattern: `counted_until = ''-infinity'',`, Replacement: ""},
 	},
@@ -442,6 +422,21 @@ func holdAcrossTheEnd(holder string) func(db *kit.TestDB) string {
 		second := db.Session().StartHold(holder, 1).BlockedBy(first)
 		db.SetClock(at(lease))
 		return decided(first.Execute("rollback"), second)
+	}
+}
+
+// holdAcrossCleanUp holds when clean-up has removed a's lease, and not b's, by a clock that goes back.
+func holdAcrossCleanUp(holder string) func(db *kit.TestDB) string {
+	return func(db *kit.TestDB) string {
+		db.Hold("a", 1)
+		db.SetClock(at(lease / 2))
+		db.Hold("b", 1)
+		db.SetClock(at(lease + 5*time.Minute))
+		first := db.Begin()
+		db.Swept(first, 100)
+		db.SetClock(at(lease / 2))
+		second := db.Session().StartHold(holder, 1).BlockedBy(first)
+		return decided(first.Execute("commit"), second)
 	}
 }
 
