@@ -7,15 +7,7 @@
 \set pgratelimit_quiet :QUIET
 \set ON_ERROR_STOP on
 \set QUIET on
-do $alone$
-begin
-  if pg_catalog.now() operator(pg_catalog.<>) pg_catalog.statement_timestamp() then
-    raise exception 'this file cannot run inside a transaction'
-      using errcode = '25001',
-            hint    = 'Leave out --single-transaction, or commit first.';
-  end if;
-end;
-$alone$;
+\ir ../include/outside.sql
 
 begin transaction isolation level read committed;
 do $task$ begin perform pg_catalog.set_config('ratelimit.task', 'uninstall', true), pg_catalog.set_config('ratelimit.known', '1', true); end $task$;
