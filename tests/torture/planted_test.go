@@ -39,12 +39,11 @@ func TestCalls_FindPlantedBugs(t *testing.T) {
 
 // bugsOfInput are about arguments.
 var bugsOfInput = map[string]plantedBug{
-	"a key of 513 bytes":                    {"ratelimit.is_name", `octet_length\(value\) between 1 and 512`, `octet_length(value) between 1 and 513`},
-	"bounds: a month in an interval":        {"ratelimit.check_span", `or extract\(month from value\) <> 0`, ``},
-	"bounds: a cost checked too late":       {"ratelimit_peek", `acceptable\(key, cost\)`, `is_name(key)`},
-	"patches of a quota: an internal error": {"ratelimit.refuse", `errcode = '22023'`, `errcode = 'XX000'`},
-	"an error that leaves something done": {"ratelimit.decide_in_order",
-		`if v_verdict\.refused is not null then`, `$0 update buckets set level = 0;`},
+	"a key of 513 bytes":                           {"ratelimit.is_name", `octet_length\(value\) between 1 and 512`, `octet_length(value) between 1 and 513`},
+	"bounds: a month in an interval":               {"ratelimit.check_span", `or extract\(month from value\) <> 0`, ``},
+	"bounds: a cost checked too late":              {"ratelimit_peek", `acceptable\(key, cost\)`, `is_name(key)`},
+	"patches of a quota: an internal error":        {"ratelimit.refuse", `errcode = '22023'`, `errcode = 'XX000'`},
+	"an error that leaves something done":          {"ratelimit.decide_in_order", `if v_verdict\.refused is not null then`, `$0 update buckets set level = 0;`},
 	"a clock that was far ahead: a token too many": {"ratelimit_refund", `least\(amount, v_policy.capacity\)`, `least(amount + 1, v_policy.capacity)`},
 	"the floor: a policy that stays": {"ratelimit_drop_policy",
 		`delete from policies as p where p.name = v_name returning p.id`, `update policies as p set name = p.name where p.name = v_name returning p.id`},
@@ -65,11 +64,9 @@ var bugsOfTokens = map[string]plantedBug{
 	"an end of less: an answer is of after the batch":                              {"ratelimit.decide", `v_then_level\[v_i\] := levels\[v_b\];`, "v_then_level[v_i] := null;"},
 	"an end: a wait that an override just does not outlast":                        {"ratelimit.wait_past_end", `v_wait_us < ratelimit\.time_until`, "v_wait_us <= ratelimit.time_until"},
 	"an end of less: an override that ends denies for ever":                        {"ratelimit.wait_past_end", `ends_at is null or`, "true or"},
-	"an end of less: a wait is over before the override is": {"ratelimit.wait_after_end",
-		`greatest\(v_wait_us, ratelimit\.time_until\(ends_at, now\)\)`, "v_wait_us"},
-	"an end of less: no row of a batch is full by the override": {"ratelimit.rows_of_buckets",
-		`greatest\(\(u\.p\)\.capacity, \(u\.after\)\.capacity\)`, "(u.p).capacity"},
-	"answers: a cost of 0 waits for debt to be paid": {"ratelimit.decide", `fits\[v_i\] := charges\[v_i\] = 0 or`, "fits[v_i] :="},
+	"an end of less: a wait is over before the override is":                        {"ratelimit.wait_after_end", `greatest\(v_wait_us, ratelimit\.time_until\(ends_at, now\)\)`, "v_wait_us"},
+	"an end of less: no row of a batch is full by the override":                    {"ratelimit.rows_of_buckets", `greatest\(\(u\.p\)\.capacity, \(u\.after\)\.capacity\)`, "(u.p).capacity"},
+	"answers: a cost of 0 waits for debt to be paid":                               {"ratelimit.decide", `fits\[v_i\] := charges\[v_i\] = 0 or`, "fits[v_i] :="},
 	"quotas: a turn is counted from the turn before": {"ratelimit.turning",
 		`\(anchor \+ v_turn \* period\)([^;]*; v_turns\.turns_at := )\(anchor \+ \(v_turn \+ 1\) \* period\)`,
 		"(anchor + (v_turn - 1) * period + period)${1}(anchor + v_turn * period + period)"},
@@ -86,10 +83,9 @@ var bugsOfTokens = map[string]plantedBug{
 			if v_policy.id is not null then
 			  update buckets as b set level = 0 where b.policy_id = v_policy.id and ratelimit_define_policy.capacity > v_policy.capacity; exit;
 			end if; $0`},
-	"quotas: a settlement gives back to the period after": {"ratelimit_settle", `v_back := 0;`, "null;"},
-	"clean-up removes a quota's row too early":            {"ratelimit.quota_unused_after", `turns_of\(quota, now\)`, "turns_of(quota, now + interval '1 hour')"},
-	"the floor: a charge that remembers what it did not take": {"ratelimit_charge",
-		`(insert into idempotency_keys [^;]*?)nullif\(v_held - v_level, microtokens\(v_cost\)\)`, "${1}null"},
+	"quotas: a settlement gives back to the period after":            {"ratelimit_settle", `v_back := 0;`, "null;"},
+	"clean-up removes a quota's row too early":                       {"ratelimit.quota_unused_after", `turns_of\(quota, now\)`, "turns_of(quota, now + interval '1 hour')"},
+	"the floor: a charge that remembers what it did not take":        {"ratelimit_charge", `(insert into idempotency_keys [^;]*?)nullif\(v_held - v_level, microtokens\(v_cost\)\)`, "${1}null"},
 	"lowered from the most: a partial grant of more than was taken":  {"ratelimit.partial_of", `then taken else 0`, `then taken + 1 else 0`},
 	"pauses of a continuous policy: a pause that a shorter one ends": {"ratelimit_pause", `greatest\(v_until, (v_now [^;]*)\);`, "$1;"},
 	"a clock that was far ahead: a pause leaves its tokens":          {"ratelimit_pause", `v_level := least\(v_level, 0\);`, ""},
@@ -104,8 +100,7 @@ var bugsOfTokens = map[string]plantedBug{
 	"patches of a quota: a patch that resets what it does not set": {"ratelimit_override", `coalesce\(ratelimit_override\.capacity, v_new\.capacity\)`, "ratelimit_override.capacity"},
 	"a calendar that is removed: an override that keeps the policy's capacity": {"ratelimit_override",
 		`coalesce\(ratelimit_override\.capacity, v_new\.capacity\)`, "coalesce(ratelimit_override.capacity, v_new.capacity, v_policy.capacity)"},
-	"patches of a quota: what is set to stay still ends": {"ratelimit_override",
-		`case when ratelimit_override\.capacity is null then v_new\.ending_capacity end`, "v_new.ending_capacity"},
+	"patches of a quota: what is set to stay still ends":                         {"ratelimit_override", `case when ratelimit_override\.capacity is null then v_new\.ending_capacity end`, "v_new.ending_capacity"},
 	"patches of buckets: an interval of the policy's in place of the override's": {"ratelimit_override", `(v_every := [^;]*?)v_numbers\.every`, "${1}v_policy.every"},
 	"patches of buckets: what has ended counts in the next patch":                {"ratelimit_override", `if v_new\.expires_at <= v_now then`, "if false then"},
 	"patches of a quota: the policy counts where what stays should":              {"ratelimit.numbers_by", `ratelimit\.with_override\(policy, override, 'infinity'\)`, "policy"},
@@ -122,8 +117,7 @@ var bugsOfTokens = map[string]plantedBug{
 // bugsOfUsage are about closed periods, and settlements of several.
 var bugsOfUsage = map[string]plantedBug{
 	"a calendar that is removed: a period is closed twice": {"ratelimit.close_period", `set level = 0, refilled_at = v_now`, "set level = b.level, refilled_at = v_now"},
-	"usage: a batch closes a period twice": {"ratelimit.take_quotas_from_buckets",
-		`case when u\.is_over then 0 else b\.level end - u\.wanted`, "b.level - u.wanted"},
+	"usage: a batch closes a period twice":                 {"ratelimit.take_quotas_from_buckets", `case when u\.is_over then 0 else b\.level end - u\.wanted`, "b.level - u.wanted"},
 	"usage: a denial closes a period": {"ratelimit.take_quota_of_buckets", `v_taken := least\(at_most, whole_tokens\(v_held\)\);`,
 		`$0 if policy.history is not null then perform close_period(policy.id, v_key, v_now); end if;`},
 	"usage: a replay is used": {"ratelimit.take_quota_of_buckets", `(if v_first\.expires_at > v_now then )(return replayed_partial\([^;]*; end if; end if; loop)`,
@@ -159,11 +153,9 @@ var bugsOfSlots = map[string]plantedBug{
 	"sums of slots: a renewal that is shorter ends behind the sum":        {"ratelimit_renew", `least\(s\.counted_until, v_earlier\)`, "s.counted_until"},
 	"a release after the end: a release of an ended lease lowers the sum": {"ratelimit_release", `if v_released = v_cost then return true; end if;`, "return v_released is not null;"},
 	"slots: a release keeps the sum":                                      {"ratelimit_release", `held = s\.held - v_cost,`, ""},
-	"sums of slots: a grant keeps the leases that have ended": {"ratelimit_hold",
-		`delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, "$0 false and"},
-	"waits for slots: a wait by the override that ends": {"ratelimit.look_at_slots", `u\.ends_at >= v_ends_at`, "u.ends_at > v_ends_at"},
-	"slots: a renewal is denied when capacity was lowered": {"ratelimit_hold",
-		`exit when v_own_cost = v_cost or`, "exit when"},
+	"sums of slots: a grant keeps the leases that have ended":             {"ratelimit_hold", `delete from leases as l where l\.policy_id = v_policy\.id and l\.key = v_key and`, "$0 false and"},
+	"waits for slots: a wait by the override that ends":                   {"ratelimit.look_at_slots", `u\.ends_at >= v_ends_at`, "u.ends_at > v_ends_at"},
+	"slots: a renewal is denied when capacity was lowered":                {"ratelimit_hold", `exit when v_own_cost = v_cost or`, "exit when"},
 }
 
 // bugsOfHolders are found by the order of calls, too.
@@ -248,13 +240,11 @@ var bugsOfHistories = map[string][]plantedBug{
 
 // bugsOfSlotHistories are those about slots.
 var bugsOfSlotHistories = map[string]plantedBug{
-	"a release of what is live still": {"ratelimit_hold", `and l\.ends_at <= v_now`, "and l.ends_at <= v_now + interval '20 ms'"},
-	"a lease from before the wait":    {"ratelimit_hold", `v_seen_at := v_now; v_now := clock\(\);`, "v_seen_at := v_now; perform clock();"},
-	"a renewed lease from before the wait": {"ratelimit_renew",
-		`v_now := clock\(\);( if v_override\.expires_at <= v_now)`, "perform clock();$1"},
+	"a release of what is live still":      {"ratelimit_hold", `and l\.ends_at <= v_now`, "and l.ends_at <= v_now + interval '20 ms'"},
+	"a lease from before the wait":         {"ratelimit_hold", `v_seen_at := v_now; v_now := clock\(\);`, "v_seen_at := v_now; perform clock();"},
+	"a renewed lease from before the wait": {"ratelimit_renew", `v_now := clock\(\);( if v_override\.expires_at <= v_now)`, "perform clock();$1"},
 	// The sum of a grant is not among them: a lease that has ended at the last reading of the clock has it count again.
-	"a lease counts at its end": {"ratelimit.look_at_slots",
-		`l\.ends_at > v_now\) as u`, "l.ends_at >= v_now) as u"},
+	"a lease counts at its end":  {"ratelimit.look_at_slots", `l\.ends_at > v_now\) as u`, "l.ends_at >= v_now) as u"},
 	"a sum from before the lock": {"ratelimit_hold", `exit when v_own_cost = v_cost`, "v_held := v_look.held; $0"},
 	"a lock that is left out":    {"ratelimit_hold", `(perform s\.held from slots as s [^;]*?) for update;`, "$1;"},
 }
