@@ -318,12 +318,17 @@ func (r *round) finish() error {
 		r.send("cleanup", r.encodedArgs("cleanup", []any{max(1, int64(int32(r.integer())))}))
 		r.send("cleanup_all", r.encodedArgs("cleanup_all", []any{r.value("budget", "", "", nil)}))
 	}
+	return r.dropAll()
+}
+
+// dropAll drops the policies, and looks that nothing is left.
+func (r *round) dropAll() error {
 	for _, name := range slices.Sorted(maps.Keys(r.Policies())) {
 		r.send("drop_policy", r.encodedArgs("drop_policy", []any{name}))
 	}
 	r.look("call ratelimit_cleanup_all()")
 	r.look(countQuery, "0|0|0|0|0|0")
-	_, err = r.flush()
+	_, err := r.flush()
 	return err
 }
 
@@ -732,13 +737,7 @@ func (c *caller) play(script string) error {
 			return fmt.Errorf("%s: the model says %v", line, last.codes)
 		}
 	}
-	for name := range r.Policies() {
-		r.send("drop_policy", r.encodedArgs("drop_policy", []any{name}))
-	}
-	r.look("call ratelimit_cleanup_all()")
-	r.look(countQuery, "0|0|0|0|0|0")
-	_, err := r.flush()
-	return err
+	return r.dropAll()
 }
 
 func parsed[T any](of, words string) (values []*T) {
