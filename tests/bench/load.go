@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
-	"os"
 	"regexp"
 	"slices"
 	"strconv"
@@ -14,7 +13,6 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
 
 	"github.com/pgratelimit/pgratelimit/tests/pgtest"
 )
@@ -121,12 +119,12 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 	}
 	_ = pause(ctx, warmUp) // an error of the callers is looked at below
 
-	begin, own, server := time.Now(), cpuOwn(), 1e6*pgtest.CPUTime(l.server...)
+	own, server, begin := cpuOwn(), pgtest.CPUTime(l.server...), time.Now() // last: to read the times of all processes takes its own
 	counting.Store(true)
 	err := beside(ctx)
 	counting.Store(false)
 	elapsed := time.Since(begin)
-	own, server = cpuOwn()-own, 1e6*pgtest.CPUTime(l.server...)-server
+	own, server = cpuOwn()-own, pgtest.CPUTime(l.server...)-server
 	ended.Store(true)
 	callers.Wait()
 	if cause := context.Cause(ctx); cause != nil {
@@ -141,7 +139,7 @@ func (l load) during(ctx context.Context, warmUp time.Duration, beside func(cont
 	return sample{
 		rate:      float64(inCall*len(all)) / elapsed.Seconds(),
 		p99:       quantile(all, 0.99),
-		cpuServer: server / decisions,
+		cpuServer: 1e6 * server / decisions,
 		cpuClient: own / decisions,
 	}, nil
 }
@@ -256,24 +254,5 @@ func carry(from, to net.Conn, delay time.Duration) {
 			return
 		}
 		pieces <- piece{slices.Clone(buffer[:n]), time.Now().Add(delay)}
-	}
-}
-
-// An alarm is exact to 0.1 ms, and holds no thread. In a process that has nothing else to do, [time.Sleep] waits in epoll, which counts
-// milliseconds. A system call that sleeps would keep one of two processors from the callers for up to 10 ms.
-type alarm struct {
-	fd int
-	*os.File
-}
-
-func newAlarm() alarm {
-	fd := must(unix.TimerfdCreate(unix.CLOCK_MONOTONIC, unix.TFD_NONBLOCK|unix.TFD_CLOEXEC))
-	return alarm{fd, os.NewFile(uintptr(fd), "alarm")} // File.Fd would have it block
-}
-
-func (a alarm) sleepUntil(due time.Time) {
-	if left := time.Until(due); left > 0 {
-		check(unix.TimerfdSettime(a.fd, 0, &unix.ItimerSpec{Value: unix.NsecToTimespec(left.Nanoseconds())}, nil))
-		must(a.Read(make([]byte, 8)))
 	}
 }
